@@ -1,0 +1,92 @@
+"""Every error that Rayfin raises on purpose.
+
+    RayfinError                        500  internal_error
+    ├── InvalidRequest                 400  invalid_request_error   the caller's mistake; names the field
+    │   ├── ContextLengthExceeded      400  context_length_exceeded
+    │   └── ModelNotFound              404  model_not_found
+    ├── InvalidConfig                   -   a flag or a model folder that cannot be served (start-up)
+    │   └── UnsupportedModel            -   an architecture outside what Rayfin serves
+    ├── RequestFailed                  500  engine_error            this request failed, others went on
+    ├── Overloaded                     429  queue_full
+    └── EngineUnavailable              503  engine_unavailable      starting, draining or dead
+
+An error crosses actors by pickle, so each one keeps its arguments in ``args``.
+"""
+
+
+class RayfinError(Exception):
+    """Base of all; ``status`` is the HTTP status, ``code`` a closed set of machine-readable words."""
+
+    status = 500
+    type = "internal_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.message = message
+        self.param = param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidRequest(RayfinError):
+    """The caller's mistake. ``param`` is the field's dotted path as the caller wrote it."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param)
+        self.args = (message, param, code)
+        if code is not None:
+            self.code = code
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt cannot fit: longer than the context, or needs more pages than exist."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(InvalidRequest):
+    """The request names a model that is not served here."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class InvalidConfig(RayfinError):
+    """A flag, or a model folder, that cannot be served. Raised at start, never by a request."""
+
+    code = "invalid_config"
+
+
+class UnsupportedModel(InvalidConfig):
+    """The architecture is not one that a paged decoder can serve (encoder-decoder, state space)."""
+
+    code = "unsupported_model"
+
+
+class RequestFailed(RayfinError):
+    """One request failed inside the engine; the others went on."""
+
+    type = "server_error"
+    code = "engine_error"
+
+
+class Overloaded(RayfinError):
+    """The queue is full; the client may retry later."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+
+class EngineUnavailable(RayfinError):
+    """No engine can take the request now."""
+
+    status = 503
+    type = "server_error"
+    code = "engine_unavailable"

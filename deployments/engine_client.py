@@ -1,0 +1,41 @@
+"""What an ingress needs of an engine, whatever carries it (plain actor handles, or a fake in a test)."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta
+
+
+class EngineClient(Protocol):
+    """The token side of an ingress: requests in, token deltas out. Knows no text."""
+
+    async def info(self) -> EngineInfo:
+        """Limits of the engine that requests are checked against.
+
+        Raises:
+            EngineUnavailable: no engine is ready.
+        """
+        ...
+
+    def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of one request, the last one with a ``finish_reason``.
+
+        Closing the generator early (``aclose``, cancellation) aborts the request in the engine.
+
+        Raises:
+            InvalidRequest: the engine cannot ever run it (for instance more pages than exist).
+            RequestFailed, Overloaded, EngineUnavailable: as named.
+        """
+        ...
+
+    async def check_health(self) -> None:
+        """Returns when the engine makes progress (or is idle and answers).
+
+        Raises:
+            EngineUnavailable: with the reason.
+        """
+        ...
+
+    async def metrics(self) -> bytes:
+        """The Prometheus text of everything this ingress can see."""
+        ...
