@@ -1,12 +1,12 @@
 """Every error that Rayfin raises on purpose.
 
     RayfinError                        500  internal_error
-    ├── InvalidRequest                 400  invalid_request_error   the caller's mistake; names the field
+    ├── InvalidRequest                 400  invalid_request_error   the caller's mistake
     │   ├── ContextLengthExceeded      400  context_length_exceeded
     │   └── ModelNotFound              404  model_not_found
-    ├── InvalidConfig                   -   a flag or a model folder that cannot be served (start-up)
+    ├── InvalidConfig                   -   a flag or a model that cannot be served
     │   └── UnsupportedModel            -   an architecture outside what Rayfin serves
-    ├── RequestFailed                  500  engine_error            this request failed, others went on
+    ├── RequestFailed                  500  engine_error            this request alone failed
     ├── Overloaded                     429  queue_full
     └── EngineUnavailable              503  engine_unavailable      starting, draining or dead
 
@@ -15,7 +15,7 @@ An error crosses actors by pickle, so each one keeps its arguments in ``args``.
 
 
 class RayfinError(Exception):
-    """Base of all; ``status`` is the HTTP status, ``code`` a closed set of machine-readable words."""
+    """Base of all; ``status`` is the HTTP status, ``code`` comes from a closed set of words."""
 
     status = 500
     type = "internal_error"

@@ -15,14 +15,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rayfin.actors.errors import RayfinError
+
 Int32Array: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 SAMPLED_LAST_STEP = -1
-"""In ``merge_prompt``: the token that this request sampled in its last step, known to the runner."""
+"""In ``merge_prompt``: the token that this request sampled last, which the runner knows."""
 
 NO_TOKEN = -1
-"""In ``last_pos`` and ``StepResult.tokens``: a chunk that ends inside its prompt samples nothing."""
+"""In ``last_pos`` and ``StepResult.tokens``: a chunk that ends mid-prompt samples nothing."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +37,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    banned: tuple[int, ...] = ()  # token ids that may not be sampled ...
+    banned_until: int = 0  # ... at positions of the request below this (min_tokens)
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,20 +46,20 @@ class StopRules:
     """When the scheduler ends a request; stop *strings* are the ingress' business."""
 
     max_tokens: int
-    min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()  # end of sequence included, unless ignored
-    eos_token_ids: frozenset[int] = frozenset()  # of those, the ones that are not reported as a stop reason
+    eos_token_ids: frozenset[int] = frozenset()  # of those, the ones not reported as stop_reason
 
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One prompt on its way to an engine. ``request_id`` is made by the server, never by a client."""
+    """One prompt on its way to an engine. The server makes ``request_id``, never a client."""
 
     request_id: str
     prompt: Int32Array  # [P]
     sampling: Sampling
     stopping: StopRules
     client: str = ""  # the subscription that receives this request's tokens
+    key: int = 0  # the client's own number of this request; its tokens come back under it
     priority: int = 0  # lower runs earlier
     arrival: float = 0.0  # time.monotonic() of the ingress, seconds
     output: list[int] = field(default_factory=list)  # tokens already delivered, on a resubmission
@@ -112,24 +117,35 @@ class StepResult:
 
 
 @dataclass(slots=True)
-class TokenDelta:
-    """One request's news of a step."""
+class Ended:
+    """The last word on one request."""
 
-    request_id: str
-    tokens: list[int]
-    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    key: int
+    finish_reason: str  # "stop", "length", "abort", "error"
     stop_reason: int | None = None  # the stop token's id, when it was not end of sequence
-    error: str | None = None
-    cached_tokens: int = 0  # prompt tokens that were not computed
+    error: RayfinError | None = None
 
 
 @dataclass(slots=True)
 class TokenDeltas:
-    """One step's news for one ingress."""
+    """One step's news for one client: ``tokens[i]`` belongs to its request ``keys[i]``."""
 
     epoch: int
     step: int
-    deltas: list[TokenDelta]
+    keys: Int64Array  # [N]
+    tokens: Int32Array  # [N]
+    ended: list[Ended] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """One request's share of a TokenDeltas, as the client's demultiplexer hands it on."""
+
+    request_id: str
+    tokens: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    cached_tokens: int = 0  # prompt tokens that were not computed
 
 
 @dataclass(slots=True, frozen=True)

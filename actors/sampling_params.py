@@ -13,7 +13,9 @@ from typing import Any
 from rayfin.actors.errors import InvalidRequest
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
-MIN_TEMPERATURE = 0.01  # smaller ones are raised to this: the division would overflow half precision
+MIN_TEMPERATURE = (
+    0.01  # smaller ones are raised to this: the division would overflow half precision
+)
 MAX_N = 128
 MAX_STOP_STRINGS = 4
 SEED_BITS = 63
@@ -71,9 +73,7 @@ class SamplingParams:
             raise InvalidRequest("stop strings need detokenize=True", "stop")
         if self.temperature < GREEDY_BELOW:
             if self.n > 1:
-                raise InvalidRequest(
-                    f"n must be 1 when using greedy sampling, got {self.n}.", "n"
-                )
+                raise InvalidRequest(f"n must be 1 when using greedy sampling, got {self.n}.", "n")
             self.temperature = 0.0
         elif self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
@@ -129,9 +129,7 @@ def _integer(name: str, value: object, low: int, high: int | None) -> None:
         )
 
 
-def _number(
-    name: str, value: object, low: float, high: float, *, open_below: bool = False
-) -> None:
+def _number(name: str, value: object, low: float, high: float, *, open_below: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a number, got {value!r}.", name, code="invalid_type")
     if not math.isfinite(value):

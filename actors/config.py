@@ -1,0 +1,220 @@
+"""What a user may set, and what an engine runs with.
+
+``EngineArgs`` is the user's side: one field per flag, None where Rayfin should decide. ``resolve``
+turns it, with the facts that only a loaded model knows, into a new frozen ``EngineConfig``. Nothing
+is ever written back, and nothing else decides a default.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from rayfin.actors.errors import InvalidConfig
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+SchedulerName = Literal["v1", "v0"]
+Policy = Literal["fcfs", "priority"]
+Device = Literal["auto", "cpu", "cuda"]
+
+DEFAULT_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
+DEFAULT_MEMORY_UTILIZATION = {
+    "cpu": 0.4,
+    "cuda": 0.9,
+}  # a CPU's memory is shared with everything else
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """One engine as the user asks for it; the CLI, ``LLM`` and the Serve builder take these names."""
+
+    model: str = _flag("demo", "a local folder, a Hugging Face name, or 'demo' (the built-in toy)")
+    tokenizer: str | None = _flag(None, "another folder or name for the tokenizer")
+    revision: str | None = _flag(None, "branch, tag or commit of a Hugging Face name")
+    trust_remote_code: bool = _flag(False, "run the Python code that the model brings")
+    dtype: Dtype = _flag(
+        "auto", "of weights and cache; auto: float32 on a CPU, the model's on a GPU"
+    )
+    load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
+    device: Device = _flag("auto", "auto takes a GPU where there is one")
+    seed: int = _flag(0, "of dummy weights")
+    max_model_len: int | None = _flag(None, "longest prompt + output, tokens; default: the model's")
+    max_batch_tokens: int | None = _flag(None, "tokens in one step (default: 1024 CPU, 8192 GPU)")
+    max_decoding_batch: int | None = _flag(None, "requests that run at once (64 CPU, 256 GPU)")
+    max_prefill_batch: int = _flag(16, "prompts that share one step")
+    page_size: int = _flag(16, "tokens in a page of the KV cache")
+    memory_utilization: float | None = _flag(None, "share of the device's memory to use, 0-1")
+    kv_cache_memory: int | None = _flag(None, "bytes of KV cache, instead of memory_utilization")
+    scheduler: SchedulerName = _flag("v1", "v1: token-level, chunked prefill; v0: whole prompts")
+    policy: Policy = _flag("fcfs", "order of waiting requests")
+    max_waiting_requests: int = _flag(4096, "longest queue; more is answered with 429")
+    steps_in_flight: int = _flag(2, "steps handed to the runner ahead of their results")
+    tensor_parallel_size: int = _flag(1, "devices that share each layer")
+    pipeline_parallel_size: int = _flag(1, "devices that share the layers")
+    threads: int | None = _flag(
+        None, "compute threads of a CPU runner; default: the cores it may use"
+    )
+    attention: str = _flag("auto", "attention backend: auto, torch or reference")
+
+    def __post_init__(self) -> None:
+        choices: dict[str, Any] = {
+            "dtype": Dtype,
+            "load_format": LoadFormat,
+            "scheduler": SchedulerName,
+            "policy": Policy,
+            "device": Device,
+        }
+        for name, literal in choices.items():
+            if (value := getattr(self, name)) not in get_args(literal):
+                raise InvalidConfig(
+                    f"{name} must be one of {get_args(literal)}, got {value!r}", name
+                )
+        for name in (
+            "max_model_len",
+            "max_batch_tokens",
+            "max_decoding_batch",
+            "max_prefill_batch",
+            "page_size",
+            "kv_cache_memory",
+            "max_waiting_requests",
+            "threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
+        if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
+            raise InvalidConfig(
+                f"memory_utilization must be in (0, 1], got {self.memory_utilization}",
+                "memory_utilization",
+            )
+        if self.steps_in_flight not in (1, 2):
+            raise InvalidConfig(
+                f"steps_in_flight must be 1 or 2, got {self.steps_in_flight}", "steps_in_flight"
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise InvalidConfig(f"{name} other than 1 is not supported yet", name)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "EngineArgs":
+        """Builds from keyword names.
+
+        Raises:
+            InvalidConfig: a name that is no field, or a value out of range.
+        """
+        names = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in names:
+                raise InvalidConfig(
+                    f"unknown setting {name!r}; known: {', '.join(sorted(names))}", name
+                )
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a loaded model and its device say. Made by the runner, read by ``resolve``."""
+
+    architecture: str
+    vocab_size: int
+    max_position: int | None  # None: no limit of its own
+    page_bytes: int  # of one page of all layers, keys and values
+    available_bytes: int  # memory left for pages, by a profiling run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Limits of one step; known before the model is loaded, since profiling runs such a step."""
+
+    max_batch_tokens: int
+    max_decoding_batch: int
+    max_prefill_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """An engine as it runs. Made by ``resolve`` only."""
+
+    limits: BatchLimits
+    max_model_len: int
+    vocab_size: int
+    page_size: int
+    num_pages: int
+    scheduler: SchedulerName
+    policy: Policy
+    max_waiting_requests: int
+    steps_in_flight: int
+
+    @property
+    def max_pages_per_request(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+
+def resolve_limits(args: EngineArgs, device: str, model_len: int) -> BatchLimits:
+    """The limits of one step on ``device`` ("cpu", "cuda"), for contexts of ``model_len`` tokens."""
+    decoding = args.max_decoding_batch or DEFAULT_DECODING_BATCH[device]
+    tokens = args.max_batch_tokens or max(DEFAULT_BATCH_TOKENS[device], decoding)
+    if args.scheduler == "v0":
+        tokens = max(tokens, model_len)  # V0 never splits a prompt
+    if decoding > tokens:
+        raise InvalidConfig(
+            f"max_decoding_batch ({decoding}) is over max_batch_tokens ({tokens}): "
+            "each running request takes a token of every step",
+            "max_decoding_batch",
+        )
+    return BatchLimits(
+        max_batch_tokens=tokens,
+        max_decoding_batch=decoding,
+        max_prefill_batch=args.max_prefill_batch,
+    )
+
+
+def resolve_model_len(args: EngineArgs, max_position: int | None) -> int:
+    """The longest request, tokens: the user's wish, checked against the model's positions."""
+    if args.max_model_len is None:
+        return max_position or 32_768
+    if max_position is not None and args.max_model_len > max_position:
+        raise InvalidConfig(
+            f"max_model_len ({args.max_model_len}) is over the model's own limit ({max_position})",
+            "max_model_len",
+        )
+    return args.max_model_len
+
+
+def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:
+    """Decides the number of pages and the longest request.
+
+    pages = available bytes / page bytes (DESIGN 6), and no more than all slots could ever fill.
+
+    Raises:
+        InvalidConfig: not even one request of ``max_model_len`` would fit.
+    """
+    model_len = resolve_model_len(args, facts.max_position)
+    available = args.kv_cache_memory or facts.available_bytes
+    pages = available // facts.page_bytes
+    per_request = -(-model_len // args.page_size)
+    pages = min(pages, per_request * limits.max_decoding_batch)
+    if pages < per_request:
+        if args.max_model_len is not None or pages < 1:
+            raise InvalidConfig(
+                f"a request of {model_len} tokens needs {per_request} pages "
+                f"({per_request * facts.page_bytes:,} bytes), {max(pages, 0)} fit: lower "
+                "max_model_len, or raise memory_utilization or kv_cache_memory",
+                "max_model_len",
+            )
+        model_len = pages * args.page_size
+    return EngineConfig(
+        limits=limits,
+        max_model_len=model_len,
+        vocab_size=facts.vocab_size,
+        page_size=args.page_size,
+        num_pages=pages,
+        scheduler=args.scheduler,
+        policy=args.policy,
+        max_waiting_requests=args.max_waiting_requests,
+        steps_in_flight=args.steps_in_flight,
+    )

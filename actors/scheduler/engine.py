@@ -1,0 +1,210 @@
+"""The engine: schedule, run, update. A plain class; the actor around it only moves messages."""
+
+import time
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from rayfin.actors.config import EngineConfig
+from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest, Overloaded, RequestFailed
+from rayfin.actors.messages import (
+    Ended,
+    EngineRequest,
+    EngineStats,
+    Int32Array,
+    Int64Array,
+    StepResult,
+    TokenDeltas,
+)
+from rayfin.actors.scheduler.executor import Executor, GroupFailed, PendingStep
+from rayfin.actors.scheduler.lifecycle import Lifecycle
+from rayfin.actors.scheduler.outbox import Outbox
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.request_scheduler import RequestScheduler
+from rayfin.actors.scheduler.step_builder import Chunk, StepBuilder, StepRecord
+from rayfin.actors.scheduler.stopping import ended_requests
+from rayfin.actors.scheduler.token_scheduler import TokenScheduler
+
+MAX_RESTARTS_WITHOUT_PROGRESS = 3
+
+
+class Scheduler(Protocol):
+    """Decides a step; owns nothing."""
+
+    def schedule(self) -> tuple[Int64Array, list[Chunk]]: ...
+
+
+class Engine:
+    """All requests of one model replica, and the loop over them.
+
+    Single-threaded: one caller drives ``add``, ``abort`` and ``step``.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self.config = config
+        self.lifecycle = Lifecycle(config)
+        self._scheduler: Scheduler = (
+            TokenScheduler(self.lifecycle, config.limits)
+            if config.scheduler == "v1"
+            else RequestScheduler(self.lifecycle, config.limits)
+        )
+        self._builder = StepBuilder(self.lifecycle)
+        self._builder.restart(executor.epoch)
+        self._executor = executor
+        self._in_flight: deque[tuple[StepRecord, PendingStep]] = deque()
+        self._live: dict[tuple[str, int], Request] = {}
+        self._arrivals = 0
+        self._outbox = Outbox()
+        self._stats = EngineStats(epoch=executor.epoch, pages_total=config.num_pages)
+        self._last_progress = time.monotonic()
+        self._restarts_without_progress = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._in_flight)
+
+    def add(self, source: EngineRequest) -> None:
+        """Takes a request in; refused at the door if it could never run.
+
+        Raises:
+            InvalidRequest: its tokens do not fit, or its key is in use.
+            Overloaded: the queue is full.
+        """
+        key = (source.client, source.key)
+        if key in self._live:
+            raise InvalidRequest(f"request key {source.key} is in use", "request_id")
+        longest = len(source.prompt) + source.stopping.max_tokens
+        if not len(source.prompt) or longest > self.config.max_model_len:
+            raise ContextLengthExceeded(
+                f"the request takes up to {longest} tokens, of at most {self.config.max_model_len}",
+                "prompt",
+            )
+        if len(self.lifecycle.waiting) >= self.config.max_waiting_requests:
+            raise Overloaded(f"{len(self.lifecycle.waiting)} requests are waiting already")
+        if not self.has_work:
+            self._last_progress = time.monotonic()
+        request = Request(source, self._arrivals, list(source.output))
+        self._arrivals += 1
+        self._live[key] = request
+        self.lifecycle.waiting.push(request)
+        self._stats.prompt_tokens += len(source.prompt)
+
+    def abort(self, client: str, key: int) -> None:
+        """Ends a request now; its pages are free before the next step. Unknown keys are ignored."""
+        request = self._live.pop((client, key), None)
+        if request is not None:
+            self.lifecycle.finish(request, "abort")
+
+    def abort_client(self, client: str) -> None:
+        """Ends all requests of a client that is gone."""
+        for owner, key in list(self._live):
+            if owner == client:
+                self.abort(owner, key)
+
+    def step(self) -> dict[str, TokenDeltas]:
+        """Schedule, run, update: keeps the pipeline full, takes in its oldest result.
+
+        Returns:
+            News by client; empty when nothing was sampled or nothing is left to do.
+        """
+        try:
+            while len(self._in_flight) < self.config.steps_in_flight:
+                record = self._builder.build(*self._scheduler.schedule())
+                if record is None:
+                    break
+                self._in_flight.append((record, self._executor.submit(record.info)))
+            if self._in_flight:
+                record, pending = self._in_flight.popleft()
+                self._update(record, pending.result())
+        except GroupFailed as failure:
+            self._recover(failure)
+        return self._outbox.take(self._builder.epoch, self._stats.steps)
+
+    def fail_all(self, error: Exception) -> dict[str, TokenDeltas]:
+        """Ends every request with an error: the engine cannot go on."""
+        for request in list(self._live.values()):
+            self._end(request, "error", error=RequestFailed(str(error)))
+        return self._outbox.take(self._builder.epoch, self._stats.steps)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counters; cheap, and safe to take from another thread."""
+        stats, lifecycle = self._stats, self.lifecycle
+        return EngineStats(
+            epoch=self._builder.epoch,
+            steps=stats.steps,
+            running=len(lifecycle.running),
+            waiting=len(lifecycle.waiting),
+            pages_total=stats.pages_total,
+            pages_held=lifecycle.tables.num_held,
+            preemptions=lifecycle.num_preemptions,
+            prompt_tokens=stats.prompt_tokens,
+            generation_tokens=stats.generation_tokens,
+            finished=dict(lifecycle.num_finished),
+            seconds_since_progress=time.monotonic() - self._last_progress if self.has_work else 0.0,
+            last_step_seconds=stats.last_step_seconds,
+        )
+
+    def check_integrity(self) -> None:
+        """The cache's own check, and: no request, no page.
+
+        Raises:
+            CacheError: an invariant is broken.
+        """
+        self.lifecycle.tables.check_integrity()
+        assert self.has_work or self.lifecycle.tables.num_held == 0, "idle, and pages are held"
+
+    def _update(self, record: StepRecord, result: StepResult) -> None:
+        running = self.lifecycle.running
+        if (result.epoch, result.step) != (record.info.epoch, record.info.step):
+            raise GroupFailed(f"step {record.info.step} was answered by step {result.step}")
+        current = running.admission[record.slots] == record.admissions
+        for row, message in result.errors.items():
+            if current[row]:
+                request = running.request(int(record.slots[row]))
+                self._end(request, "error", error=RequestFailed(message))
+                current[row] = False
+        rows = current & (result.tokens >= 0)
+        slots, tokens = record.slots[rows], result.tokens[rows]
+        running.append(slots, tokens)
+        self._deliver(slots, tokens)
+        for request, reason, stop_reason in ended_requests(running, slots, tokens):
+            self._end(request, reason, stop_reason)
+        self._stats.steps += 1
+        self._stats.generation_tokens += len(tokens)
+        self._stats.last_step_seconds = result.seconds
+        self._last_progress = time.monotonic()
+        self._restarts_without_progress = 0
+
+    def _deliver(self, slots: Int64Array, tokens: Int32Array) -> None:
+        running, clients = self.lifecycle.running, self.lifecycle.clients
+        owners = running.client[slots]
+        for owner in np.unique(owners).tolist():
+            rows = owners == owner
+            self._outbox.tokens(clients[owner], running.key[slots[rows]], tokens[rows])
+
+    def _end(
+        self,
+        request: Request,
+        reason: str,
+        stop_reason: int | None = None,
+        error: RequestFailed | None = None,
+    ) -> None:
+        source = request.source
+        del self._live[source.client, source.key]
+        self.lifecycle.finish(request, reason)
+        self._outbox.end(source.client, Ended(source.key, reason, stop_reason, error))
+
+    def _recover(self, failure: GroupFailed) -> None:
+        """New runners, new epoch; everything that ran is recomputed from its token log.
+
+        Raises:
+            GroupFailed: they fail again and again without finishing a step.
+        """
+        self._restarts_without_progress += 1
+        if self._restarts_without_progress > MAX_RESTARTS_WITHOUT_PROGRESS:
+            raise failure
+        self._in_flight.clear()
+        self.lifecycle.restart()
+        self._executor.restart()
+        self._builder.restart(self._executor.epoch)

@@ -1,0 +1,95 @@
+"""The only transitions of a request besides a step: admit, preempt, finish.
+
+        add                admit
+(door) ─────► waiting ───────────────► running ─────► finished
+                 ▲                        │   finish
+                 └────────────────────────┘
+                          preempt
+"""
+
+from collections import Counter
+
+from rayfin.actors.config import EngineConfig
+from rayfin.actors.messages import NewRequest
+from rayfin.actors.scheduler.queues import WaitingQueue
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.running import RunningTable
+from rayfin.cache.page_tables import PageTables
+
+
+class Lifecycle:
+    """Moves requests between queue, slots and page tables, and notes it for the runners."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        slots = config.limits.max_decoding_batch
+        self.waiting = WaitingQueue(config.policy)
+        self.running = RunningTable(slots, config.max_model_len)
+        self.tables = PageTables(slots, config.num_pages, config.page_size)
+        self.clients: list[str] = []  # by the index that RunningTable.client holds
+        self.num_preemptions = 0
+        self.num_finished: Counter[str] = Counter()  # by finish reason
+        self._client_index: dict[str, int] = {}
+        self._new: list[NewRequest] = []
+        self._forgotten: list[int] = []
+
+    def can_admit(self, request: Request, spare: int) -> bool:
+        """Whether a slot is free, and pages for its tokens and one more, with ``spare`` left."""
+        pages = self.tables.pages_for(request.num_tokens + 1)
+        return self.running.has_free_slot and pages + spare <= self.tables.pool.num_free
+
+    def admit(self) -> int:
+        """The first waiting request starts to run, with pages for all its known tokens."""
+        request = self.waiting.pop()
+        slot = self.running.enter(request, self._client(request.source.client))
+        grown = self.tables.grow(slot, request.num_tokens)
+        assert grown, "admitted without pages"
+        self._new.append(NewRequest(slot, request.source.sampling))
+        return slot
+
+    def preempt(self, slot: int) -> None:
+        """Frees the slot and the pages, keeps the tokens: the request is recomputed later.
+
+        Tokens of steps in flight are dropped when they come and sampled again: sampling depends on
+        (seed, position) alone, and nobody has seen them.
+        """
+        request = self._leave(slot)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.push(request)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """The request ends, wherever it is."""
+        if request.slot is None:
+            self.waiting.discard(request)
+        else:
+            self._leave(request.slot)
+        self.num_finished[reason] += 1
+
+    def take_news(self) -> tuple[list[NewRequest], list[int]]:
+        """What the runners must hear with the next step: first sights, and slots to forget."""
+        news = self._new, self._forgotten
+        self._new, self._forgotten = [], []
+        return news
+
+    def restart(self) -> None:
+        """The runners are new and empty: everything that ran is recomputed."""
+        for slot in self.running.slots():
+            self.preempt(slot)
+        self.take_news()
+
+    def victim(self) -> int:
+        """The slot to preempt: lowest priority, latest arrival. So the oldest always advances."""
+        running = self.running
+        return max(running.slots(), key=lambda slot: self.waiting.rank(running.request(slot)))
+
+    def _leave(self, slot: int) -> Request:
+        request = self.running.leave(slot)
+        self.tables.release(slot)
+        self._forgotten.append(slot)
+        return request
+
+    def _client(self, name: str) -> int:
+        if name not in self._client_index:
+            self._client_index[name] = len(self.clients)
+            self.clients.append(name)
+        return self._client_index[name]

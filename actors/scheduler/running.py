@@ -1,0 +1,123 @@
+"""The running requests as arrays, one row per slot.
+
+There is no prefill phase and no decode phase (vLLM V1's one counter): every request has
+``num_computed`` tokens that catch up with ``num_known + num_pending``.
+
+    tokens[slot]:   p p p p p p o o o ? ?            p prompt, o output, ? sampled, not yet seen
+                    ─────────── num_known  (9)
+                                      ─── num_pending (2)
+                    ──────────────────    num_computed (10): in the cache once all steps have run
+
+Everything that a step does to decoding requests is index arithmetic over these arrays, so its cost
+hardly grows with their number; Python loops touch only what changes.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from rayfin.actors.messages import Int32Array, Int64Array
+from rayfin.actors.scheduler.request import Request
+
+STOP_IDS = (
+    8  # stop token ids compared in one vector operation; requests with more are checked singly
+)
+NO_STOP = -2  # no token: neither an id nor NO_TOKEN
+
+
+class RunningTable:
+    """Slot-indexed state of the running requests. Only ``Lifecycle`` admits and evicts."""
+
+    def __init__(self, num_slots: int, max_len: int) -> None:
+        self.requests: list[Request | None] = [None] * num_slots
+        self.tokens: Int32Array = np.zeros((num_slots, max_len), np.int32)
+        self.num_known: Int64Array = np.zeros(num_slots, np.int64)
+        self.num_pending: Int64Array = np.zeros(num_slots, np.int64)
+        self.num_computed: Int64Array = np.zeros(num_slots, np.int64)
+        self.cap: Int64Array = np.zeros(num_slots, np.int64)  # most tokens, prompt included
+        self.stop_ids: Int32Array = np.full((num_slots, STOP_IDS), NO_STOP, np.int32)
+        self.many_stop_ids = np.zeros(num_slots, np.bool_)
+        self.key: Int64Array = np.zeros(num_slots, np.int64)
+        self.client: Int32Array = np.zeros(num_slots, np.int32)
+        self.admission: Int64Array = np.zeros(num_slots, np.int64)  # 0: free; unique otherwise
+        self.prefilling: dict[int, None] = {}  # slots in admission order
+        self._decoding: dict[int, None] = {}
+        self._decoding_slots: Int64Array | None = None
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._admissions = 0
+
+    def __len__(self) -> int:
+        return len(self.prefilling) + len(self._decoding)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free)
+
+    def slots(self) -> list[int]:
+        """The slots in use."""
+        return [*self._decoding, *self.prefilling]
+
+    def request(self, slot: int) -> Request:
+        """The request of a slot in use."""
+        request = self.requests[slot]
+        assert request is not None, f"slot {slot} is free"
+        return request
+
+    def enter(self, request: Request, client: int) -> int:
+        """Gives the request a slot and lays out its tokens; it starts as prefilling."""
+        slot = self._free.pop()
+        source = request.source
+        prompt_len, known = len(source.prompt), request.num_tokens
+        self.tokens[slot, :prompt_len] = source.prompt
+        self.tokens[slot, prompt_len:known] = request.output
+        self.num_known[slot] = known
+        self.num_pending[slot] = 0
+        self.num_computed[slot] = 0
+        self.cap[slot] = prompt_len + source.stopping.max_tokens
+        stop_ids = sorted(source.stopping.stop_token_ids)
+        self.stop_ids[slot] = NO_STOP
+        self.stop_ids[slot, : min(len(stop_ids), STOP_IDS)] = stop_ids[:STOP_IDS]
+        self.many_stop_ids[slot] = len(stop_ids) > STOP_IDS
+        self.key[slot] = source.key
+        self.client[slot] = client
+        self._admissions += 1
+        self.admission[slot] = self._admissions
+        self.requests[slot] = request
+        self.prefilling[slot] = None
+        request.slot = slot
+        return slot
+
+    def leave(self, slot: int) -> Request:
+        """Frees the slot; the request takes its token log along."""
+        request = self.request(slot)
+        prompt_len, known = len(request.source.prompt), int(self.num_known[slot])
+        request.output = self.tokens[slot, prompt_len:known].tolist()
+        request.slot = None
+        self.requests[slot] = None
+        self.admission[slot] = 0
+        self.prefilling.pop(slot, None)
+        if self._decoding.pop(slot, 0) is None:
+            self._decoding_slots = None
+        self._free.append(slot)
+        return request
+
+    def start_decoding(self, slots: Iterable[int]) -> None:
+        """The slots' prompts are scheduled to their end."""
+        for slot in slots:
+            del self.prefilling[slot]
+            self._decoding[slot] = None
+            self._decoding_slots = None
+
+    def decodable(self) -> Int64Array:
+        """Slots [N] that can take one more token: decoding, and not already at their cap."""
+        if self._decoding_slots is None:
+            self._decoding_slots = np.fromiter(self._decoding, np.int64, len(self._decoding))
+        slots = self._decoding_slots
+        open_ended = self.num_known[slots] + self.num_pending[slots] < self.cap[slots]
+        return slots if open_ended.all() else slots[open_ended]
+
+    def append(self, slots: Int64Array, tokens: Int32Array) -> None:
+        """Sampled tokens [N] become known, one for each of the slots [N]."""
+        self.tokens[slots, self.num_known[slots]] = tokens
+        self.num_known[slots] += 1
+        self.num_pending[slots] -= 1

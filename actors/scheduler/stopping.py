@@ -1,0 +1,31 @@
+"""When a request ends: end of sequence, a stop token, its length. Stop strings are the ingress'."""
+
+import numpy as np
+
+from rayfin.actors.messages import Int32Array, Int64Array
+from rayfin.actors.scheduler.request import Request
+from rayfin.actors.scheduler.running import RunningTable
+
+
+def ended_requests(
+    running: RunningTable, slots: Int64Array, tokens: Int32Array
+) -> list[tuple[Request, str, int | None]]:
+    """The requests of ``slots`` [N] that end with the tokens [N] just appended.
+
+    Returns:
+        (request, finish reason, stop reason) each. A stop token goes before the length, as in vLLM;
+        the stop reason is the token's id unless it was end of sequence.
+    """
+    stopped = (running.stop_ids[slots] == tokens[:, None]).any(axis=1)
+    candidates = stopped | running.many_stop_ids[slots]
+    candidates |= running.num_known[slots] >= running.cap[slots]
+    ended: list[tuple[Request, str, int | None]] = []
+    for row in np.flatnonzero(candidates).tolist():
+        slot, token = int(slots[row]), int(tokens[row])
+        request = running.request(slot)
+        stopping = request.source.stopping
+        if token in stopping.stop_token_ids:
+            ended.append((request, "stop", None if token in stopping.eos_token_ids else token))
+        elif running.num_known[slot] >= running.cap[slot]:
+            ended.append((request, "length", None))
+    return ended

@@ -1,0 +1,56 @@
+"""V1: schedules tokens. Decoding rows and parts of prompts share every step (chunked prefill).
+
+Sources: the seed's V1 ``get_requests``; vLLM V1's one-counter scheduler; Sarathi-Serve's
+decode-first token budget.
+"""
+
+from rayfin.actors.config import BatchLimits
+from rayfin.actors.messages import Int64Array
+from rayfin.actors.scheduler.lifecycle import Lifecycle
+from rayfin.actors.scheduler.preemption import make_room
+from rayfin.actors.scheduler.step_builder import Chunk
+
+
+class TokenScheduler:
+    """Fills a step of ``max_batch_tokens``: running requests first, decoding ones before all."""
+
+    def __init__(self, lifecycle: Lifecycle, limits: BatchLimits) -> None:
+        self._lifecycle = lifecycle
+        self._limits = limits
+
+    def schedule(self) -> tuple[Int64Array, list[Chunk]]:
+        """Decides the next step: slots that decode, then chunks of prompts."""
+        running = self._lifecycle.running
+        decoding, preempted = make_room(self._lifecycle, running.decodable())
+        budget = self._limits.max_batch_tokens - len(decoding)
+        chunks = self._continue_prompts(budget)
+        if not preempted:
+            self._admit(budget - sum(chunk.length for chunk in chunks), chunks)
+        return decoding, chunks
+
+    def _continue_prompts(self, budget: int) -> list[Chunk]:
+        running = self._lifecycle.running
+        chunks: list[Chunk] = []
+        for slot in running.prefilling:
+            if budget <= 0 or len(chunks) == self._limits.max_prefill_batch:
+                break
+            missing = int(running.num_known[slot] - running.num_computed[slot])
+            chunks.append(Chunk(slot, min(missing, budget)))
+            budget -= chunks[-1].length
+        return chunks
+
+    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+        """Waiting requests, while tokens, rows, slots and pages last; the last may get a part."""
+        lifecycle = self._lifecycle
+        while budget > 0 and len(chunks) < self._limits.max_prefill_batch:
+            request = lifecycle.waiting.peek()
+            if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
+                return
+            missing = request.num_tokens
+            chunks.append(Chunk(lifecycle.admit(), min(missing, budget)))
+            budget -= chunks[-1].length
+
+
+def spare_pages(lifecycle: Lifecycle) -> int:
+    """Pages to leave free at an admission, so that running requests do not preempt it at once."""
+    return lifecycle.tables.pool.num_pages // 100 if len(lifecycle.running) else 0

@@ -1,0 +1,75 @@
+"""The free list of pages: which page ids are free, and how many tables hold each of the others."""
+
+from rayfin.cache.errors import CacheError
+
+
+class PagePool:
+    """Preallocated page ids ``0 .. num_pages - 1`` with reference counts.
+
+    Free pages form an intrusive doubly linked list (vLLM's free block queue): taking one, giving
+    one back and pulling one out of the middle are O(1) and allocate nothing. ``num_pages`` itself
+    is the list's sentinel. Pages are given back at the tail and taken at the head, so the page that
+    has been free for longest is reused first.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise CacheError(f"a page pool needs at least one page, got {num_pages}")
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        self.references = [0] * num_pages
+        self._next = [*range(1, num_pages + 1), 0]
+        self._previous = [num_pages, *range(num_pages)]
+
+    def take(self, count: int) -> list[int] | None:
+        """Returns ``count`` pages, referenced once each; None, with no effect, if too few are free."""
+        if count > self.num_free:
+            return None
+        pages = []
+        for _ in range(count):
+            page = self._next[self.num_pages]
+            self._unlink(page)
+            self.references[page] = 1
+            pages.append(page)
+        return pages
+
+    def share(self, page: int) -> None:
+        """One more table holds the page; a free one leaves the free list."""
+        if self.references[page] == 0:
+            self._unlink(page)
+        self.references[page] += 1
+
+    def give_back(self, page: int) -> None:
+        """One table less holds the page; at none it is free.
+
+        Raises:
+            CacheError: nobody holds it (a double free).
+        """
+        if self.references[page] == 0:
+            raise CacheError(f"page {page} is freed twice")
+        self.references[page] -= 1
+        if self.references[page] == 0:
+            self._append(page)
+
+    def free_pages(self) -> list[int]:
+        """The free pages, next one to be taken first. For tests and integrity checks: O(free)."""
+        pages = []
+        page = self._next[self.num_pages]
+        while page != self.num_pages:
+            pages.append(page)
+            page = self._next[page]
+        return pages
+
+    def _unlink(self, page: int) -> None:
+        before, after = self._previous[page], self._next[page]
+        self._next[before] = after
+        self._previous[after] = before
+        self.num_free -= 1
+
+    def _append(self, page: int) -> None:
+        last = self._previous[self.num_pages]
+        self._next[last] = page
+        self._previous[page] = last
+        self._next[page] = self.num_pages
+        self._previous[self.num_pages] = page
+        self.num_free += 1

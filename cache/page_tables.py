@@ -1,0 +1,84 @@
+"""Which pages each running request holds: the ledger that the scheduler decides by."""
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfin.cache.errors import CacheError
+from rayfin.cache.page_pool import PagePool
+
+
+class PageTables:
+    """One append-only page table for each slot of the engine.
+
+        slot 3:  [ 17 | 4 | 9 ]          held[3] = 3
+                   │    │   └── tokens 32..47 (page_size 16)
+                   │    └────── tokens 16..31
+                   └─────────── tokens  0..15
+
+    Ids live here; tensors live in the runner, which follows by the ``new_pages`` of each step and
+    never allocates.
+    """
+
+    def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.pool = PagePool(num_pages)
+        self.held: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # pages of each slot
+        self._pages: list[list[int]] = [[] for _ in range(num_slots)]
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens take."""
+        return -(-num_tokens // self.page_size)
+
+    def grow(self, slot: int, num_tokens: int) -> bool:
+        """Makes room for the slot's first ``num_tokens`` tokens; False, with no effect, if it cannot."""
+        missing = self.pages_for(num_tokens) - len(self._pages[slot])
+        if missing <= 0:
+            return True
+        pages = self.pool.take(missing)
+        if pages is None:
+            return False
+        self._pages[slot].extend(pages)
+        self.held[slot] += missing
+        return True
+
+    def pages_since(self, slot: int, count: int) -> list[int]:
+        """The slot's pages after the first ``count``: news for a runner that knows those."""
+        return self._pages[slot][count:]
+
+    def release(self, slot: int) -> None:
+        """Gives back all of the slot's pages, tail first, so that heads of prompts live longest."""
+        for page in reversed(self._pages[slot]):
+            self.pool.give_back(page)
+        self._pages[slot].clear()
+        self.held[slot] = 0
+
+    @property
+    def num_held(self) -> int:
+        """Pages that are not free."""
+        return self.pool.num_pages - self.pool.num_free
+
+    def check_integrity(self) -> None:
+        """Every page is free or held, counts agree, no page twice in a table. O(pages).
+
+        Raises:
+            CacheError: with the first broken rule.
+        """
+        holders = Counter(page for pages in self._pages for page in pages)
+        free = self.pool.free_pages()
+        if len(free) != self.pool.num_free or len(set(free)) != len(free):
+            raise CacheError(f"the free list has {len(free)} pages, {self.pool.num_free} counted")
+        for page in range(self.pool.num_pages):
+            if self.pool.references[page] != holders[page]:
+                raise CacheError(
+                    f"page {page} is held by {holders[page]} tables, "
+                    f"counted {self.pool.references[page]}"
+                )
+        if both := set(free) & holders.keys():
+            raise CacheError(f"pages {sorted(both)[:8]} are free and held")
+        if len(free) + len(holders) != self.pool.num_pages:
+            raise CacheError("a page is neither free nor held")
+        for slot, pages in enumerate(self._pages):
+            if len(set(pages)) != len(pages) or self.held[slot] != len(pages):
+                raise CacheError(f"the table of slot {slot} is wrong: {pages}")
