@@ -30,7 +30,7 @@ def _flag(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """One engine as the user asks for it; the CLI, ``LLM`` and the Serve builder take these names."""
+    """One engine as the user asks for it, under the names of the CLI, ``LLM`` and Serve."""
 
     model: str = _flag("demo", "a local folder, a Hugging Face name, or 'demo' (the built-in toy)")
     tokenizer: str | None = _flag(None, "another folder or name for the tokenizer")
@@ -155,7 +155,7 @@ class EngineConfig:
 
 
 def resolve_limits(args: EngineArgs, device: str, model_len: int) -> BatchLimits:
-    """The limits of one step on ``device`` ("cpu", "cuda"), for contexts of ``model_len`` tokens."""
+    """The limits of a step on ``device`` ("cpu", "cuda"), for contexts of ``model_len`` tokens."""
     decoding = args.max_decoding_batch or DEFAULT_DECODING_BATCH[device]
     tokens = args.max_batch_tokens or max(DEFAULT_BATCH_TOKENS[device], decoding)
     if args.scheduler == "v0":

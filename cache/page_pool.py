@@ -22,7 +22,7 @@ class PagePool:
         self._previous = [num_pages, *range(num_pages)]
 
     def take(self, count: int) -> list[int] | None:
-        """Returns ``count`` pages, referenced once each; None, with no effect, if too few are free."""
+        """Returns ``count`` pages, referenced once each; None, with no effect, if too few."""
         if count > self.num_free:
             return None
         pages = []

@@ -32,7 +32,7 @@ class PageTables:
         return -(-num_tokens // self.page_size)
 
     def grow(self, slot: int, num_tokens: int) -> bool:
-        """Makes room for the slot's first ``num_tokens`` tokens; False, with no effect, if it cannot."""
+        """Makes room for the slot's first ``num_tokens`` tokens; False, with no effect, if none."""
         missing = self.pages_for(num_tokens) - len(self._pages[slot])
         if missing <= 0:
             return True

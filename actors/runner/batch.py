@@ -1,0 +1,79 @@
+"""SchedulerInfo + RequestSlots -> the tensors of one step, by index arithmetic only."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rayfin.actors.messages import Int64Array, SchedulerInfo
+from rayfin.actors.runner.request_slots import RequestSlots
+from rayfin.kernels.attention.interface import PagedBatch
+from rayfin.kernels.sampling.sample import SamplingRows
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Everything that a forward and the sampling after it need."""
+
+    input_ids: torch.Tensor  # [T] int64
+    batch: PagedBatch
+    sampled_rows: Int64Array  # [S], rows of the step that sample a token
+    sampled: torch.Tensor  # [S] int64, the index in T of each one's last token
+    sampling: SamplingRows
+
+
+def build_inputs(
+    info: SchedulerInfo, slots: RequestSlots, page_size: int, device: torch.device
+) -> StepInputs:
+    """The tensors of a step; ``slots`` has already taken in the step's news."""
+    tokens, lengths = len(info.merge_prompt), info.chunk_len
+    row = np.repeat(np.arange(len(info.ids)), lengths)  # [T]
+    positions = np.arange(tokens) + (info.kv_len - info.chunk_idx)[row]
+    pages = slots.page_tables[info.ids[row], positions // page_size]
+    input_ids = np.where(info.merge_prompt < 0, slots.last_token[info.ids[row]], info.merge_prompt)
+    kv_len = info.kv_len + lengths
+    query_start = np.append(info.chunk_idx, np.int32(tokens))
+    widest = int(info.kv_page_len.max())
+    sampled_rows = np.flatnonzero(info.last_pos >= 0)
+    batch = PagedBatch(
+        query_start=_to(query_start, device),
+        kv_len=_to(kv_len, device),
+        page_tables=_to(slots.page_tables[info.ids, :widest], device),
+        slots=_to(pages.astype(np.int64) * page_size + positions % page_size, device),
+        positions=_to(positions, device),
+        query_start_cpu=query_start,
+        kv_len_cpu=kv_len,
+        decoding=info.decoding_batch,
+        page_size=page_size,
+    )
+    return StepInputs(
+        input_ids=_to(input_ids.astype(np.int64), device),
+        batch=batch,
+        sampled_rows=sampled_rows,
+        sampled=_to((info.chunk_idx + info.last_pos)[sampled_rows].astype(np.int64), device),
+        sampling=_sampling_rows(info.ids[sampled_rows], kv_len[sampled_rows], slots, device),
+    )
+
+
+def _sampling_rows(
+    ids: np.ndarray, positions: np.ndarray, slots: RequestSlots, device: torch.device
+) -> SamplingRows:
+    """Settings of the sampled rows; a sampled token's position is the tokens before it."""
+    top_k, top_p, min_p = slots.top_k[ids], slots.top_p[ids], slots.min_p[ids]
+    temperature = slots.temperature[ids]
+    return SamplingRows(
+        temperature=_to(temperature, device),
+        top_k=_to(top_k, device),
+        top_p=_to(top_p, device),
+        min_p=_to(min_p, device),
+        seed=_to(slots.seed[ids], device),
+        position=_to(positions.astype(np.int64), device),
+        all_greedy=not temperature.any(),
+        any_top_k=bool(top_k.any()),
+        any_top_p=bool((top_p < 1).any()),
+        any_min_p=bool(min_p.any()),
+    )
+
+
+def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -1,0 +1,40 @@
+"""The runner in this process, behind the executor's interface: no Ray, no second process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rayfin.actors.config import EngineConfig
+from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.runner.model_runner import ModelRunner
+
+
+@dataclass(slots=True)
+class _Deferred:
+    """A step that runs when its result is asked for."""
+
+    run: Callable[[SchedulerInfo], StepResult]
+    info: SchedulerInfo
+
+    def result(self) -> StepResult:
+        return self.run(self.info)
+
+
+class InlineExecutor:
+    """Runs each step when its result is asked for, in the order of submission.
+
+    An exception of a step is the caller's: there is no process to restart.
+    """
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        self.epoch = 0
+        self._runner = runner
+        self._config = config
+        runner.start(config, self.epoch)
+
+    def submit(self, info: SchedulerInfo) -> _Deferred:
+        return _Deferred(self._runner.execute, info)
+
+    def restart(self) -> None:
+        """Empties the runner."""
+        self.epoch += 1
+        self._runner.start(self._config, self.epoch)

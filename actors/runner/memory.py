@@ -1,0 +1,62 @@
+"""How much memory is left for pages, found by running the largest step once."""
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rayfin.actors.config import DEFAULT_MEMORY_UTILIZATION
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def available_bytes(
+    run_largest_step: Callable[[], None], device: torch.device, utilization: float | None
+) -> int:
+    """memory x utilization - what the process holds at the peak of the largest step, bytes.
+
+    The peak counts weights and activations, measured, not modelled (vLLM's profiling run). May be
+    negative.
+    """
+    share = utilization or DEFAULT_MEMORY_UTILIZATION[device.type]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        run_largest_step()
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        elsewhere = total - free - torch.cuda.memory_reserved(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        return int(total * share) - peak - max(elsewhere, 0)
+    _reset_peak()
+    run_largest_step()
+    return int(total_host_bytes() * share) - _peak_bytes()
+
+
+def total_host_bytes() -> int:
+    """Memory that this process may use: the machine's, or its control group's if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CGROUP_LIMITS:
+        try:
+            total = min(total, int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return total
+
+
+def _reset_peak() -> None:
+    """Forgets the peak of loading, where Linux lets us; else the measure is pessimistic."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_bytes() -> int:
+    try:
+        status = Path("/proc/self/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,157 @@
+"""Everything that happens on a device happens here: load, profile, execute one step at a time."""
+
+import os
+import time
+
+import numpy as np
+import torch
+
+from rayfin.actors.config import (
+    BatchLimits,
+    EngineArgs,
+    EngineConfig,
+    ModelFacts,
+    resolve_limits,
+    resolve_model_len,
+)
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.actors.messages import NO_TOKEN, SchedulerInfo, StepResult
+from rayfin.actors.runner.batch import StepInputs, build_inputs
+from rayfin.actors.runner.memory import available_bytes
+from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
+from rayfin.actors.runner.profiling import largest_step
+from rayfin.actors.runner.request_slots import RequestSlots
+from rayfin.actors.runner.weights import load_config, load_model, max_position
+from rayfin.cache.kv_tensors import KVTensors, page_bytes
+from rayfin.kernels.attention.select import select_attention
+from rayfin.kernels.sampling.sample import find_bad_rows, sample
+
+
+class ModelRunner:
+    """One device's model, pages and requests. A plain class; the actor around it adds nothing.
+
+    Life: construct (weights), ``profile`` (facts for ``resolve``), ``start`` (pages), ``execute``.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._args = args
+        self._device = pick_device(args.device)
+        if self._device.type == "cpu":
+            torch.set_num_threads(args.threads or usable_cores())
+        self._hf_config = load_config(args)
+        model = load_model(args, self._hf_config, self._device, ATTENTION)
+        try:
+            kernel = select_attention(self._device, model.dtype, args.attention)
+        except ValueError as error:
+            raise InvalidConfig(str(error), "attention") from None
+        self._model = PagedModel(model, kernel)
+        self._epoch = -1
+        self._next_step = 0
+
+    def profile(self) -> tuple[ModelFacts, BatchLimits]:
+        """What the model and the device say; runs the largest step unless memory was given."""
+        args, config = self._args, self._hf_config
+        positions = max_position(config)
+        limits = resolve_limits(args, self._device.type, resolve_model_len(args, positions))
+        available = args.kv_cache_memory
+        if available is None:
+            available = available_bytes(
+                lambda: self._run_largest_step(limits), self._device, args.memory_utilization
+            )
+        facts = ModelFacts(
+            architecture=(config.architectures or [type(config).__name__])[0],
+            vocab_size=config.get_text_config(decoder=True).vocab_size,
+            max_position=positions,
+            page_bytes=page_bytes(self._model.layouts, args.page_size, self._model.dtype),
+            available_bytes=available,
+        )
+        return facts, limits
+
+    def start(self, config: EngineConfig, epoch: int) -> None:
+        """Allocates the pages; steps of ``epoch`` may come."""
+        self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
+        self._page_size = config.page_size
+        self._bind(config.num_pages)
+        self._epoch = epoch
+        self._next_step = 0
+
+    def execute(self, info: SchedulerInfo) -> StepResult:
+        """Runs one step: takes in its news, computes, samples.
+
+        Raises:
+            EngineUnavailable: the step is of another epoch, or not the next one.
+        """
+        if (info.epoch, info.step) != (self._epoch, self._next_step):
+            raise EngineUnavailable(
+                f"step {info.epoch}.{info.step} refused: this runner is at "
+                f"{self._epoch}.{self._next_step}"
+            )
+        started = time.perf_counter()
+        self._slots.apply(info)
+        inputs = build_inputs(info, self._slots, self._page_size, self._device)
+        logits = self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
+        result = self._sample(info, inputs, logits)
+        self._slots.remember(info, result)
+        self._next_step += 1
+        result.seconds = time.perf_counter() - started
+        return result
+
+    @torch.inference_mode()
+    def _sample(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> StepResult:
+        tokens = np.full(len(info.ids), NO_TOKEN, np.int32)
+        result = StepResult(info.epoch, info.step, tokens)
+        if len(inputs.sampled_rows):
+            bad = find_bad_rows(logits).cpu().numpy()
+            self._ban(info, inputs, logits)
+            tokens[inputs.sampled_rows] = sample(logits, inputs.sampling).cpu().numpy()
+            for row in inputs.sampled_rows[bad].tolist():
+                tokens[row] = NO_TOKEN
+                result.errors[row] = "numerical_error: the model's logits are not finite"
+        return result
+
+    def _ban(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> None:
+        """Masks the tokens that may not come yet (``min_tokens``), for the few rows that ask."""
+        if not self._slots.banned:
+            return
+        for index, row in enumerate(inputs.sampled_rows.tolist()):
+            slot = int(info.ids[row])
+            if inputs.batch.kv_len_cpu[row] < self._slots.banned_until[slot]:
+                logits[index, list(self._slots.banned[slot])] = float("-inf")
+
+    def _run_largest_step(self, limits: BatchLimits) -> None:
+        """The costliest step there is, on pages of its own that are freed afterwards."""
+        info, pages = largest_step(limits, self._args.page_size)
+        slots = RequestSlots(limits.max_decoding_batch, pages)
+        slots.apply(info)
+        self._page_size = self._args.page_size
+        self._bind(pages)
+        inputs = build_inputs(info, slots, self._page_size, self._device)
+        rows = limits.max_decoding_batch
+        inputs.sampled = inputs.sampled.repeat(rows)[:rows]
+        self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
+        self._bind(0)
+
+    def _bind(self, num_pages: int) -> None:
+        model = self._model
+        cache = KVTensors(model.layouts, num_pages, self._page_size, model.dtype, self._device)
+        model.bind(cache)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a flag's value.
+
+    Raises:
+        InvalidConfig: it asks for a GPU where there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfig("device 'cuda' asked for, and torch finds no GPU", "device")
+    return torch.device(name)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on (a container's share, not the machine's)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,63 @@
+"""The runner's mirror of the running requests: one permanent row per slot, fed by diffs."""
+
+import numpy as np
+
+from rayfin.actors.messages import Int32Array, NewRequest, SchedulerInfo, StepResult
+
+
+class RequestSlots:
+    """Page tables, last tokens and sampling settings by slot.
+
+    The scheduler decides every id here; a step carries what changed. Every field of a slot is set
+    anew when a request enters it, so nothing of the one before can leak.
+    """
+
+    def __init__(self, num_slots: int, pages_per_request: int) -> None:
+        self.page_tables: Int32Array = np.zeros((num_slots, pages_per_request), np.int32)
+        self.num_pages: Int32Array = np.zeros(num_slots, np.int32)
+        self.last_token: Int32Array = np.zeros(num_slots, np.int32)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.seed = np.zeros(num_slots, np.int64)
+        self.banned_until = np.zeros(num_slots, np.int64)
+        self.banned: dict[int, tuple[int, ...]] = {}  # only slots with a minimum length
+
+    def apply(self, info: SchedulerInfo) -> None:
+        """Takes in a step's news: who left, who is new, which pages were appended."""
+        for handle in info.finished:
+            self.num_pages[handle] = 0
+            self.banned.pop(handle, None)
+        for new in info.new_requests:
+            self._enter(new)
+        if len(info.new_pages):
+            self._append_pages(info)
+
+    def remember(self, info: SchedulerInfo, result: StepResult) -> None:
+        """Keeps the sampled tokens for the placeholders of the steps to come."""
+        sampled = result.tokens >= 0
+        self.last_token[info.ids[sampled]] = result.tokens[sampled]
+
+    def _enter(self, new: NewRequest) -> None:
+        slot, sampling = new.handle, new.sampling
+        self.num_pages[slot] = 0
+        self.last_token[slot] = 0
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = sampling.top_k
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
+        self.seed[slot] = sampling.seed
+        self.banned_until[slot] = sampling.banned_until
+        if sampling.banned_until:
+            self.banned[slot] = sampling.banned
+
+    def _append_pages(self, info: SchedulerInfo) -> None:
+        counts = info.new_pages_len
+        slots = np.repeat(info.ids, counts)
+        starts = np.cumsum(counts) - counts
+        within = np.arange(len(info.new_pages)) - np.repeat(starts, counts)
+        self.page_tables[slots, np.repeat(self.num_pages[info.ids], counts) + within] = (
+            info.new_pages
+        )
+        self.num_pages[info.ids] += counts

@@ -1,0 +1,93 @@
+"""Tiny random models of many architectures, made on the spot: no hub, no files but temporary ones."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+VOCAB = 128
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 12},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "gemma2": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "phi3": {},
+    "gpt2": {"n_positions": 256, "n_embd": 32, "n_layer": 3, "n_head": 4},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "olmo2": {},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "deepseek_v3": _MLA,
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+_OWN_FIELDS_ONLY = {"gpt2": {"vocab_size", "bos_token_id", "eos_token_id", "initializer_range"}}
+
+
+def tiny_config(architecture: str) -> PretrainedConfig:
+    base = _BASE
+    if (kept := _OWN_FIELDS_ONLY.get(architecture)) is not None:
+        base = {name: value for name, value in _BASE.items() if name in kept}
+    return AutoConfig.for_model(architecture, **{**base, **ARCHITECTURES[architecture]})
+
+
+def make_tiny_model(architecture: str, folder: Path, seed: int = 0) -> PreTrainedModel:
+    """A random fp32 model, saved to ``folder`` as safetensors and returned as transformers runs it."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2 and "norm" not in name:
+                parameter.normal_(0.0, 0.2)  # biases and sinks: zeros would hide a missing one
+    model.save_pretrained(folder)
+    return model.eval()
