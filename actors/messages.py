@@ -27,6 +27,9 @@ SAMPLED_LAST_STEP = -1
 NO_TOKEN = -1
 """In ``last_pos`` and ``StepResult.tokens``: a chunk that ends mid-prompt samples nothing."""
 
+NO_STEP = -1
+"""Epoch and step of a message that belongs to none (a refusal at the door)."""
+
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
@@ -135,6 +138,11 @@ class TokenDeltas:
     keys: Int64Array  # [N]
     tokens: Int32Array  # [N]
     ended: list[Ended] = field(default_factory=list)
+
+    @classmethod
+    def only(cls, ended: Ended) -> "TokenDeltas":
+        """A message outside of any step."""
+        return cls(NO_STEP, NO_STEP, np.zeros(0, np.int64), np.zeros(0, np.int32), [ended])
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What an ingress needs of an engine, whatever carries it (plain actor handles, or a fake in a test)."""
+"""What an ingress needs of an engine, whatever carries it: actor handles, or a fake in a test."""
 
 from collections.abc import AsyncGenerator
 from typing import Protocol

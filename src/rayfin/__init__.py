@@ -1,3 +1,26 @@
 """Rayfin: large language models served as Ray actors."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from rayfin.actors.sampling_params import SamplingParams
+    from rayfin.deployments.llm import LLM
+    from rayfin.deployments.outputs import RequestOutput
+
+_HOMES = {
+    "LLM": "rayfin.deployments.llm",
+    "RequestOutput": "rayfin.deployments.outputs",
+    "SamplingParams": "rayfin.actors.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the public classes on first use: `import rayfin` alone stays instant."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rayfin' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,37 @@
+"""The Ray shell of a ModelRunner."""
+
+import os
+
+import ray
+
+from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
+from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.runner.model_runner import ModelRunner
+
+
+@ray.remote(max_restarts=0, max_task_retries=0)
+class ModelRunnerActor:
+    """One process with one device. Calls run one at a time, in the order in which they are sent.
+
+    Ray retries nothing here: a step that may or may not have run is for the scheduler to replay.
+    """
+
+    def load(self, args: EngineArgs) -> tuple[ModelFacts, BatchLimits]:
+        """Loads the weights and measures the memory left for pages.
+
+        Raises:
+            InvalidConfig, UnsupportedModel: the model cannot be served.
+        """
+        self._runner = ModelRunner(args)
+        return self._runner.profile()
+
+    def start(self, config: EngineConfig, epoch: int) -> None:
+        """Allocates the pages."""
+        self._runner.start(config, epoch)
+
+    def execute(self, info: SchedulerInfo) -> StepResult:
+        """Runs a step; its answer is an object ref in the scheduler's hands meanwhile."""
+        return self._runner.execute(info)
+
+    def pid(self) -> int:
+        return os.getpid()

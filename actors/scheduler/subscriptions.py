@@ -1,0 +1,59 @@
+"""The clients of an engine: where their news wait, and when each was last heard of."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rayfin.actors.messages import TokenDeltas
+
+
+@dataclass(slots=True)
+class _Subscription:
+    messages: queue.SimpleQueue[TokenDeltas | None] = field(default_factory=queue.SimpleQueue)
+    heard: float = field(default_factory=time.monotonic)
+
+
+class Subscriptions:
+    """Thread-safe: the engine posts, one thread per client reads.
+
+    A client exists from the first word heard of it, whether it subscribes or submits first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_client: dict[str, _Subscription] = {}
+
+    def renew(self, client: str) -> None:
+        """The client was heard of now."""
+        self._subscription(client).heard = time.monotonic()
+
+    def read(self, client: str) -> Iterator[TokenDeltas]:
+        """The client's messages as they come, until it is closed."""
+        messages = self._subscription(client).messages
+        while (message := messages.get()) is not None:
+            yield message
+
+    def post(self, messages: dict[str, TokenDeltas]) -> None:
+        """Hands each client its message; news for a closed client are dropped."""
+        for client, message in messages.items():
+            if (subscription := self._by_client.get(client)) is not None:
+                subscription.messages.put(message)
+
+    def silent(self, seconds: float) -> list[str]:
+        """Clients not heard of for longer than ``seconds``."""
+        oldest = time.monotonic() - seconds
+        with self._lock:
+            return [name for name, own in self._by_client.items() if own.heard < oldest]
+
+    def close(self, client: str) -> None:
+        """Ends the client's ``read``."""
+        with self._lock:
+            subscription = self._by_client.pop(client, None)
+        if subscription is not None:
+            subscription.messages.put(None)
+
+    def _subscription(self, client: str) -> _Subscription:
+        with self._lock:
+            return self._by_client.setdefault(client, _Subscription())

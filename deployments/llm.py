@@ -1,0 +1,283 @@
+"""Offline use, with vLLM's names: ``LLM(model).generate(prompts, SamplingParams(...))``."""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.messages import EngineRequest, EngineStats, TokenDelta, TokenDeltas
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.deltas import split_deltas
+from rayfin.deployments.models import model_path, tokenizer_path
+from rayfin.deployments.offline import OfflineEngine, start_engine
+from rayfin.deployments.outputs import CompletionOutput, RequestOutput
+from rayfin.deployments.requests import build_requests
+from rayfin.deployments.text.chat_template import render_chat
+from rayfin.deployments.text.output import OutputText
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One engine request on its way, and where its output goes."""
+
+    request: EngineRequest
+    text: OutputText | None  # None without a tokenizer
+    output: CompletionOutput
+
+
+class LLM:
+    """A model that this program talks to directly.
+
+    Keyword arguments are the flags of ``rayfin serve`` (``dtype``, ``max_model_len``, ...).
+
+    Args:
+        model: a local folder, a Hugging Face name, or "demo".
+        executor: "inline" runs in this process; "ray" runs the same classes as Ray actors.
+        skip_tokenizer_init: no tokenizer: prompts are token ids, outputs have no text.
+
+    Raises:
+        InvalidConfig: an unknown or impossible setting, or a model that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        executor: str = "inline",
+        skip_tokenizer_init: bool = False,
+        chat_template: str | None = None,
+        **settings: Any,
+    ) -> None:
+        args = EngineArgs.from_dict({"model": model, **settings})
+        self._tokenizer: Tokenizer | None = None
+        if not skip_tokenizer_init:
+            self._tokenizer = Tokenizer.load(
+                tokenizer_path(args), args.revision, args.trust_remote_code
+            )
+        self._chat_template = chat_template
+        self._engine: OfflineEngine = start_engine(
+            executor, replace(args, model=model_path(args.model))
+        )
+        self._request_numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes the prompts, all in one batch; outputs come in the order of the prompts.
+
+        Args:
+            prompts: one prompt or several.
+            sampling_params: one for all, or one for each.
+
+        Raises:
+            InvalidRequest: a prompt that does not fit, or as many settings as there are no prompts.
+        """
+        listed = _listed(prompts)
+        params = _params_for(listed, sampling_params)
+        tokens = [self._tokens(prompt) for prompt in listed]
+        texts = [_text(prompt) for prompt in listed]
+        return self._run(texts, tokens, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several, through the model's chat template.
+
+        Raises:
+            InvalidRequest: no template, or messages that it refuses.
+        """
+        tokenizer = self.get_tokenizer()
+        conversations: list[Any] = (
+            [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        )
+        tokens = [
+            render_chat(
+                tokenizer,
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=self._chat_template,
+            )
+            for conversation in conversations
+        ]
+        texts: list[str | None] = [tokenizer.decode(ids, False) for ids in tokens]
+        return self._run(texts, tokens, _params_for(conversations, sampling_params), use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            InvalidRequest: ``skip_tokenizer_init`` was set.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequest("this LLM was made with skip_tokenizer_init=True", "prompt")
+        return self._tokenizer
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        return self._engine.stats()
+
+    def check_integrity(self) -> None:
+        """Checks the cache's invariants; between calls, no page may be held.
+
+        Raises:
+            CacheError: one is broken.
+        """
+        self._engine.check_integrity()
+
+    def close(self) -> None:
+        """Frees the model, and stops the Ray that was started for it."""
+        self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.get_tokenizer().encode(prompt)
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return list(prompt["prompt_token_ids"])
+            if isinstance(text := prompt.get("prompt"), str):
+                return self.get_tokenizer().encode(text)
+            raise InvalidRequest("a prompt dict needs 'prompt' or 'prompt_token_ids'", "prompt")
+        return list(prompt)
+
+    def _run(
+        self,
+        texts: list[str | None],
+        tokens: list[list[int]],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        choices: dict[int, _Choice] = {}
+        results: list[RequestOutput] = []
+        for text, ids, own in zip(texts, tokens, params, strict=True):
+            request_id = str(next(self._request_numbers))
+            outputs: list[CompletionOutput] = []
+            for request in self._build(ids, own, request_id):
+                request.key = len(choices)
+                output = CompletionOutput(index=len(outputs))
+                detokenizer = None
+                if self._tokenizer is not None:
+                    detokenizer = OutputText(self._tokenizer, own, request)
+                choices[request.key] = _Choice(request, detokenizer, output)
+                outputs.append(output)
+            results.append(RequestOutput(request_id, text, ids, outputs))
+        with tqdm(
+            total=len(choices), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            self._drive(choices, bar)
+        return results
+
+    def _build(
+        self, ids: list[int], params: SamplingParams, request_id: str
+    ) -> list[EngineRequest]:
+        return build_requests(
+            ids,
+            params,
+            self._engine.info,
+            request_id=request_id,
+            eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
+            arrival=time.monotonic(),
+        )
+
+    def _drive(self, choices: dict[int, _Choice], bar: "tqdm[Any]") -> None:
+        """Runs the engine until every choice is complete."""
+        request_ids = {key: choice.request.request_id for key, choice in choices.items()}
+        started = time.monotonic()
+        tokens_in = tokens_out = 0
+        for message in self._engine.run([choice.request for choice in choices.values()]):
+            _raise_first_error(message)
+            for key, delta in split_deltas(message, request_ids):
+                choice = choices[key]
+                if choice.output.finish_reason is not None:
+                    continue
+                if _take(choice, delta):
+                    self._engine.abort(key)  # a stop string: the engine cannot know
+                if choice.output.finish_reason is not None:
+                    tokens_in += len(choice.request.prompt)
+                    tokens_out += len(choice.output.token_ids)
+                    seconds = max(time.monotonic() - started, 1e-9)
+                    bar.set_postfix_str(
+                        f"in {tokens_in / seconds:.1f} tok/s, out {tokens_out / seconds:.1f} tok/s"
+                    )
+                    bar.update()
+
+
+def _take(choice: _Choice, delta: TokenDelta) -> bool:
+    """Adds a delta to the choice's output; True if that ended it before the engine did."""
+    output = choice.output
+    if choice.text is None:
+        output.token_ids += delta.tokens
+        output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        return False
+    news = choice.text.push(delta)
+    output.text += news.text
+    output.token_ids += news.token_ids
+    output.finish_reason, output.stop_reason = news.finish_reason, news.stop_reason
+    return output.finish_reason is not None and delta.finish_reason is None
+
+
+def _raise_first_error(message: TokenDeltas) -> None:
+    for ended in message.ended:
+        if ended.error is not None:
+            raise ended.error
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a text, a dict, or a list of ids; anything else is several."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and isinstance(items[0], int):
+        return [items]
+    return items
+
+
+def _params_for(
+    prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidRequest(
+            f"{len(prompts)} prompts and {len(params)} sampling_params", "sampling_params"
+        )
+    return list(params)
+
+
+def _text(prompt: Prompt) -> str | None:
+    if isinstance(prompt, str):
+        return prompt
+    return prompt.get("prompt") if isinstance(prompt, Mapping) else None
