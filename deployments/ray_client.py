@@ -10,7 +10,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from rayfin.actors.errors import EngineUnavailable
-from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta, TokenDeltas
+from rayfin.actors.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta, TokenDeltas
+from rayfin.actors.supervisor import check_progress
 from rayfin.deployments.deltas import split_deltas
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 RENEW_SECONDS = 4.0  # under a third of the scheduler's client lease
 CONNECT_SECONDS = 10.0
 RETRY_SECONDS = 0.25
+STATS_SECONDS = 5.0
 
 
 class RayEngineClient:
@@ -58,14 +60,25 @@ class RayEngineClient:
         assert self._info is not None
         return self._info
 
-    async def scheduler(self) -> Any:
-        """The handle of the engine's SchedulerActor.
+    async def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters.
 
         Raises:
-            EngineUnavailable: there is none.
+            EngineUnavailable: no engine, or one that does not answer.
         """
-        await self.info()
-        return self._scheduler
+        if self._scheduler is None:
+            raise EngineUnavailable("no engine is ready")
+        try:
+            stats: EngineStats = await asyncio.wait_for(
+                self._scheduler.stats.remote(), STATS_SECONDS
+            )
+        except (RayError, TimeoutError) as error:
+            raise EngineUnavailable(f"the engine does not answer: {error}") from None
+        return stats
+
+    async def check_health(self) -> None:
+        """See ``EngineClient.check_health``."""
+        check_progress(await self.stats())
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """See ``EngineClient.stream``."""

@@ -46,7 +46,7 @@ def build_requests(
             prompt=prompt,
             sampling=Sampling(
                 temperature=params.temperature,
-                top_k=params.top_k,
+                top_k=params.top_k if params.top_k < info.vocab_size else 0,
                 top_p=params.top_p,
                 min_p=params.min_p,
                 seed=params.fixed_seed(index),

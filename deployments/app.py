@@ -1,0 +1,26 @@
+"""The wiring of a Rayfin application, top to bottom: what ``serve deploy`` imports."""
+
+from dataclasses import replace
+from typing import Any
+
+from ray.serve import Application
+
+from rayfin.deployments.engine import EngineDeployment
+from rayfin.deployments.ingress import IngressDeployment
+from rayfin.deployments.models import model_path
+from rayfin.deployments.server_args import AppArgs, split_args
+
+
+def build_app(args: AppArgs) -> Application:  # type: ignore[valid-type]
+    """One model behind the OpenAI API: an ingress deployment over an engine deployment.
+
+    Raises:
+        InvalidConfig: a setting that no engine can run with.
+    """
+    server, engine_args = split_args(args.model_dump())  # type: ignore[attr-defined]
+    engine_class: Any = EngineDeployment  # Ray's stubs lose what @serve.deployment adds
+    ingress_class: Any = IngressDeployment
+    engine = engine_class.bind(replace(engine_args, model=model_path(engine_args.model)))
+    ingress = ingress_class.options(num_replicas=server.ingress_replicas)
+    app: Application = ingress.bind(server, engine_args, engine)
+    return app

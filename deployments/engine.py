@@ -1,0 +1,43 @@
+"""The Serve deployment that keeps one engine alive: its life cycle; no token passes here."""
+
+import logging
+
+from ray import serve
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.supervisor import Supervisor
+from rayfin.deployments.engine_names import engine_name
+
+logger = logging.getLogger(__name__)
+
+
+@serve.deployment(
+    name="engine",
+    num_replicas=1,
+    ray_actor_options={"num_cpus": 0},
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=20,
+    max_constructor_retry_count=2,
+)
+class EngineDeployment:
+    """One replica = the supervisor of one engine, found by ingresses in Ray's actor registry."""
+
+    async def __init__(self, args: EngineArgs) -> None:  # type: ignore[misc]  # Serve awaits it
+        context = serve.get_replica_context()
+        self._supervisor = Supervisor(
+            args, engine_name(context.app_name, context.replica_id.unique_id)
+        )
+        await self._supervisor.start()
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica, and the engine with it, after three failures in a row."""
+        try:
+            await self._supervisor.check()
+        except EngineUnavailable as error:
+            logger.error("%s", error)
+            raise
+
+    def __del__(self) -> None:
+        self._supervisor.stop()

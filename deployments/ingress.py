@@ -1,0 +1,84 @@
+"""The Serve deployment that speaks HTTP: text at the edge, tokens over plain actor handles."""
+
+import asyncio
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.messages import EngineInfo
+from rayfin.actors.metrics import IngressMetrics
+from rayfin.deployments.engine_names import find_engine
+from rayfin.deployments.models import model_path, tokenizer_path
+from rayfin.deployments.observed_client import ObservedClient
+from rayfin.deployments.openai.routes import build_api
+from rayfin.deployments.openai.service import OpenAIService
+from rayfin.deployments.ray_client import RayEngineClient
+from rayfin.deployments.requests import sampling_defaults
+from rayfin.deployments.server_args import ServerArgs
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+
+@serve.deployment(
+    name="ingress",
+    ray_actor_options={"num_cpus": 0},
+    max_ongoing_requests=4096,
+    graceful_shutdown_timeout_s=60,
+)
+@serve.ingress()
+class IngressDeployment:
+    """One HTTP replica. ``engine`` is only bound so that Serve deploys it with this one."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, server: ServerArgs, engine_args: EngineArgs, engine: DeploymentHandle[Any]
+    ) -> None:
+        context = serve.get_replica_context()
+        name = server.served_model_name or engine_args.model
+        client = RayEngineClient(
+            f"ingress-{context.replica_id.unique_id}-{os.getpid()}",
+            partial(find_engine, context.app_name),
+        )
+        tokenizer = await asyncio.to_thread(
+            Tokenizer.load,
+            tokenizer_path(engine_args),
+            engine_args.revision,
+            engine_args.trust_remote_code,
+        )
+        defaults = {}
+        if server.generation_config == "auto":
+            defaults = sampling_defaults(model_path(engine_args.model), engine_args.revision)
+        info = await _first_info(client)
+        self._service = OpenAIService(
+            client=ObservedClient(client, IngressMetrics(name)),
+            tokenizer=tokenizer,
+            model_names=[name],
+            max_model_len=info.max_model_len,
+            chat_template=_template(server.chat_template),
+            sampling_defaults=defaults,
+            api_key=server.api_key,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_api(self._service)
+
+
+async def _first_info(client: RayEngineClient) -> EngineInfo:
+    """Waits for the engine, however long its model takes to load."""
+    while True:
+        try:
+            return await client.info()
+        except EngineUnavailable:
+            continue
+
+
+def _template(value: str | None) -> str | None:
+    """A template is given as text or as a file."""
+    if value is not None and "{" not in value:
+        return Path(value).read_text(encoding="utf-8")
+    return value

@@ -1,0 +1,55 @@
+"""An engine client that keeps the ingress' books: when each token reached the edge."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
+from rayfin.actors.metrics import IngressMetrics
+from rayfin.deployments.ray_client import RayEngineClient
+
+
+class ObservedClient:
+    """The ``EngineClient`` of an ingress: a RayEngineClient, its health, and its metrics."""
+
+    def __init__(self, client: RayEngineClient, metrics: IngressMetrics) -> None:
+        self._client = client
+        self._metrics = metrics
+
+    async def info(self) -> EngineInfo:
+        return await self._client.info()
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        metrics = self._metrics
+        started = time.monotonic()
+        last: float | None = None
+        finished = False
+        try:
+            async with aclosing(self._client.stream(request)) as deltas:
+                async for delta in deltas:
+                    now = time.monotonic()
+                    if delta.tokens and last is None:
+                        metrics.time_to_first_token.observe(now - started)
+                    elif delta.tokens and last is not None:
+                        metrics.inter_token_latency.observe(now - last)
+                    last = now if delta.tokens else last
+                    if delta.finish_reason is not None:
+                        finished = True
+                        metrics.e2e_request_latency.observe(now - started)
+                    yield delta
+        except GeneratorExit:
+            if not finished:
+                metrics.disconnects.inc()
+            raise
+
+    async def check_health(self) -> None:
+        await self._client.check_health()
+
+    async def metrics(self) -> bytes:
+        stats: EngineStats | None = None
+        try:
+            stats = await self._client.stats()
+        except EngineUnavailable:  # the last known numbers stand; alerts watch health and epochs
+            stats = None
+        return self._metrics.render(stats)

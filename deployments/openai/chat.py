@@ -1,0 +1,154 @@
+"""POST /v1/chat/completions."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.openai.bodies import ChatCompletionRequest
+from rayfin.deployments.openai.generation import (
+    Choice,
+    Deltas,
+    Generation,
+    Prompt,
+    after,
+    check_length,
+    first_of,
+    off_loop,
+    while_connected,
+)
+from rayfin.deployments.openai.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+)
+from rayfin.deployments.openai.service import OpenAIService
+from rayfin.deployments.openai.sse import EventStream, closed_by_done, event
+from rayfin.deployments.text.chat_template import render_chat
+from rayfin.deployments.text.output import TextDelta
+
+
+class ChatHandler:
+    """Answers one chat completion request."""
+
+    def __init__(self, service: OpenAIService, body: ChatCompletionRequest) -> None:
+        self._service = service
+        self._body = body
+        self._model = service.served_name(body.model)
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    async def answer(self, request: Request, headers: dict[str, str]) -> Response:
+        """The whole message, or the stream of its chunks once the first token is there."""
+        body = self._body
+        try:
+            params = body.sampling_params(self._service.sampling_defaults, body.token_limit())
+            generation = await Generation.prepare(
+                self._service,
+                [Prompt(await self._prompt_ids(), "messages")],
+                params,
+                request_id=self._id,
+                priority=body.priority or 0,
+            )
+        except InvalidRequest as error:
+            if error.param == "max_tokens" and body.max_tokens is None:
+                error.param = "max_completion_tokens"
+            raise
+        deltas = generation.run()
+        if not body.stream:
+            await while_connected(request, generation.finish(deltas))
+            return Response(self._reply(generation), 200, headers, "application/json")
+        first = await first_of(request, deltas)
+        events = self._events(generation, after(first, deltas))
+        return EventStream(closed_by_done(events), deltas, headers)
+
+    async def _prompt_ids(self) -> list[int]:
+        body = self._body
+        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        continued = bool(body.continue_final_message)
+        render = partial(
+            render_chat,
+            self._service.tokenizer,
+            body.messages,
+            tools=body.tools,
+            add_generation_prompt=not continued
+            if body.add_generation_prompt is None
+            else body.add_generation_prompt,
+            continue_final_message=continued,
+            chat_template=self._service.chat_template,
+            variables=variables,
+        )
+        characters = _characters(body.messages)
+        check_length(characters, self._service, "messages")
+        return await off_loop(characters, render)
+
+    def _reply(self, generation: Generation) -> str:
+        with_ids = bool(self._body.return_token_ids)
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[
+                ChatChoice(
+                    index=choice.index,
+                    message=ChatMessage(content="".join(choice.text)),
+                    finish_reason=choice.last.finish_reason,
+                    stop_reason=choice.last.stop_reason,
+                    token_ids=choice.token_ids if with_ids else None,
+                )
+                for choice in generation.choices
+            ],
+            usage=generation.usage(),
+            prompt_token_ids=generation.prompts[0].ids if with_ids else None,
+        ).model_dump_json()
+
+    async def _events(self, generation: Generation, deltas: Deltas) -> AsyncGenerator[str, None]:
+        chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=[])
+        continuous = self._body.continuous_usage
+        started: set[int] = set()
+        async for choice, delta in deltas:
+            if choice.index not in started:
+                started.add(choice.index)
+                opening = ChatDelta(role="assistant", content="")
+                chunk.choices = [ChatChunkChoice(index=choice.index, delta=opening)]
+                chunk.usage = generation.usage() if continuous else None
+                if self._body.return_token_ids:
+                    chunk.prompt_token_ids = generation.prompts[0].ids
+                yield event(chunk)
+                chunk.prompt_token_ids = None
+            if not (delta.text or delta.finish_reason or self._body.return_token_ids):
+                continue
+            chunk.choices = [self._choice(choice, delta)]
+            chunk.usage = generation.usage() if continuous else None
+            yield event(chunk)
+        if self._body.include_usage:
+            chunk.choices, chunk.usage = [], generation.usage()
+            yield event(chunk)
+
+    def _choice(self, choice: Choice, delta: TextDelta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=choice.index,
+            delta=ChatDelta(content=delta.text or None),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._body.return_token_ids else None,
+        )
+
+
+def _characters(messages: object) -> int:
+    """The length of all texts in ``messages``, which nobody has checked yet."""
+    if isinstance(messages, str):
+        return len(messages)
+    if isinstance(messages, dict):
+        return sum(map(_characters, messages.values()))
+    return sum(map(_characters, messages)) if isinstance(messages, list) else 0

@@ -1,0 +1,245 @@
+"""Prompts to checked engine requests, and their tokens back as one stream of texts."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest, RequestFailed
+from rayfin.actors.messages import EngineRequest
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.openai.errors import ClientGone
+from rayfin.deployments.openai.replies import PromptTokensDetails, Usage
+from rayfin.deployments.openai.service import OpenAIService
+from rayfin.deployments.openai.sse import cancelled, until_disconnect
+from rayfin.deployments.requests import build_requests
+from rayfin.deployments.text.output import OutputText, TextDelta
+
+LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop
+MAX_CHOICES = 1024  # prompts x n of one HTTP request
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt and the name that the client knows it by."""
+
+    ids: list[int]
+    param: str
+    echo: str = ""  # the text that its choices start with
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice: an engine request and its text so far."""
+
+    index: int  # in the answer
+    prompt: Prompt
+    request: EngineRequest
+    output: OutputText
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    last: TextDelta = field(default_factory=TextDelta)
+    cached_tokens: int = 0
+
+    def take(self, delta: TextDelta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.last = delta
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+
+
+Deltas = AsyncGenerator[tuple[Choice, TextDelta], None]
+
+
+class Generation:
+    """The choices of one HTTP request, all checked before the first one runs.
+
+    Raises:
+        InvalidRequest: a prompt or a setting that this engine cannot run.
+    """
+
+    def __init__(
+        self,
+        service: OpenAIService,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Sequence[EngineRequest]],
+        params: SamplingParams,
+    ) -> None:
+        self._client = service.client
+        self.prompts = prompts
+        self.choices = [
+            Choice(
+                index=i * params.n + j,
+                prompt=prompt,
+                request=request,
+                output=OutputText(service.tokenizer, params, request),
+                text=[prompt.echo],
+            )
+            for i, prompt in enumerate(prompts)
+            for j, request in enumerate(requests[i])
+        ]
+
+    @classmethod
+    async def prepare(
+        cls,
+        service: OpenAIService,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int,
+    ) -> "Generation":
+        if len(prompts) * params.n > MAX_CHOICES:
+            raise InvalidRequest(
+                f"prompts times n must be at most {MAX_CHOICES}, got {len(prompts) * params.n}.",
+                "n",
+            )
+        info = await service.client.info()
+        arrival = time.monotonic()
+        requests = [
+            build_requests(
+                prompt.ids,
+                params,
+                info,
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
+                eos_token_ids=service.tokenizer.eos_token_ids,
+                priority=priority,
+                arrival=arrival,
+                param=prompt.param,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        return cls(service, prompts, requests, params)
+
+    def run(self) -> Deltas:
+        """The news of all choices as they come; closing it aborts what still runs."""
+        if len(self.choices) == 1:
+            return self._run_choice(self.choices[0])
+        return merged([self._run_choice(choice) for choice in self.choices])
+
+    async def finish(self, deltas: Deltas) -> None:
+        """Runs to the end; the choices hold what came."""
+        async with aclosing(deltas):
+            async for _ in deltas:
+                pass
+
+    def usage(self) -> Usage:
+        """The tokens so far; a prompt counts once, however many choices it has."""
+        prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        completion = sum(len(choice.token_ids) for choice in self.choices)
+        firsts = self.choices[:: len(self.choices) // len(self.prompts)]
+        cached = sum(choice.cached_tokens for choice in firsts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
+    async def _run_choice(self, choice: Choice) -> Deltas:
+        async with aclosing(self._client.stream(choice.request)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason == "error":
+                    break
+                news = choice.output.push(delta)
+                choice.take(news)
+                yield choice, news
+                if choice.output.finished:
+                    return
+        raise RequestFailed("The engine failed on this request.")
+
+
+def check_length(characters: int, service: OpenAIService, param: str) -> None:
+    """Refuses a text that cannot fit the context before the time to tokenize it is spent.
+
+    Raises:
+        ContextLengthExceeded: even of the longest tokens it would have too many.
+    """
+    if characters > service.max_model_len * service.tokenizer.longest_token:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {service.max_model_len} tokens, however the "
+            f"prompt has {characters} characters. Please shorten it.",
+            param,
+        )
+
+
+async def off_loop(characters: int, work: Callable[[], T]) -> T:
+    """The result of ``work`` on a text of so many characters; long ones go to a thread."""
+    return work() if characters < LONG_TEXT else await asyncio.to_thread(work)
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Items of all streams as they come. The first failure ends all; every stream is closed."""
+    queue: asyncio.Queue[tuple[T | None, Exception | None]] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
+        failure: Exception | None = None
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    queue.put_nowait((item, None))
+        except Exception as error:
+            failure = error
+        queue.put_nowait((None, failure))
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item, failure = await queue.get()
+            if failure is not None:
+                raise failure
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        await cancelled(*tasks)
+
+
+async def first_of(request: Request, events: AsyncGenerator[T, None]) -> T:
+    """The first event, so that an engine's refusal still has a status; closes on failure.
+
+    Raises:
+        ClientGone: the client left before it came.
+    """
+
+    async def pull() -> T:
+        return await anext(events)
+
+    try:
+        return await while_connected(request, pull())
+    except BaseException:
+        await events.aclose()
+        raise
+
+
+async def after(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves.
+
+    Raises:
+        ClientGone: it left. The request's body must have been read.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(until_disconnect(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        leaving.cancel()
+        if not working.done():
+            await cancelled(working, leaving)

@@ -1,0 +1,35 @@
+"""What the handlers of one ingress share."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayfin.actors.errors import ModelNotFound
+from rayfin.deployments.engine_client import EngineClient
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class OpenAIService:
+    """An engine, the text side of its model, and the names it is served under."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    model_names: list[str]  # the first one is the name in answers
+    max_model_len: int
+    chat_template: str | None = None  # in place of the model's own
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    api_key: str | None = None  # None lets everybody in
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def served_name(self, name: str | None) -> str:
+        """``name`` if it is served here; the first name served when there is none.
+
+        Raises:
+            ModelNotFound: another model.
+        """
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
+        return name

@@ -1,0 +1,94 @@
+"""Server-sent events, and a response that always closes what it streams from."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rayfin.actors.errors import RayfinError
+from rayfin.deployments.openai.errors import error_body
+
+logger = logging.getLogger("rayfin.http")
+
+DONE = "data: [DONE]\n\n"
+STALLED_SECONDS = 30.0  # a client that reads nothing for so long is gone
+
+
+def event(chunk: BaseModel) -> str:
+    return f"data: {chunk.model_dump_json()}\n\n"
+
+
+async def closed_by_done(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """``events``, then an error if they end in one, then [DONE]."""
+    async with aclosing(events):
+        try:
+            async for text in events:
+                yield text
+        except Exception as error:
+            if not isinstance(error, RayfinError):
+                logger.exception("A stream failed")
+            yield f"data: {json.dumps(error_body(error))}\n\n"
+        yield DONE
+
+
+class EventStream(Response):
+    """Streams events until they end, the client leaves, or it stops reading.
+
+    Whatever happens, ``events`` and then ``source`` are closed before the response returns.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        source: AsyncGenerator[Any, None],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", **(headers or {})})
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._source), aclosing(self._events):
+            sending = asyncio.create_task(self._send(send))
+            leaving = asyncio.create_task(until_disconnect(receive))
+            try:
+                await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancelled(sending, leaving)
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        try:
+            async for text in self._events:
+                async with asyncio.timeout(STALLED_SECONDS):
+                    await send(
+                        {"type": "http.response.body", "body": text.encode(), "more_body": True}
+                    )
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (OSError, TimeoutError):
+            logger.info("A client left its stream")
+
+
+async def until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels the tasks and waits until all have ended; raises the first failure."""
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
+            raise end

@@ -1,0 +1,50 @@
+"""What a server may be told beside its engine's settings."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, create_model
+
+from rayfin.actors.config import EngineArgs
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArgs:
+    """The doors' settings: one field per flag."""
+
+    served_model_name: str | None = _flag(None, "the name clients use; default: the model's")
+    api_key: str | None = _flag(None, "clients must send it as a bearer token")
+    chat_template: str | None = _flag(None, "a Jinja template, or a file that holds one")
+    generation_config: str = _flag("auto", "auto: the model's sampling defaults; vllm: ignore them")
+    ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
+
+
+class _AppArgs(BaseModel):
+    """The typed arguments of ``build_app``: the fields of ServerArgs and of EngineArgs."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+def _fields_of(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: (hints[f.name], f.default) for f in fields(kind)}
+
+
+AppArgs: type[_AppArgs] = create_model(
+    "AppArgs", __base__=_AppArgs, **_fields_of(ServerArgs), **_fields_of(EngineArgs)
+)
+
+
+def split_args(values: dict[str, Any]) -> tuple[ServerArgs, EngineArgs]:
+    """Flat settings, taken apart.
+
+    Raises:
+        InvalidConfig: a name or value that is none.
+    """
+    own = {f.name for f in fields(ServerArgs)}
+    server = ServerArgs(**{name: value for name, value in values.items() if name in own})
+    return server, EngineArgs.from_dict({n: v for n, v in values.items() if n not in own})

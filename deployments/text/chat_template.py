@@ -1,0 +1,138 @@
+"""Chat messages to token ids, through the template that comes with the model."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.text.messages import plain_messages, plain_tools
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
+    *("messages", "raise_exception", "strftime_now"),
+    *("dict", "namespace", "range", "lipsum", "cycler", "joiner"),
+}
+MAX_VARIABLE = 1024  # characters in a template variable that a request sets
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The prompt of a conversation.
+
+    Control tokens written inside messages or tools (``<|im_end|>``) become literal text; only the
+    template itself opens and closes turns. Without any, the ids are exactly those of
+    ``apply_chat_template``. Tags that a model writes itself in pairs (``<think>``, ``</think>``)
+    keep their meaning inside messages, since an assistant's earlier turns hold them.
+
+    Args:
+        chat_template: stands in for the model's own; from the operator, never from a request.
+        variables: the template's further variables, from the request; scalars only.
+
+    Raises:
+        InvalidRequest: bad messages, a refusal by the template, no template.
+    """
+    conversation = plain_messages(messages)
+    listed: list[Any] | None = plain_tools(tools) if tools is not None else None
+    extras = _variables(variables or {}, tokenizer)
+    template = _template(tokenizer, chat_template, listed is not None)
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message exclude each other.",
+            "continue_final_message",
+        )
+    if "developer" not in template:
+        for message in conversation:
+            if message["role"] == "developer":
+                message["role"] = "system"
+    sources = (conversation, listed, extras)
+    try:
+        ids = tokenizer.inner.apply_chat_template(
+            conversation,
+            tools=listed,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            sanitize_control_tokens=_holds_control_token(tokenizer, sources),
+            return_dict=False,
+            **extras,
+        )
+    except jinja2.TemplateError as error:
+        raise InvalidRequest(f"The chat template refuses this: {error}", "messages") from error
+    except (ValueError, TypeError, KeyError, IndexError, ArithmeticError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidRequest(
+            f"The chat template cannot render these messages: {reason}", "messages"
+        ) from error
+    return cast(list[int], ids)
+
+
+def _template(tokenizer: Tokenizer, override: str | None, has_tools: bool) -> str:
+    if override is not None:
+        return override
+    own = tokenizer.inner.chat_template
+    if isinstance(own, dict):
+        own = (own.get("tool_use") if has_tools else None) or own.get("default")
+    if not own:
+        raise InvalidRequest(
+            "This model has no chat template. Use /v1/completions, or start the server with "
+            "--chat-template.",
+            "messages",
+        )
+    return str(own)
+
+
+def _variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    path = "chat_template_kwargs"
+    for name, value in variables.items():
+        if name in RESERVED or name in tokenizer.inner.special_tokens_map:
+            raise InvalidRequest(
+                f"A request may not set {name}.", f"{path}.{name}", "unknown_parameter"
+            )
+        if not isinstance(value, str | int | float | None) or len(str(value)) > MAX_VARIABLE:
+            raise InvalidRequest(
+                f"A template variable must be a scalar of at most {MAX_VARIABLE} characters.",
+                f"{path}.{name}",
+                "invalid_type",
+            )
+    return dict(variables)
+
+
+def _holds_control_token(tokenizer: Tokenizer, sources: object) -> bool:
+    """Whether a text in ``sources`` holds a control token.
+
+    Raises:
+        InvalidRequest: the key of an object holds one; keys cannot be made literal.
+    """
+    found = False
+    for text, is_key in _texts(sources):
+        if tokenizer.control_tokens.search(text):
+            if is_key:
+                raise InvalidRequest(
+                    "The keys of tools and of tool arguments may not hold control tokens.", "tools"
+                )
+            found = True
+    return found
+
+
+def _texts(value: object) -> Iterator[tuple[str, bool]]:
+    """Every string inside ``value``, and whether it is the key of an object."""
+    if isinstance(value, str):
+        yield value, False
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key), True
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)

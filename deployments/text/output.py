@@ -1,0 +1,97 @@
+"""The text of one request, from its token deltas."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rayfin.actors.messages import EngineRequest, TokenDelta
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.text.stop_strings import StopStrings
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """One request's new text; ``finish_reason`` marks the last one."""
+
+    text: str = ""
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    stop_reason: int | str | None = None  # the stop token's id or the stop string
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0  # prompt tokens that were not computed
+
+
+class OutputText:
+    """Detokenizes one request and ends it at a stop string.
+
+    After a delta with a ``finish_reason`` the caller closes the engine's stream; when the reason is
+    a stop string that is what aborts the request. Tokens past the stop string are dropped.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, request: EngineRequest
+    ) -> None:
+        self._stop_token_ids = request.stopping.stop_token_ids
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._stops = StopStrings(list(params.stop or ()), self._include_stop)
+        self._has_stops = bool(params.stop)
+        self._detokenizer = (
+            tokenizer.detokenizer(
+                request.prompt.tolist(),
+                params.skip_special_tokens,
+                params.spaces_between_special_tokens,
+            )
+            if params.detokenize
+            else None
+        )
+        self._tokens = 0
+        self.finished = False
+
+    def push(self, delta: TokenDelta) -> TextDelta:
+        """The text of ``delta``; nothing at all once the request has finished."""
+        if self.finished:
+            return TextDelta()
+        result = TextDelta(
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            cached_tokens=delta.cached_tokens,
+        )
+        for piece, armed in self._pieces(delta, result):
+            text, hit = self._stops.push(piece, armed)
+            result.text += text
+            if hit is not None:
+                result.finish_reason, result.stop_reason = "stop", hit
+                self.finished = True
+                return result
+        if delta.finish_reason is not None:
+            result.text += self._stops.flush()
+            self.finished = True
+        return result
+
+    def _pieces(self, delta: TokenDelta, result: TextDelta) -> Iterator[tuple[str, bool]]:
+        """Texts of the delta, and whether stop strings count; adds the tokens to ``result``."""
+        silent = self._silent_tail(delta)
+        spoken = delta.tokens[: len(delta.tokens) - silent]
+        # With stop strings token by token: the one that completes a stop string is the last.
+        step = 1 if self._has_stops else max(1, len(spoken))
+        for start in range(0, len(spoken), step):
+            tokens = spoken[start : start + step]
+            self._tokens += len(tokens)
+            result.token_ids += tokens
+            yield self._text(tokens), self._armed
+        result.token_ids += delta.tokens[len(spoken) :]
+        self._tokens += silent
+        if delta.finish_reason is not None and self._detokenizer is not None:
+            yield self._detokenizer.finish(), self._armed
+
+    def _silent_tail(self, delta: TokenDelta) -> int:
+        """1 when the last token is the stop token: it has no text unless the stop is included."""
+        ended = delta.finish_reason == "stop" and bool(delta.tokens) and not self._include_stop
+        return int(ended and delta.tokens[-1] in self._stop_token_ids)
+
+    @property
+    def _armed(self) -> bool:
+        return self._tokens > self._min_tokens or self._min_tokens == 0
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._detokenizer.push(tokens) if self._detokenizer is not None else ""

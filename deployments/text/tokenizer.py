@@ -1,0 +1,162 @@
+"""The one door between text and token ids."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
+
+from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.text.detokenizer import IncrementalDetokenizer
+
+BRACKETED = re.compile(r"<\S+>|\[\S+\]")  # how models write the tokens that mark a turn
+
+
+class Tokenizer:
+    """A transformers fast tokenizer, read only, so that threads may share it.
+
+    ``encode`` and ``decode`` go straight to the Rust backend: the Python wrapper sets options on it
+    per call, which fails when two threads do so at once.
+
+    Args:
+        inner: the fast tokenizer; its truncation and padding are switched off.
+        eos_token_ids: every id that ends a sequence, beside the tokenizer's own.
+    """
+
+    def __init__(self, inner: PreTrainedTokenizerFast, eos_token_ids: Iterable[int] = ()) -> None:
+        self.inner = inner
+        self.backend: tokenizers.Tokenizer = inner.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        own = () if inner.eos_token_id is None else (inner.eos_token_id,)
+        self.eos_token_ids = frozenset(eos_token_ids) | frozenset(own)
+        inner.chat_control_tokens = self._control_tokens()
+        self.vocab_size = len(inner)  # added tokens included; the model's may be larger (padding)
+
+    @classmethod
+    def load(
+        cls, model: str | Path, revision: str | None = None, trust_remote_code: bool = False
+    ) -> "Tokenizer":
+        """The tokenizer of a model folder, or of a model name on the Hub.
+
+        Raises:
+            InvalidConfig: there is none, or it has no fast form.
+        """
+        try:
+            inner = AutoTokenizer.from_pretrained(
+                str(model), revision=revision, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise InvalidConfig(f"Cannot load a tokenizer from {model}: {reason}") from error
+        if not isinstance(inner, PreTrainedTokenizerFast):
+            raise InvalidConfig(
+                f"The tokenizer of {model} has no fast form (tokenizer.json); Rayfin needs one."
+            )
+        ids: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            ids.update(_eos_token_ids(model_json(model, name, revision)))
+        return cls(inner, ids)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """The ids that ``skip_special_tokens`` leaves out."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token for token, content in added.items() if content.special)
+
+    @cached_property
+    def control_tokens(self) -> re.Pattern[str]:
+        """Matches what only a chat template may write: special tokens and bracketed added ones.
+
+        Tags that come in pairs (``<think>``, ``</think>``) are a model's own words inside a turn.
+        """
+        return re.compile("|".join(map(re.escape, self._control_tokens())) or "(?!)")
+
+    def _control_tokens(self) -> list[str]:
+        added = self.backend.get_added_tokens_decoder().values()
+        texts = {token.content for token in added}
+        closed = {text for text in texts if f"</{text[1:]}" in texts}
+        tags = closed | {f"</{text[1:]}" for text in closed}
+        declared = frozenset(self.inner.chat_control_tokens or ())
+        return sorted(
+            token.content
+            for token in added
+            if token.content not in tags
+            and (token.special or token.content in declared or BRACKETED.fullmatch(token.content))
+        )
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters in the longest token: a text holds at least its length over this in tokens."""
+        return max((len(token) for token in self.backend.get_vocab()), default=1)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of ``text``; special tokens written in it are parsed as such."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(
+        self,
+        ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """The text of ``ids``. Ids that no token has (a model's padding rows) are left out."""
+        if skip_special_tokens or spaces_between_special_tokens:
+            text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return text
+        return self.detokenizer((), False, False).whole(ids)
+
+    def detokenizer(
+        self,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> IncrementalDetokenizer:
+        """Turns the tokens that follow ``prompt`` into text piece by piece."""
+        return IncrementalDetokenizer(
+            self.backend,
+            prompt,
+            skip=self.special_token_ids if skip_special_tokens else frozenset(),
+            join_added=not (skip_special_tokens or spaces_between_special_tokens),
+        )
+
+
+def model_json(model: str | Path, name: str, revision: str | None = None) -> dict[str, Any]:
+    """A JSON file of a model folder or of a model on the Hub; empty where there is none.
+
+    Raises:
+        InvalidConfig: the file is not a JSON object.
+    """
+    path: str | Path | None = Path(model) / name
+    if not Path(model).is_dir():
+        try:
+            path = cached_file(
+                str(model),
+                name,
+                revision=revision,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+        except OSError:
+            return {}
+    if path is None or not Path(path).is_file():
+        return {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidConfig(f"{name} of {model} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidConfig(f"{name} of {model} must hold a JSON object.")
+    return content
+
+
+def _eos_token_ids(config: Mapping[str, Any]) -> list[int]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
