@@ -5,22 +5,29 @@ from typing import Any
 
 from ray.serve import Application
 
+from rayfin.actors.config import EngineArgs
 from rayfin.deployments.engine import EngineDeployment
 from rayfin.deployments.ingress import IngressDeployment
 from rayfin.deployments.models import model_path
-from rayfin.deployments.server_args import AppArgs, split_args
+from rayfin.deployments.server_args import AppArgs, ServerArgs, split_args
 
 
 def build_app(args: AppArgs) -> Application:  # type: ignore[valid-type]
-    """One model behind the OpenAI API: an ingress deployment over an engine deployment.
+    """``serve deploy``'s entry: a typed builder over flat settings (examples/serve_config.yaml).
 
     Raises:
         InvalidConfig: a setting that no engine can run with.
     """
-    server, engine_args = split_args(args.model_dump())  # type: ignore[attr-defined]
+    return bind_app(*split_args(args.model_dump()))  # type: ignore[attr-defined]
+
+
+def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
+    """One model behind the OpenAI API: an ingress deployment over an engine deployment."""
     engine_class: Any = EngineDeployment  # Ray's stubs lose what @serve.deployment adds
     ingress_class: Any = IngressDeployment
     engine = engine_class.bind(replace(engine_args, model=model_path(engine_args.model)))
-    ingress = ingress_class.options(num_replicas=server.ingress_replicas)
+    ingress = ingress_class.options(
+        num_replicas=server.ingress_replicas, graceful_shutdown_timeout_s=server.shutdown_timeout
+    )
     app: Application = ingress.bind(server, engine_args, engine)
     return app

@@ -29,7 +29,6 @@ from rayfin.deployments.text.tokenizer import Tokenizer
     name="ingress",
     ray_actor_options={"num_cpus": 0},
     max_ongoing_requests=4096,
-    graceful_shutdown_timeout_s=60,
 )
 @serve.ingress()
 class IngressDeployment:

@@ -20,6 +20,7 @@ class ServerArgs:
     api_key: str | None = _flag(None, "clients must send it as a bearer token")
     chat_template: str | None = _flag(None, "a Jinja template, or a file that holds one")
     generation_config: str = _flag("auto", "auto: the model's sampling defaults; vllm: ignore them")
+    shutdown_timeout: float = _flag(30.0, "seconds that running requests get to finish at a stop")
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
 
 

@@ -1,5 +1,6 @@
 """Tiny random models of many architectures, made on the spot: no hub, no files but temporary ones."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,25 @@ def make_tiny_model(architecture: str, folder: Path, seed: int = 0) -> PreTraine
                 parameter.normal_(0.0, 0.2)  # biases and sinks: zeros would hide a missing one
     model.save_pretrained(folder)
     return model.eval()
+
+
+class TinyModel:
+    """A tiny model as transformers runs it: what the paged runner must agree with."""
+
+    def __init__(self, architecture: str, folder: Path, seed: int = 0) -> None:
+        self.folder = folder
+        self.model = make_tiny_model(architecture, folder, seed)
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """What transformers' own ``generate`` says, end of sequence included."""
+        output = self.model.generate(
+            torch.tensor([list(prompt)]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        return tokens
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """One forward over the whole context, no cache: [T, V]."""
+        logits: torch.Tensor = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        return logits

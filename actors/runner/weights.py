@@ -56,7 +56,7 @@ def load_model(
                     config, trust_remote_code=args.trust_remote_code, **options
                 )
         else:
-            _require_safetensors(args.model)
+            require_safetensors(args.model)
             model = AutoModelForCausalLM.from_pretrained(
                 args.model,
                 config=config,
@@ -115,7 +115,12 @@ def _refuse_unservable(config: PretrainedConfig) -> None:
         )
 
 
-def _require_safetensors(model: str) -> None:
+def require_safetensors(model: str) -> None:
+    """Refuses a local folder with weights in another form, or none.
+
+    Raises:
+        InvalidConfig: it holds no safetensors file.
+    """
     folder = Path(model)
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
         raise InvalidConfig(

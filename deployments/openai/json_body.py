@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, NoReturn
 
 from starlette.exceptions import HTTPException
@@ -91,8 +92,8 @@ async def _read(request: Request) -> bytes:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in value if names.count(name) > 1)[:64]
+        count = Counter(name for name, _ in pairs)
+        twice = next(name for name in value if count[name] > 1)[:64]
         raise InvalidRequest(f"The key {twice!r} is there twice.", twice, "duplicate_key")
     return value
 

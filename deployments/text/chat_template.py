@@ -15,6 +15,9 @@ RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_templa
     *("messages", "raise_exception", "strftime_now"),
     *("dict", "namespace", "range", "lipsum", "cycler", "joiner"),
 }
+RENDERING_ERRORS = (
+    *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
+)
 MAX_VARIABLE = 1024  # characters in a template variable that a request sets
 
 
@@ -69,7 +72,7 @@ def render_chat(
         )
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"The chat template refuses this: {error}", "messages") from error
-    except (ValueError, TypeError, KeyError, IndexError, ArithmeticError) as error:
+    except RENDERING_ERRORS as error:
         reason = str(error).partition("\n")[0]
         raise InvalidRequest(
             f"The chat template cannot render these messages: {reason}", "messages"

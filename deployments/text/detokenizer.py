@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import tokenizers
 
+from rayfin.actors.messages import Int32Array
+
 HALF = "\ufffd"  # what a decoder puts where bytes are no character, or not one yet
 MOST_HALVES = 3  # an unfinished UTF-8 character has at most three bytes
 LONG_WINDOW = 48  # tokens; a window only grows so far when bytes never become characters
@@ -28,7 +30,7 @@ class IncrementalDetokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        prompt: Sequence[int] = (),
+        prompt: Sequence[int] | Int32Array = (),
         *,
         skip: frozenset[int] = frozenset(),
         join_added: bool = False,
@@ -91,11 +93,11 @@ class IncrementalDetokenizer:
             return held + str(added.content)
         return self._advance([token]) if self._has_text(token) else ""
 
-    def _tail(self, prompt: Sequence[int]) -> list[int]:
+    def _tail(self, prompt: Sequence[int] | Int32Array) -> list[int]:
         """The shortest tail of the prompt, by doubling, with text that starts at a character."""
         length = SHORT_WINDOW
         while True:
-            tail = [token for token in prompt[-length:] if self._has_text(token)]
+            tail = [token for token in map(int, prompt[-length:]) if self._has_text(token)]
             text = self._decode(tail)
             if length >= len(prompt) or (text and not text.startswith(HALF)):
                 return tail

@@ -37,7 +37,7 @@ class OutputText:
         self._has_stops = bool(params.stop)
         self._detokenizer = (
             tokenizer.detokenizer(
-                request.prompt.tolist(),
+                request.prompt,
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
             )

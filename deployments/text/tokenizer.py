@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.messages import Int32Array
 from rayfin.deployments.text.detokenizer import IncrementalDetokenizer
 
 BRACKETED = re.compile(r"<\S+>|\[\S+\]")  # how models write the tokens that mark a turn
@@ -114,7 +115,7 @@ class Tokenizer:
 
     def detokenizer(
         self,
-        prompt: Sequence[int] = (),
+        prompt: Sequence[int] | Int32Array = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> IncrementalDetokenizer:

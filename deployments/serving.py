@@ -1,0 +1,189 @@
+"""``rayfin serve``: one command from nothing to an address, and back to nothing."""
+
+import logging
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import ray
+from ray import serve as ray_serve
+from ray.serve.schema import ApplicationStatus
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
+from rayfin.deployments.app import bind_app
+from rayfin.deployments.preflight import check_model
+from rayfin.deployments.server_args import ServerArgs
+
+OBJECT_STORE_BYTES = (
+    256 * 1024**2
+)  # steps travel inside calls; the object store stays all but empty
+RAISED = re.compile(r"rayfin\.actors\.errors\.(\w+): (.+)")
+
+
+def serve(
+    server: ServerArgs,
+    engine: EngineArgs,
+    *,
+    host: str,
+    port: int,
+    name: str = "rayfin",
+    verbose: bool = False,
+) -> int:
+    """Serves a model until Ctrl-C or SIGTERM; joins a running Ray cluster or starts a local one.
+
+    Stops what it started, and nothing else: the application, Serve if it was not there, Ray if it
+    was not there.
+
+    Returns:
+        The exit status, 0 after an orderly stop.
+
+    Raises:
+        InvalidConfig: the port is taken, the name is taken, or the model cannot be served.
+        EngineUnavailable: the cluster cannot run it.
+    """
+    check_model(engine)
+    with _cluster(verbose) as ours, _serve_instance(host, port, keep=ours):
+        if name in ray_serve.status().applications:
+            raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
+        try:
+            _deploy(server, engine, name)
+            print(_welcome(server, engine, host, port), flush=True)
+            _wait_for_signal()
+            print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
+        finally:
+            ray_serve.delete(name)
+    print("Stopped.", flush=True)
+    return 0
+
+
+@contextmanager
+def _cluster(verbose: bool) -> Iterator[bool]:
+    """A Ray cluster: RAY_ADDRESS' or ``ray start``'s, left alone afterwards, or a new local one.
+
+    Yields whether it is ours.
+    """
+    level = logging.INFO if verbose else logging.ERROR
+    logging.getLogger("ray.serve").setLevel(level)
+    output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    try:
+        ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)
+        ours = True
+        print("Started a local Ray.", flush=True)
+    except ValueError:  # Ray's answer to resources for a cluster that runs already: join it
+        ray.init(**output)
+        ours = False
+        print(f"Joined the Ray cluster at {ray.get_runtime_context().gcs_address}.", flush=True)
+    try:
+        yield ours
+    finally:
+        ray.shutdown()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _serve_instance(host: str, port: int, *, keep: bool) -> Iterator[None]:
+    """Ray Serve on ``port``: the one that runs, if it listens there, or a new one.
+
+    ``keep`` leaves a new one to go down with its Ray.
+    """
+    running = _serve_port()
+    if running is not None:
+        if running != port:
+            raise InvalidConfig(
+                f"Ray Serve runs on this cluster already, on port {running}, not {port}", "port"
+            )
+        yield
+        return
+    _require_free(host, port)
+    ray_serve.start(http_options={"host": host, "port": port})
+    try:
+        yield
+    finally:
+        if not keep:
+            ray_serve.shutdown()
+
+
+def _deploy(server: ServerArgs, engine: EngineArgs, name: str) -> None:
+    """Deploys and waits until requests can come.
+
+    Raises:
+        RayfinError: the deployment's own error, if it was one of Rayfin's.
+    """
+    print(f"Loading {engine.model} ...", flush=True)
+    try:
+        ray_serve.run(bind_app(server, engine), name=name, route_prefix="/")
+    except RuntimeError as error:
+        raise _reason(str(error)) from None
+    if ray_serve.status().applications[name].status is not ApplicationStatus.RUNNING:
+        raise EngineUnavailable(f"the application {name} did not start")
+
+
+def _reason(text: str) -> RayfinError:
+    """The error of Rayfin's inside Serve's report of a failed deployment."""
+    found = RAISED.findall(text)
+    if not found:
+        last_line = next(line for line in reversed(text.splitlines()) if line.strip())
+        return EngineUnavailable(f"the deployment failed: {last_line.strip()}")
+    kind, message = found[-1]
+    return InvalidConfig(message) if kind != "EngineUnavailable" else EngineUnavailable(message)
+
+
+def _serve_port() -> int | None:
+    """The port of the Serve that runs on the cluster, None if there is none."""
+    try:
+        from ray.serve.context import _get_global_client
+
+        client = _get_global_client(raise_if_no_controller_running=False)
+    except Exception as error:  # Ray's own, whatever it is: no controller answers
+        logging.getLogger(__name__).debug("no Serve found: %s", error)
+        return None
+    return None if client is None else int(client.http_config.port)
+
+
+def _require_free(host: str, port: int) -> None:
+    """Refuses a port that something listens on.
+
+    Raises:
+        InvalidConfig: it is taken, or cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InvalidConfig(
+                f"cannot listen on {host}:{port}: {error.strerror}", "port"
+            ) from None
+
+
+def _wait_for_signal() -> None:
+    """Sleeps until Ctrl-C or SIGTERM; the next one interrupts whatever is under way then."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return
+
+
+def _welcome(server: ServerArgs, engine: EngineArgs, host: str, port: int) -> str:
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    model = server.served_model_name or engine.model
+    key = ' -H "Authorization: Bearer $KEY"' if server.api_key else ""
+    return f"""
+Rayfin serves {model} at http://{shown}:{port}/v1  (Ctrl-C stops it)
+
+  curl http://{shown}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "temperature": 0,
+         "messages": [{{"role": "user", "content": "What is 37 + 48?"}}]}}'
+"""

@@ -1,0 +1,214 @@
+"""The obvious version of every kernel: slow, loop-written, fp32. The oracle of all the others.
+
+Nothing here is clever, and no fast kernel leans on it. The page-level forms of the project's first
+design (V0, V1) live in `rayfin.kernels.reference_pages` and are names of this module too.
+"""
+
+import math
+
+import torch
+
+from rayfin.kernels.attention.interface import PagedBatch
+from rayfin.kernels.reference_pages import (
+    combine_partials,
+    last_token_index,
+    page_level_decode_attention,
+    page_level_prefill_attention,
+    page_level_prefill_inputs,
+    partial_attention,
+    split_and_write_kv,
+)
+from rayfin.kernels.sampling.sample import SamplingRows
+
+__all__ = [
+    "combine_partials",
+    "gelu_mul",
+    "last_token_index",
+    "min_p_filter",
+    "page_level_decode_attention",
+    "page_level_prefill_attention",
+    "page_level_prefill_inputs",
+    "paged_attention",
+    "partial_attention",
+    "rms_norm",
+    "rotary",
+    "sample",
+    "silu_mul",
+    "split_and_write_kv",
+    "top_k_filter",
+    "top_p_filter",
+    "uniform",
+    "write_kv",
+]
+
+NEVER = float("-inf")
+BITS_64 = (1 << 64) - 1
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def paged_attention(
+    query: torch.Tensor,  # [T, H, Dk]
+    k_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dk]
+    v_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dv]
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`PagedAttention`, one query token and one head at a time."""
+    heads, kv_heads = query.shape[1], k_pages.shape[2]
+    out = query.new_zeros(*query.shape[:2], v_pages.shape[3])
+    for row in range(batch.rows):
+        start, end = int(batch.query_start[row]), int(batch.query_start[row + 1])
+        kv_len = int(batch.kv_len[row])
+        for token in range(start, end):
+            position = kv_len - (end - token)
+            first = 0 if window is None else max(0, position - window + 1)
+            keys, values = [], []
+            for p in range(first, position + 1):
+                page = int(batch.page_tables[row, p // batch.page_size])
+                keys.append(k_pages[page, p % batch.page_size])
+                values.append(v_pages[page, p % batch.page_size])
+            k, v = torch.stack(keys).float(), torch.stack(values).float()  # [n, Hkv, D]
+            for head in range(heads):
+                kv_head = head // (heads // kv_heads)
+                scores = k[:, kv_head] @ query[token, head].float() * scale  # [n]
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head].float().view(1)])
+                weights = torch.softmax(scores, dim=0)[: len(keys)]
+                out[token, head] = (weights @ v[:, kv_head]).to(out.dtype)
+    return out
+
+
+def write_kv(
+    key: torch.Tensor,  # [T, Hkv, Dk]
+    value: torch.Tensor,  # [T, Hkv, Dv]
+    k_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dk]
+    v_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dv]
+    slots: torch.Tensor,  # [T] int64
+) -> None:
+    """Put each token's key and value into its slot, one token at a time, in place."""
+    page_size = k_pages.shape[1]
+    for token, slot in enumerate(slots.tolist()):
+        k_pages[slot // page_size, slot % page_size] = key[token]
+        v_pages[slot // page_size, slot % page_size] = value[token]
+
+
+# --- the parts of a layer -------------------------------------------------------------------------
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
+
+    [..., D], [D] -> [..., D] in x's dtype.
+    """
+    x32 = x.float()
+    mean_square = (x32 * x32).mean(dim=-1, keepdim=True)
+    return (x32 / torch.sqrt(mean_square + eps) * weight.float()).to(x.dtype)
+
+
+def rotary(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary position embedding (Su et al., 2021), in the half-split layout of Llama.
+
+    Pair i of a head is (x[i], x[i + D/2]), turned by positions * theta ** (-2i / D) radians.
+    [T, H, D], [T] int64 -> [T, H, D] in x's dtype.
+    """
+    half = x.shape[-1] // 2
+    out = x.clone()
+    for i in range(half):
+        angle = positions.double() * theta ** (-i / half)
+        cos, sin = angle.cos().float().unsqueeze(1), angle.sin().float().unsqueeze(1)  # [T, 1]
+        a, b = x[..., i].float(), x[..., i + half].float()  # [T, H]
+        out[..., i] = (a * cos - b * sin).to(x.dtype)
+        out[..., i + half] = (b * cos + a * sin).to(x.dtype)
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up: [..., 2F] = [gate | up] -> [..., F] ("SwiGLU", Shazeer, 2020)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def gelu_mul(gate_up: torch.Tensor, *, tanh: bool = True) -> torch.Tensor:
+    """gelu(gate) * up: [..., 2F] = [gate | up] -> [..., F]; `tanh` = by the approximation."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if tanh:
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        gelu = 0.5 * gate * (1 + torch.tanh(inner))
+    else:
+        gelu = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
+    return (gelu * up).to(gate_up.dtype)
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """[V] -> [V]: -inf below the k-th highest logit, 0 = off."""
+    if k <= 0 or k >= len(logits):
+        return logits
+    floor = sorted(logits.tolist(), reverse=True)[k - 1]
+    return torch.where(logits < floor, NEVER, logits)
+
+
+def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """[V] -> [V]: -inf outside the smallest set of likeliest tokens with mass >= p, 1 = off."""
+    if p >= 1:
+        return logits
+    probabilities = torch.softmax(logits.double(), dim=-1).tolist()
+    likeliest_first = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
+    out = torch.full_like(logits, NEVER)
+    mass = 0.0
+    for rank, token in enumerate(likeliest_first):
+        if rank > 0 and mass >= p:
+            break
+        out[token] = logits[token]
+        mass += probabilities[token]
+    return out
+
+
+def min_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """[V] -> [V]: -inf where a token is less than p times as likely as the likeliest."""
+    probabilities = torch.softmax(logits.double(), dim=-1)
+    return torch.where(probabilities < p * probabilities.max(), NEVER, logits)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) of (seed, position), in Python's own integers."""
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS_64
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    start = mix((seed + golden) & BITS_64)
+    return (mix((start + (position + 1) * golden) & BITS_64) >> 11) / 2**53
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """[S, V] -> [S] int64: temperature, min_p, top_k, top_p, inverse CDF in vocabulary order."""
+    tokens = []
+    for i, raw in enumerate(logits.float()):
+        temperature = float(rows.temperature[i])
+        if temperature == 0:
+            tokens.append(int(raw.argmax()))
+            continue
+        x = min_p_filter(raw / temperature, float(rows.min_p[i]))
+        x = top_k_filter(x, int(rows.top_k[i]))
+        x = top_p_filter(x, float(rows.top_p[i]))
+        u = uniform(int(rows.seed[i]), int(rows.position[i]))
+        mass, chosen = 0.0, -1
+        for token, probability in enumerate(torch.softmax(x.double(), dim=-1).tolist()):
+            mass += probability
+            if probability > 0 and (chosen < 0 or mass - probability <= u):
+                chosen = token
+        tokens.append(chosen)
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)

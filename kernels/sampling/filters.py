@@ -1,0 +1,85 @@
+"""Filters on logits: each returns a copy with -inf where a token may not be sampled.
+
+They are applied in vLLM's order, min_p, top_k, top_p, after the temperature; each sees the
+distribution that the one before left, renormalised.
+"""
+
+import torch
+
+from rayfin.kernels.sampling.weights import fixed_point_weights
+
+NEVER = float("-inf")
+NUCLEUS_GUESS = 1024  # on a CPU: sort this many first, all of them only if that is too few
+
+
+def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """[S, V] any float, [S] fp32 -> [S, V] fp32 with a maximum of 0. Temperature 0 divides by 1.
+
+    Shifting first keeps the quotient from overflowing at tiny temperatures.
+    """
+    logits = logits.float()
+    divisor = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    return (logits - logits.amax(dim=-1, keepdim=True)) / divisor
+
+
+def min_p_filter(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Keep tokens at least min_p times as likely as the likeliest (Nguyen et al., 2024).
+
+    [S, V] fp32, [S] fp32 (0 = off) -> [S, V].
+    """
+    floor = logits.amax(dim=-1, keepdim=True) + torch.log(min_p).unsqueeze(1)
+    return logits.masked_fill(logits < floor, NEVER)
+
+
+def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Keep tokens whose logit is no lower than the k-th highest: equals of it stay, as in vLLM.
+
+    [S, V] fp32, [S] int64 (0 = off) -> [S, V].
+    """
+    vocabulary = logits.shape[-1]
+    off = (top_k <= 0) | (top_k >= vocabulary)
+    depth = torch.where(off, 1, top_k)
+    # Reading a tensor's value is free on a CPU only; elsewhere it would stall the device.
+    deepest = int(depth.max()) if logits.device.type == "cpu" else vocabulary
+    highest = torch.topk(logits, deepest, dim=-1, sorted=True).values  # [S, deepest]
+    floor = highest.gather(1, (depth - 1).unsqueeze(1))  # [S, 1]
+    return logits.masked_fill((logits < floor) & ~off.unsqueeze(1), NEVER)
+
+
+def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keep the smallest set of likeliest tokens with mass >= top_p (Holtzman et al., 2020).
+
+    Among equal logits the lower index comes first; the likeliest token always stays.
+    [S, V] fp32, [S] fp32 (1 = off) -> [S, V].
+    """
+    vocabulary = logits.shape[-1]
+    mass_of_all = fixed_point_weights(logits).sum(dim=-1, keepdim=True)  # [S, 1] int64, exact
+    needed = mass_of_all.double() * top_p.double().unsqueeze(1)  # [S, 1]
+    off = (top_p >= 1).unsqueeze(1)
+    depth = min(NUCLEUS_GUESS, vocabulary) if logits.device.type == "cpu" else vocabulary
+    highest, kept = _nucleus(logits, needed, depth)
+    if depth < vocabulary and not bool((~kept[:, -1:] | off).all()):
+        highest, kept = _nucleus(logits, needed, vocabulary)
+    count = kept.sum(dim=-1, keepdim=True).clamp(min=1)  # [S, 1] tokens to keep
+    floor = highest.gather(1, count - 1)  # [S, 1] the last one's logit
+    above = (highest > floor).sum(dim=-1, keepdim=True)
+    equal = logits == floor
+    first_equals = equal & (equal.cumsum(dim=-1) <= count - above)
+    return logits.masked_fill(~((logits > floor) | first_equals | off), NEVER)
+
+
+def _nucleus(
+    logits: torch.Tensor, needed: torch.Tensor, depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `depth` highest logits, and which of them it takes to reach the needed mass.
+
+    [S, V] fp32, [S, 1] fp64 -> [S, depth] fp32 highest first, [S, depth] bool. All True may mean
+    that more would be needed.
+    """
+    if depth < logits.shape[-1]:
+        highest = torch.topk(logits, depth, dim=-1, sorted=True).values
+    else:
+        highest = torch.sort(logits, dim=-1, descending=True).values
+    weights = fixed_point_weights(highest)
+    before = weights.cumsum(dim=-1) - weights
+    return highest, before < needed

@@ -1,0 +1,57 @@
+"""Shared by all tests: quiet libraries, no network, tiny models that are built once per session."""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes ``architecture`` runs once for each of `tiny_models.ARCHITECTURES`."""
+    if "architecture" in metafunc.fixturenames:
+        metafunc.parametrize("architecture", list(_tiny_models().ARCHITECTURES), scope="session")
+
+
+@functools.cache
+def _tiny_models() -> ModuleType:
+    """tests/tiny_models.py: test folders are no package, and torch loads only where it is used."""
+    path = Path(__file__).with_name("tiny_models.py")
+    spec = importlib.util.spec_from_file_location("rayfin_tests_tiny_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> ModuleType:
+    """The module tests/tiny_models.py."""
+    return _tiny_models()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """architecture -> TinyModel, made on first use."""
+
+    @functools.cache
+    def make(architecture: str) -> Any:
+        return _tiny_models().TinyModel(architecture, tmp_path_factory.mktemp(architecture))
+
+    return make

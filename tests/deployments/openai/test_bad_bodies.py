@@ -1,0 +1,278 @@
+"""Every bad body is answered 4xx with an error that names its place; nothing reaches the engine."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.anyio
+USER = {"role": "user", "content": "hi"}
+MESSAGES = {"messages": [USER]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+MISSING, TYPE, VALUE = "missing_required_parameter", "invalid_type", "invalid_value"
+LOW, HIGH = "integer_below_min_value", "integer_above_max_value"
+UNSERVED = "unsupported_parameter"
+
+COMPLETIONS: list[tuple[Any, str | None, str]] = [
+    ({}, "prompt", MISSING),
+    ({"prompt": None}, "prompt", MISSING),
+    ({"prompt": ""}, "prompt", "empty_prompt"),
+    ({"prompt": []}, "prompt", "empty_array"),
+    ({"prompt": [[]]}, "prompt[0]", "empty_array"),
+    ({"prompt": ["a", ""]}, "prompt[1]", "empty_prompt"),
+    ({"prompt": ["a"] * 129}, "prompt", "array_above_max_length"),
+    ({"prompt": [1, "a"]}, "prompt[1]", TYPE),
+    ({"prompt": [True, False]}, "prompt[0]", TYPE),
+    ({"prompt": [1.0]}, "prompt[0]", TYPE),
+    ({"prompt": [[1], [True]]}, "prompt[1][0]", TYPE),
+    ({"prompt": ["a", [1]]}, "prompt[1]", TYPE),
+    ({"prompt": {"a": 1}}, "prompt", TYPE),
+    ({"prompt": [[[1]]]}, "prompt[0][0]", TYPE),
+    ({"prompt": [-1]}, "prompt", "invalid_token_id"),
+    ({"prompt": [999999]}, "prompt", "invalid_token_id"),
+    ({"prompt": [[1], [2**63]]}, "prompt[1]", "invalid_token_id"),
+    ({"prompt": [10**20]}, "prompt", "invalid_token_id"),
+    ({"prompt": [5] * 128}, "prompt", "context_length_exceeded"),
+    ({"prompt": "a" * 100_000}, "prompt", "context_length_exceeded"),
+    ({"prompt": ["a", "b "] * 60, "n": 100}, "n", VALUE),
+    ({"max_tokens": 0}, "max_tokens", LOW),
+    ({"max_tokens": -1}, "max_tokens", LOW),
+    ({"max_tokens": 129}, "max_tokens", HIGH),
+    ({"max_tokens": 2**63}, "max_tokens", HIGH),
+    ({"max_tokens": 1.5}, "max_tokens", TYPE),
+    ({"max_tokens": "5"}, "max_tokens", TYPE),
+    ({"max_tokens": True}, "max_tokens", TYPE),
+    ({"min_tokens": 17}, "min_tokens", HIGH),
+    ({"temperature": -0.1}, "temperature", "decimal_below_min_value"),
+    ({"temperature": 2.1}, "temperature", "decimal_above_max_value"),
+    ({"temperature": "NaN"}, "temperature", TYPE),
+    ({"temperature": True}, "temperature", TYPE),
+    ({"temperature": 10**400}, "temperature", TYPE),
+    ({"temperature": 0, "n": 2}, "n", VALUE),
+    ({"top_p": 0}, "top_p", "decimal_below_min_value"),
+    ({"top_p": 1.1}, "top_p", "decimal_above_max_value"),
+    ({"top_k": -2}, "top_k", LOW),
+    ({"top_k": 1.5}, "top_k", TYPE),
+    ({"min_p": 1.1}, "min_p", "decimal_above_max_value"),
+    ({"n": 0}, "n", LOW),
+    ({"n": 129}, "n", HIGH),
+    ({"best_of": 3}, "best_of", VALUE),
+    ({"presence_penalty": 0.5}, "presence_penalty", VALUE),
+    ({"repetition_penalty": 1.1}, "repetition_penalty", VALUE),
+    ({"logprobs": 5}, "logprobs", VALUE),
+    ({"logprobs": {"a": [1] * 3}}, "logprobs", VALUE),
+    ({"seed": 2**64}, "seed", HIGH),
+    ({"seed": "x"}, "seed", TYPE),
+    ({"stop": [""]}, "stop", VALUE),
+    ({"stop": [None]}, "stop", TYPE),
+    ({"stop": 5}, "stop", TYPE),
+    ({"stop": {"a": 1}}, "stop", TYPE),
+    ({"stop": list("abcde")}, "stop", VALUE),
+    ({"stop": "a" * 10_000}, "stop", "string_above_max_length"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", LOW),
+    ({"stop_token_ids": [99999]}, "stop_token_ids", "invalid_token_id"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", TYPE),
+    ({"stop_token_ids": [1] * 5000}, "stop_token_ids", "array_above_max_length"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", VALUE),
+    ({"logit_bias": {"5": "x"}}, "logit_bias.5", TYPE),
+    ({"bad_words": ["x"]}, "bad_words", VALUE),
+    ({"stream": "yes"}, "stream", TYPE),
+    ({"stream": 1}, "stream", TYPE),
+    ({"stream_options": {"include_usage": True}}, "stream_options", VALUE),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
+    ({"suffix": "x"}, "suffix", UNSERVED),
+    ({"use_beam_search": True}, "use_beam_search", UNSERVED),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds", UNSERVED),
+    ({"cache_salt": "x"}, "cache_salt", UNSERVED),
+    ({"response_format": {"type": "json_object"}}, "response_format", UNSERVED),
+    ({"priority": 2**40}, "priority", VALUE),
+    ({"user": 5}, "user", TYPE),
+    ({"model": 5}, "model", TYPE),
+]
+CHATS: list[tuple[Any, str | None, str]] = [
+    ({"messages": None}, "messages", MISSING),
+    ({"messages": []}, "messages", "empty_array"),
+    ({"messages": {}}, "messages", TYPE),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", MISSING),
+    ({"messages": [USER, {**USER, "role": "wizard"}]}, "messages[1].role", VALUE),
+    ({"messages": [{**USER, "content": 5}]}, "messages[0].content", TYPE),
+    ({"messages": [{**USER, "content": "a" * 10**5}]}, "messages", "context_length_exceeded"),
+    ({"messages": [{**USER, "content": "a b " * 200}]}, "messages", "context_length_exceeded"),
+    ({"tools": []}, "tools", "empty_array"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type", VALUE),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name", VALUE),
+    ({"tool_choice": "auto"}, "tool_choice", VALUE),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", UNSERVED),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", UNSERVED),
+    ({"tool_choice": 5}, "tool_choice", VALUE),
+    ({"parallel_tool_calls": "x"}, "parallel_tool_calls", TYPE),
+    ({"logprobs": True}, "logprobs", VALUE),
+    ({"top_logprobs": 3}, "top_logprobs", UNSERVED),
+    ({"chat_template": "{{ 7*7 }}"}, "chat_template", UNSERVED),
+    (
+        {"chat_template_kwargs": {"tokenize": False}},
+        "chat_template_kwargs.tokenize",
+        "unknown_parameter",
+    ),
+    ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs.x", TYPE),
+    (
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+        VALUE,
+    ),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", LOW),
+]
+RAW: list[tuple[bytes, str]] = [
+    (b"", "invalid_json"),
+    (b'{"prompt": "a",}', "invalid_json"),
+    (b"[]", TYPE),
+    (b'"x"', TYPE),
+    (b"null", TYPE),
+    (b'{"prompt": "a"} x', "invalid_json"),
+    (b'{"n": 1, "n": 99}', "duplicate_key"),
+    (b'{"prompt": "\xff"}', "invalid_json"),
+    (b"\xef\xbb\xbf{}", "invalid_json"),
+    ('{"prompt": "a"}'.encode("utf-16"), "invalid_json"),
+    (b'{"prompt": "a", "temperature": NaN}', "invalid_number"),
+    (b'{"prompt": "a", "x": -Infinity}', "invalid_number"),
+    (b'{"prompt": "a", "temperature": 1e999}', "invalid_number"),
+    (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "invalid_number"),
+    (b'{"x": ' + b"[" * 65 + b"]" * 65 + b"}", "invalid_json"),
+    (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "invalid_json"),
+    (b'{"x": ' + b'{"a":' * 200_000 + b"1" + b"}" * 200_001, "invalid_json"),
+    (rb'{"prompt": "\ud800"}', "invalid_unicode"),
+    (rb'{"prompt": "a", "x": [{"\udc00": 1}]}', "invalid_unicode"),
+]
+
+
+def check(response: httpx.Response, engine: Any) -> dict[str, Any]:
+    assert 400 <= response.status_code < 500, (response.request.content[:200], response.text)
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and len(error["message"]) < 1100
+    assert "Traceback" not in response.text and "/work" not in response.text
+    assert engine.seen == []
+    return error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_completions(http: httpx.AsyncClient, engine: Any, stream: bool) -> None:
+    for fields, param, code in COMPLETIONS:
+        body = {} if fields == {} else {"prompt": "a", **fields}
+        if stream and param != "stream_options":
+            body = {"stream": True, **body}
+        response = await http.post("/v1/completions", json=body)
+        error = check(response, engine)
+        assert response.status_code == 400, fields
+        assert (error["param"], error["code"]) == (param, code), fields
+
+
+async def test_bad_chats(http: httpx.AsyncClient, engine: Any) -> None:
+    for fields, param, code in CHATS:
+        response = await http.post("/v1/chat/completions", json={**MESSAGES, **fields})
+        error = check(response, engine)
+        assert response.status_code == 400, fields
+        assert (error["param"], error["code"]) == (param, code), fields
+
+
+async def test_bad_json(http: httpx.AsyncClient, engine: Any) -> None:
+    headers = {"Content-Type": "application/json"}
+    for raw, code in RAW:
+        response = await http.post("/v1/completions", content=raw, headers=headers)
+        assert response.status_code == 400, raw[:40]
+        assert check(response, engine)["code"] == code, raw[:40]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "content", "status", "code"),
+    [
+        ("POST", "/v1/completions", {}, b"{}", 415, "unsupported_media_type"),
+        ("POST", "/v1/completions", {"Content-Type": "text/plain"}, b"{}", 415, None),
+        (
+            "POST",
+            "/v1/completions",
+            {"Content-Type": "application/json; charset=utf-16"},
+            b"{}",
+            415,
+            None,
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+            b"{}",
+            415,
+            None,
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            {"Content-Type": "application/json"},
+            b" " * (4 * 2**20 + 1),
+            413,
+            "request_too_large",
+        ),
+        ("GET", "/v1/completions", {}, b"", 405, "method_not_allowed"),
+        ("FOO", "/v1/completions", {}, b"", 405, "method_not_allowed"),
+        ("GET", "/v1/nowhere", {}, b"", 404, "unknown_url"),
+        ("GET", "/docs", {}, b"", 404, "unknown_url"),
+    ],
+)
+async def test_bad_transport(
+    http: httpx.AsyncClient,
+    engine: Any,
+    method: str,
+    path: str,
+    headers: Any,
+    content: bytes,
+    status: int,
+    code: str | None,
+) -> None:
+    response = await http.request(method, path, headers=headers, content=content)
+    assert response.status_code == status
+    assert check(response, engine)["code"] == (code or "unsupported_media_type")
+    assert ("allow" in response.headers) == (status == 405)
+
+
+async def test_a_body_without_length_is_counted(http: httpx.AsyncClient, engine: Any) -> None:
+    async def endless() -> Any:
+        while True:
+            yield b" " * 2**20
+
+    headers = {"Content-Type": "application/json"}
+    response = await http.post("/v1/completions", content=endless(), headers=headers)
+    assert response.status_code == 413
+
+
+async def test_an_unknown_model(http: httpx.AsyncClient, engine: Any) -> None:
+    for name in ("gpt-4", "", "../../etc/passwd", "x" * 10**6):
+        response = await http.post("/v1/completions", json={"prompt": "a", "model": name})
+        assert response.status_code == 404
+        error = check(response, engine)
+        assert error["code"] == "model_not_found" and error["param"] == "model"
+        assert error["message"] == f"The model `{name[:128]}` does not exist."
+
+
+async def test_harmless_values_of_unserved_fields(http: httpx.AsyncClient) -> None:
+    body = {
+        "prompt": "a \x00\u202e",
+        "logit_bias": {},
+        "bad_words": [],
+        "best_of": 1,
+        "presence_penalty": 0,
+        "repetition_penalty": 1,
+        "temperature": None,
+        "suffix": "",
+        "use_beam_search": False,
+        "response_format": {"type": "text"},
+        "stream": False,
+        "stop": [],
+        "top_k": 2**40,
+    }
+    response = await http.post(
+        "/v1/completions",
+        content=json.dumps(body),
+        headers={"Content-Type": "Application/JSON; charset=UTF-8"},
+    )
+    assert response.status_code == 200, response.text

@@ -1,0 +1,101 @@
+"""What build_requests lets through, cuts and refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
+from rayfin.actors.messages import EngineInfo, EngineRequest
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.requests import build_requests, sampling_defaults
+
+INFO = EngineInfo("engine", max_model_len=100, vocab_size=50, num_pages=10, page_size=8)
+ROOMY = EngineInfo("engine", max_model_len=100, vocab_size=50, num_pages=1000, page_size=8)
+
+
+def build(prompt: Any, info: EngineInfo = ROOMY, **params: Any) -> list[EngineRequest]:
+    return build_requests(
+        prompt, SamplingParams(**params), info, request_id="r", eos_token_ids={2}, arrival=1.5
+    )
+
+
+def test_choices_have_their_own_ids_and_seeds() -> None:
+    requests = build([1, 2, 3], n=3, seed=5, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1)
+    assert [request.request_id for request in requests] == ["r-0", "r-1", "r-2"]
+    assert [request.sampling.seed for request in requests] == [5, 6, 7]
+    request = requests[0]
+    assert request.prompt.dtype == np.int32 and request.prompt.tolist() == [1, 2, 3]
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.9)
+    assert (request.sampling.top_k, request.sampling.min_p, request.arrival) == (7, 0.1, 1.5)
+
+
+def test_unseeded_choices_differ() -> None:
+    assert len({request.sampling.seed for request in build([1], n=8)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("info", "max_tokens", "expected"),
+    [(ROOMY, None, 90), (ROOMY, 95, 90), (ROOMY, 5, 5), (INFO, None, 71), (INFO, 100, 71)],
+)
+def test_max_tokens_is_cut_to_the_room(
+    info: EngineInfo, max_tokens: int | None, expected: int
+) -> None:
+    assert build([1] * 10, info, max_tokens=max_tokens)[0].stopping.max_tokens == expected
+
+
+def test_stop_rules() -> None:
+    rules = build([1], stop_token_ids=[7])[0].stopping
+    assert (rules.stop_token_ids, rules.eos_token_ids) == ({2, 7}, {2})
+    rules = build([1], stop_token_ids=[7], ignore_eos=True)[0].stopping
+    assert (rules.stop_token_ids, rules.eos_token_ids) == ({7}, set())
+
+
+def test_min_tokens_bans_what_would_stop() -> None:
+    sampling = build([1, 1], min_tokens=3, stop_token_ids=[7])[0].sampling
+    assert (sampling.banned, sampling.banned_until) == ((2, 7), 5)
+    assert build([1])[0].sampling.banned == ()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "code"),
+    [
+        ([], {}, "prompt", "empty_prompt"),
+        ([1] * 100, {}, "prompt", "context_length_exceeded"),
+        ([50], {}, "prompt", "invalid_token_id"),
+        ([-1], {}, "prompt", "invalid_token_id"),
+        ([2**70], {}, "prompt", "invalid_token_id"),
+        ([-(2**70), 2**63], {}, "prompt", "invalid_token_id"),
+        ([1.5], {}, "prompt", "invalid_type"),
+        (["a"], {}, "prompt", "invalid_type"),
+        ([True], {}, "prompt", "invalid_type"),
+        ([[1], [1, 2]], {}, "prompt", "invalid_type"),
+        ([1], {"max_tokens": 101}, "max_tokens", "integer_above_max_value"),
+        ([1], {"max_tokens": None, "min_tokens": 100}, "min_tokens", "integer_above_max_value"),
+        ([1], {"stop_token_ids": [50]}, "stop_token_ids", "invalid_token_id"),
+    ],
+)
+def test_refusals_name_the_field(prompt: Any, params: Any, param: str, code: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build(prompt, **params)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_a_prompt_of_more_pages_than_exist() -> None:
+    assert build([1] * 80, INFO)[0].stopping.max_tokens == 1
+    with pytest.raises(ContextLengthExceeded, match="needs 11 cache pages"):
+        build([1] * 81, INFO)
+
+
+def test_the_models_sampling_defaults(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == {}
+    file = tmp_path / "generation_config.json"
+    file.write_text(
+        json.dumps({"temperature": 0.6, "top_k": 20, "top_p": None, "repetition_penalty": 1.1})
+    )
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    file.write_text(json.dumps({"temperature": 7}))
+    with pytest.raises(InvalidConfig, match="generation_config.json"):
+        sampling_defaults(tmp_path)

@@ -1,0 +1,21 @@
+"""Choosing an attention backend."""
+
+import pytest
+import torch
+
+from rayfin.kernels import reference
+from rayfin.kernels.attention import torch as backend
+from rayfin.kernels.attention.select import select_attention
+
+CPU = torch.device("cpu")
+
+
+def test_names() -> None:
+    assert select_attention(CPU, torch.float32) is backend.paged_attention
+    assert select_attention(CPU, torch.bfloat16, name="torch") is backend.paged_attention
+    assert select_attention(CPU, torch.float32, name="reference") is reference.paged_attention
+
+
+def test_unknown_name_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'cuda'.*auto, torch, reference"):
+        select_attention(CPU, torch.float32, name="cuda")
