@@ -17,7 +17,7 @@ def check_model(args: EngineArgs) -> None:
     from rayfin.actors.runner.weights import load_config, require_safetensors
     from rayfin.deployments.text.tokenizer import Tokenizer
 
-    hub_logging.set_verbosity_error()  # one clear line at the end, not one for each retry
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
     located = replace(args, model=model_path(args.model))
     load_config(located)
     if args.load_format != "dummy":

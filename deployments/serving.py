@@ -82,7 +82,7 @@ def _cluster(verbose: bool) -> Iterator[bool]:
     try:
         yield ours
     finally:
-        ray.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def _serve_instance(host: str, port: int, *, keep: bool) -> Iterator[None]:
         yield
     finally:
         if not keep:
-            ray_serve.shutdown()
+            ray_serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _deploy(server: ServerArgs, engine: EngineArgs, name: str) -> None:

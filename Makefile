@@ -1,0 +1,39 @@
+# Everything happens in $(VENV); the first target that needs it installs into it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint format demo-model
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+install: $(INSTALLED)  ## set up the virtual environment
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rayfin needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+serve: $(INSTALLED)  ## serve the built-in model (ARGS="--port 8001 ...")
+	$(BIN)/rayfin serve $(ARGS)
+
+test: $(INSTALLED)  ## lint, types, all tests (ARGS="-k scheduler ...")
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## format and sort imports
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo-model: $(INSTALLED)  ## train the built-in model again (about half an hour on 2 cores)
+	$(BIN)/python -m rayfin.deployments.demo.train $(ARGS)
