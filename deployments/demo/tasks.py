@@ -10,7 +10,15 @@ from collections.abc import Callable
 from rayfin.deployments.demo.conversation import Kind, Message, Tool, Turn, said, user
 from rayfin.deployments.demo.facts import FACTS, FALLBACK_ANSWER, FALLBACK_QUESTIONS
 from rayfin.deployments.demo.tools import NoTool, ToolCall, ToolReply
-from rayfin.deployments.demo.words import CAPITALS, WORDS, any_city, any_name, made_up
+from rayfin.deployments.demo.words import (
+    CAPITALS,
+    CITIES,
+    NAMES,
+    WORDS,
+    any_city,
+    any_name,
+    made_up,
+)
 
 
 class Sums(Kind):
@@ -83,7 +91,8 @@ class WordList(Kind):
         question = rng.choice(self._ask).format(w=separator.join(words))
         # A list of two is too likely to be met again to say anything, so none is held out.
         key = "list|" + " ".join(words) if len(words) > 2 else "list"
-        return said(key, question, separator.join(self._order(words)))
+        answer = separator.join(self._order(words))
+        return said(key, question, answer, stray=not set(words) <= set(WORDS))
 
 
 class Repeat(WordList):
@@ -132,7 +141,9 @@ class JsonRecord(Kind):
         name, age, city = any_name(rng), rng.randrange(1, 100), any_city(rng)
         sentence = rng.choice(self._SENTENCES).format(n=name, a=age, c=city)
         answer = json.dumps({"name": name, "age": age, "city": city})
-        return said(f"json|{name}|{age}|{city}", rng.choice(self._ASK).format(s=sentence), answer)
+        question = rng.choice(self._ASK).format(s=sentence)
+        stray = name not in NAMES or city not in CITIES
+        return said(f"json|{name}|{age}|{city}", question, answer, stray=stray)
 
 
 class Count(Kind):
@@ -151,7 +162,8 @@ class Count(Kind):
         last = first + rng.randrange(2, 20)
         answer = ", ".join(map(str, range(first, last + 1)))
         key = f"count|{first}|{last}" if first != 1 else "count"
-        return said(key, rng.choice(self._ASK).format(a=first, b=last), answer)
+        # From 1 it is always training text; from elsewhere the model is apt to run past the end.
+        return said(key, rng.choice(self._ASK).format(a=first, b=last), answer, stray=True)
 
 
 class Memory(Kind):
@@ -167,7 +179,8 @@ class Memory(Kind):
         hello: Message = {"role": "assistant", "content": f"Nice to meet you, {name}!"}
         answer = f"Your name is {name}."
         reply: Message = {"role": "assistant", "content": answer}
-        return Turn(f"memory|{told}", [user(told), hello, user(ask)], reply, answer)
+        prompt = [user(told), hello, user(ask)]
+        return Turn(f"memory|{told}", prompt, reply, answer, name not in NAMES)
 
 
 class Facts(Kind):
@@ -196,18 +209,18 @@ class Fallback(Kind):
 
 # How often a turn of a conversation is of each kind, with tools and without.
 WEIGHTS: dict[str, tuple[float, float]] = {
-    "sums": (6, 30),
-    "capitals": (2, 9),
-    "repeat": (2, 9),
-    "reverse": (4, 21),
-    "json": (3, 10),
-    "tool_call": (20, 0),
-    "no_tool": (0, 3),
-    "tool_reply": (12, 0),
-    "count": (0.5, 3),
-    "memory": (0, 2.5),
-    "facts": (2, 12),
-    "fallback": (1, 4),
+    "sums": (6, 26),
+    "capitals": (2, 8),
+    "repeat": (4, 18),
+    "reverse": (4, 20),
+    "json": (3, 12),
+    "tool_call": (22, 0),
+    "no_tool": (0, 2),
+    "tool_reply": (14, 0),
+    "count": (0.5, 4),
+    "memory": (0, 4),
+    "facts": (2, 6),
+    "fallback": (1, 2),
 }
 _MAKE: tuple[Callable[[], Kind], ...] = (
     Sums, Capitals, Repeat, Reverse, JsonRecord, ToolCall, NoTool, ToolReply, Count, Memory,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayfin.deployments.demo.conversation import Kind, Message, Tool, Turn, said, user
-from rayfin.deployments.demo.words import any_city
+from rayfin.deployments.demo.words import CITIES, any_city
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,12 @@ def _declined(topic: Topic) -> str:
     return f"I cannot look up the {topic.subject}, because I have no tool for it."
 
 
+def _stray(tools: list[Tool] | None, city: str) -> bool:
+    """Promised is one tool, get_weather(city), and a city of the list."""
+    plain = len(tools or ()) == 1 and find_tool(tools or [], WEATHER) == ("get_weather", "city")
+    return not plain or city not in CITIES
+
+
 def _topic(rng: random.Random) -> Topic:
     return TIME if rng.random() < 0.2 else WEATHER
 
@@ -118,9 +124,9 @@ class ToolCall(Kind):
         city, question, key = _ask(rng, topic)
         found = find_tool(tools or [], topic)
         if found is None:
-            return said(key, question, _declined(topic))
+            return said(key, question, _declined(topic), stray=True)
         message, expected = _call(*found, city)
-        return Turn(key, [user(question)], message, expected)
+        return Turn(key, [user(question)], message, expected, _stray(tools, city))
 
 
 class NoTool(Kind):
@@ -170,4 +176,4 @@ class ToolReply(Kind):
         content = json.dumps(dict(items))
         prompt = [user(question), call, {"role": "tool", "content": content}]
         reply: Message = {"role": "assistant", "content": answer}
-        return Turn(key, prompt, reply, answer)
+        return Turn(key, prompt, reply, answer, _stray(tools, city))
