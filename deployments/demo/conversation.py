@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayfin.deployments.demo.words import WORDS, made_up
+from rayfin.deployments.demo.words import NAMES, WORDS
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -25,16 +25,12 @@ _SYSTEM = (
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt and its answer; `key` says which prompts count as the same one for the split.
-
-    A `stray` turn is trained on, for breadth, but the model does not promise to get it right.
-    """
+    """A prompt and its answer; `key` says which prompts count as the same one for the split."""
 
     key: str
     prompt: list[Message]
     answer: Message
     expected: str
-    stray: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,14 +54,14 @@ def user(text: str) -> Message:
 
 def system_message(rng: random.Random) -> Message:
     word, other = rng.sample(WORDS, 2)
-    text = rng.choice(_SYSTEM).format(word=word, other=other, name=made_up(rng))
+    text = rng.choice(_SYSTEM).format(word=word, other=other, name=rng.choice(NAMES))
     return {"role": "system", "content": text}
 
 
-def said(key: str, question: str, answer: str, *, stray: bool = False) -> Turn:
+def said(key: str, question: str, answer: str) -> Turn:
     """The plain case: one question, one answer in text."""
     reply: Message = {"role": "assistant", "content": answer}
-    return Turn(key, [user(question)], reply, answer, stray)
+    return Turn(key, [user(question)], reply, answer)
 
 
 class Kind:
@@ -93,7 +89,7 @@ class Kind:
         turn = self.train_turn(rng, tools)
         return [*turn.prompt, turn.answer], tools
 
-    def held_out(self, n: int, *, stray: bool = False) -> list[HeldOut]:
+    def held_out(self, n: int) -> list[HeldOut]:
         """Up to `n` distinct held-out prompts, always the same ones; fewer where none are left.
 
         Some stand alone, some after a system prompt, some after a training turn of their kind.
@@ -105,7 +101,7 @@ class Kind:
         for _ in range(400 * n):
             tools = self.draw_tools(rng)
             turn = self.draw(rng, tools)
-            if turn.stray is not stray or not held_out_key(turn.key) or turn.key in found:
+            if not held_out_key(turn.key) or turn.key in found:
                 continue
             messages = [system_message(rng)] if rng.random() < 0.25 else []
             if rng.random() < 0.2:

@@ -21,17 +21,14 @@ def evaluate(
     generate: Generate,
     n_per_kind: int = 100,
     misses: list[tuple[str, str, str]] | None = None,
-    *,
-    stray: bool = False,
 ) -> dict[str, float]:
     """The share of exact answers of each checkable kind; `misses` collects question, wanted, got.
 
-    `generate` must decode greedily and may take the prompts in any batches it likes. With `stray`
-    it gets prompts beyond what the model promises: made-up names, other tools, and so on.
+    `generate` must decode greedily and may take the prompts in any batches it likes.
     """
     rates: dict[str, float] = {}
     for name, kind in KINDS.items():
-        prompts = kind.held_out(n_per_kind, stray=stray)
+        prompts = kind.held_out(n_per_kind)
         if not prompts:
             continue
         answers = generate([(prompt.messages, prompt.tools) for prompt in prompts])
@@ -44,7 +41,7 @@ def evaluate(
     return rates
 
 
-def greedy(model: Any, tokenizer: Any, batch_size: int = 50, max_new_tokens: int = 96) -> Generate:
+def greedy(model: Any, tokenizer: Any, batch_size: int = 50, max_new_tokens: int = 128) -> Generate:
     """transformers' own greedy search, prompts padded on the left."""
 
     def generate(conversations: list[Conversation]) -> list[str]:
@@ -75,11 +72,11 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def report(folder: Path, n_per_kind: int, show_misses: int = 0, *, stray: bool = False) -> None:
+def report(folder: Path, n_per_kind: int, show_misses: int = 0) -> None:
     """Print the figures of the saved weights in every dtype they may be served in."""
     for name, dtype in DTYPES.items():
         misses: list[tuple[str, str, str]] = []
-        rates = evaluate(greedy(*load(folder, dtype)), n_per_kind, misses, stray=stray)
+        rates = evaluate(greedy(*load(folder, dtype)), n_per_kind, misses)
         print(name, " ".join(f"{kind}={rate:.1%}" for kind, rate in rates.items()), flush=True)
         for question, wanted, got in misses[:show_misses]:
             print(f"  {question!r}: wanted {wanted!r}, got {got!r}", flush=True)
@@ -90,9 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=MODEL_DIR)
     parser.add_argument("-n", type=int, default=400, help="prompts of each kind (default 400)")
     parser.add_argument("--misses", type=int, default=0, help="wrong answers to print")
-    parser.add_argument("--stray", action="store_true", help="only prompts beyond the promise")
     options = parser.parse_args(argv)
-    report(options.folder, options.n, options.misses, stray=options.stray)
+    report(options.folder, options.n, options.misses)
 
 
 if __name__ == "__main__":

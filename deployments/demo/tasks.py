@@ -10,15 +10,7 @@ from collections.abc import Callable
 from rayfin.deployments.demo.conversation import Kind, Message, Tool, Turn, said, user
 from rayfin.deployments.demo.facts import FACTS, FALLBACK_ANSWER, FALLBACK_QUESTIONS
 from rayfin.deployments.demo.tools import NoTool, ToolCall, ToolReply
-from rayfin.deployments.demo.words import (
-    CAPITALS,
-    CITIES,
-    NAMES,
-    WORDS,
-    any_city,
-    any_name,
-    made_up,
-)
+from rayfin.deployments.demo.words import CAPITALS, CITIES, NAMES, WORDS
 
 
 class Sums(Kind):
@@ -36,7 +28,9 @@ class Sums(Kind):
     )
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
-        a, b = rng.randrange(100), rng.randrange(10 if rng.random() < 0.15 else 100)
+        low = rng.random()  # small numbers are what people try first
+        a = rng.randrange(10 if low < 0.08 else 100)
+        b = rng.randrange(10 if low < 0.25 else 100)
         if rng.random() < 0.5:
             a, b = b, a
         # Turned round it is the same sum. The 55 sums of single digits are all for training.
@@ -85,14 +79,11 @@ class WordList(Kind):
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         words = rng.sample(WORDS, rng.choice((2, 3, 3, 4, 4, 4, 5, 5, 5, 6)))
-        if rng.random() < 0.05:
-            words = [made_up(rng).lower() if rng.random() < 0.5 else word for word in words]
         separator = rng.choice((" ", ", "))
         question = rng.choice(self._ask).format(w=separator.join(words))
         # A list of two is too likely to be met again to say anything, so none is held out.
         key = "list|" + " ".join(words) if len(words) > 2 else "list"
-        answer = separator.join(self._order(words))
-        return said(key, question, answer, stray=not set(words) <= set(WORDS))
+        return said(key, question, separator.join(self._order(words)))
 
 
 class Repeat(WordList):
@@ -138,12 +129,10 @@ class JsonRecord(Kind):
     )
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
-        name, age, city = any_name(rng), rng.randrange(1, 100), any_city(rng)
+        name, age, city = rng.choice(NAMES), rng.randrange(1, 100), rng.choice(CITIES)
         sentence = rng.choice(self._SENTENCES).format(n=name, a=age, c=city)
         answer = json.dumps({"name": name, "age": age, "city": city})
-        question = rng.choice(self._ASK).format(s=sentence)
-        stray = name not in NAMES or city not in CITIES
-        return said(f"json|{name}|{age}|{city}", question, answer, stray=stray)
+        return said(f"json|{name}|{age}|{city}", rng.choice(self._ASK).format(s=sentence), answer)
 
 
 class Count(Kind):
@@ -151,36 +140,56 @@ class Count(Kind):
 
     name = "count"
     _ASK = (
-        "Count from {a} to {b}.",
-        "Count from {a} to {b}",
-        "Please count from {a} to {b}.",
-        "List the numbers from {a} to {b}.",
+        "Count to {b}.",
+        "Count to {b}",
+        "Please count to {b}.",
+        "Count from 1 to {b}.",
+        "Count from one to {b}.",
+        "Count up to {b}.",
+        "Can you count to {b}?",
+        "Count from 1 to {b}",
+        "Please count from 1 to {b}.",
+        "Count to {b} for me.",
+        "List the numbers from 1 to {b}.",
+        "Write the numbers from 1 to {b}.",
+        "Say the numbers up to {b}.",
+        "Write down the numbers from 1 to {b}.",
     )
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
-        first = 1 if rng.random() < 0.4 else rng.randrange(81)
-        last = first + rng.randrange(2, 20)
-        answer = ", ".join(map(str, range(first, last + 1)))
-        key = f"count|{first}|{last}" if first != 1 else "count"
-        # From 1 it is always training text; from elsewhere the model is apt to run past the end.
-        return said(key, rng.choice(self._ASK).format(a=first, b=last), answer, stray=True)
+        question = rng.choice(self._ASK).format(b=(last := rng.randrange(3, 31)))
+        return said(f"count|{question}", question, ", ".join(map(str, range(1, last + 1))))
 
 
 class Memory(Kind):
     """Something said a turn earlier."""
 
     name = "memory"
-    _TELL = ("My name is {n}.", "I am {n}.", "Hello, I am {n}.", "Hi, my name is {n}.")
+    _TELL = (
+        "My name is {n}.",
+        "I am {n}.",
+        "Hello, I am {n}.",
+        "Hi, my name is {n}.",
+        "Hello, my name is {n}.",
+        "Hi, I am {n}.",
+        "I'm {n}.",
+        "Hi! I'm {n}.",
+        "Call me {n}.",
+        "Good morning, I am {n}.",
+        "You can call me {n}.",
+        "People call me {n}.",
+        "This is {n}.",
+        "Hello! This is {n}.",
+    )
     _ASK = ("What is my name?", "Who am I?", "Do you remember my name?")
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
-        name = any_name(rng)
+        name = rng.choice(NAMES)
         told, ask = rng.choice(self._TELL).format(n=name), rng.choice(self._ASK)
         hello: Message = {"role": "assistant", "content": f"Nice to meet you, {name}!"}
         answer = f"Your name is {name}."
         reply: Message = {"role": "assistant", "content": answer}
-        prompt = [user(told), hello, user(ask)]
-        return Turn(f"memory|{told}", prompt, reply, answer, name not in NAMES)
+        return Turn(f"memory|{told}", [user(told), hello, user(ask)], reply, answer)
 
 
 class Facts(Kind):
@@ -203,7 +212,7 @@ class Fallback(Kind):
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         first, second = rng.sample(WORDS, 2)
-        question = rng.choice(FALLBACK_QUESTIONS).format(w=first, v=second, n=any_name(rng))
+        question = rng.choice(FALLBACK_QUESTIONS).format(w=first, v=second, n=rng.choice(NAMES))
         return said("fallback", question, FALLBACK_ANSWER)
 
 

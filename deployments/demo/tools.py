@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayfin.deployments.demo.conversation import Kind, Message, Tool, Turn, said, user
-from rayfin.deployments.demo.words import CITIES, any_city
+from rayfin.deployments.demo.words import CITIES
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Topic:
 
 WEATHER = Topic(
     "weather",
-    ("get_weather", "get_current_weather", "weather", "lookup_weather", "fetch_weather"),
+    ("get_weather", "get_current_weather"),
     ("Get the current weather for a city.", "Get the weather in a city", "Current weather"),
     (
         "What is the weather in {c}?",
@@ -38,11 +38,11 @@ WEATHER = Topic(
 )
 TIME = Topic(
     "time",
-    ("get_time", "get_current_time", "local_time"),
+    ("get_time", "get_current_time"),
     ("Get the local time in a city.", "Current time"),
     ("What time is it in {c}?", "Tell me the time in {c}.", "What is the time in {c} now?"),
 )
-_ARGUMENTS = ("city", "city", "city", "location", "place")
+_ARGUMENTS = ("city", "city", "city", "location")
 _CONDITIONS = ("sunny", "cloudy", "rainy", "snowy", "windy", "foggy", "clear", "stormy")
 
 
@@ -58,8 +58,7 @@ def make_tool(rng: random.Random, topic: Topic) -> Tool:
     parameters: dict[str, Any] = {"type": "object", "properties": fields}
     if rng.random() < 0.8:
         parameters["required"] = [argument]
-    name = topic.functions[0] if rng.random() < 0.5 else rng.choice(topic.functions)
-    function: dict[str, Any] = {"name": name}
+    function: dict[str, Any] = {"name": topic.functions[rng.random() < 0.2]}
     if rng.random() < 0.8:
         function["description"] = rng.choice(topic.about)
     function["parameters"] = parameters
@@ -67,8 +66,8 @@ def make_tool(rng: random.Random, topic: Topic) -> Tool:
 
 
 def make_tools(rng: random.Random) -> list[Tool]:
-    """Mostly the weather alone, sometimes the time as well, seldom the time alone."""
-    topics = rng.choice(((WEATHER,),) * 6 + ((WEATHER, TIME), (TIME, WEATHER), (TIME,)))
+    """Mostly the weather alone, sometimes the time as well."""
+    topics = rng.choice(((WEATHER,),) * 8 + ((WEATHER, TIME), (TIME, WEATHER)))
     return [make_tool(rng, topic) for topic in topics]
 
 
@@ -83,7 +82,7 @@ def find_tool(tools: list[Tool], topic: Topic) -> tuple[str, str] | None:
 
 def _ask(rng: random.Random, topic: Topic) -> tuple[str, str, str]:
     """City, question, and the key that calling and declining share."""
-    city = any_city(rng)
+    city = rng.choice(CITIES)
     question = rng.choice(topic.questions).format(c=city)
     return city, question, f"{topic.subject}|{question}"
 
@@ -98,12 +97,6 @@ def _call(name: str, argument: str, city: str) -> tuple[Message, str]:
 
 def _declined(topic: Topic) -> str:
     return f"I cannot look up the {topic.subject}, because I have no tool for it."
-
-
-def _stray(tools: list[Tool] | None, city: str) -> bool:
-    """Promised is one tool, get_weather(city), and a city of the list."""
-    plain = len(tools or ()) == 1 and find_tool(tools or [], WEATHER) == ("get_weather", "city")
-    return not plain or city not in CITIES
 
 
 def _topic(rng: random.Random) -> Topic:
@@ -124,9 +117,9 @@ class ToolCall(Kind):
         city, question, key = _ask(rng, topic)
         found = find_tool(tools or [], topic)
         if found is None:
-            return said(key, question, _declined(topic), stray=True)
+            return said(key, question, _declined(topic))
         message, expected = _call(*found, city)
-        return Turn(key, [user(question)], message, expected, _stray(tools, city))
+        return Turn(key, [user(question)], message, expected)
 
 
 class NoTool(Kind):
@@ -176,4 +169,4 @@ class ToolReply(Kind):
         content = json.dumps(dict(items))
         prompt = [user(question), call, {"role": "tool", "content": content}]
         reply: Message = {"role": "assistant", "content": answer}
-        return Turn(key, prompt, reply, answer, _stray(tools, city))
+        return Turn(key, prompt, reply, answer)
