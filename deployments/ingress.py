@@ -8,7 +8,9 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
@@ -64,7 +66,30 @@ class IngressDeployment:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self._service)
+        app = build_api(self._service)
+        app.add_middleware(ServeReceive)
+        return app
+
+
+class ServeReceive:
+    """ASGI around Serve's ``receive``, which fails with Ray's error when a client has left."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = False
+
+        async def receive_or_gone() -> Message:
+            nonlocal gone
+            try:
+                if not gone:
+                    return await receive()
+            except RayError:
+                gone = True
+            return {"type": "http.disconnect"}
+
+        await self._app(scope, receive_or_gone, send)
 
 
 async def _first_info(client: RayEngineClient) -> EngineInfo:

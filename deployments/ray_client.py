@@ -1,6 +1,7 @@
 """An engine's client over plain Ray actor handles: batches out, one message per step back."""
 
 import asyncio
+import contextvars
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
@@ -42,6 +43,9 @@ class RayEngineClient:
         self._outgoing: list[EngineRequest] = []
         self._aborts: list[int] = []
         self._flush_planned = False
+        # Ray cancels the calls that a cancelled request has made. What is sent belongs to all
+        # requests, the abort of a cancelled one included: it is sent in a context that is nobody's.
+        self._context = contextvars.copy_context()
         self._tasks = [
             asyncio.create_task(self._receive()),
             asyncio.create_task(self._keep_alive()),
@@ -118,7 +122,7 @@ class RayEngineClient:
     def _plan_flush(self) -> None:
         if not self._flush_planned:
             self._flush_planned = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._flush, context=self._context)
 
     def _flush(self) -> None:
         """One call for all that came up in this turn of the event loop."""

@@ -46,9 +46,11 @@ def serve(
     Raises:
         InvalidConfig: the port is taken, the name is taken, or the model cannot be served.
         EngineUnavailable: the cluster cannot run it.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came before it was ready; all is stopped.
     """
     check_model(engine)
     with _cluster(verbose) as ours, _serve_instance(host, port, keep=ours):
+        signal.signal(signal.SIGTERM, _interrupt)  # from here on: Ray has set a handler that aborts
         if name in ray_serve.status().applications:
             raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
         try:
@@ -169,13 +171,12 @@ def _require_free(host: str, port: int) -> None:
             ) from None
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
 def _wait_for_signal() -> None:
     """Sleeps until Ctrl-C or SIGTERM; the next one interrupts whatever is under way then."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
     try:
         while True:
             time.sleep(3600)

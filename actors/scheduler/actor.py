@@ -52,8 +52,9 @@ class _Mail:
 class SchedulerActor:
     """One engine's scheduler, with the runners that it drives."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, client_lease: float = CLIENT_LEASE_SECONDS) -> None:
         self._name = name
+        self._client_lease = client_lease
         self._inbox: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
         self._subscriptions = Subscriptions()
         self._engine: Engine | None = None
@@ -146,7 +147,7 @@ class SchedulerActor:
             while True:
                 self._read_mail(engine)
                 self._subscriptions.post(engine.step())
-                for client in self._subscriptions.silent(CLIENT_LEASE_SECONDS):
+                for client in self._subscriptions.silent(self._client_lease):
                     logger.warning("client %s has gone; its requests are aborted", client)
                     self._drop(engine, client)
         except Exception as error:
@@ -159,7 +160,7 @@ class SchedulerActor:
         block = not engine.has_work
         while True:
             try:
-                mail = self._inbox.get(block, timeout=CLIENT_LEASE_SECONDS / 4)
+                mail = self._inbox.get(block, timeout=self._client_lease / 4)
             except queue.Empty:
                 return
             block = False

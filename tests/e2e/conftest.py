@@ -1,0 +1,310 @@
+"""One Ray cluster, one served model, and the same model in this process to compare with."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from rayfin import LLM, SamplingParams
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.messages import EngineStats
+from rayfin.deployments.app import bind_app
+from rayfin.deployments.engine_names import find_engine
+from rayfin.deployments.server_args import ServerArgs
+
+PATIENCE = 120.0  # seconds; only a failure waits so long
+MODEL = os.environ.get("RAYFIN_E2E_MODEL", "demo")
+APP = "e2e"
+SERVE_DRIVER = """
+import sys
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import RayfinError
+from rayfin.deployments.server_args import ServerArgs
+from rayfin.deployments.serving import serve
+
+engine = EngineArgs(model=sys.argv[1], threads=1, kv_cache_memory=64 * 1024**2)
+try:
+    sys.exit(serve(ServerArgs(), engine, host="127.0.0.1", port=int(sys.argv[2])))
+except RayfinError as error:
+    print(f"error: {type(error).__name__}: {error}")
+    sys.exit(2)
+"""
+SETTINGS: dict[str, Any] = {"model": MODEL, "threads": 1, "kv_cache_memory": 64 * 1024**2}
+
+T = TypeVar("T")
+
+
+def _eventually(probe: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
+    """The first truthy answer of ``probe``."""
+    deadline = time.monotonic() + seconds
+    while not (answer := probe()):
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+    return answer
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """An application over HTTP, and the engine behind it."""
+
+    name: str
+    url: str
+    model: str
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=PATIENCE)
+
+    @asynccontextmanager
+    async def async_client(self) -> AsyncIterator[httpx.AsyncClient]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, limits=limits) as http:
+            yield http
+
+    def scheduler(self) -> Any:
+        """The handle of the engine's SchedulerActor, as an ingress finds it."""
+        return _eventually(lambda: find_engine(self.name), "an engine is registered")
+
+    def stats(self) -> EngineStats:
+        stats: EngineStats = ray.get(self.scheduler().stats.remote())
+        return stats
+
+    def idle(self) -> EngineStats:
+        """The counters once nothing runs, waits or holds a page."""
+
+        def settled() -> EngineStats | None:
+            stats = self.stats()
+            return None if stats.running or stats.waiting or stats.pages_held else stats
+
+        stats = _eventually(settled, "the engine is idle and holds no page")
+        ray.get(self.scheduler().check_integrity.remote())
+        return stats
+
+    def samples(self) -> dict[str, float]:
+        """What /metrics says now, one number for each series: labels but the reason left out."""
+        with self.client() as http:
+            text = http.get("/metrics").raise_for_status().text
+        return {
+            "/".join([sample.name, *filter(None, [sample.labels.get("finished_reason")])]): (
+                sample.value
+            )
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if "le" not in sample.labels
+        }
+
+    async def stream(
+        self, http: httpx.AsyncClient, body: dict[str, Any], path: str = "/v1/completions"
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of one streamed answer; it must end with [DONE]."""
+        body = {"model": self.model, "stream": True, **body}
+        async with http.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            done = False
+            async for line in response.aiter_lines():
+                assert not (done and line), f"after [DONE]: {line}"
+                if line == "data: [DONE]":
+                    done = True
+                elif line:
+                    yield json.loads(line.removeprefix("data: "))
+            assert done, "the stream broke off"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray of the tests' own."""
+    with short_folder() as folder:
+        ray.init(
+            address="local",
+            _temp_dir=folder,
+            include_dashboard=False,
+            object_store_memory=128 * 1024**2,
+            num_cpus=4,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def served(cluster: None) -> str:
+    """Ray Serve on a free port: its address."""
+    port = _free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    return f"http://127.0.0.1:{port}"  # it goes down with its Ray
+
+
+@pytest.fixture(scope="session")
+def app(served: str) -> Deployed:
+    """The model behind the OpenAI API."""
+    return _deploy(bind_app(ServerArgs(), EngineArgs(**SETTINGS)), APP, served)
+
+
+def _deploy(application: serve.Application, name: str, server: str, prefix: str = "/") -> Deployed:
+    try:
+        serve.run(application, name=name, route_prefix=prefix)
+    except RuntimeError as error:
+        raise RuntimeError(str(serve.status())) from error  # with the deployments' own words
+    return Deployed(name, server + prefix.rstrip("/"), MODEL)
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    return _free_port
+
+
+@pytest.fixture
+def port() -> int:
+    """A free one."""
+    return _free_port()
+
+
+@pytest.fixture(scope="session")
+def serve_driver() -> str:
+    """A program that serves: its arguments are the model and the port."""
+    return SERVE_DRIVER
+
+
+@pytest.fixture(scope="session")
+def deploy() -> Callable[..., Deployed]:
+    return _deploy
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    return MODEL
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., Any]:
+    return _eventually
+
+
+@pytest.fixture(scope="session")
+def settings() -> dict[str, Any]:
+    """The engine's settings, for tests that start one more."""
+    return SETTINGS
+
+
+@pytest.fixture(scope="session")
+def solo() -> Iterator[LLM]:
+    """The same model in this process: what every served answer must equal."""
+    with LLM(**SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def greedy(solo: LLM) -> Callable[[str, int], list[int]]:
+    """prompt, length -> the tokens that it is answered with when nothing else runs."""
+
+    def tokens(prompt: str, length: int) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        return solo.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    return tokens
+
+
+@dataclass(slots=True)
+class Driver:
+    """A child process in a session of its own, and all that it has said."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def wait_until_nothing_is_left(self) -> None:
+        _eventually(lambda: not self.relatives(), "all that it started has ended")
+
+    def wait_for(self, text: str) -> None:
+        """Until it has said ``text``."""
+
+        def said() -> bool:
+            if text in self.output:
+                return True
+            assert self.process.poll() is None, f"it ended first: {self.output}"
+            return False
+
+        _eventually(said, f"the output has {text!r}")
+
+    def signal(self, number: signal.Signals, *, group: bool = False) -> None:
+        """Signals the process, or its whole group as a terminal does."""
+        send = os.killpg if group else os.kill
+        send(self.process.pid, number)
+
+    def kill(self) -> None:
+        for pid in self.relatives():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def relatives(self) -> list[int]:
+        """What lives of all that it and its children started: the processes of its session."""
+        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        return [pid for pid in pids if _session(pid) == self.process.pid]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return None if "Z (zombie)" in Path(f"/proc/{pid}/status").read_text() else os.getsid(pid)
+    except OSError:  # it has gone
+        return None
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    """Starts ``python arguments`` with a Ray folder of its own."""
+    with ExitStack() as stack:
+
+        def start(*arguments: str, **variables: str) -> Driver:
+            folder = stack.enter_context(short_folder())
+            environment = {**os.environ, "RAY_TMPDIR": folder}
+            environment.pop("RAY_ADDRESS", None)
+            environment |= variables
+            number = len(list(tmp_path.glob("*.log")))
+            log = tmp_path / f"{number}.log"
+            with log.open("w") as output:
+                process = subprocess.Popen(
+                    [sys.executable, *arguments],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+            driver = Driver(process, log)
+            stack.callback(driver.kill)
+            return driver
+
+        yield start
+
+
+def short_folder() -> "tempfile.TemporaryDirectory[str]":
+    """Ray puts sockets deep inside its folder, and their paths may not be long."""
+    return tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True)

@@ -1,0 +1,191 @@
+"""Killed runners, killed schedulers, clients that fall silent."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import ray
+
+from rayfin import LLM, SamplingParams
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.messages import EngineRequest, EngineStats, Sampling, StopRules
+from rayfin.actors.scheduler.actor import SchedulerActor
+from rayfin.deployments.models import model_path
+
+LENGTH = 400
+GREEDY = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
+SAMPLED = {"temperature": 1, "seed": 11, "max_tokens": LENGTH, "ignore_eos": True}
+PROMPTS = [
+    ("The capital of France is", GREEDY),
+    ("Count from one to twenty:", GREEDY),
+    ("What is 12 + 30? " * 8, GREEDY),
+    ("Tell me a story.", SAMPLED),
+]
+
+
+def kill_runners(app: Any) -> None:
+    for pid in ray.get(app.scheduler().runner_pids.remote()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_killed_runner_costs_no_token(app: Any, solo: LLM) -> None:
+    """The engine replays from its token log on a new runner: streams pause and go on, exact."""
+    before = app.idle()
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    reasons: dict[int, str] = {}
+
+    async def read(http: httpx.AsyncClient, index: int) -> None:
+        prompt, settings = PROMPTS[index]
+        body = {"prompt": prompt, "return_token_ids": True, **settings}
+        async for event in app.stream(http, body):
+            choice = event["choices"][0]
+            tokens[index] += choice["token_ids"]
+            if choice["finish_reason"] is not None:
+                reasons[index] = choice["finish_reason"]
+
+    async def read_while_killing() -> None:
+        async with app.async_client() as http:
+            readers = asyncio.gather(*(read(http, index) for index in range(len(PROMPTS))))
+            for had in (10, 60):
+                while not all(len(own) > had for own in tokens):
+                    assert not readers.done()
+                    await asyncio.sleep(0.01)
+                epoch = app.stats().epoch
+                kill_runners(app)
+                while app.stats().epoch == epoch:
+                    await asyncio.sleep(0.05)
+                assert not reasons, "the streams had ended before the kill"
+            await readers
+
+    asyncio.run(read_while_killing())
+    params = [SamplingParams(**settings) for _, settings in PROMPTS]
+    expected = solo.generate([prompt for prompt, _ in PROMPTS], params, use_tqdm=False)
+    for index, output in enumerate(expected):
+        assert tokens[index] == output.outputs[0].token_ids, PROMPTS[index]
+    assert reasons == dict.fromkeys(range(len(PROMPTS)), "length")
+    after = app.idle()
+    assert after.epoch == before.epoch + 2
+    assert after.finished["length"] - before.finished.get("length", 0) == len(PROMPTS)
+    assert after.generation_tokens - before.generation_tokens == LENGTH * len(PROMPTS)
+
+
+def test_killed_scheduler_is_replaced(
+    app: Any, greedy: Callable[[str, int], list[int]], eventually: Callable[..., Any]
+) -> None:
+    """Open requests end with an error, not in silence; Serve brings a new engine."""
+    app.idle()
+    cpus = ray.available_resources()["CPU"]
+    old = app.scheduler()
+    body = {"model": app.model, "prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
+
+    async def stream(http: httpx.AsyncClient) -> list[dict[str, Any]]:
+        return [event async for event in app.stream(http, body)]
+
+    async def ask_while_killing() -> tuple[list[dict[str, Any]], httpx.Response]:
+        async with app.async_client() as http:
+            streamed = asyncio.create_task(stream(http))
+            whole = asyncio.create_task(http.post("/v1/completions", json=body))
+            while app.stats().running < 2:
+                await asyncio.sleep(0.02)
+            ray.kill(old)
+            return await streamed, await whole
+
+    events, whole = asyncio.run(ask_while_killing())
+    assert [event for event in events[:-1] if "error" in event] == []
+    assert events[-1]["error"]["code"] == "engine_unavailable"
+    assert whole.status_code == 503 and whole.json()["error"]["code"] == "engine_unavailable"
+    assert whole.headers["retry-after"]
+
+    with app.client() as http:
+
+        def answer() -> dict[str, Any] | None:
+            ask = {"prompt": "Hello", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+            reply = http.post("/v1/completions", json={**ask, "return_token_ids": True})
+            assert reply.status_code in (200, 503), reply.text
+            return reply.json() if reply.status_code == 200 else None
+
+        reply = eventually(answer, "a new engine answers")
+        assert reply["choices"][0]["token_ids"] == greedy("Hello", 9)
+        assert http.get("/health").status_code == 200
+    assert app.scheduler() != old
+    eventually(
+        lambda: ray.available_resources().get("CPU") == cpus, "the old engine's room is given back"
+    )
+
+
+@pytest.fixture(scope="module")
+def short_lease(cluster: None, settings: dict[str, Any]) -> Iterator[Any]:
+    """A scheduler that runs one request at a time and forgets a client after two seconds."""
+    scheduler: Any = SchedulerActor.remote("short-lease", 2.0)  # type: ignore[attr-defined]
+    args = EngineArgs(**{**settings, "model": model_path(settings["model"])}, max_decoding_batch=1)
+    ray.get(scheduler.start.remote(args))
+    yield scheduler
+    ray.kill(scheduler)
+
+
+def request(client: str, key: int, max_tokens: int) -> EngineRequest:
+    prompt = np.array([5, 6, 7], np.int32)
+    return EngineRequest(
+        f"{client}-{key}", prompt, Sampling(), StopRules(max_tokens), client=client, key=key
+    )
+
+
+def test_silent_client_loses_its_requests_and_nobody_elses(short_lease: Any) -> None:
+    """What waits behind a client that has gone runs once its lease is over."""
+    stop = threading.Event()
+
+    def keep_alive() -> None:
+        while not stop.wait(0.2):
+            short_lease.submit.remote("alive", [], [])
+
+    short_lease.submit.remote("gone", [request("gone", key, 1800) for key in range(200)], [])
+    stream = short_lease.subscribe.options(num_returns="streaming").remote("alive")
+    short_lease.submit.remote("alive", [request("alive", 0, 20)], [])
+    renewing = threading.Thread(target=keep_alive)
+    renewing.start()
+    try:
+        ended: list[Any] = []
+        tokens = 0
+        while not ended:
+            message = ray.get(next(stream))
+            tokens += len(message.tokens)
+            ended += message.ended
+    finally:
+        stop.set()
+        renewing.join()
+    assert (tokens, ended[0].finish_reason, ended[0].error) == (20, "length", None)
+    stats: EngineStats = ray.get(short_lease.stats.remote())
+    assert stats.finished["abort"] + stats.finished["length"] == 201
+    assert stats.finished["abort"] > 150
+    assert (stats.running, stats.waiting, stats.pages_held) == (0, 0, 0)
+    ray.get(short_lease.check_integrity.remote())
+
+
+def test_lease_ends_the_subscription_and_a_client_may_come_back(short_lease: Any) -> None:
+    subscribe = short_lease.subscribe.options(num_returns="streaming")
+    assert list(subscribe.remote("quiet")) == []  # it ended by itself
+    short_lease.submit.remote("quiet", [request("quiet", 1, 3)], [])
+    stream = subscribe.remote("quiet")
+    keys = [key for _ in range(3) for key in ray.get(next(stream)).keys.tolist()]
+    assert keys == [1, 1, 1]
+    short_lease.unsubscribe.remote("quiet")
+    assert list(stream) == []
+
+
+def test_requests_of_a_client_that_leaves_are_aborted(short_lease: Any) -> None:
+    before: EngineStats = ray.get(short_lease.stats.remote())
+    short_lease.submit.remote("leaver", [request("leaver", key, 1800) for key in range(3)], [])
+    ray.get(short_lease.unsubscribe.remote("leaver"))
+    short_lease.submit.remote("next", [request("next", 0, 2)], [])
+    stream = short_lease.subscribe.options(num_returns="streaming").remote("next")
+    messages = [ray.get(next(stream)) for _ in range(2)]
+    assert messages[-1].ended[0].finish_reason == "length"
+    stats: EngineStats = ray.get(short_lease.stats.remote())
+    grown = {reason: n - before.finished.get(reason, 0) for reason, n in stats.finished.items()}
+    assert grown == {"abort": 3, "length": 1}
