@@ -47,6 +47,7 @@ class EngineArgs:
     max_decoding_batch: int | None = _flag(None, "requests that run at once (64 CPU, 256 GPU)")
     max_prefill_batch: int = _flag(16, "prompts that share one step")
     page_size: int = _flag(16, "tokens in a page of the KV cache")
+    prefix_caching: bool = _flag(True, "share the pages of prompts that begin alike")
     memory_utilization: float | None = _flag(None, "share of the device's memory to use, 0-1")
     kv_cache_memory: int | None = _flag(None, "bytes of KV cache, instead of memory_utilization")
     scheduler: SchedulerName = _flag("v1", "v1: token-level, chunked prefill; v0: whole prompts")
@@ -148,6 +149,7 @@ class EngineConfig:
     policy: Policy
     max_waiting_requests: int
     steps_in_flight: int
+    prefix_caching: bool = True
 
     @property
     def max_pages_per_request(self) -> int:
@@ -217,4 +219,5 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         policy=args.policy,
         max_waiting_requests=args.max_waiting_requests,
         steps_in_flight=args.steps_in_flight,
+        prefix_caching=args.prefix_caching,
     )

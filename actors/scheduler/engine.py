@@ -25,6 +25,7 @@ from rayfin.actors.scheduler.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.step_builder import Chunk, StepBuilder, StepRecord
 from rayfin.actors.scheduler.stopping import ended_requests
 from rayfin.actors.scheduler.token_scheduler import TokenScheduler
+from rayfin.cache.prefix_index import HashChain
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 3
 
@@ -84,7 +85,10 @@ class Engine:
             raise Overloaded(f"{len(self.lifecycle.waiting)} requests are waiting already")
         if not self.has_work:
             self._last_progress = time.monotonic()
-        request = Request(source, self._arrivals, list(source.output))
+        chain = HashChain(self.config.page_size, source.extra_keys)
+        request = Request(source, self._arrivals, chain, list(source.output))
+        if self.config.prefix_caching:
+            chain.extend(source.prompt)
         self._arrivals += 1
         self._live[key] = request
         self.lifecycle.waiting.push(request)
@@ -140,6 +144,8 @@ class Engine:
             preemptions=lifecycle.num_preemptions,
             prompt_tokens=stats.prompt_tokens,
             generation_tokens=stats.generation_tokens,
+            prefix_queries=lifecycle.prefix_queries,
+            prefix_hits=lifecycle.prefix_hits,
             finished=dict(lifecycle.num_finished),
             seconds_since_progress=time.monotonic() - self._last_progress if self.has_work else 0.0,
             last_step_seconds=stats.last_step_seconds,
@@ -167,6 +173,7 @@ class Engine:
         rows = current & (result.tokens >= 0)
         slots, tokens = record.slots[rows], result.tokens[rows]
         running.append(slots, tokens)
+        self._publish(slots)
         self._deliver(slots, tokens)
         for request, reason, stop_reason in ended_requests(running, slots, tokens):
             self._end(request, reason, stop_reason)
@@ -175,6 +182,16 @@ class Engine:
         self._stats.last_step_seconds = result.seconds
         self._last_progress = time.monotonic()
         self._restarts_without_progress = 0
+
+    def _publish(self, slots: Int64Array) -> None:
+        """Pages that decoding has filled can be shared; looks closer at the few that are new."""
+        running, tables = self.lifecycle.running, self.lifecycle.tables
+        if tables.index is None:
+            return
+        settled = np.minimum(running.num_known[slots], running.num_computed[slots])
+        fresh = settled // tables.page_size > tables.published[slots]
+        for slot, tokens in zip(slots[fresh].tolist(), settled[fresh].tolist(), strict=True):
+            self.lifecycle.publish(slot, tokens)
 
     def _deliver(self, slots: Int64Array, tokens: Int32Array) -> None:
         running, clients = self.lifecycle.running, self.lifecycle.clients
@@ -193,7 +210,9 @@ class Engine:
         source = request.source
         del self._live[source.client, source.key]
         self.lifecycle.finish(request, reason)
-        self._outbox.end(source.client, Ended(source.key, reason, stop_reason, error))
+        self._outbox.end(
+            source.client, Ended(source.key, reason, stop_reason, error, request.cached_tokens)
+        )
 
     def _recover(self, failure: GroupFailed) -> None:
         """New runners, new epoch; everything that ran is recomputed from its token log.

@@ -63,7 +63,7 @@ class RunningTable:
         assert request is not None, f"slot {slot} is free"
         return request
 
-    def enter(self, request: Request, client: int) -> int:
+    def enter(self, request: Request, client: int, num_computed: int = 0) -> int:
         """Gives the request a slot and lays out its tokens; it starts as prefilling."""
         slot = self._free.pop()
         source = request.source
@@ -72,7 +72,7 @@ class RunningTable:
         self.tokens[slot, prompt_len:known] = request.output
         self.num_known[slot] = known
         self.num_pending[slot] = 0
-        self.num_computed[slot] = 0
+        self.num_computed[slot] = num_computed
         self.cap[slot] = prompt_len + source.stopping.max_tokens
         stop_ids = sorted(source.stopping.stop_token_ids)
         self.stop_ids[slot] = NO_STOP
