@@ -54,6 +54,7 @@ class EngineArgs:
     policy: Policy = _flag("fcfs", "order of waiting requests")
     max_waiting_requests: int = _flag(4096, "longest queue; more is answered with 429")
     steps_in_flight: int = _flag(2, "steps handed to the runner ahead of their results")
+    max_lease: int = _flag(16, "most decode steps in one call to the runner")
     tensor_parallel_size: int = _flag(1, "devices that share each layer")
     pipeline_parallel_size: int = _flag(1, "devices that share the layers")
     threads: int | None = _flag(
@@ -82,6 +83,7 @@ class EngineArgs:
             "page_size",
             "kv_cache_memory",
             "max_waiting_requests",
+            "max_lease",
             "threads",
         ):
             value = getattr(self, name)
@@ -150,6 +152,7 @@ class EngineConfig:
     max_waiting_requests: int
     steps_in_flight: int
     prefix_caching: bool = True
+    max_lease: int = 1
 
     @property
     def max_pages_per_request(self) -> int:
@@ -220,4 +223,5 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         max_waiting_requests=args.max_waiting_requests,
         steps_in_flight=args.steps_in_flight,
         prefix_caching=args.prefix_caching,
+        max_lease=args.max_lease,
     )

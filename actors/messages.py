@@ -75,6 +75,8 @@ class NewRequest:
 
     handle: int
     sampling: Sampling
+    cap: int  # most tokens of the request, prompt included: a lease ends there
+    stop_token_ids: frozenset[int] = frozenset()  # and at these
 
 
 @dataclass(slots=True)
@@ -111,11 +113,14 @@ class SchedulerInfo:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave: ``tokens[i]`` for row i, NO_TOKEN where nothing was sampled."""
+    """What a step gave: ``tokens[i]`` for row i, NO_TOKEN where nothing was sampled.
+
+    A lease of L steps gives L tokens; a row that ended early has NO_TOKEN from there on.
+    """
 
     epoch: int
     step: int
-    tokens: Int32Array  # [R]
+    tokens: Int32Array  # [R, L]
     errors: dict[int, str] = field(default_factory=dict)  # row -> why that row alone failed
     seconds: float = 0.0  # time in the runner
 

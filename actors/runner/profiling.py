@@ -29,6 +29,6 @@ def largest_step(limits: BatchLimits, page_size: int) -> tuple[SchedulerInfo, in
         prefill_batch=1,
         new_pages=np.arange(pages, dtype=np.int32),
         new_pages_len=one(pages),
-        new_requests=[NewRequest(0, Sampling())],
+        new_requests=[NewRequest(0, Sampling(), tokens + 1)],
     )
     return info, pages

@@ -18,6 +18,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
 )
 from rayfin.actors.scheduler.executor import Executor, GroupFailed, PendingStep
+from rayfin.actors.scheduler.lease import LeasePolicy
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.outbox import Outbox
 from rayfin.actors.scheduler.request import Request
@@ -50,6 +51,7 @@ class Engine:
             if config.scheduler == "v1"
             else RequestScheduler(self.lifecycle, config.limits)
         )
+        self._leases = LeasePolicy(self.lifecycle, config.max_lease)
         self._builder = StepBuilder(self.lifecycle)
         self._builder.restart(executor.epoch)
         self._executor = executor
@@ -114,7 +116,9 @@ class Engine:
         """
         try:
             while len(self._in_flight) < self.config.steps_in_flight:
-                record = self._builder.build(*self._scheduler.schedule())
+                decoding, chunks = self._scheduler.schedule()
+                lease = 1 if chunks else self._leases.grant(decoding)
+                record = self._builder.build(decoding, chunks, lease)
                 if record is None:
                     break
                 self._in_flight.append((record, self._executor.submit(record.info)))
@@ -170,18 +174,24 @@ class Engine:
                 request = running.request(int(record.slots[row]))
                 self._end(request, "error", error=RequestFailed(message))
                 current[row] = False
-        rows = current & (result.tokens >= 0)
-        slots, tokens = record.slots[rows], result.tokens[rows]
+        for column in result.tokens.T:  # one for each step of the lease
+            rows = current & (column >= 0)
+            self._take(record.slots[rows], column[rows])
+        self._leases.observe(result.seconds, record.info.lease)
+        self._stats.steps += record.info.lease
+        self._stats.last_step_seconds = result.seconds
+        self._last_progress = time.monotonic()
+        self._restarts_without_progress = 0
+
+    def _take(self, slots: Int64Array, tokens: Int32Array) -> None:
+        """Takes in a token [N] of each slot [N]: logs it, hands it out, ends who ends with it."""
+        running = self.lifecycle.running
         running.append(slots, tokens)
         self._publish(slots)
         self._deliver(slots, tokens)
         for request, reason, stop_reason in ended_requests(running, slots, tokens):
             self._end(request, reason, stop_reason)
-        self._stats.steps += 1
         self._stats.generation_tokens += len(tokens)
-        self._stats.last_step_seconds = result.seconds
-        self._last_progress = time.monotonic()
-        self._restarts_without_progress = 0
 
     def _publish(self, slots: Int64Array) -> None:
         """Pages that decoding has filled can be shared; looks closer at the few that are new."""

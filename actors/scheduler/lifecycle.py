@@ -60,7 +60,9 @@ class Lifecycle:
             self.prefix_hits += cached
         grown = self.tables.grow(slot, request.num_tokens)
         assert grown, "admitted without pages"
-        self._new.append(NewRequest(slot, request.source.sampling))
+        stopping = request.source.stopping
+        cap = int(self.running.cap[slot])
+        self._new.append(NewRequest(slot, request.source.sampling, cap, stopping.stop_token_ids))
         return slot
 
     def publish(self, slot: int, num_tokens: int) -> None:

@@ -113,8 +113,12 @@ class RunningTable:
         if self._decoding_slots is None:
             self._decoding_slots = np.fromiter(self._decoding, np.int64, len(self._decoding))
         slots = self._decoding_slots
-        open_ended = self.num_known[slots] + self.num_pending[slots] < self.cap[slots]
+        open_ended = self.room(slots) > 0
         return slots if open_ended.all() else slots[open_ended]
+
+    def room(self, slots: Int64Array) -> Int64Array:
+        """Tokens [N] that the slots [N] may still sample, those on their way not counted."""
+        return self.cap[slots] - self.num_known[slots] - self.num_pending[slots]
 
     def append(self, slots: Int64Array, tokens: Int32Array) -> None:
         """Sampled tokens [N] become known, one for each of the slots [N]."""
