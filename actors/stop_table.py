@@ -11,7 +11,7 @@ NOTHING = -2  # no token: neither an id nor NO_TOKEN
 
 
 class StopTable:
-    """The stop token ids of each slot; the scheduler and the runner end requests by the same rule."""
+    """The stop token ids of each slot; scheduler and runner end requests by the same rule."""
 
     def __init__(self, num_slots: int) -> None:
         self._first: Int32Array = np.full((num_slots, WIDTH), NOTHING, np.int32)

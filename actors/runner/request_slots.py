@@ -3,6 +3,7 @@
 import numpy as np
 
 from rayfin.actors.messages import BoolArray, Int32Array, NewRequest, SchedulerInfo
+from rayfin.actors.stop_table import StopTable
 
 
 class RequestSlots:
@@ -22,7 +23,7 @@ class RequestSlots:
         self.min_p = np.zeros(num_slots, np.float32)
         self.seed = np.zeros(num_slots, np.int64)
         self.cap = np.zeros(num_slots, np.int64)
-        self.stop_token_ids: list[frozenset[int]] = [frozenset()] * num_slots
+        self.stops = StopTable(num_slots)
         self.banned_until = np.zeros(num_slots, np.int64)
         self.banned: dict[int, tuple[int, ...]] = {}  # only slots with a minimum length
 
@@ -43,12 +44,9 @@ class RequestSlots:
 
     def goes_on(self, info: SchedulerInfo, tokens: Int32Array) -> BoolArray:
         """Which decoding rows [R] sample another token after ``tokens`` [R], within a lease."""
-        ids = info.ids
-        goes_on = (tokens >= 0) & (info.kv_len + 2 < self.cap[ids])
-        for row in np.flatnonzero(goes_on).tolist():
-            if int(tokens[row]) in self.stop_token_ids[ids[row]]:
-                goes_on[row] = False
-        return goes_on
+        room = info.kv_len + 2 < self.cap[info.ids]  # cached, the input and the sampled token
+        going: BoolArray = (tokens >= 0) & room & ~self.stops.hits(info.ids, tokens)
+        return going
 
     def _enter(self, new: NewRequest) -> None:
         slot, sampling = new.handle, new.sampling
@@ -60,7 +58,7 @@ class RequestSlots:
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sampling.seed
         self.cap[slot] = new.cap
-        self.stop_token_ids[slot] = new.stop_token_ids
+        self.stops.set(slot, new.stop_token_ids)
         self.banned_until[slot] = sampling.banned_until
         if sampling.banned_until:
             self.banned[slot] = sampling.banned

@@ -1,9 +1,9 @@
 """How many decode steps one call may run: enough to hide the call, few enough to stay responsive.
 
 A Ray call costs about a millisecond (benchmarks/channel.py), a decode step of a small model as
-little. In steady decode a SchedulerInfo is therefore a *lease*: the runner runs ``lease`` steps back
-to back on pages that are reserved for all of them, ends each row at its own stop token or limit,
-and answers once.
+little. In steady decode a SchedulerInfo is therefore a *lease*: the runner runs ``lease`` steps
+back to back on pages that are reserved for all of them, ends each row at its own stop token or
+limit, and answers once.
 """
 
 import math

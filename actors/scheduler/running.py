@@ -18,11 +18,7 @@ import numpy as np
 
 from rayfin.actors.messages import Int32Array, Int64Array
 from rayfin.actors.scheduler.request import Request
-
-STOP_IDS = (
-    8  # stop token ids compared in one vector operation; requests with more are checked singly
-)
-NO_STOP = -2  # no token: neither an id nor NO_TOKEN
+from rayfin.actors.stop_table import StopTable
 
 
 class RunningTable:
@@ -35,8 +31,7 @@ class RunningTable:
         self.num_pending: Int64Array = np.zeros(num_slots, np.int64)
         self.num_computed: Int64Array = np.zeros(num_slots, np.int64)
         self.cap: Int64Array = np.zeros(num_slots, np.int64)  # most tokens, prompt included
-        self.stop_ids: Int32Array = np.full((num_slots, STOP_IDS), NO_STOP, np.int32)
-        self.many_stop_ids = np.zeros(num_slots, np.bool_)
+        self.stops = StopTable(num_slots)
         self.key: Int64Array = np.zeros(num_slots, np.int64)
         self.client: Int32Array = np.zeros(num_slots, np.int32)
         self.admission: Int64Array = np.zeros(num_slots, np.int64)  # 0: free; unique otherwise
@@ -74,10 +69,7 @@ class RunningTable:
         self.num_pending[slot] = 0
         self.num_computed[slot] = num_computed
         self.cap[slot] = prompt_len + source.stopping.max_tokens
-        stop_ids = sorted(source.stopping.stop_token_ids)
-        self.stop_ids[slot] = NO_STOP
-        self.stop_ids[slot, : min(len(stop_ids), STOP_IDS)] = stop_ids[:STOP_IDS]
-        self.many_stop_ids[slot] = len(stop_ids) > STOP_IDS
+        self.stops.set(slot, source.stopping.stop_token_ids)
         self.key[slot] = source.key
         self.client[slot] = client
         self._admissions += 1
