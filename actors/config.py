@@ -94,6 +94,13 @@ class EngineArgs:
                 f"memory_utilization must be in (0, 1], got {self.memory_utilization}",
                 "memory_utilization",
             )
+        tokens, decoding = self.max_batch_tokens, self.max_decoding_batch
+        if tokens is not None and decoding is not None and decoding > tokens:
+            raise InvalidConfig(
+                f"max_decoding_batch ({decoding}) is over max_batch_tokens ({tokens}): "
+                "each running request takes a token of every step",
+                "max_decoding_batch",
+            )
         if self.steps_in_flight not in (1, 2):
             raise InvalidConfig(
                 f"steps_in_flight must be 1 or 2, got {self.steps_in_flight}", "steps_in_flight"
@@ -163,14 +170,10 @@ def resolve_limits(args: EngineArgs, device: str, model_len: int) -> BatchLimits
     """The limits of a step on ``device`` ("cpu", "cuda"), for contexts of ``model_len`` tokens."""
     decoding = args.max_decoding_batch or DEFAULT_DECODING_BATCH[device]
     tokens = args.max_batch_tokens or max(DEFAULT_BATCH_TOKENS[device], decoding)
+    if args.max_decoding_batch is None:
+        decoding = min(decoding, tokens)
     if args.scheduler == "v0":
         tokens = max(tokens, model_len)  # V0 never splits a prompt
-    if decoding > tokens:
-        raise InvalidConfig(
-            f"max_decoding_batch ({decoding}) is over max_batch_tokens ({tokens}): "
-            "each running request takes a token of every step",
-            "max_decoding_batch",
-        )
     return BatchLimits(
         max_batch_tokens=tokens,
         max_decoding_batch=decoding,

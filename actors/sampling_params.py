@@ -105,6 +105,7 @@ class SamplingParams:
             "logit_bias": None,
             "allowed_token_ids": None,
             "bad_words": None,
+            "extra_args": None,
         }
         for name, served in served_values.items():
             value = getattr(self, name)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "rayfin"
 """Ray namespace in which the scheduler actors are registered, so that every ingress finds them."""
 
+DRAIN_POLL_SECONDS = 0.1
 STALL_SECONDS = 60.0
 STALL_STEPS = 100
 """An engine has stalled when it has work and finished no step for this long, or this many steps."""
@@ -80,6 +82,18 @@ class Supervisor:
             raise EngineUnavailable(f"engine {self.name} does not answer: {error}") from None
         check_progress(stats)
         return stats
+
+    async def drain(self, seconds: float) -> None:
+        """Returns when nothing runs or waits, or after ``seconds``, or when the engine is dead."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                stats = await self.check()
+            except EngineUnavailable:
+                return
+            if not stats.running + stats.waiting:
+                return
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     def stop(self) -> None:
         """Kills the scheduler, and with it the runners, and gives the resources back."""

@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
     ray_actor_options={"num_cpus": 0},
     health_check_period_s=2,
     health_check_timeout_s=10,
-    graceful_shutdown_timeout_s=20,
     max_constructor_retry_count=2,
 )
 class EngineDeployment:
     """One replica = the supervisor of one engine, found by ingresses in Ray's actor registry."""
 
-    async def __init__(self, args: EngineArgs) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, args: EngineArgs, drain_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._drain_seconds = drain_seconds
         context = serve.get_replica_context()
         self._supervisor = Supervisor(
             args, engine_name(context.app_name, context.replica_id.unique_id)
@@ -39,5 +39,7 @@ class EngineDeployment:
             logger.error("%s", error)
             raise
 
-    def __del__(self) -> None:
+    async def __del__(self) -> None:
+        """Serve's last call: what runs may finish, then the engine goes."""
+        await self._supervisor.drain(self._drain_seconds)
         self._supervisor.stop()

@@ -1,6 +1,7 @@
 """Offline use, with vLLM's names: ``LLM(model).generate(prompts, SamplingParams(...))``."""
 
 import itertools
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from rayfin.deployments.deltas import split_deltas
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.offline import OfflineEngine, start_engine
 from rayfin.deployments.outputs import CompletionOutput, RequestOutput
+from rayfin.deployments.preflight import check_model
 from rayfin.deployments.requests import build_requests
 from rayfin.deployments.text.chat_template import render_chat
 from rayfin.deployments.text.output import OutputText
@@ -24,6 +26,9 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}."""
+
+UNLIMITED = {"max_waiting_requests": sys.maxsize}
+"""A queue limit protects a server; a batch is as long as its program makes it."""
 
 
 @dataclass(slots=True)
@@ -58,7 +63,8 @@ class LLM:
         chat_template: str | None = None,
         **settings: Any,
     ) -> None:
-        args = EngineArgs.from_dict({"model": model, **settings})
+        args = EngineArgs.from_dict({"model": model, **UNLIMITED, **settings})
+        check_model(args, tokenizer=not skip_tokenizer_init)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(
@@ -69,6 +75,7 @@ class LLM:
             executor, replace(args, model=model_path(args.model))
         )
         self._request_numbers = itertools.count()
+        self._keys = itertools.count()  # never reused: an aborted request's last tokens come late
 
     def generate(
         self,
@@ -186,7 +193,7 @@ class LLM:
             request_id = str(next(self._request_numbers))
             outputs: list[CompletionOutput] = []
             for request in self._build(ids, own, request_id):
-                request.key = len(choices)
+                request.key = next(self._keys)
                 output = CompletionOutput(index=len(outputs))
                 detokenizer = None
                 if self._tokenizer is not None:

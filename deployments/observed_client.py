@@ -1,5 +1,6 @@
 """An engine client that keeps the ingress' books: when each token reached the edge."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -38,9 +39,12 @@ class ObservedClient:
                         finished = True
                         metrics.e2e_request_latency.observe(now - started)
                     yield delta
-        except GeneratorExit:
+        except asyncio.CancelledError:
+            metrics.disconnects.inc()
+            raise
+        except GeneratorExit:  # closed by this side: at its end, or before it by a stop string
             if not finished:
-                metrics.disconnects.inc()
+                metrics.e2e_request_latency.observe(time.monotonic() - started)
             raise
 
     async def check_health(self) -> None:

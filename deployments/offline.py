@@ -4,9 +4,10 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -16,6 +17,8 @@ from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
 from rayfin.actors.messages import Ended, EngineInfo, EngineRequest, EngineStats, TokenDeltas
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.supervisor import Supervisor
+
+T = TypeVar("T")
 
 _engine_numbers = itertools.count()
 
@@ -104,7 +107,7 @@ class RayEngine:
         self._closed = threading.Event()
         self._supervisor = Supervisor(args, f"offline-engine-{os.getpid()}-{number}")
         try:
-            self.info = asyncio.run(self._supervisor.start())
+            self.info = _wait_for(self._supervisor.start())
         except RayfinError:
             self.close()
             raise
@@ -149,6 +152,16 @@ class RayEngine:
     def _keep_alive(self) -> None:
         while not self._closed.wait(RENEW_SECONDS):
             self._scheduler.submit.remote(self._client, [], [])
+
+
+def _wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, in a thread of its own where an event loop runs (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:

@@ -6,7 +6,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.deployments.models import model_path, tokenizer_path
 
 
-def check_model(args: EngineArgs) -> None:
+def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     """Reads the model's configuration and tokenizer, not its weights.
 
     Raises:
@@ -22,4 +22,5 @@ def check_model(args: EngineArgs) -> None:
     load_config(located)
     if args.load_format != "dummy":
         require_safetensors(located.model)
-    Tokenizer.load(tokenizer_path(args), args.revision, args.trust_remote_code)
+    if tokenizer:
+        Tokenizer.load(tokenizer_path(args), args.revision, args.trust_remote_code)

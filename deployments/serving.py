@@ -118,9 +118,16 @@ def _deploy(server: ServerArgs, engine: EngineArgs, name: str) -> None:
     try:
         ray_serve.run(bind_app(server, engine), name=name, route_prefix="/")
     except RuntimeError as error:
-        raise _reason(str(error)) from None
+        raise _reason("\n".join([str(error), *_deployment_messages(name)])) from None
     if ray_serve.status().applications[name].status is not ApplicationStatus.RUNNING:
         raise EngineUnavailable(f"the application {name} did not start")
+
+
+def _deployment_messages(name: str) -> list[str]:
+    """What the application's deployments say of themselves; a failed one quotes its traceback."""
+    application = ray_serve.status().applications.get(name)
+    deployments = application.deployments.values() if application is not None else ()
+    return [deployment.message for deployment in deployments if deployment.message]
 
 
 def _reason(text: str) -> RayfinError:

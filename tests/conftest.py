@@ -10,17 +10,11 @@ from typing import Any
 
 import pytest
 
-QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+# Here, not in a hook: conftest.py files further down import transformers before hooks run.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

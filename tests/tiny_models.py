@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, made on the spot: no hub, no files but temporary ones."""
+"""Tiny random models of many architectures, made on the spot: no hub, only temporary files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()
 
 VOCAB = 128
 _BASE: dict[str, Any] = {
@@ -45,7 +48,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "mistral": {"sliding_window": 12},
-    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    },
     "gemma2": {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -83,7 +89,7 @@ def tiny_config(architecture: str) -> PretrainedConfig:
 
 
 def make_tiny_model(architecture: str, folder: Path, seed: int = 0) -> PreTrainedModel:
-    """A random fp32 model, saved to ``folder`` as safetensors and returned as transformers runs it."""
+    """A random fp32 model: saved to ``folder`` as safetensors, returned as transformers runs it."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture), dtype=torch.float32)
     with torch.no_grad():

@@ -6,7 +6,6 @@ import ray
 
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
 from rayfin.actors.messages import SchedulerInfo, StepResult
-from rayfin.actors.runner.model_runner import ModelRunner
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
@@ -22,6 +21,9 @@ class ModelRunnerActor:
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
         """
+        # Imported here, where the device is: the scheduler's process sees this class, and no torch.
+        from rayfin.actors.runner.model_runner import ModelRunner
+
         self._runner = ModelRunner(args)
         return self._runner.profile()
 

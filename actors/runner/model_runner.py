@@ -45,6 +45,7 @@ class ModelRunner:
         except ValueError as error:
             raise InvalidConfig(str(error), "attention") from None
         self._model = PagedModel(model, kernel)
+        self._page_size = args.page_size
         self._epoch = -1
         self._next_step = 0
 
@@ -52,11 +53,14 @@ class ModelRunner:
         """What the model and the device say; runs the largest step unless memory was given."""
         args, config = self._args, self._hf_config
         positions = max_position(config)
-        limits = resolve_limits(args, self._device.type, resolve_model_len(args, positions))
+        model_len = resolve_model_len(args, positions)
+        limits = resolve_limits(args, self._device.type, model_len)
         available = args.kv_cache_memory
         if available is None:
             available = available_bytes(
-                lambda: self._run_largest_step(limits), self._device, args.memory_utilization
+                lambda: self._run_largest_step(limits, model_len),
+                self._device,
+                args.memory_utilization,
             )
         facts = ModelFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
@@ -69,8 +73,8 @@ class ModelRunner:
 
     def start(self, config: EngineConfig, epoch: int) -> None:
         """Allocates the pages; steps of ``epoch`` may come."""
+        self._bind(0)  # a restart frees the old pages before it takes new ones
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
-        self._page_size = config.page_size
         self._bind(config.num_pages)
         self._epoch = epoch
         self._next_step = 0
@@ -129,13 +133,12 @@ class ModelRunner:
             if inputs.batch.kv_len_cpu[row] < self._slots.banned_until[slot]:
                 logits[index, list(self._slots.banned[slot])] = float("-inf")
 
-    def _run_largest_step(self, limits: BatchLimits) -> None:
+    def _run_largest_step(self, limits: BatchLimits, model_len: int) -> None:
         """The costliest step there is, on pages of its own that are freed afterwards."""
-        info, pages = largest_step(limits, self._args.page_size)
-        slots = RequestSlots(limits.max_decoding_batch, pages)
+        info, pages = largest_step(limits, self._args.page_size, model_len)
+        slots = RequestSlots(limits.max_decoding_batch, int(pages.max()))
         slots.apply(info)
-        self._page_size = self._args.page_size
-        self._bind(pages)
+        self._bind(len(info.new_pages))
         inputs = build_inputs(info, slots, self._page_size, self._device)
         rows = limits.max_decoding_batch
         inputs.sampled = inputs.sampled.repeat(rows)[:rows]

@@ -53,6 +53,9 @@ def rayfin_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' side of the attention registry; hands over to the module's AttentionLayer."""
+    if attention_mask is not None:  # transformers makes none for this attention: the model's own
+        name = type(module).__name__
+        raise UnsupportedModel(f"{name} cannot be served: it attends through its own mask", "model")
     layer: AttentionLayer = getattr(module, LAYER)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = layer.attend(
@@ -195,17 +198,28 @@ class PagedModel:
 
     @torch.inference_mode()
     def _probe(self) -> list[KVLayout]:
-        probe = _Probe()
-        for module in self._model.modules():
-            setattr(module, LAYER, probe)
         tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=self.device)
         positions = torch.arange(PROBE_TOKENS, device=self.device).unsqueeze(0)
-        self._model(input_ids=tokens, position_ids=positions, use_cache=False)
-        for module in self._model.modules():
-            delattr(module, LAYER)
+        probe, logits = self._run_probe(input_ids=tokens, position_ids=positions)
+        _, own_logits = self._run_probe(input_ids=tokens)
+        if not torch.allclose(logits, own_logits, rtol=1e-3, atol=1e-3, equal_nan=True):
+            name = type(self._model).__name__
+            raise UnsupportedModel(
+                f"{name} cannot be served: it numbers positions in its own way", "model"
+            )
         self._attention_modules = list(probe.seen)
         self._check_layers(probe)
         return list(probe.seen.values())
+
+    def _run_probe(self, **inputs: torch.Tensor) -> tuple[_Probe, torch.Tensor]:
+        """A forward in which every attention gives zeros; the probe saw all layers."""
+        probe = _Probe()
+        for module in self._model.modules():
+            setattr(module, LAYER, probe)
+        output = self._model(**inputs, use_cache=False)
+        for module in self._model.modules():
+            delattr(module, LAYER)
+        return probe, output.logits
 
     def _check_layers(self, probe: _Probe) -> None:
         """Every layer must attend once, through the registry, with the window that it declares."""

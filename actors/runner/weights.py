@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -43,7 +44,7 @@ def load_model(
     ``load_format="dummy"`` draws random weights from ``seed`` and reads no file.
 
     Raises:
-        InvalidConfig: the weights are missing or not in safetensors form.
+        InvalidConfig: weights are missing, broken, of other shapes or not in safetensors form.
         UnsupportedModel: transformers cannot dispatch this architecture's attention.
     """
     dtype = resolve_dtype(args, config, device)
@@ -57,15 +58,25 @@ def load_model(
                 )
         else:
             require_safetensors(args.model)
-            model = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 args.model,
                 config=config,
                 revision=args.revision,
                 trust_remote_code=args.trust_remote_code,
                 use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
                 **options,
             )
-    except OSError as error:
+            model, report = loaded
+            _require_all_weights(args.model, report)
+    except KeyError as error:
+        if error.args != (attention,):
+            raise
+        raise UnsupportedModel(
+            _unsupported(config, "its attention cannot be paged"), "model"
+        ) from None
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidConfig(_why_not_loaded(args.model, error), "model") from None
     if not model._supports_attention_backend or model._is_stateful:
         raise UnsupportedModel(_unsupported(config, "its attention cannot be paged"), "model")
@@ -125,6 +136,19 @@ def require_safetensors(model: str) -> None:
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
         raise InvalidConfig(
             f"{model} holds no .safetensors file; Rayfin loads no pickled weights", "model"
+        )
+
+
+def _require_all_weights(model: str, report: dict[str, Any]) -> None:
+    """transformers draws at random what a checkpoint lacks, and such a model talks rubbish."""
+    if missing := sorted(report["missing_keys"]):
+        raise InvalidConfig(
+            f"{model} lacks {len(missing)} weights, {missing[0]} among them", "model"
+        )
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        raise InvalidConfig(
+            f"{model} holds {name} of shape {list(stored)}, its config wants {list(expected)}",
+            "model",
         )
 
 

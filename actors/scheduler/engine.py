@@ -83,6 +83,8 @@ class Engine:
                 f"the request takes up to {longest} tokens, of at most {self.config.max_model_len}",
                 "prompt",
             )
+        if len(source.output) >= source.stopping.max_tokens:
+            raise InvalidRequest("the request has all of its tokens already", "max_tokens")
         if len(self.lifecycle.waiting) >= self.config.max_waiting_requests:
             raise Overloaded(f"{len(self.lifecycle.waiting)} requests are waiting already")
         if not self.has_work:

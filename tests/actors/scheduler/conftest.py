@@ -86,8 +86,8 @@ class _FakeStep:
 class FakeExecutor:
     """Follows steps by their diffs only, and asserts that they say enough and say it right.
 
-    ``fail_at`` holds the steps (counted over all epochs, from 0) at which the group dies, ``errors``
-    the (seed, output index) pairs whose row fails alone.
+    ``fail_at`` holds the steps (counted over all epochs, from 0) at which the group dies,
+    ``errors`` the (seed, output index) pairs whose row fails alone.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -208,6 +208,7 @@ class FakeExecutor:
         index = mirror.num_tokens - len(source.prompt)
         if (source.sampling.seed, index) in self.errors:
             result.errors[row] = "planted"
+            result.tokens[row] = 0  # whatever a failed row sampled, nobody may see it
             mirror.sampled = None
             return
         mirror.sampled = next_token(context, source.sampling.seed, self.config.vocab_size)
@@ -242,9 +243,7 @@ class FakeExecutor:
                 assert context[position] == source.output[position - len(prompt)]
                 continue
             seed = source.sampling.seed
-            assert context[position] == next_token(
-                context[:position], seed, self.config.vocab_size
-            )
+            assert context[position] == next_token(context[:position], seed, self.config.vocab_size)
 
     def _slot(self, mirror: _Mirror, position: int) -> int:
         size = self.config.page_size

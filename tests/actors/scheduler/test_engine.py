@@ -53,6 +53,18 @@ def test_empty_prompt_is_refused(harness: Make) -> None:
         harness().add([], 3)
 
 
+@pytest.mark.parametrize("max_tokens, output", [(0, []), (3, [5, 6, 7]), (3, [5, 6, 7, 8])])
+def test_nothing_left_to_generate_is_refused(
+    harness: Make, max_tokens: int, output: list[int]
+) -> None:
+    """Such a request would write past its table, and take the others down with it."""
+    h = harness(max_model_len=16)
+    with pytest.raises(InvalidRequest) as caught:
+        h.add(16 - max_tokens, max_tokens, output=output)
+    assert caught.value.param == "max_tokens"
+    assert not h.engine.has_work
+
+
 def test_full_queue(harness: Make) -> None:
     h = harness(max_waiting_requests=2)
     h.add(3)

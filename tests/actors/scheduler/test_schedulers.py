@@ -113,14 +113,10 @@ def test_priority_admits_lower_numbers_first_then_by_arrival(harness: Make, sche
 def test_flood_starves_nobody(harness: Make, scheduler: str) -> None:
     """I9: with new requests at every step, each one ends within a bounded number of steps."""
     h = harness(scheduler=scheduler, max_decoding_batch=4, num_pages=24, max_batch_tokens=16)
-    ages: dict[int, int] = {}
     for now in range(150):
         if now % 3 == 0:
             h.add(1 + now % 17, 2 + now % 5)
         h.step()
-        for stream in h.streams.values():
-            if stream.open:
-                ages[stream.seed] = ages.get(stream.seed, 0) + 1
         ahead = {s.seed for s in h.streams.values() if s.open}
         if ahead:  # the oldest open request is never far behind the newest finished one
             finished = [s.seed for s in h.streams.values() if not s.open]
@@ -191,16 +187,31 @@ def test_preempted_request_keeps_its_tokens(harness: Make, steps_in_flight: int)
     assert again[0].chunk_len[-1] >= 7 + before
 
 
-def test_admission_waits_while_another_was_preempted(harness: Make) -> None:
-    """A step that had to preempt admits nobody: the pages would be taken back at once."""
-    h = harness(num_pages=4, max_model_len=16, steps_in_flight=1)
-    _two_at_the_edge(h)
-    h.add(1, 1)
+def test_admission_leaves_room_for_the_next_token(harness: Make, scheduler: str) -> None:
+    """A prompt that fills the last free page would be preempted at its first token."""
+    h = harness(scheduler=scheduler, num_pages=4, max_model_len=16)
+    old = h.add(9, 3)
+    new = h.add(4, 3)
+    while old.open:
+        assert h.executor.entered in ([], [old.seed])
+        h.step()
     h.run()
     h.check()
-    for step in h.executor.log[1:]:
-        if step.finished and step.decoding_batch and h.executor.log.index(step) < 5:
-            assert step.new_requests == []
+    assert new.ended is not None and h.engine.stats().preemptions == 0
+
+
+def test_step_that_preempts_admits_nobody(harness: Make) -> None:
+    """The pages just won are for the running requests, even if a better one waits."""
+    h = harness(num_pages=4, max_model_len=16, policy="priority", steps_in_flight=1)
+    _two_at_the_edge(h)
+    h.step()
+    urgent = h.add(1, 1, priority=-1)
+    h.run()
+    h.check()
+    preempting = next(step for step in h.executor.log if step.finished)
+    after = h.executor.log[preempting.step + 1]
+    assert preempting.new_requests == []
+    assert [new.sampling.seed for new in after.new_requests] == [urgent.seed]
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 15])

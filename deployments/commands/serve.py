@@ -1,0 +1,44 @@
+"""``rayfin serve``."""
+
+import click
+from click.core import ParameterSource
+
+from rayfin.actors.config import EngineArgs
+from rayfin.deployments.commands.options import SectionedCommand, build, field_options
+from rayfin.deployments.server_args import ServerArgs
+
+
+@click.command(cls=SectionedCommand)
+@click.argument("model_name", metavar="[MODEL]", required=False)
+@click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0: every interface")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--name", default="rayfin", show_default=True, help="of the application in Ray Serve")
+@click.option("--verbose", is_flag=True, help="show the logs of Ray and of the actors")
+@field_options(ServerArgs)
+@field_options(EngineArgs)
+def serve(
+    model_name: str | None,
+    host: str,
+    port: int,
+    name: str,
+    verbose: bool,
+    **settings: object,
+) -> int:
+    """Serve a model behind the OpenAI API.
+
+    MODEL is a local folder, a Hugging Face name, or "demo", the toy model that comes along.
+    Without a Ray cluster, a local one starts; Ctrl-C stops everything.
+
+    \b
+    Example:
+      rayfin serve Qwen/Qwen3-0.6B --max-model-len 8192
+    """
+    model = {} if model_name is None else {"model": model_name}
+    flagged = click.get_current_context().get_parameter_source("model")
+    if model and flagged is not ParameterSource.DEFAULT and settings["model"] != model_name:
+        raise click.UsageError(f"MODEL is {model_name} and --model is {settings['model']}")
+    server, engine = build(ServerArgs), build(EngineArgs, **model)
+
+    from rayfin.deployments import serving
+
+    return serving.serve(server, engine, host=host, port=port, name=name, verbose=verbose)

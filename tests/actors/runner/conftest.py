@@ -1,0 +1,189 @@
+"""Engines on a real runner in this process, with what their forwards said on record."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayfin.actors.config import EngineArgs, resolve
+from rayfin.actors.messages import EngineRequest, NewRequest, Sampling, SchedulerInfo, StopRules
+from rayfin.actors.runner.inline import InlineExecutor
+from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.scheduler.engine import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products lose more to thread hand-overs than they win."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_args(folder: Path | str, **changes: Any) -> EngineArgs:
+    values: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "kv_cache_memory": 10**6,
+        "max_batch_tokens": 24,
+        "max_decoding_batch": 8,
+        "page_size": 4,
+    }
+    return EngineArgs(**{**values, **changes})
+
+
+class Served:
+    """A model behind an engine; ``sampled`` records the logits of every sampled token.
+
+    ``sampled[key][position]`` is [V]: what the request's token at ``position`` was drawn from.
+    """
+
+    def __init__(self, folder: Path | str, *, num_pages: int | None = None, **args: Any) -> None:
+        self.args = make_args(folder, **args)
+        self.runner = ModelRunner(self.args)
+        config = resolve(self.args, *self.runner.profile())
+        self.config = replace(config, num_pages=num_pages or config.num_pages)
+        self.executor = InlineExecutor(self.runner, self.config)
+        self.engine = Engine(self.config, self.executor)
+        self.sampled: dict[int, dict[int, torch.Tensor]] = {}
+        self.steps: list[SchedulerInfo] = []
+        self.errors: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}
+        self._rows: list[list[tuple[int, int]]] = []  # of each step: (key, position) sampled
+        self._submit, self.executor.submit = self.executor.submit, self._record_rows
+        self._forward, self.runner._model.forward = self.runner._model.forward, self._record_logits
+
+    def run(self, *requests: EngineRequest, stagger: int = 0) -> dict[int, list[int]]:
+        """All requests to their end, one more every ``stagger`` steps; their tokens by key."""
+        tokens: dict[int, list[int]] = {request.key: [] for request in requests}
+        waiting = list(requests)
+        countdown = 0
+        while waiting or self.engine.has_work:
+            while waiting and countdown <= 0:
+                self.engine.add(waiting.pop(0))
+                countdown = stagger
+            countdown -= 1
+            for deltas in self.engine.step().values():
+                for key, token in zip(deltas.keys.tolist(), deltas.tokens.tolist(), strict=True):
+                    tokens[key].append(token)
+                for ended in deltas.ended:
+                    self.reasons[ended.key] = ended.finish_reason
+                    if ended.error is not None:
+                        self.errors[ended.key] = str(ended.error)
+        self.engine.check_integrity()
+        return tokens
+
+    def _record_rows(self, info: SchedulerInfo) -> Any:
+        keys = self.engine.lifecycle.running.key[info.ids].tolist()
+        ends = (info.kv_len + info.chunk_len).tolist()
+        sampled = (info.last_pos >= 0).tolist()
+        self._rows.append(
+            [(key, end) for key, end, yes in zip(keys, ends, sampled, strict=True) if yes]
+        )
+        self.steps.append(info)
+        return self._submit(info)
+
+    def _record_logits(self, *inputs: Any) -> torch.Tensor:
+        logits: torch.Tensor = self._forward(*inputs)
+        rows = self._rows.pop(0)
+        assert len(rows) == len(logits)
+        for (key, position), row in zip(rows, logits, strict=True):
+            self.sampled.setdefault(key, {})[position] = row.clone()
+        return logits
+
+
+def make_request(
+    key: int,
+    prompt: Sequence[int],
+    max_tokens: int = 10,
+    *,
+    eos: Sequence[int] = (),
+    sampling: Sampling | None = None,
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=str(key),
+        prompt=np.array(prompt, np.int32),
+        sampling=sampling or Sampling(),
+        stopping=StopRules(max_tokens, frozenset(eos), frozenset(eos)),
+        key=key,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a handmade step."""
+
+    handle: int
+    chunk: Sequence[int]
+    kv_len: int = 0
+    held: int = 1  # pages, the new ones included
+    new_pages: Sequence[int] = ()
+    samples: bool = True
+    decoding: bool = False
+
+
+def make_info(
+    *rows: Row,
+    step: int = 0,
+    epoch: int = 0,
+    new: Sequence[NewRequest] = (),
+    finished: Sequence[int] = (),
+) -> SchedulerInfo:
+    """A SchedulerInfo of handmade rows, decoding ones first."""
+
+    def ints(values: Any) -> np.ndarray:
+        return np.array(list(values), np.int32)
+
+    lengths = ints(len(row.chunk) for row in rows)
+    decoding = sum(row.decoding for row in rows)
+    return SchedulerInfo(
+        epoch=epoch,
+        step=step,
+        ids=ints(row.handle for row in rows),
+        chunk_idx=ints(np.cumsum(lengths) - lengths),
+        chunk_len=lengths,
+        merge_prompt=ints(token for row in rows for token in row.chunk),
+        kv_len=ints(row.kv_len for row in rows),
+        kv_page_len=ints(row.held for row in rows),
+        last_pos=ints(len(row.chunk) - 1 if row.samples else -1 for row in rows),
+        is_decoding=np.array([row.decoding for row in rows]),
+        decoding_batch=decoding,
+        prefill_batch=len(rows) - decoding,
+        new_pages=ints(page for row in rows for page in row.new_pages),
+        new_pages_len=ints(len(row.new_pages) for row in rows),
+        new_requests=list(new),
+        finished=list(finished),
+    )
+
+
+@pytest.fixture(scope="session")
+def served() -> Callable[..., Served]:
+    """`Served`, as a fixture: test folders hold no importable modules."""
+    return Served
+
+
+@pytest.fixture(scope="session")
+def engine_args() -> Callable[..., EngineArgs]:
+    return make_args
+
+
+@pytest.fixture(scope="session")
+def request_of() -> Callable[..., EngineRequest]:
+    return make_request
+
+
+@pytest.fixture(scope="session")
+def row() -> type[Row]:
+    return Row
+
+
+@pytest.fixture(scope="session")
+def step_of() -> Callable[..., SchedulerInfo]:
+    return make_info

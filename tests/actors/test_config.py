@@ -1,0 +1,150 @@
+"""Settings: what is refused, and how the number of pages and the longest request come about."""
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from rayfin.actors.config import (
+    BatchLimits,
+    EngineArgs,
+    EngineConfig,
+    ModelFacts,
+    resolve,
+    resolve_limits,
+    resolve_model_len,
+)
+from rayfin.actors.errors import InvalidConfig
+
+PAGE_BYTES = 1000
+
+
+def _facts(pages: float, max_position: int | None = 256) -> ModelFacts:
+    return ModelFacts(
+        architecture="LlamaForCausalLM",
+        vocab_size=128,
+        max_position=max_position,
+        page_bytes=PAGE_BYTES,
+        available_bytes=int(pages * PAGE_BYTES),
+    )
+
+
+def _resolve(pages: float, *, max_position: int | None = 256, **args: Any) -> EngineConfig:
+    engine_args = EngineArgs(**{"max_decoding_batch": 64, **args})
+    facts = _facts(pages, max_position)
+    model_len = resolve_model_len(engine_args, max_position)
+    return resolve(engine_args, facts, resolve_limits(engine_args, "cpu", model_len))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("dtype", "float8"),
+        ("load_format", "pickle"),
+        ("scheduler", "v2"),
+        ("policy", "lifo"),
+        ("device", "tpu"),
+        ("max_model_len", 0),
+        ("max_batch_tokens", -1),
+        ("max_decoding_batch", 0),
+        ("max_prefill_batch", 0),
+        ("page_size", 0),
+        ("kv_cache_memory", 0),
+        ("max_waiting_requests", 0),
+        ("threads", 0),
+        ("memory_utilization", 0.0),
+        ("memory_utilization", 1.5),
+        ("steps_in_flight", 3),
+        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
+    ],
+)
+def test_refused_values(name: str, value: Any) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        EngineArgs.from_dict({name: value})
+    assert caught.value.param == name
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unknown_setting() -> None:
+    with pytest.raises(InvalidConfig, match="unknown setting 'max_tokens'") as caught:
+        EngineArgs.from_dict({"model": "x", "max_tokens": 3})
+    assert caught.value.param == "max_tokens"
+
+
+def test_every_setting_has_help() -> None:
+    assert all(field.metadata.get("help") for field in fields(EngineArgs))
+
+
+def test_frozen() -> None:
+    args = EngineArgs()
+    with pytest.raises(FrozenInstanceError):
+        args.model = "other"  # type: ignore[misc]
+
+
+def test_pages_are_available_bytes_over_page_bytes() -> None:
+    assert _resolve(100).num_pages == 100
+    assert _resolve(100.999).num_pages == 100
+
+
+def test_kv_cache_memory_goes_before_what_was_measured() -> None:
+    assert _resolve(100, kv_cache_memory=20 * PAGE_BYTES + 1).num_pages == 20
+
+
+def test_no_more_pages_than_all_slots_can_fill() -> None:
+    config = _resolve(10**6, max_decoding_batch=3)
+    assert config.num_pages == 3 * 256 // 16
+    assert _resolve(10**6, max_decoding_batch=1, max_model_len=17).num_pages == 2
+
+
+def test_model_len_shrinks_to_the_cache_unless_asked_for() -> None:
+    config = _resolve(5)
+    assert config.max_model_len == 5 * 16 and config.num_pages == 5
+    with pytest.raises(InvalidConfig) as caught:
+        _resolve(5, max_model_len=81)
+    assert caught.value.param == "max_model_len"
+    assert "6 pages" in str(caught.value) and "5 fit" in str(caught.value)
+    assert _resolve(5, max_model_len=80).max_model_len == 80
+
+
+@pytest.mark.parametrize("pages", [0.9, 0, -3])
+def test_no_room_for_one_page(pages: float) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        _resolve(pages)
+    assert "0 fit" in str(caught.value)
+
+
+def test_any_request_fits_alone() -> None:
+    """I13's ground: whatever is resolved, ``max_model_len`` tokens have their pages."""
+    for pages in range(1, 40):
+        for page_size in (1, 7, 16):
+            config = _resolve(pages, page_size=page_size)
+            assert config.max_pages_per_request <= config.num_pages
+            assert config.max_pages_per_request * page_size >= config.max_model_len
+
+
+def test_model_len() -> None:
+    assert resolve_model_len(EngineArgs(), 256) == 256
+    assert resolve_model_len(EngineArgs(), None) == 32_768
+    assert resolve_model_len(EngineArgs(max_model_len=100), 256) == 100
+    assert resolve_model_len(EngineArgs(max_model_len=10**6), None) == 10**6
+    with pytest.raises(InvalidConfig) as caught:
+        resolve_model_len(EngineArgs(max_model_len=257), 256)
+    assert caught.value.param == "max_model_len"
+
+
+def test_limits() -> None:
+    assert resolve_limits(EngineArgs(), "cpu", 256) == BatchLimits(
+        max_batch_tokens=1024, max_decoding_batch=64, max_prefill_batch=16
+    )
+    assert resolve_limits(EngineArgs(), "cuda", 256).max_batch_tokens == 8192
+    assert resolve_limits(EngineArgs(max_decoding_batch=2000), "cpu", 9).max_batch_tokens == 2000
+    with pytest.raises(InvalidConfig) as caught:
+        resolve_limits(EngineArgs(max_decoding_batch=9, max_batch_tokens=8), "cpu", 256)
+    assert caught.value.param == "max_decoding_batch"
+
+
+def test_v0_steps_hold_the_longest_prompt() -> None:
+    assert resolve_limits(EngineArgs(scheduler="v0"), "cpu", 5000).max_batch_tokens == 5000
+    small = EngineArgs(scheduler="v0", max_batch_tokens=64)
+    assert resolve_limits(small, "cpu", 100).max_batch_tokens == 100

@@ -1,0 +1,119 @@
+"""Sampling parameters: ranges, defaults, names in errors."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.sampling_params import SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "name, value, code",
+    [
+        ("n", 0, "integer_below_min_value"),
+        ("n", 129, "integer_above_max_value"),
+        ("n", True, "invalid_type"),
+        ("n", 1.0, "invalid_type"),
+        ("temperature", -0.1, "decimal_below_min_value"),
+        ("temperature", 2.1, "decimal_above_max_value"),
+        ("temperature", NAN, "invalid_value"),
+        ("temperature", INF, "invalid_value"),
+        ("temperature", "1", "invalid_type"),
+        ("temperature", None, "invalid_type"),
+        ("top_p", 0.0, "decimal_below_min_value"),
+        ("top_p", 1.01, "decimal_above_max_value"),
+        ("top_p", NAN, "invalid_value"),
+        ("min_p", -0.1, "decimal_below_min_value"),
+        ("min_p", 1.1, "decimal_above_max_value"),
+        ("top_k", -2, "integer_below_min_value"),
+        ("top_k", 2.5, "invalid_type"),
+        ("seed", 2**63, "integer_above_max_value"),
+        ("seed", -(2**63) - 1, "integer_below_min_value"),
+        ("seed", False, "invalid_type"),
+        ("max_tokens", 0, "integer_below_min_value"),
+        ("max_tokens", "5", "invalid_type"),
+        ("min_tokens", -1, "integer_below_min_value"),
+        ("min_tokens", 17, "integer_above_max_value"),  # over max_tokens
+        ("stop", ["a"] * 5, "invalid_value"),
+        ("stop", [""], "invalid_value"),
+        ("stop", "", "invalid_value"),
+        ("stop", [3], "invalid_value"),
+        ("stop_token_ids", [-1], "integer_below_min_value"),
+        ("stop_token_ids", ["a"], "invalid_type"),
+        ("presence_penalty", 0.1, "invalid_value"),
+        ("frequency_penalty", -0.1, "invalid_value"),
+        ("repetition_penalty", 1.1, "invalid_value"),
+        ("logprobs", 1, "invalid_value"),
+        ("prompt_logprobs", 0, "invalid_value"),
+        ("best_of", 2, "invalid_value"),
+        ("logit_bias", {1: 2.0}, "invalid_value"),
+        ("allowed_token_ids", [1], "invalid_value"),
+        ("bad_words", ["x"], "invalid_value"),
+        ("extra_args", {"x": 1}, "invalid_value"),
+    ],
+)
+def test_refused(name: str, value: Any, code: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert caught.value.code == code
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"n": 128},
+        {"temperature": 0},
+        {"temperature": 2.0, "top_p": 1, "min_p": 1.0, "top_k": 10**6},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1},
+        {"max_tokens": None, "min_tokens": 10**6},
+        {"max_tokens": 3, "min_tokens": 3},
+        {"stop": ["a", "b", "c", "d"]},
+        {"best_of": 2, "n": 2},
+        {"presence_penalty": 0, "repetition_penalty": 1, "frequency_penalty": 0.0},
+    ],
+)
+def test_accepted(values: dict[str, Any]) -> None:
+    SamplingParams(**values)
+
+
+def test_normal_forms() -> None:
+    params = SamplingParams(temperature=1e-6, top_k=-1, stop="end", stop_token_ids=(3, 4))
+    assert params.temperature == 0.0 and params.greedy
+    assert params.top_k == 0 and params.stop == ["end"] and params.stop_token_ids == [3, 4]
+    assert SamplingParams(temperature=0.001).temperature == 0.01
+    assert not SamplingParams().greedy
+
+
+def test_greedy_has_one_choice() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(n=2, temperature=0.0)
+    assert caught.value.param == "n"
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(stop="x", detokenize=False)
+    assert caught.value.param == "stop"
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 127))
+def test_fixed_seed(seed: int, index: int) -> None:
+    """Fits an int64 that is not negative, repeats, and differs from choice to choice."""
+    params = SamplingParams(seed=seed)
+    fixed = params.fixed_seed(index)
+    assert 0 <= fixed < 2**63
+    assert fixed == params.fixed_seed(index) != params.fixed_seed(index + 1)
+
+
+def test_fresh_seeds_differ() -> None:
+    params = SamplingParams()
+    assert len({params.fixed_seed() for _ in range(20)}) == 20
+    assert all(0 <= params.fixed_seed() < 2**63 for _ in range(20))

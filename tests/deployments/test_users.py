@@ -1,0 +1,197 @@
+"""The simulated users: what they measure, what they count, and what the command reports."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from rayfin.deployments.cli import main
+from rayfin.deployments.commands import prompts
+from rayfin.deployments.commands.load import Load, Measurement, Plan, Totals
+from rayfin.deployments.commands.load_report import Latency, Summary, run_with_table, users_table
+
+PAUSE = 0.03  # seconds before each piece of text
+
+
+class Stream(httpx.AsyncByteStream):
+    """Three words, some time apart; the events do not end where the network's pieces do."""
+
+    def __init__(self, ending: str = "data: [DONE]\n\n") -> None:
+        words = (json.dumps({"choices": [{"delta": {"content": c}}]}) for c in "abc")
+        usage = json.dumps({"choices": [], "usage": {"completion_tokens": 5}})
+        self._events = [*(f"data: {word}\n\n" for word in words), f"data: {usage}\n\n", ending]
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b": a comment\n\n"
+        for event in self._events:
+            await asyncio.sleep(PAUSE)
+            middle = len(event) // 2
+            yield event[:middle].encode()
+            yield event[middle:].encode()
+
+
+def answer(request: httpx.Request) -> httpx.Response:
+    said = json.loads(request.content)["messages"][-1]["content"]
+    if said == "refused":
+        return httpx.Response(503, json={"error": {"message": "starting"}})
+    if said == "unreachable":
+        raise httpx.ConnectError("no")
+    if said == "dropped":
+        raise httpx.ReadError("gone")
+    return httpx.Response(200, stream=Stream("" if said == "cut" else "data: [DONE]\n\n"))
+
+
+def run(plan: Plan) -> Load:
+    async def go() -> Load:
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x/v1") as client:
+            load = Load(client, plan)
+            await load.run()
+            return load
+
+    return asyncio.run(go())
+
+
+def asking(*said: str) -> prompts.Ask:
+    """Asks these in turn, all users together."""
+    left = list(said)
+    return lambda rng: [{"role": "user", "content": left.pop(0) if left else "hello"}]
+
+
+def test_one_request_is_measured() -> None:
+    totals = run(Plan(model="m", ask=asking(), users=1, requests=1)).totals
+    assert (totals.done, totals.failed, totals.tokens) == (1, 0, 5)  # the server's count
+    (ttft,) = totals.ttfts
+    assert PAUSE <= ttft < totals.seconds[0]
+    assert len(totals.gaps) == 2 and min(totals.gaps) > PAUSE / 2
+    assert totals.seconds[0] >= 5 * PAUSE
+
+
+def test_the_requests_are_shared_out() -> None:
+    load = run(Plan(model="m", ask=asking(), users=3, requests=7))
+    assert load.totals.done == 7 and sum(user.done for user in load.users) == 7
+    assert all(user.done >= 2 and user.state == "done" for user in load.users)
+    assert load.elapsed < 7 * 5 * PAUSE  # at the same time
+    assert load.users[0].mean_gap is not None and load.users[0].tokens == 5 * load.users[0].done
+
+
+def test_fewer_requests_than_users() -> None:
+    assert run(Plan(model="m", ask=asking(), users=4, requests=2)).totals.done == 2
+
+
+def test_duration_ends_the_run() -> None:
+    load = run(Plan(model="m", ask=asking(), users=2, duration=0.2, think_time=0.01, seed=3))
+    assert 2 <= load.totals.done <= 4
+    assert 0.2 <= load.elapsed < 2  # the answer under way was awaited, no thought was
+
+
+def test_failures_are_counted_not_timed() -> None:
+    said = ("refused", "unreachable", "dropped", "cut", "hello", "refused")
+    totals = run(Plan(model="m", ask=asking(*said), users=2, requests=6)).totals
+    assert totals.errors == {
+        "HTTP 503: starting": 2,
+        "cannot connect": 1,
+        "the connection broke off (ReadError)": 1,
+        "the stream broke off before its end": 1,
+    }
+    assert (totals.done, totals.failed) == (1, 5)
+    assert len(totals.ttfts) == len(totals.seconds) == 1
+
+
+def test_users_ask_differently_but_repeatably() -> None:
+    asked: list[str] = []
+
+    def remember(rng: random.Random) -> prompts.Messages:
+        asked.append(str(rng.random()))
+        return [{"role": "user", "content": "refused"}]
+
+    for seed in (1, 1, 2):
+        run(Plan(model="m", ask=remember, users=2, requests=2, seed=seed))
+    first, second, other = (set(asked[i : i + 2]) for i in (0, 2, 4))
+    assert first == second and len(first) == 2 and not first & other
+
+
+def test_prompts() -> None:
+    rng = random.Random(0)
+    for ask in (prompts.questions(), prompts.random_words(20)):
+        messages = [ask(rng) for _ in range(50)]
+        assert all(m[-1]["role"] == "user" and m[-1]["content"] for m in messages)
+        assert len({str(m) for m in messages}) > 20
+    assert len(prompts.random_words(20)(rng)[0]["content"].split()) == 10
+
+
+def test_percentiles() -> None:
+    times = Latency.of([float(n) for n in range(100, 0, -1)])
+    assert (times.p50, times.p90, times.p99, times.mean) == (50.0, 90.0, 99.0, 50.5)
+    assert Latency.of([7.0]) == Latency(7.0, 7.0, 7.0, 7.0)
+    assert Latency.of([]) == Latency(None, None, None, None)
+
+
+def test_summary_as_lines_and_as_a_table() -> None:
+    load = Load(httpx.AsyncClient(), Plan(model="m", ask=asking(), users=40))
+    load.totals = Totals()
+    load.totals.add(Measurement(ttft=0.25, gaps=[0.01, 0.02], total=0.5, tokens=3))
+    for number in range(7):
+        load.totals.add(Measurement(error=f"broken {number}"))
+    text = "\n".join(Summary.of(load).lines())
+    assert "40 users of m: 1 requests" in text and "7 failed" in text
+    assert "TTFT     p50 250.0 ms" in text and "p99 20.0 ms" in text
+    assert "broken 0" in text and "broken 6" not in text and "failed 2 x otherwise" in text
+    console = Console(file=StringIO(), width=100, height=30)
+    console.print(users_table(load, console.height))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "and 22 more users" in shown and "250.0 ms" in shown and "waiting" in shown
+
+
+def test_the_live_table_follows_the_run() -> None:
+    async def go() -> tuple[Load, str]:
+        console = Console(file=StringIO(), width=100, height=30, force_terminal=True)
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x/v1") as client:
+            load = Load(client, Plan(model="m", ask=asking(), users=2, requests=4))
+            await run_with_table(load, console)
+        return load, console.file.getvalue()  # type: ignore[attr-defined]
+
+    load, shown = asyncio.run(go())
+    assert load.totals.done == 4
+    assert "2 users of m" in shown and "waiting" in shown
+
+
+def test_command(fake_server: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "numbers.json"
+    line = f"users --url {fake_server.url} --users 4 --requests 12 --temperature 0 --json {file}"
+    assert main([*line.split(), "--ignore-eos", "--max-tokens", "9", "--api-key", "K"]) == 0
+    out, err = capsys.readouterr()
+    assert "4 users of tiny: 12 requests" in out and "0 failed" in out and err == ""
+    assert len(fake_server.bodies) == 12 and fake_server.most_at_once > 1
+    assert {body["max_tokens"] for body in fake_server.bodies} == {9}
+    assert fake_server.bodies[0]["ignore_eos"] is True and set(fake_server.keys) == {"Bearer K"}
+    numbers = json.loads(file.read_text())
+    assert (numbers["requests"], numbers["failed"], numbers["tokens"]) == (12, 0, 84)
+    assert 0.01 <= numbers["ttft"]["p50"] <= numbers["request_latency"]["p99"]
+
+
+def test_command_with_failures(
+    fake_server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "questions", lambda: asking("hello", "fail", "error"))
+    assert main(f"users --url {fake_server.url} --users 1 --requests 3".split()) == 1
+    out = capsys.readouterr().out
+    assert "1 requests" in out and "2 failed" in out
+    assert "failed 1 x: HTTP 429: The queue is full." in out
+    assert "failed 1 x: The engine died." in out
+    assert fake_server.bodies[0]["max_tokens"] == 128 and "temperature" not in fake_server.bodies[0]
+
+
+def test_command_with_random_words(fake_server: Any) -> None:
+    line = f"users --url {fake_server.url} --users 2 --duration 0.05 --prompt-tokens 30"
+    assert main(line.split()) == 0
+    said = [body["messages"][0]["content"] for body in fake_server.bodies]
+    assert len(said) >= 2 and len(set(said)) == len(said) and len(said[0].split()) == 15

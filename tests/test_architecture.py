@@ -1,0 +1,115 @@
+"""The folders form a chain, the package is exactly the folders it links, and files stay small."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAY_IMPORT: dict[str, set[str]] = {
+    "kernels": set(),
+    "cache": set(),
+    "actors": {"kernels", "cache"},
+    "deployments": {"kernels", "cache", "actors"},
+}
+MAY_IMPORT_RAY = {"actors/group.py", "actors/supervisor.py", "actors/metrics.py"}
+NO_TORCH = {f"actors/{name}.py" for name in ("config", "messages", "sampling_params", "errors")}
+MAX_LINES = 450
+
+
+def _paths(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of all imports, those inside functions and behind TYPE_CHECKING as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _imported(path: Path) -> set[str]:
+    return set(_imports(ast.parse(path.read_text())))
+
+
+def _uses(path: Path, package: str) -> bool:
+    return any(name.split(".")[0] == package for name in _imported(path))
+
+
+def test_imports_are_found_wherever_they_are() -> None:
+    source = "import a.b\nfrom c.d import e\ndef f():\n    import g\n    from h import i"
+    assert set(_imports(ast.parse(source))) == {"a.b", "c.d.e", "g", "h.i"}
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_folders_import_only_what_they_may(folder: str) -> None:
+    allowed = MAY_IMPORT[folder] | {folder, "__version__"}
+    for path in _paths(folder):
+        ours = {name.split(".")[1] for name in _imported(path) if name.startswith("rayfin.")}
+        assert ours <= allowed, f"{_name(path)} imports {ours - allowed}"
+        bare = {name.split(".")[0] for name in _imported(path)} & MAY_IMPORT.keys()
+        assert not bare, f"{_name(path)} imports {bare} without rayfin"
+
+
+def test_package_is_its_links() -> None:
+    package = ROOT / "src" / "rayfin"
+    links = {path.name: path.resolve() for path in package.iterdir() if path.is_symlink()}
+    assert links == {folder: ROOT / folder for folder in MAY_IMPORT}
+    files = {path.name for path in package.iterdir() if not path.is_symlink()}
+    assert files - {"__pycache__"} == {"__init__.py", "py.typed"}
+
+
+def test_linked_folders_are_no_packages() -> None:
+    """With an ``__init__.py`` a bare ``kernels`` would shadow Hugging Face's, in workers too."""
+    assert not [folder for folder in MAY_IMPORT if (ROOT / folder / "__init__.py").exists()]
+
+
+def test_ray_stays_in_the_shells() -> None:
+    for path in _paths("kernels", "cache", "actors"):
+        if path.name != "actor.py" and _name(path) not in MAY_IMPORT_RAY:
+            assert not _uses(path, "ray"), f"{_name(path)} imports ray"
+
+
+def test_torch_stays_in_the_data_plane() -> None:
+    for path in [*_paths("cache", "actors/scheduler"), *(ROOT / name for name in NO_TORCH)]:
+        if path.name != "kv_tensors.py":
+            for package in ("torch", "transformers"):
+                assert not _uses(path, package), f"{_name(path)} imports {package}"
+
+
+def test_scheduler_process_has_no_torch() -> None:
+    """Not even by way of others: importing it takes seconds and hundreds of megabytes."""
+    paths = [*_paths("actors/scheduler"), *(ROOT / name for name in sorted(NO_TORCH))]
+    modules = ["rayfin." + _name(path).removesuffix(".py").replace("/", ".") for path in paths]
+    script = "import sys, importlib\n" + "".join(
+        f"importlib.import_module({name!r})\nassert 'torch' not in sys.modules, {name!r}\n"
+        for name in modules
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "src"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_are_short() -> None:
+    for path in [*_paths(*MAY_IMPORT, "tests"), ROOT / "src" / "rayfin" / "__init__.py"]:
+        lines = len(path.read_text().splitlines())
+        assert lines <= MAX_LINES, f"{_name(path)} has {lines} lines"
+
+
+def test_no_mixins_and_no_globals() -> None:
+    for path in _paths(*MAY_IMPORT):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.Global), f"{_name(path)}:{node.lineno} says global"
+            if isinstance(node, ast.ClassDef):
+                assert not node.name.endswith("Mixin"), f"{_name(path)} has {node.name}"
