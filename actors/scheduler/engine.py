@@ -171,14 +171,13 @@ class Engine:
         if (result.epoch, result.step) != (record.info.epoch, record.info.step):
             raise GroupFailed(f"step {record.info.step} was answered by step {result.step}")
         current = running.admission[record.slots] == record.admissions
-        for row, message in result.errors.items():
-            if current[row]:
-                request = running.request(int(record.slots[row]))
-                self._end(request, "error", error=RequestFailed(message))
-                current[row] = False
         for column in result.tokens.T:  # one for each step of the lease
             rows = current & (column >= 0)
             self._take(record.slots[rows], column[rows])
+        for row, message in result.errors.items():  # what a row said before it failed is good
+            if current[row]:
+                request = running.request(int(record.slots[row]))
+                self._end(request, "error", error=RequestFailed(message))
         self._leases.observe(result.seconds, record.info.lease)
         self._stats.steps += record.info.lease
         self._stats.last_step_seconds = result.seconds
@@ -200,7 +199,7 @@ class Engine:
         running, tables = self.lifecycle.running, self.lifecycle.tables
         if tables.index is None:
             return
-        settled = np.minimum(running.num_known[slots], running.num_computed[slots])
+        settled = running.num_known[slots] - 1  # a lease may end before the last one is an input
         fresh = settled // tables.page_size > tables.published[slots]
         for slot, tokens in zip(slots[fresh].tolist(), settled[fresh].tolist(), strict=True):
             self.lifecycle.publish(slot, tokens)
