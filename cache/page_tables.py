@@ -109,7 +109,9 @@ class PageTables:
         return self.pool.num_pages - self.pool.num_free
 
     def check_integrity(self) -> None:
-        """Every page is free or held, counts agree, no page twice in a table. O(pages).
+        """Every page is free or held, counts agree, no page twice in a table, the index is right.
+
+        O(pages).
 
         Raises:
             CacheError: with the first broken rule.
@@ -131,3 +133,11 @@ class PageTables:
         for slot, pages in enumerate(self._pages):
             if len(set(pages)) != len(pages) or self.held[slot] != len(pages):
                 raise CacheError(f"the table of slot {slot} is wrong: {pages}")
+            if not 0 <= self.published[slot] <= len(pages):
+                raise CacheError(f"{self.published[slot]} pages of slot {slot} are known: {pages}")
+        if self.index is not None:
+            self.index.check_integrity(self.page_size)
+            for slot, pages in enumerate(self._pages):
+                for page in pages[self.published[slot] :]:
+                    if page in self.index:
+                        raise CacheError(f"page {page} of slot {slot} is known before it is full")

@@ -12,6 +12,8 @@ from hashlib import sha256
 import numpy as np
 import numpy.typing as npt
 
+from rayfin.cache.errors import CacheError
+
 Tokens = npt.NDArray[np.int32]
 
 
@@ -87,3 +89,18 @@ class PrefixIndex:
         """Forgets everything: the memory behind the pages is gone."""
         for page in list(self._page_of.values()):
             self.drop(page)
+
+    def check_integrity(self, page_size: int) -> None:
+        """Both directions agree, and every known page has all of its tokens. O(pages).
+
+        Raises:
+            CacheError: with the first broken rule.
+        """
+        for page, page_hash in enumerate(self._hash_of):
+            tokens = len(self._tokens_of[page]) // np.dtype(np.int32).itemsize
+            if page_hash is not None and self._page_of.get(page_hash) != page:
+                raise CacheError(f"page {page} is known, and cannot be found")
+            if tokens != (0 if page_hash is None else page_size):
+                raise CacheError(f"{tokens} tokens of page {page} are known")
+        if len(self._page_of) != sum(page_hash is not None for page_hash in self._hash_of):
+            raise CacheError("a page that is not known can be found")
