@@ -38,7 +38,7 @@ class LeasePolicy:
         """Steps for the slots of ``decoding`` [N], with pages reserved for all of them.
 
         1 when somebody waits or is in the middle of a prompt, and when pages are short: a lease
-        preempts nobody.
+        preempts nobody, and one that does not fit takes nothing.
         """
         lifecycle = self._lifecycle
         running, tables = lifecycle.running, lifecycle.tables
@@ -49,8 +49,10 @@ class LeasePolicy:
         longest = int(running.room(decoding).max())
         lease = max(1, min(lease, self._most, longest))
         ends = running.num_computed[decoding] + np.minimum(lease, running.room(decoding))
-        crossing = ends > tables.held[decoding].astype(np.int64) * tables.page_size
+        missing = -(-ends // tables.page_size) - tables.held[decoding]
+        crossing = missing > 0
+        if missing[crossing].sum() > tables.pool.num_free:
+            return 1
         for slot, end in zip(decoding[crossing].tolist(), ends[crossing].tolist(), strict=True):
-            if not tables.grow(slot, end):
-                return 1
+            tables.grow(slot, end)
         return lease
