@@ -1,7 +1,7 @@
 """Whole lives of an engine without a model: clients, faults and a virtual clock from one seed.
 
     python tests/simulate.py --seeds 1000          # lives 0 .. 999
-    python tests/simulate.py --seed 17             # one of them again, step by step
+    python tests/simulate.py --seed 17             # one of them again
 
 A life is a random configuration, workload and series of faults on a ``FakeExecutor``. Every stream
 must get exactly its tokens and one end, and the pages must add up after every step.

@@ -30,6 +30,7 @@ def _enter(tables: PageTables, slot: int, tokens: Sequence[int]) -> list[int]:
     chain = _chain(tokens)
     hits = tables.match(chain, _tokens(tokens))
     tables.adopt(slot, hits)
+    assert tables.published[slot] == tables.held[slot] == len(hits)
     assert tables.grow(slot, len(tokens))
     tables.publish(slot, chain, _tokens(tokens))
     return hits

@@ -118,6 +118,24 @@ def test_nobody_waits_for_a_lease(harness: Make, scheduler: str, steps_in_flight
     assert any(grant.lease > 1 for grant in grants)
 
 
+def test_prompt_that_pauses_is_not_kept_waiting(harness: Make) -> None:
+    """Without a chunk in this step, because decoding rows have taken all of its tokens."""
+    h = harness(max_batch_tokens=3, max_decoding_batch=4, steps_in_flight=1, **FAST)
+    for length in (1, 1, 4, 9):
+        h.add(length, 20)
+    grants = _watch(h)
+    h.run()
+    h.check()
+    paused = [grant for grant in grants if grant.prefilling]
+    assert all(grant.lease == 1 for grant in paused)
+    running = h.engine.lifecycle.running
+    h.add(3, 20)
+    h.step()
+    assert h.engine._leases.grant(running.decodable()) == 16
+    running.prefilling[3] = None
+    assert h.engine._leases.grant(running.decodable()) == 1
+
+
 def test_newcomer_is_admitted_by_the_next_call(harness: Make) -> None:
     h = harness(steps_in_flight=1, **FAST)
     h.add(5, 60)
