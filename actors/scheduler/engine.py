@@ -178,8 +178,9 @@ class Engine:
             if current[row]:
                 request = running.request(int(record.slots[row]))
                 self._end(request, "error", error=RequestFailed(message))
-        self._leases.observe(result.seconds, record.info.lease)
-        self._stats.steps += record.info.lease
+        steps = max(1, int((result.tokens >= 0).any(axis=0).sum()))  # rows may all end early
+        self._leases.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
+        self._stats.steps += steps
         self._stats.last_step_seconds = result.seconds
         self._last_progress = time.monotonic()
         self._restarts_without_progress = 0

@@ -27,12 +27,20 @@ class LeasePolicy:
         self._lifecycle = lifecycle
         self._most = most
         self._step_seconds: float | None = None
+        self._measured = False  # by a step that only decodes
 
-    def observe(self, seconds: float, lease: int) -> None:
-        """A call of ``lease`` steps took the runner ``seconds``."""
-        step = seconds / lease
-        old = step if self._step_seconds is None else self._step_seconds
-        self._step_seconds = old + SMOOTHING * (step - old)
+    def observe(self, seconds: float, steps: int, *, prefill: bool = False) -> None:
+        """A call of ``steps`` steps took the runner ``seconds``.
+
+        One with prompts in it says only that a decode step takes no longer.
+        """
+        step = seconds / steps
+        known = self._step_seconds
+        if prefill or not self._measured:
+            self._step_seconds = step if known is None else min(known, step)
+        elif known is not None:
+            self._step_seconds = known + SMOOTHING * (step - known)
+        self._measured |= not prefill
 
     def grant(self, decoding: Int64Array) -> int:
         """Steps for the slots of ``decoding`` [N], with pages reserved for all of them.
