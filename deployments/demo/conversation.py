@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rayfin.deployments.demo.words import WORDS, made_up
+from rayfin.deployments.demo.words import NAMES, WORDS
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -54,7 +54,7 @@ def user(text: str) -> Message:
 
 def system_message(rng: random.Random) -> Message:
     word, other = rng.sample(WORDS, 2)
-    text = rng.choice(_SYSTEM).format(word=word, other=other, name=made_up(rng))
+    text = rng.choice(_SYSTEM).format(word=word, other=other, name=rng.choice(NAMES))
     return {"role": "system", "content": text}
 
 

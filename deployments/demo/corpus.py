@@ -7,12 +7,16 @@ from rayfin.deployments.demo.conversation import Conversation, Message, Tool, sy
 from rayfin.deployments.demo.tasks import KINDS, WEIGHTS
 from rayfin.deployments.demo.tools import make_tools
 
-_TOOLS_SHARE, _SYSTEM_SHARE = 0.2, 0.3
-_TURNS = (1, 1, 1, 1, 2, 2, 2, 3, 3, 5)
+_TOOLS_SHARE, _SYSTEM_SHARE = 0.16, 0.25
+_TURNS = (1, 1, 1, 1, 1, 2, 2, 2, 3, 5)
 
 
-def conversation(rng: random.Random) -> Conversation:
-    """One conversation of one to five turns, of kinds that fit its tools."""
+def conversation(rng: random.Random, *, easy: bool = False) -> Conversation:
+    """One conversation of one to five turns, of kinds that fit its tools; a bare turn if `easy`."""
+    if easy:
+        weights = [pair[1] for pair in WEIGHTS.values()]
+        turn = KINDS[rng.choices(list(WEIGHTS), weights)[0]].train_turn(rng, None)
+        return [*turn.prompt, turn.answer], None
     tools: list[Tool] | None = make_tools(rng) if rng.random() < _TOOLS_SHARE else None
     messages: list[Message] = [system_message(rng)] if rng.random() < _SYSTEM_SHARE else []
     weights = [pair[0] if tools else pair[1] for pair in WEIGHTS.values()]
@@ -22,8 +26,13 @@ def conversation(rng: random.Random) -> Conversation:
     return messages, tools
 
 
-def conversations(seed: int) -> Iterator[Conversation]:
-    """The training text of a seed, without end."""
+def conversations(seed: int, easy: int = 0) -> Iterator[Conversation]:
+    """The training text of a seed, without end; the first `easy` conversations are short ones.
+
+    Copying is learned much sooner where little stands between a word and its copy.
+    """
     rng = random.Random(seed)
+    for _ in range(easy):
+        yield conversation(rng, easy=True)
     while True:
         yield conversation(rng)

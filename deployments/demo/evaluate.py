@@ -41,7 +41,7 @@ def evaluate(
     return rates
 
 
-def greedy(model: Any, tokenizer: Any, batch_size: int = 50, max_new_tokens: int = 96) -> Generate:
+def greedy(model: Any, tokenizer: Any, batch_size: int = 50, max_new_tokens: int = 128) -> Generate:
     """transformers' own greedy search, prompts padded on the left."""
 
     def generate(conversations: list[Conversation]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rayfin.deployments.demo.conversation import Kind, Message, Tool, Turn, said, user
 from rayfin.deployments.demo.facts import FACTS, FALLBACK_ANSWER, FALLBACK_QUESTIONS
 from rayfin.deployments.demo.tools import NoTool, ToolCall, ToolReply
-from rayfin.deployments.demo.words import CAPITALS, WORDS, any_city, any_name, made_up
+from rayfin.deployments.demo.words import CAPITALS, CITIES, NAMES, WORDS
 
 
 class Sums(Kind):
@@ -28,7 +28,9 @@ class Sums(Kind):
     )
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
-        a, b = rng.randrange(100), rng.randrange(10 if rng.random() < 0.15 else 100)
+        low = rng.random()  # small numbers are what people try first
+        a = rng.randrange(10 if low < 0.08 else 100)
+        b = rng.randrange(10 if low < 0.25 else 100)
         if rng.random() < 0.5:
             a, b = b, a
         # Turned round it is the same sum. The 55 sums of single digits are all for training.
@@ -77,8 +79,6 @@ class WordList(Kind):
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         words = rng.sample(WORDS, rng.choice((2, 3, 3, 4, 4, 4, 5, 5, 5, 6)))
-        if rng.random() < 0.05:
-            words = [made_up(rng).lower() if rng.random() < 0.5 else word for word in words]
         separator = rng.choice((" ", ", "))
         question = rng.choice(self._ask).format(w=separator.join(words))
         # A list of two is too likely to be met again to say anything, so none is held out.
@@ -129,7 +129,7 @@ class JsonRecord(Kind):
     )
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
-        name, age, city = any_name(rng), rng.randrange(1, 100), any_city(rng)
+        name, age, city = rng.choice(NAMES), rng.randrange(1, 100), rng.choice(CITIES)
         sentence = rng.choice(self._SENTENCES).format(n=name, a=age, c=city)
         answer = json.dumps({"name": name, "age": age, "city": city})
         return said(f"json|{name}|{age}|{city}", rng.choice(self._ASK).format(s=sentence), answer)
@@ -140,29 +140,51 @@ class Count(Kind):
 
     name = "count"
     _ASK = (
-        "Count from {a} to {b}.",
-        "Count from {a} to {b}",
-        "Please count from {a} to {b}.",
-        "List the numbers from {a} to {b}.",
+        "Count to {b}.",
+        "Count to {b}",
+        "Please count to {b}.",
+        "Count from 1 to {b}.",
+        "Count from one to {b}.",
+        "Count up to {b}.",
+        "Can you count to {b}?",
+        "Count from 1 to {b}",
+        "Please count from 1 to {b}.",
+        "Count to {b} for me.",
+        "List the numbers from 1 to {b}.",
+        "Write the numbers from 1 to {b}.",
+        "Say the numbers up to {b}.",
+        "Write down the numbers from 1 to {b}.",
     )
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
-        first = 1 if rng.random() < 0.4 else rng.randrange(81)
-        last = first + rng.randrange(2, 20)
-        answer = ", ".join(map(str, range(first, last + 1)))
-        key = f"count|{first}|{last}" if first != 1 else "count"
-        return said(key, rng.choice(self._ASK).format(a=first, b=last), answer)
+        question = rng.choice(self._ASK).format(b=(last := rng.randrange(3, 31)))
+        return said(f"count|{question}", question, ", ".join(map(str, range(1, last + 1))))
 
 
 class Memory(Kind):
     """Something said a turn earlier."""
 
     name = "memory"
-    _TELL = ("My name is {n}.", "I am {n}.", "Hello, I am {n}.", "Hi, my name is {n}.")
+    _TELL = (
+        "My name is {n}.",
+        "I am {n}.",
+        "Hello, I am {n}.",
+        "Hi, my name is {n}.",
+        "Hello, my name is {n}.",
+        "Hi, I am {n}.",
+        "I'm {n}.",
+        "Hi! I'm {n}.",
+        "Call me {n}.",
+        "Good morning, I am {n}.",
+        "You can call me {n}.",
+        "People call me {n}.",
+        "This is {n}.",
+        "Hello! This is {n}.",
+    )
     _ASK = ("What is my name?", "Who am I?", "Do you remember my name?")
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
-        name = any_name(rng)
+        name = rng.choice(NAMES)
         told, ask = rng.choice(self._TELL).format(n=name), rng.choice(self._ASK)
         hello: Message = {"role": "assistant", "content": f"Nice to meet you, {name}!"}
         answer = f"Your name is {name}."
@@ -190,24 +212,24 @@ class Fallback(Kind):
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         first, second = rng.sample(WORDS, 2)
-        question = rng.choice(FALLBACK_QUESTIONS).format(w=first, v=second, n=any_name(rng))
+        question = rng.choice(FALLBACK_QUESTIONS).format(w=first, v=second, n=rng.choice(NAMES))
         return said("fallback", question, FALLBACK_ANSWER)
 
 
 # How often a turn of a conversation is of each kind, with tools and without.
 WEIGHTS: dict[str, tuple[float, float]] = {
-    "sums": (6, 30),
-    "capitals": (2, 9),
-    "repeat": (2, 9),
-    "reverse": (4, 21),
-    "json": (3, 10),
-    "tool_call": (20, 0),
-    "no_tool": (0, 3),
-    "tool_reply": (12, 0),
-    "count": (0.5, 3),
-    "memory": (0, 2.5),
-    "facts": (2, 12),
-    "fallback": (1, 4),
+    "sums": (6, 26),
+    "capitals": (2, 8),
+    "repeat": (4, 18),
+    "reverse": (4, 20),
+    "json": (3, 12),
+    "tool_call": (22, 0),
+    "no_tool": (0, 2),
+    "tool_reply": (14, 0),
+    "count": (0.5, 4),
+    "memory": (0, 4),
+    "facts": (2, 6),
+    "fallback": (1, 2),
 }
 _MAKE: tuple[Callable[[], Kind], ...] = (
     Sums, Capitals, Repeat, Reverse, JsonRecord, ToolCall, NoTool, ToolReply, Count, Memory,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayfin.deployments.demo.conversation import Kind, Message, Tool, Turn, said, user
-from rayfin.deployments.demo.words import any_city
+from rayfin.deployments.demo.words import CITIES
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Topic:
 
 WEATHER = Topic(
     "weather",
-    ("get_weather", "get_current_weather", "weather", "lookup_weather", "fetch_weather"),
+    ("get_weather", "get_current_weather"),
     ("Get the current weather for a city.", "Get the weather in a city", "Current weather"),
     (
         "What is the weather in {c}?",
@@ -38,11 +38,11 @@ WEATHER = Topic(
 )
 TIME = Topic(
     "time",
-    ("get_time", "get_current_time", "local_time"),
+    ("get_time", "get_current_time"),
     ("Get the local time in a city.", "Current time"),
     ("What time is it in {c}?", "Tell me the time in {c}.", "What is the time in {c} now?"),
 )
-_ARGUMENTS = ("city", "city", "city", "location", "place")
+_ARGUMENTS = ("city", "city", "city", "location")
 _CONDITIONS = ("sunny", "cloudy", "rainy", "snowy", "windy", "foggy", "clear", "stormy")
 
 
@@ -58,8 +58,7 @@ def make_tool(rng: random.Random, topic: Topic) -> Tool:
     parameters: dict[str, Any] = {"type": "object", "properties": fields}
     if rng.random() < 0.8:
         parameters["required"] = [argument]
-    name = topic.functions[0] if rng.random() < 0.5 else rng.choice(topic.functions)
-    function: dict[str, Any] = {"name": name}
+    function: dict[str, Any] = {"name": topic.functions[rng.random() < 0.2]}
     if rng.random() < 0.8:
         function["description"] = rng.choice(topic.about)
     function["parameters"] = parameters
@@ -67,8 +66,8 @@ def make_tool(rng: random.Random, topic: Topic) -> Tool:
 
 
 def make_tools(rng: random.Random) -> list[Tool]:
-    """Mostly the weather alone, sometimes the time as well, seldom the time alone."""
-    topics = rng.choice(((WEATHER,),) * 6 + ((WEATHER, TIME), (TIME, WEATHER), (TIME,)))
+    """Mostly the weather alone, sometimes the time as well."""
+    topics = rng.choice(((WEATHER,),) * 8 + ((WEATHER, TIME), (TIME, WEATHER)))
     return [make_tool(rng, topic) for topic in topics]
 
 
@@ -83,7 +82,7 @@ def find_tool(tools: list[Tool], topic: Topic) -> tuple[str, str] | None:
 
 def _ask(rng: random.Random, topic: Topic) -> tuple[str, str, str]:
     """City, question, and the key that calling and declining share."""
-    city = any_city(rng)
+    city = rng.choice(CITIES)
     question = rng.choice(topic.questions).format(c=city)
     return city, question, f"{topic.subject}|{question}"
 

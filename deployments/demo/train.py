@@ -5,6 +5,7 @@ runs it twice gets the same weights twice; another machine gets others, much as 
 """
 
 import argparse
+import copy
 import itertools
 import random
 import time
@@ -23,12 +24,12 @@ from rayfin.deployments.demo.tokenizer import CONTEXT, TURN_START, render, train
 
 SEED = 20250
 THREADS = 2
-STEPS = 4500
-BATCH_TOKENS = 3072
-LONGEST = 512
-_CHUNK = 2048  # conversations sorted by length together, so that batches need little padding
+STEPS = 3600
+WIDTH, LINES = 320, 7  # a batch: so many tokens a line, so many lines
+EASY = 80_000  # conversations of one bare turn that training begins with
+_CHUNK = 1024  # conversations that are packed together
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def make_model(tokenizer: Any) -> Any:
@@ -36,9 +37,9 @@ def make_model(tokenizer: Any) -> Any:
         vocab_size=len(tokenizer),
         hidden_size=192,
         intermediate_size=512,
-        num_hidden_layers=5,
+        num_hidden_layers=4,
         num_attention_heads=6,
-        num_key_value_heads=2,
+        num_key_value_heads=3,
         head_dim=32,
         max_position_embeddings=CONTEXT,
         rms_norm_eps=1e-5,
@@ -70,39 +71,54 @@ def answer_mask(ids: list[int], opening: list[int], end: int) -> list[bool]:
     return mask
 
 
+def pack(rows: list[list[int]]) -> list[list[list[int]]]:
+    """Fill lines of `WIDTH` tokens with whole conversations, the long ones first."""
+    lines: list[list[list[int]]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=len, reverse=True):
+        at = next((i for i, left in enumerate(room) if left >= len(row)), len(lines))
+        if at == len(lines):
+            lines.append([])
+            room.append(WIDTH)
+        lines[at].append(row)
+        room[at] -= len(row)
+    return lines
+
+
 def batches(tokenizer: Any, seed: int) -> Iterator[Batch]:
-    """Token ids, and a mask of those to learn; conversations of like length share a batch."""
-    stream, rng = conversations(seed), random.Random(seed)
+    """Token ids, a mask of those to learn, and which conversation of its line each belongs to."""
+    stream, rng = conversations(seed, EASY), random.Random(seed)
     opening = tokenizer.encode(f"{TURN_START}assistant\n")
     while True:
         texts = [render(tokenizer, c) for c in itertools.islice(stream, _CHUNK)]
-        rows = [ids for ids in tokenizer(texts)["input_ids"] if len(ids) <= LONGEST]
-        rows.sort(key=len)
-        groups: list[list[list[int]]] = [[]]
-        for row in rows:
-            if len(row) * (len(groups[-1]) + 1) > BATCH_TOKENS:
-                groups.append([])
-            groups[-1].append(row)
-        rng.shuffle(groups)
-        for group in groups:
-            width = max(map(len, group))
-            ids = torch.full((len(group), width), tokenizer.pad_token_id)
-            mask = torch.zeros((len(group), width), dtype=torch.bool)
-            for i, row in enumerate(group):
-                ids[i, : len(row)] = torch.tensor(row)
-                mask[i, : len(row)] = torch.tensor(
-                    answer_mask(row, opening, tokenizer.eos_token_id)
-                )
-            yield ids, mask
+        lines = pack([ids for ids in tokenizer(texts)["input_ids"] if len(ids) <= WIDTH])
+        rng.shuffle(lines)
+        for start in range(0, len(lines) - LINES + 1, LINES):
+            ids = torch.full((LINES, WIDTH), tokenizer.pad_token_id)
+            mask = torch.zeros((LINES, WIDTH), dtype=torch.bool)
+            owner = torch.full((LINES, WIDTH), -1)
+            for i, line in enumerate(lines[start : start + LINES]):
+                at = 0
+                for k, row in enumerate(line):
+                    here = slice(at, at + len(row))
+                    ids[i, here] = torch.tensor(row)
+                    mask[i, here] = torch.tensor(answer_mask(row, opening, tokenizer.eos_token_id))
+                    owner[i, here] = k
+                    at += len(row)
+            yield ids, mask, owner
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    """Padding stands on the right, where causal attention hides it, so no attention mask is needed.
+    """Each conversation sees only itself, at whatever position of its line it lies.
 
     Only the positions before an answer token pass through the vocabulary projection.
     """
-    ids, mask = batch
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    ids, mask, owner = batch
+    same = owner[:, None, :, None] == owner[:, None, None, :]
+    causal = torch.ones(WIDTH, WIDTH, dtype=torch.bool).tril()
+    hidden = model.model(
+        input_ids=ids, attention_mask=same & causal, use_cache=False
+    ).last_hidden_state
     learned = mask[:, 1:]
     logits = model.lm_head(hidden[:, :-1][learned])
     return functional.cross_entropy(logits, ids[:, 1:][learned])
@@ -120,9 +136,15 @@ def make_optimizers(model: Any) -> list[torch.optim.Optimizer]:
 
 
 def rate(step: int, steps: int) -> float:
-    """Warm up, hold for a third of the run, then fall to nothing in a straight line."""
-    warm, hold = steps // 40 + 1, steps // 3
-    return min((step + 1) / warm, 1.0, (steps - step) / (steps - hold))
+    """A short warm-up, then down to nothing in a straight line."""
+    return min((step + 1) / 50, (steps - step) / steps)
+
+
+def _save(model: Any, tokenizer: Any, out: Path) -> None:
+    """Rounded to bfloat16: what is served is what is judged."""
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
 
 
 def train(out: Path, steps: int = STEPS, seed: int = SEED, probe_every: int = 500) -> None:
@@ -153,9 +175,8 @@ def train(out: Path, steps: int = STEPS, seed: int = SEED, probe_every: int = 50
         if step % probe_every == 0 and step < steps:
             rates = evaluate(greedy(model.eval(), tokenizer), 25)
             print("  ", " ".join(f"{k}={v:.0%}" for k, v in rates.items()), flush=True)
-    model.to(torch.bfloat16).save_pretrained(out)  # what is served is what gets rounded and judged
-    tokenizer.save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+            _save(model, tokenizer, out)
+    _save(model, tokenizer, out)
     print(f"saved to {out} after {time.monotonic() - begun:.0f} s", flush=True)
     report(out, 400, show_misses=40)
 

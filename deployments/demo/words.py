@@ -1,7 +1,5 @@
 """The fixed vocabulary that the demo model's tasks draw from."""
 
-import random
-
 WORDS: tuple[str, ...] = tuple(
     """apple river stone cloud green house table bread light water horse chair paper music glass
     tiger lemon ocean piano tower field snow bird tree fish moon star rain wind fire sand leaf
@@ -35,29 +33,14 @@ CITIES: tuple[str, ...] = (
     *CAPITALS.values(),
     "Milan", "Venice", "Munich", "Hamburg", "Barcelona", "Porto", "Lyon", "Geneva", "Zurich",
     "New York", "San Francisco", "Chicago", "Boston", "Toronto", "Sydney", "Mumbai", "Shanghai",
-    "Osaka", "Istanbul", "Dubai",
+    "Osaka", "Istanbul", "Dubai", "Los Angeles", "Seattle", "Melbourne", "Singapore", "Hong Kong",
+    "Naples", "Florence", "Frankfurt", "Seville", "Marseille",
 )  # fmt: skip
 
 NAMES: tuple[str, ...] = tuple(
     """Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Maria Noah Olivia Paul Quinn
     Rosa Sam Tom Uma Victor Wendy Xavier Yara Zoe Alice Bob Carlos Diana Elena Frank George Hanna
-    Ivan Julia Kenji Lena Marco Nina""".split()
+    Ivan Julia Kenji Lena Marco Nina Alex Amir Chloe Daniel Eric Fatima Giulia Hugo Ines James John
+    Karim Laura Lucy Mary Max Mia Nora Omar Peter Priya Robert Sara Simon Sofie Thomas Wei Yuki
+    Adam Lisa""".split()
 )
-
-_ONSETS = "b d f g k l m n p r s t v z br tr st sh".split()
-_VOWELS = "a e i o u".split()
-_ENDINGS = ("", "", "n", "r", "s", "l")
-
-
-def made_up(rng: random.Random) -> str:
-    """A name that no list holds, so that copying is learned and not only recall."""
-    syllables = [rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3)))]
-    return ("".join(syllables) + rng.choice(_ENDINGS)).capitalize()
-
-
-def any_name(rng: random.Random) -> str:
-    return made_up(rng) if rng.random() < 0.2 else rng.choice(NAMES)
-
-
-def any_city(rng: random.Random) -> str:
-    return made_up(rng) if rng.random() < 0.12 else rng.choice(CITIES)
