@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format demo-model
+.PHONY: help install serve test simulate lint format demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ test: $(INSTALLED)  ## lint, types, all tests (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
+
+simulate: $(INSTALLED)  ## random lives of the scheduler, without a model (SEEDS=10000)
+	$(BIN)/python tests/simulate.py --seeds $(or $(SEEDS),1000)
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -47,12 +47,14 @@ class EngineArgs:
     max_decoding_batch: int | None = _flag(None, "requests that run at once (64 CPU, 256 GPU)")
     max_prefill_batch: int = _flag(16, "prompts that share one step")
     page_size: int = _flag(16, "tokens in a page of the KV cache")
+    prefix_caching: bool = _flag(True, "share the pages of prompts that begin alike")
     memory_utilization: float | None = _flag(None, "share of the device's memory to use, 0-1")
     kv_cache_memory: int | None = _flag(None, "bytes of KV cache, instead of memory_utilization")
     scheduler: SchedulerName = _flag("v1", "v1: token-level, chunked prefill; v0: whole prompts")
     policy: Policy = _flag("fcfs", "order of waiting requests")
     max_waiting_requests: int = _flag(4096, "longest queue; more is answered with 429")
     steps_in_flight: int = _flag(2, "steps handed to the runner ahead of their results")
+    max_lease: int = _flag(16, "most decode steps in one call to the runner")
     tensor_parallel_size: int = _flag(1, "devices that share each layer")
     pipeline_parallel_size: int = _flag(1, "devices that share the layers")
     threads: int | None = _flag(
@@ -81,6 +83,7 @@ class EngineArgs:
             "page_size",
             "kv_cache_memory",
             "max_waiting_requests",
+            "max_lease",
             "threads",
         ):
             value = getattr(self, name)
@@ -155,6 +158,8 @@ class EngineConfig:
     policy: Policy
     max_waiting_requests: int
     steps_in_flight: int
+    prefix_caching: bool = True
+    max_lease: int = 1
 
     @property
     def max_pages_per_request(self) -> int:
@@ -220,4 +225,6 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         policy=args.policy,
         max_waiting_requests=args.max_waiting_requests,
         steps_in_flight=args.steps_in_flight,
+        prefix_caching=args.prefix_caching,
+        max_lease=args.max_lease,
     )

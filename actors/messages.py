@@ -66,6 +66,7 @@ class EngineRequest:
     priority: int = 0  # lower runs earlier
     arrival: float = 0.0  # time.monotonic() of the ingress, seconds
     output: list[int] = field(default_factory=list)  # tokens already delivered, on a resubmission
+    extra_keys: tuple[str, ...] = ()  # what keys and values depend on beside tokens: salt, adapter
 
 
 @dataclass(slots=True)
@@ -74,6 +75,8 @@ class NewRequest:
 
     handle: int
     sampling: Sampling
+    cap: int  # most tokens of the request, prompt included: a lease ends there
+    stop_token_ids: frozenset[int] = frozenset()  # and at these
 
 
 @dataclass(slots=True)
@@ -110,11 +113,14 @@ class SchedulerInfo:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave: ``tokens[i]`` for row i, NO_TOKEN where nothing was sampled."""
+    """What a step gave: ``tokens[i]`` for row i, NO_TOKEN where nothing was sampled.
+
+    A lease of L steps gives L tokens; a row that ended early has NO_TOKEN from there on.
+    """
 
     epoch: int
     step: int
-    tokens: Int32Array  # [R]
+    tokens: Int32Array  # [R, L]
     errors: dict[int, str] = field(default_factory=dict)  # row -> why that row alone failed
     seconds: float = 0.0  # time in the runner
 
@@ -127,6 +133,7 @@ class Ended:
     finish_reason: str  # "stop", "length", "abort", "error"
     stop_reason: int | None = None  # the stop token's id, when it was not end of sequence
     error: RayfinError | None = None
+    cached_tokens: int = 0  # prompt tokens that were not computed
 
 
 @dataclass(slots=True)
@@ -180,6 +187,8 @@ class EngineStats:
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    prefix_queries: int = 0  # tokens looked up in the prefix index, at first admissions
+    prefix_hits: int = 0  # of those, tokens that were there
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
     seconds_since_progress: float = 0.0  # 0 when idle
     last_step_seconds: float = 0.0

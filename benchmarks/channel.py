@@ -24,7 +24,7 @@ class Echo:
     """A runner without a model."""
 
     def execute(self, info: SchedulerInfo) -> StepResult:
-        return StepResult(info.epoch, info.step, np.zeros(len(info.ids), np.int32))
+        return StepResult(info.epoch, info.step, np.zeros((len(info.ids), 1), np.int32))
 
 
 def decode_step(rows: int) -> SchedulerInfo:

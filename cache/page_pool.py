@@ -39,8 +39,10 @@ class PagePool:
             self._unlink(page)
         self.references[page] += 1
 
-    def give_back(self, page: int) -> None:
+    def give_back(self, page: int, *, reuse_first: bool = False) -> None:
         """One table less holds the page; at none it is free.
+
+        ``reuse_first`` puts it at the head of the list: nobody can want its content again.
 
         Raises:
             CacheError: nobody holds it (a double free).
@@ -49,7 +51,9 @@ class PagePool:
             raise CacheError(f"page {page} is freed twice")
         self.references[page] -= 1
         if self.references[page] == 0:
-            self._append(page)
+            self._link(
+                page, after=self.num_pages if reuse_first else self._previous[self.num_pages]
+            )
 
     def free_pages(self) -> list[int]:
         """The free pages, next one to be taken first. For tests and integrity checks: O(free)."""
@@ -66,10 +70,10 @@ class PagePool:
         self._previous[after] = before
         self.num_free -= 1
 
-    def _append(self, page: int) -> None:
-        last = self._previous[self.num_pages]
-        self._next[last] = page
-        self._previous[page] = last
-        self._next[page] = self.num_pages
-        self._previous[self.num_pages] = page
+    def _link(self, page: int, after: int) -> None:
+        before = self._next[after]
+        self._next[after] = page
+        self._previous[page] = after
+        self._next[page] = before
+        self._previous[before] = page
         self.num_free += 1

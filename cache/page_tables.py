@@ -1,12 +1,14 @@
 """Which pages each running request holds: the ledger that the scheduler decides by."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfin.cache.errors import CacheError
 from rayfin.cache.page_pool import PagePool
+from rayfin.cache.prefix_index import HashChain, PrefixIndex, Tokens
 
 
 class PageTables:
@@ -18,13 +20,19 @@ class PageTables:
                    └─────────── tokens  0..15
 
     Ids live here; tensors live in the runner, which follows by the ``new_pages`` of each step and
-    never allocates.
+    never allocates. Full pages may be known to the prefix index: then other tables share them, and
+    they keep their content while they are free, until they are taken again (least recently used
+    first).
     """
 
-    def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_slots: int, num_pages: int, page_size: int, *, prefix_caching: bool = False
+    ) -> None:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.held: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # pages of each slot
+        self.published: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # known to the index
+        self.index = PrefixIndex(num_pages) if prefix_caching else None
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
 
     def pages_for(self, num_tokens: int) -> int:
@@ -39,9 +47,50 @@ class PageTables:
         pages = self.pool.take(missing)
         if pages is None:
             return False
+        if self.index is not None:
+            for page in pages:
+                self.index.drop(page)
         self._pages[slot].extend(pages)
         self.held[slot] += missing
         return True
+
+    def match(self, chain: HashChain, tokens: Tokens) -> list[int]:
+        """Pages that hold the head of ``tokens``; never the last token, whose logits are needed."""
+        if self.index is None:
+            return []
+        most = (len(tokens) - 1) // self.page_size
+        return self.index.match(chain.hashes[:most], tokens, self.page_size)
+
+    def num_free_without(self, pages: Sequence[int]) -> int:
+        """Free pages once ``pages`` are held."""
+        return self.pool.num_free - sum(self.pool.references[page] == 0 for page in pages)
+
+    def adopt(self, slot: int, pages: Sequence[int]) -> None:
+        """The empty table starts with ``pages``, shared with whoever holds them."""
+        for page in pages:
+            self.pool.share(page)
+        self._pages[slot].extend(pages)
+        self.held[slot] = self.published[slot] = len(pages)
+
+    def publish(self, slot: int, chain: HashChain, tokens: Tokens) -> None:
+        """Makes the slot's pages that ``tokens`` fill known; the chain must reach as far.
+
+        ``tokens`` are the slot's first ones, scheduled or computed: a step runs after those before
+        it, so whoever shares the page reads it after it was written.
+        """
+        if self.index is None:
+            return
+        size, full = self.page_size, len(tokens) // self.page_size
+        for number in range(int(self.published[slot]), full):
+            page = self._pages[slot][number]
+            self.index.add(page, chain.hashes[number], tokens[number * size : (number + 1) * size])
+        self.published[slot] = max(full, int(self.published[slot]))
+
+    def retract(self, slot: int) -> None:
+        """Forgets what the slot's pages hold: something went wrong in writing them."""
+        if self.index is not None:
+            for page in self._pages[slot]:
+                self.index.drop(page)
 
     def pages_since(self, slot: int, count: int) -> list[int]:
         """The slot's pages after the first ``count``: news for a runner that knows those."""
@@ -50,9 +99,9 @@ class PageTables:
     def release(self, slot: int) -> None:
         """Gives back all of the slot's pages, tail first, so that heads of prompts live longest."""
         for page in reversed(self._pages[slot]):
-            self.pool.give_back(page)
+            self.pool.give_back(page, reuse_first=self.index is not None and page not in self.index)
         self._pages[slot].clear()
-        self.held[slot] = 0
+        self.held[slot] = self.published[slot] = 0
 
     @property
     def num_held(self) -> int:
@@ -60,7 +109,9 @@ class PageTables:
         return self.pool.num_pages - self.pool.num_free
 
     def check_integrity(self) -> None:
-        """Every page is free or held, counts agree, no page twice in a table. O(pages).
+        """Every page is free or held, counts agree, no page twice in a table, the index is right.
+
+        O(pages).
 
         Raises:
             CacheError: with the first broken rule.
@@ -82,3 +133,11 @@ class PageTables:
         for slot, pages in enumerate(self._pages):
             if len(set(pages)) != len(pages) or self.held[slot] != len(pages):
                 raise CacheError(f"the table of slot {slot} is wrong: {pages}")
+            if not 0 <= self.published[slot] <= len(pages):
+                raise CacheError(f"{self.published[slot]} pages of slot {slot} are known: {pages}")
+        if self.index is not None:
+            self.index.check_integrity(self.page_size)
+            for slot, pages in enumerate(self._pages):
+                for page in pages[self.published[slot] :]:
+                    if page in self.index:
+                        raise CacheError(f"page {page} of slot {slot} is known before it is full")

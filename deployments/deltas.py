@@ -22,4 +22,5 @@ def split_deltas(
             delta = TokenDelta(request_ids[key], tokens.get(key, []))
             if end is not None:
                 delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason
+                delta.cached_tokens = end.cached_tokens
             yield key, delta

@@ -59,7 +59,7 @@ class InlineEngine:
 
         runner = ModelRunner(args)
         facts, limits = runner.profile()
-        config = resolve(args, facts, limits)
+        config = resolve(replace(args, max_lease=1), facts, limits)  # no call to hide here
         self._engine = Engine(config, InlineExecutor(runner, config))
         self.info = EngineInfo(
             name="inline",

@@ -20,14 +20,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes ``architecture`` runs once for each of `tiny_models.ARCHITECTURES`."""
     if "architecture" in metafunc.fixturenames:
-        metafunc.parametrize("architecture", list(_tiny_models().ARCHITECTURES), scope="session")
+        architectures = list(_module("tiny_models").ARCHITECTURES)
+        metafunc.parametrize("architecture", architectures, scope="session")
 
 
 @functools.cache
-def _tiny_models() -> ModuleType:
-    """tests/tiny_models.py: test folders are no package, and torch loads only where it is used."""
-    path = Path(__file__).with_name("tiny_models.py")
-    spec = importlib.util.spec_from_file_location("rayfin_tests_tiny_models", path)
+def _module(name: str) -> ModuleType:
+    """tests/NAME.py: test folders are no package, and torch loads only where it is used."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"rayfin_tests_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -37,7 +38,13 @@ def _tiny_models() -> ModuleType:
 @pytest.fixture(scope="session")
 def tiny_models() -> ModuleType:
     """The module tests/tiny_models.py."""
-    return _tiny_models()
+    return _module("tiny_models")
+
+
+@pytest.fixture(scope="session")
+def simulate() -> ModuleType:
+    """The module tests/simulate.py."""
+    return _module("simulate")
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +53,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]
 
     @functools.cache
     def make(architecture: str) -> Any:
-        return _tiny_models().TinyModel(architecture, tmp_path_factory.mktemp(architecture))
+        return _module("tiny_models").TinyModel(architecture, tmp_path_factory.mktemp(architecture))
 
     return make

@@ -1,11 +1,11 @@
 """SchedulerInfo + RequestSlots -> the tensors of one step, by index arithmetic only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from rayfin.actors.messages import Int64Array, SchedulerInfo
+from rayfin.actors.messages import SAMPLED_LAST_STEP, BoolArray, Int64Array, SchedulerInfo
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.sampling.sample import SamplingRows
@@ -52,6 +52,24 @@ def build_inputs(
         sampled_rows=sampled_rows,
         sampled=_to((info.chunk_idx + info.last_pos)[sampled_rows].astype(np.int64), device),
         sampling=_sampling_rows(info.ids[sampled_rows], kv_len[sampled_rows], slots, device),
+    )
+
+
+def next_decode(info: SchedulerInfo, rows: BoolArray) -> SchedulerInfo:
+    """The next step within a lease: the decoding ``rows`` [R], each with the token just sampled."""
+    count = int(rows.sum())
+    steady = np.arange(count, dtype=np.int32)
+    return replace(
+        info,
+        ids=info.ids[rows],
+        chunk_idx=steady,
+        chunk_len=np.ones_like(steady),
+        merge_prompt=np.full_like(steady, SAMPLED_LAST_STEP),
+        kv_len=info.kv_len[rows] + 1,
+        kv_page_len=info.kv_page_len[rows],
+        last_pos=np.zeros_like(steady),
+        is_decoding=info.is_decoding[rows],
+        decoding_batch=count,
     )
 
 

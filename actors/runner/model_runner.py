@@ -15,8 +15,8 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
-from rayfin.actors.messages import NO_TOKEN, SchedulerInfo, StepResult
-from rayfin.actors.runner.batch import StepInputs, build_inputs
+from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.runner.batch import StepInputs, build_inputs, next_decode
 from rayfin.actors.runner.memory import available_bytes
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.profiling import largest_step
@@ -92,26 +92,37 @@ class ModelRunner:
             )
         started = time.perf_counter()
         self._slots.apply(info)
-        inputs = build_inputs(info, self._slots, self._page_size, self._device)
-        logits = self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
-        result = self._sample(info, inputs, logits)
-        self._slots.remember(info, result)
+        tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
+        result = StepResult(info.epoch, info.step, tokens)
+        rows = np.arange(len(info.ids))
+        for column in range(info.lease):
+            sampled = self._advance(info, rows, result.errors)
+            tokens[rows, column] = sampled
+            if column + 1 == info.lease:
+                break
+            goes_on = self._slots.goes_on(info, sampled)
+            rows, info = rows[goes_on], next_decode(info, goes_on)
+            if not len(rows):
+                break
         self._next_step += 1
         result.seconds = time.perf_counter() - started
         return result
 
     @torch.inference_mode()
-    def _sample(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> StepResult:
+    def _advance(self, info: SchedulerInfo, rows: Int64Array, errors: dict[int, str]) -> Int32Array:
+        """One forward and one token [R] for each row that samples; ``rows`` [R] names the rows."""
+        inputs = build_inputs(info, self._slots, self._page_size, self._device)
+        logits = self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
         tokens = np.full(len(info.ids), NO_TOKEN, np.int32)
-        result = StepResult(info.epoch, info.step, tokens)
         if len(inputs.sampled_rows):
             bad = find_bad_rows(logits).cpu().numpy()
             self._ban(info, inputs, logits)
             tokens[inputs.sampled_rows] = sample(logits, inputs.sampling).cpu().numpy()
             for row in inputs.sampled_rows[bad].tolist():
                 tokens[row] = NO_TOKEN
-                result.errors[row] = "numerical_error: the model's logits are not finite"
-        return result
+                errors[int(rows[row])] = "numerical_error: the model's logits are not finite"
+        self._slots.remember(info, tokens)
+        return tokens
 
     def _ban(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> None:
         """Masks the tokens that may not come yet (``min_tokens``), for the few rows that ask."""

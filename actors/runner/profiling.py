@@ -34,6 +34,6 @@ def largest_step(
         prefill_batch=len(ids),
         new_pages=np.arange(pages.sum(), dtype=np.int32),
         new_pages_len=pages,
-        new_requests=[NewRequest(handle, Sampling()) for handle in ids.tolist()],
+        new_requests=[NewRequest(handle, Sampling(), cap=model_len) for handle in ids.tolist()],
     )
     return info, pages

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from rayfin.actors.messages import Int32Array, NewRequest, SchedulerInfo, StepResult
+from rayfin.actors.messages import BoolArray, Int32Array, NewRequest, SchedulerInfo
+from rayfin.actors.stop_table import StopTable
 
 
 class RequestSlots:
@@ -21,6 +22,8 @@ class RequestSlots:
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
         self.seed = np.zeros(num_slots, np.int64)
+        self.cap = np.zeros(num_slots, np.int64)
+        self.stops = StopTable(num_slots)
         self.banned_until = np.zeros(num_slots, np.int64)
         self.banned: dict[int, tuple[int, ...]] = {}  # only slots with a minimum length
 
@@ -34,10 +37,16 @@ class RequestSlots:
         if len(info.new_pages):
             self._append_pages(info)
 
-    def remember(self, info: SchedulerInfo, result: StepResult) -> None:
-        """Keeps the sampled tokens for the placeholders of the steps to come."""
-        sampled = result.tokens >= 0
-        self.last_token[info.ids[sampled]] = result.tokens[sampled]
+    def remember(self, info: SchedulerInfo, tokens: Int32Array) -> None:
+        """Keeps the tokens [R] just sampled for the placeholders of the steps to come."""
+        sampled = tokens >= 0
+        self.last_token[info.ids[sampled]] = tokens[sampled]
+
+    def goes_on(self, info: SchedulerInfo, tokens: Int32Array) -> BoolArray:
+        """Which decoding rows [R] sample another token after ``tokens`` [R], within a lease."""
+        room = info.kv_len + 2 < self.cap[info.ids]  # cached, the input and the sampled token
+        going: BoolArray = (tokens >= 0) & room & ~self.stops.hits(info.ids, tokens)
+        return going
 
     def _enter(self, new: NewRequest) -> None:
         slot, sampling = new.handle, new.sampling
@@ -48,6 +57,8 @@ class RequestSlots:
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sampling.seed
+        self.cap[slot] = new.cap
+        self.stops.set(slot, new.stop_token_ids)
         self.banned_until[slot] = sampling.banned_until
         if sampling.banned_until:
             self.banned[slot] = sampling.banned

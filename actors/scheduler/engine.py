@@ -18,6 +18,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
 )
 from rayfin.actors.scheduler.executor import Executor, GroupFailed, PendingStep
+from rayfin.actors.scheduler.lease import LeasePolicy
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.outbox import Outbox
 from rayfin.actors.scheduler.request import Request
@@ -25,6 +26,7 @@ from rayfin.actors.scheduler.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.step_builder import Chunk, StepBuilder, StepRecord
 from rayfin.actors.scheduler.stopping import ended_requests
 from rayfin.actors.scheduler.token_scheduler import TokenScheduler
+from rayfin.cache.prefix_index import HashChain
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 3
 
@@ -49,6 +51,7 @@ class Engine:
             if config.scheduler == "v1"
             else RequestScheduler(self.lifecycle, config.limits)
         )
+        self._leases = LeasePolicy(self.lifecycle, config.max_lease)
         self._builder = StepBuilder(self.lifecycle)
         self._builder.restart(executor.epoch)
         self._executor = executor
@@ -86,7 +89,10 @@ class Engine:
             raise Overloaded(f"{len(self.lifecycle.waiting)} requests are waiting already")
         if not self.has_work:
             self._last_progress = time.monotonic()
-        request = Request(source, self._arrivals, list(source.output))
+        chain = HashChain(self.config.page_size, source.extra_keys)
+        request = Request(source, self._arrivals, chain, list(source.output))
+        if self.config.prefix_caching:
+            chain.extend(source.prompt)
         self._arrivals += 1
         self._live[key] = request
         self.lifecycle.waiting.push(request)
@@ -112,7 +118,9 @@ class Engine:
         """
         try:
             while len(self._in_flight) < self.config.steps_in_flight:
-                record = self._builder.build(*self._scheduler.schedule())
+                decoding, chunks = self._scheduler.schedule()
+                lease = 1 if chunks else self._leases.grant(decoding)
+                record = self._builder.build(decoding, chunks, lease)
                 if record is None:
                     break
                 self._in_flight.append((record, self._executor.submit(record.info)))
@@ -142,6 +150,8 @@ class Engine:
             preemptions=lifecycle.num_preemptions,
             prompt_tokens=stats.prompt_tokens,
             generation_tokens=stats.generation_tokens,
+            prefix_queries=lifecycle.prefix_queries,
+            prefix_hits=lifecycle.prefix_hits,
             finished=dict(lifecycle.num_finished),
             seconds_since_progress=time.monotonic() - self._last_progress if self.has_work else 0.0,
             last_step_seconds=stats.last_step_seconds,
@@ -161,22 +171,39 @@ class Engine:
         if (result.epoch, result.step) != (record.info.epoch, record.info.step):
             raise GroupFailed(f"step {record.info.step} was answered by step {result.step}")
         current = running.admission[record.slots] == record.admissions
-        for row, message in result.errors.items():
+        for column in result.tokens.T:  # one for each step of the lease
+            rows = current & (column >= 0)
+            self._take(record.slots[rows], column[rows])
+        for row, message in result.errors.items():  # what a row said before it failed is good
             if current[row]:
                 request = running.request(int(record.slots[row]))
                 self._end(request, "error", error=RequestFailed(message))
-                current[row] = False
-        rows = current & (result.tokens >= 0)
-        slots, tokens = record.slots[rows], result.tokens[rows]
-        running.append(slots, tokens)
-        self._deliver(slots, tokens)
-        for request, reason, stop_reason in ended_requests(running, slots, tokens):
-            self._end(request, reason, stop_reason)
-        self._stats.steps += 1
-        self._stats.generation_tokens += len(tokens)
+        steps = max(1, int((result.tokens >= 0).any(axis=0).sum()))  # rows may all end early
+        self._leases.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
+        self._stats.steps += steps
         self._stats.last_step_seconds = result.seconds
         self._last_progress = time.monotonic()
         self._restarts_without_progress = 0
+
+    def _take(self, slots: Int64Array, tokens: Int32Array) -> None:
+        """Takes in a token [N] of each slot [N]: logs it, hands it out, ends who ends with it."""
+        running = self.lifecycle.running
+        running.append(slots, tokens)
+        self._publish(slots)
+        self._deliver(slots, tokens)
+        for request, reason, stop_reason in ended_requests(running, slots, tokens):
+            self._end(request, reason, stop_reason)
+        self._stats.generation_tokens += len(tokens)
+
+    def _publish(self, slots: Int64Array) -> None:
+        """Pages that decoding has filled can be shared; looks closer at the few that are new."""
+        running, tables = self.lifecycle.running, self.lifecycle.tables
+        if tables.index is None:
+            return
+        settled = running.num_known[slots] - 1  # a lease may end before the last one is an input
+        fresh = settled // tables.page_size > tables.published[slots]
+        for slot, tokens in zip(slots[fresh].tolist(), settled[fresh].tolist(), strict=True):
+            self.lifecycle.publish(slot, tokens)
 
     def _deliver(self, slots: Int64Array, tokens: Int32Array) -> None:
         running, clients = self.lifecycle.running, self.lifecycle.clients
@@ -195,7 +222,9 @@ class Engine:
         source = request.source
         del self._live[source.client, source.key]
         self.lifecycle.finish(request, reason)
-        self._outbox.end(source.client, Ended(source.key, reason, stop_reason, error))
+        self._outbox.end(
+            source.client, Ended(source.key, reason, stop_reason, error, request.cached_tokens)
+        )
 
     def _recover(self, failure: GroupFailed) -> None:
         """New runners, new epoch; everything that ran is recomputed from its token log.

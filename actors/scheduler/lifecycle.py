@@ -24,27 +24,54 @@ class Lifecycle:
         slots = config.limits.max_decoding_batch
         self.waiting = WaitingQueue(config.policy)
         self.running = RunningTable(slots, config.max_model_len)
-        self.tables = PageTables(slots, config.num_pages, config.page_size)
+        self.tables = PageTables(
+            slots, config.num_pages, config.page_size, prefix_caching=config.prefix_caching
+        )
         self.clients: list[str] = []  # by the index that RunningTable.client holds
         self.num_preemptions = 0
         self.num_finished: Counter[str] = Counter()  # by finish reason
+        self.prefix_queries = 0
+        self.prefix_hits = 0
         self._client_index: dict[str, int] = {}
         self._new: list[NewRequest] = []
         self._forgotten: list[int] = []
 
     def can_admit(self, request: Request, spare: int) -> bool:
         """Whether a slot is free, and pages for its tokens and one more, with ``spare`` left."""
-        pages = self.tables.pages_for(request.num_tokens + 1)
-        return self.running.has_free_slot and pages + spare <= self.tables.pool.num_free
+        if not self.running.has_free_slot:
+            return False
+        hits = self.tables.match(request.chain, request.tokens())
+        missing = self.tables.pages_for(request.num_tokens + 1) - len(hits)
+        return missing + spare <= self.tables.num_free_without(hits)
 
     def admit(self) -> int:
-        """The first waiting request starts to run, with pages for all its known tokens."""
+        """The first waiting request starts to run, with pages for all its known tokens.
+
+        What the prefix index knows of them counts as computed.
+        """
         request = self.waiting.pop()
-        slot = self.running.enter(request, self._client(request.source.client))
+        hits = self.tables.match(request.chain, request.tokens())
+        cached = len(hits) * self.tables.page_size
+        slot = self.running.enter(request, self._client(request.source.client), cached)
+        self.tables.adopt(slot, hits)
+        if not request.num_preemptions:
+            request.cached_tokens = cached
+            self.prefix_queries += request.num_tokens
+            self.prefix_hits += cached
         grown = self.tables.grow(slot, request.num_tokens)
         assert grown, "admitted without pages"
-        self._new.append(NewRequest(slot, request.source.sampling))
+        stopping = request.source.stopping
+        cap = int(self.running.cap[slot])
+        self._new.append(NewRequest(slot, request.source.sampling, cap, stopping.stop_token_ids))
         return slot
+
+    def publish(self, slot: int, num_tokens: int) -> None:
+        """The slot's first ``num_tokens`` tokens are known and scheduled: others may share them."""
+        if self.tables.index is not None:
+            request = self.running.request(slot)
+            tokens = self.running.tokens[slot, :num_tokens]
+            request.chain.extend(tokens)
+            self.tables.publish(slot, request.chain, tokens)
 
     def preempt(self, slot: int) -> None:
         """Frees the slot and the pages, keeps the tokens: the request is recomputed later.
@@ -62,6 +89,8 @@ class Lifecycle:
         if request.slot is None:
             self.waiting.discard(request)
         else:
+            if reason == "error":
+                self.tables.retract(request.slot)
             self._leave(request.slot)
         self.num_finished[reason] += 1
 
@@ -75,6 +104,8 @@ class Lifecycle:
         """The runners are new and empty: everything that ran is recomputed."""
         for slot in self.running.slots():
             self.preempt(slot)
+        if self.tables.index is not None:
+            self.tables.index.clear()
         self.take_news()
 
     def victim(self) -> int:

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from rayfin.actors.messages import EngineRequest
+import numpy as np
+
+from rayfin.actors.messages import EngineRequest, Int32Array
+from rayfin.cache.prefix_index import HashChain
 
 
 @dataclass(slots=True, eq=False)
@@ -15,12 +18,18 @@ class Request:
 
     source: EngineRequest
     order: int  # arrival number in this engine
+    chain: HashChain  # hashes of its full pages, as far as they were needed
     output: list[int] = field(default_factory=list)
     slot: int | None = None  # None while waiting
     num_preemptions: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     cancelled: bool = False  # ended while waiting; the queue drops it lazily
 
     @property
     def num_tokens(self) -> int:
         """Known tokens, while the request waits."""
         return len(self.source.prompt) + len(self.output)
+
+    def tokens(self) -> Int32Array:
+        """Prompt and known output, while the request waits."""
+        return np.concatenate([self.source.prompt, np.array(self.output, np.int32)])

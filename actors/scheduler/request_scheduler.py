@@ -11,7 +11,7 @@ from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.preemption import make_room
 from rayfin.actors.scheduler.step_builder import Chunk
-from rayfin.actors.scheduler.token_scheduler import spare_pages
+from rayfin.actors.scheduler.token_scheduler import spare_pages, take_chunk
 
 
 class RequestScheduler:
@@ -37,9 +37,8 @@ class RequestScheduler:
             request = lifecycle.waiting.peek()
             if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
                 break
-            length = request.num_tokens
-            if length > budget:
+            if request.num_tokens > budget:
                 break
-            chunks.append(Chunk(lifecycle.admit(), length))
-            budget -= length
+            chunks.append(take_chunk(lifecycle, lifecycle.admit(), budget))
+            budget -= chunks[-1].length
         return chunks

@@ -18,11 +18,7 @@ import numpy as np
 
 from rayfin.actors.messages import Int32Array, Int64Array
 from rayfin.actors.scheduler.request import Request
-
-STOP_IDS = (
-    8  # stop token ids compared in one vector operation; requests with more are checked singly
-)
-NO_STOP = -2  # no token: neither an id nor NO_TOKEN
+from rayfin.actors.stop_table import StopTable
 
 
 class RunningTable:
@@ -35,8 +31,7 @@ class RunningTable:
         self.num_pending: Int64Array = np.zeros(num_slots, np.int64)
         self.num_computed: Int64Array = np.zeros(num_slots, np.int64)
         self.cap: Int64Array = np.zeros(num_slots, np.int64)  # most tokens, prompt included
-        self.stop_ids: Int32Array = np.full((num_slots, STOP_IDS), NO_STOP, np.int32)
-        self.many_stop_ids = np.zeros(num_slots, np.bool_)
+        self.stops = StopTable(num_slots)
         self.key: Int64Array = np.zeros(num_slots, np.int64)
         self.client: Int32Array = np.zeros(num_slots, np.int32)
         self.admission: Int64Array = np.zeros(num_slots, np.int64)  # 0: free; unique otherwise
@@ -63,7 +58,7 @@ class RunningTable:
         assert request is not None, f"slot {slot} is free"
         return request
 
-    def enter(self, request: Request, client: int) -> int:
+    def enter(self, request: Request, client: int, num_computed: int = 0) -> int:
         """Gives the request a slot and lays out its tokens; it starts as prefilling."""
         slot = self._free.pop()
         source = request.source
@@ -72,12 +67,9 @@ class RunningTable:
         self.tokens[slot, prompt_len:known] = request.output
         self.num_known[slot] = known
         self.num_pending[slot] = 0
-        self.num_computed[slot] = 0
+        self.num_computed[slot] = num_computed
         self.cap[slot] = prompt_len + source.stopping.max_tokens
-        stop_ids = sorted(source.stopping.stop_token_ids)
-        self.stop_ids[slot] = NO_STOP
-        self.stop_ids[slot, : min(len(stop_ids), STOP_IDS)] = stop_ids[:STOP_IDS]
-        self.many_stop_ids[slot] = len(stop_ids) > STOP_IDS
+        self.stops.set(slot, source.stopping.stop_token_ids)
         self.key[slot] = source.key
         self.client[slot] = client
         self._admissions += 1
@@ -113,8 +105,12 @@ class RunningTable:
         if self._decoding_slots is None:
             self._decoding_slots = np.fromiter(self._decoding, np.int64, len(self._decoding))
         slots = self._decoding_slots
-        open_ended = self.num_known[slots] + self.num_pending[slots] < self.cap[slots]
+        open_ended = self.room(slots) > 0
         return slots if open_ended.all() else slots[open_ended]
+
+    def room(self, slots: Int64Array) -> Int64Array:
+        """Tokens [N] that the slots [N] may still sample, those on their way not counted."""
+        return self.cap[slots] - self.num_known[slots] - self.num_pending[slots]
 
     def append(self, slots: Int64Array, tokens: Int32Array) -> None:
         """Sampled tokens [N] become known, one for each of the slots [N]."""

@@ -50,8 +50,10 @@ class StepBuilder:
         self._step = 0
         self._told[:] = 0
 
-    def build(self, decoding: Int64Array, chunks: list[Chunk]) -> StepRecord | None:
+    def build(self, decoding: Int64Array, chunks: list[Chunk], lease: int = 1) -> StepRecord | None:
         """The step that gives each slot of ``decoding`` [D] one token, then runs the chunks.
+
+        A ``lease`` over 1 goes with no chunks; it gives each slot up to so many tokens.
 
         Returns:
             The step; None if it would be empty.
@@ -84,9 +86,15 @@ class StepBuilder:
             new_pages_len=new_pages_len,
             new_requests=new_requests,
             finished=finished,
+            lease=lease,
         )
-        running.num_computed[slots] += lengths
-        running.num_pending[slots] += ends_prompt
+        if lease == 1:
+            running.num_computed[slots] += lengths
+            running.num_pending[slots] += ends_prompt
+        else:
+            granted = np.minimum(lease, running.room(slots))
+            running.num_computed[slots] += granted
+            running.num_pending[slots] += granted
         running.start_decoding(slots[len(decoding) :][ends_prompt[len(decoding) :]].tolist())
         self._told[slots] = tables.held[slots]
         self._step += 1

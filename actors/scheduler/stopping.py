@@ -16,16 +16,14 @@ def ended_requests(
         (request, finish reason, stop reason) each. A stop token goes before the length, as in vLLM;
         the stop reason is the token's id unless it was end of sequence.
     """
-    stopped = (running.stop_ids[slots] == tokens[:, None]).any(axis=1)
-    candidates = stopped | running.many_stop_ids[slots]
-    candidates |= running.num_known[slots] >= running.cap[slots]
+    stopped = running.stops.hits(slots, tokens)
+    full = running.num_known[slots] >= running.cap[slots]
     ended: list[tuple[Request, str, int | None]] = []
-    for row in np.flatnonzero(candidates).tolist():
-        slot, token = int(slots[row]), int(tokens[row])
-        request = running.request(slot)
-        stopping = request.source.stopping
-        if token in stopping.stop_token_ids:
-            ended.append((request, "stop", None if token in stopping.eos_token_ids else token))
-        elif running.num_known[slot] >= running.cap[slot]:
+    for row in np.flatnonzero(stopped | full).tolist():
+        request, token = running.request(int(slots[row])), int(tokens[row])
+        if stopped[row]:
+            is_eos = token in request.source.stopping.eos_token_ids
+            ended.append((request, "stop", None if is_eos else token))
+        else:
             ended.append((request, "length", None))
     return ended

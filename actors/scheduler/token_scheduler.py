@@ -34,8 +34,7 @@ class TokenScheduler:
         for slot in running.prefilling:
             if budget <= 0 or len(chunks) == self._limits.max_prefill_batch:
                 break
-            missing = int(running.num_known[slot] - running.num_computed[slot])
-            chunks.append(Chunk(slot, min(missing, budget)))
+            chunks.append(take_chunk(self._lifecycle, slot, budget))
             budget -= chunks[-1].length
         return chunks
 
@@ -46,9 +45,21 @@ class TokenScheduler:
             request = lifecycle.waiting.peek()
             if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
                 return
-            missing = request.num_tokens
-            chunks.append(Chunk(lifecycle.admit(), min(missing, budget)))
+            chunks.append(take_chunk(lifecycle, lifecycle.admit(), budget))
             budget -= chunks[-1].length
+
+
+def take_chunk(lifecycle: Lifecycle, slot: int, budget: int) -> Chunk:
+    """The next up to ``budget`` tokens of the slot's prompt; its pages can be shared from now on.
+
+    Even with a request that is admitted to the same step: a layer writes the keys and values of all
+    rows before any row reads them.
+    """
+    running = lifecycle.running
+    computed = int(running.num_computed[slot])
+    length = min(int(running.num_known[slot]) - computed, budget)
+    lifecycle.publish(slot, computed + length)
+    return Chunk(slot, length)
 
 
 def spare_pages(lifecycle: Lifecycle) -> int:

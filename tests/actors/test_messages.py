@@ -45,13 +45,13 @@ INFO = SchedulerInfo(
     prefill_batch=1,
     new_pages=_ints(4),
     new_pages_len=_ints(0, 1),
-    new_requests=[NewRequest(0, Sampling(0.5, 3, 0.9, 0.1, 77, (2,), 9))],
+    new_requests=[NewRequest(0, Sampling(0.5, 3, 0.9, 0.1, 77, (2,), 9), 12, frozenset([2]))],
     finished=[1],
 )
 MESSAGES = [
     INFO,
     EngineRequest("r", _ints(1, 2), Sampling(), StopRules(3, frozenset([2])), "c", 4, 1, 2.5, [9]),
-    StepResult(1, 2, _ints(5, -1), {1: "bad"}, 0.5),
+    StepResult(1, 2, np.array([[5, 6], [7, -1]], np.int32), {1: "bad"}, 0.5),
     TokenDeltas(1, 2, np.array([1], np.int64), _ints(3), [Ended(1, "stop", 3)]),
     TokenDelta("r", [1, 2], "length", None, 3),
     EngineInfo("e", 10, 20, 30, 40),

@@ -35,6 +35,7 @@ def make_args(folder: Path | str, **changes: Any) -> EngineArgs:
         "max_batch_tokens": 24,
         "max_decoding_batch": 8,
         "page_size": 4,
+        "max_lease": 1,  # a lease depends on measured times: tests/actors/runner/test_lease.py
     }
     return EngineArgs(**{**values, **changes})
 
@@ -56,8 +57,11 @@ class Served:
         self.steps: list[SchedulerInfo] = []
         self.errors: dict[int, str] = {}
         self.reasons: dict[int, str] = {}
-        self._rows: list[list[tuple[int, int]]] = []  # of each step: (key, position) sampled
-        self._submit, self.executor.submit = self.executor.submit, self._record_rows
+        self.cached: dict[int, int] = {}
+        self._keys: dict[tuple[int, int], dict[int, int]] = {}  # of each step: handle -> key
+        self._rows: list[tuple[int, int]] = []  # (key, position) that the next forward samples
+        self._submit, self.executor.submit = self.executor.submit, self._record_keys
+        self._advance, self.runner._advance = self.runner._advance, self._record_rows
         self._forward, self.runner._model.forward = self.runner._model.forward, self._record_logits
 
     def run(self, *requests: EngineRequest, stagger: int = 0) -> dict[int, list[int]]:
@@ -74,27 +78,33 @@ class Served:
                 for key, token in zip(deltas.keys.tolist(), deltas.tokens.tolist(), strict=True):
                     tokens[key].append(token)
                 for ended in deltas.ended:
+                    self.cached[ended.key] = ended.cached_tokens
                     self.reasons[ended.key] = ended.finish_reason
                     if ended.error is not None:
                         self.errors[ended.key] = str(ended.error)
         self.engine.check_integrity()
         return tokens
 
-    def _record_rows(self, info: SchedulerInfo) -> Any:
+    def _record_keys(self, info: SchedulerInfo) -> Any:
         keys = self.engine.lifecycle.running.key[info.ids].tolist()
-        ends = (info.kv_len + info.chunk_len).tolist()
-        sampled = (info.last_pos >= 0).tolist()
-        self._rows.append(
-            [(key, end) for key, end, yes in zip(keys, ends, sampled, strict=True) if yes]
-        )
+        self._keys[info.epoch, info.step] = dict(zip(info.ids.tolist(), keys, strict=True))
         self.steps.append(info)
         return self._submit(info)
 
+    def _record_rows(self, info: SchedulerInfo, *inputs: Any) -> Any:
+        keys = self._keys[info.epoch, info.step]
+        ends = (info.kv_len + info.chunk_len).tolist()
+        self._rows = [
+            (keys[handle], end)
+            for handle, end, last in zip(info.ids.tolist(), ends, info.last_pos, strict=True)
+            if last >= 0
+        ]
+        return self._advance(info, *inputs)
+
     def _record_logits(self, *inputs: Any) -> torch.Tensor:
         logits: torch.Tensor = self._forward(*inputs)
-        rows = self._rows.pop(0)
-        assert len(rows) == len(logits)
-        for (key, position), row in zip(rows, logits, strict=True):
+        assert len(self._rows) == len(logits)
+        for (key, position), row in zip(self._rows, logits, strict=True):
             self.sampled.setdefault(key, {})[position] = row.clone()
         return logits
 

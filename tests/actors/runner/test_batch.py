@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo, StepResult
+from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner.batch import StepInputs, build_inputs
 from rayfin.actors.runner.request_slots import RequestSlots
 
@@ -25,10 +25,10 @@ def _prefilled(step_of: Make, row: Make) -> RequestSlots:
     first = step_of(
         row(0, [10, 11, 12, 13, 14], held=2, new_pages=[7, 2]),
         row(2, [20, 21, 22, 23], held=1, new_pages=[5]),
-        new=[NewRequest(0, Sampling()), NewRequest(2, Sampling(0.5, 3, 0.9, 0.1, 77))],
+        new=[NewRequest(0, Sampling(), 100), NewRequest(2, Sampling(0.5, 3, 0.9, 0.1, 77), 100)],
     )
     slots.apply(first)
-    slots.remember(first, StepResult(0, 0, np.array([15, 24], np.int32)))
+    slots.remember(first, np.array([15, 24], np.int32))
     return slots
 
 
@@ -36,7 +36,7 @@ def test_prompts(step_of: Make, row: Make) -> None:
     info = step_of(
         row(1, [10, 11, 12, 13, 14], held=2, new_pages=[7, 2]),
         row(3, [20, 21, 22, 23], held=1, new_pages=[5]),
-        new=[NewRequest(1, Sampling()), NewRequest(3, Sampling())],
+        new=[NewRequest(1, Sampling(), 100), NewRequest(3, Sampling(), 100)],
     )
     inputs = _build(info, RequestSlots(4, 6))
     batch = inputs.batch
@@ -60,7 +60,7 @@ def test_decoding_rows_and_a_chunk(step_of: Make, row: Make) -> None:
         row(2, [-1], kv_len=4, held=2, new_pages=[9], decoding=True),
         row(0, [-1], kv_len=5, held=2, decoding=True),
         row(1, [30, 31, 32], held=2, new_pages=[1, 3], samples=False),
-        new=[NewRequest(1, Sampling())],
+        new=[NewRequest(1, Sampling(), 100)],
     )
     inputs = _build(info, slots)
     assert inputs.input_ids.tolist() == [24, 15, 30, 31, 32]
@@ -75,7 +75,7 @@ def test_decoding_rows_and_a_chunk(step_of: Make, row: Make) -> None:
 
 def test_chunk_that_goes_on(step_of: Make, row: Make) -> None:
     slots = RequestSlots(4, 6)
-    new = [NewRequest(1, Sampling())]
+    new = [NewRequest(1, Sampling(), 100)]
     _build(step_of(row(1, [30, 31, 32], held=2, new_pages=[6, 3], samples=False), new=new), slots)
     inputs = _build(step_of(row(1, [33, 34], kv_len=3, held=2)), slots)
     assert inputs.batch.positions.tolist() == [3, 4]
@@ -85,7 +85,9 @@ def test_chunk_that_goes_on(step_of: Make, row: Make) -> None:
 
 
 def test_nothing_is_sampled(step_of: Make, row: Make) -> None:
-    info = step_of(row(0, [1, 2], new_pages=[0], samples=False), new=[NewRequest(0, Sampling())])
+    info = step_of(
+        row(0, [1, 2], new_pages=[0], samples=False), new=[NewRequest(0, Sampling(), 100)]
+    )
     inputs = _build(info, RequestSlots(1, 1))
     assert inputs.sampled.shape == (0,) and inputs.sampled_rows.shape == (0,)
 

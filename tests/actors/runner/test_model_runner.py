@@ -66,7 +66,6 @@ def test_crash_and_replay_give_the_same_tokens(
         nonlocal calls
         calls += 1
         if calls in (3, 11):
-            engine._rows.clear()
             raise GroupFailed("the runner died")
         return execute(info)
 
@@ -155,12 +154,12 @@ def test_steps_of_another_epoch_are_refused(
     config = resolve(args, *runner.profile())
     runner.start(config, epoch=3)
     one = row(0, [5, 6], new_pages=[0])
-    new = [NewRequest(0, Sampling())]
+    new = [NewRequest(0, Sampling(), 100)]
     for epoch, step in ((2, 0), (4, 0), (3, 1), (3, -1)):
         with pytest.raises(EngineUnavailable, match=rf"{epoch}.{step} refused"):
             runner.execute(step_of(one, epoch=epoch, step=step, new=new))
     result = runner.execute(step_of(one, epoch=3, step=0, new=new))
-    assert (result.epoch, result.step) == (3, 0) and result.tokens[0] >= 0
+    assert (result.epoch, result.step) == (3, 0) and result.tokens[0, 0] >= 0
     assert result.seconds > 0
     with pytest.raises(EngineUnavailable):  # a step is never repeated
         runner.execute(step_of(one, epoch=3, step=0, new=new))
@@ -174,7 +173,7 @@ def test_nothing_runs_before_start(
 ) -> None:
     runner = ModelRunner(engine_args(tiny_model("llama").folder))
     with pytest.raises(EngineUnavailable):
-        runner.execute(step_of(row(0, [5], new_pages=[0]), new=[NewRequest(0, Sampling())]))
+        runner.execute(step_of(row(0, [5], new_pages=[0]), new=[NewRequest(0, Sampling(), 100)]))
 
 
 def test_mid_prompt_chunk_samples_nothing(
@@ -183,8 +182,10 @@ def test_mid_prompt_chunk_samples_nothing(
     args = engine_args(tiny_model("llama").folder)
     runner = ModelRunner(args)
     runner.start(resolve(args, *runner.profile()), epoch=0)
-    info = step_of(row(0, [5, 6], new_pages=[0], samples=False), new=[NewRequest(0, Sampling())])
-    assert runner.execute(info).tokens.tolist() == [-1]
+    info = step_of(
+        row(0, [5, 6], new_pages=[0], samples=False), new=[NewRequest(0, Sampling(), 100)]
+    )
+    assert runner.execute(info).tokens.tolist() == [[-1]]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rayfin.actors.messages import NewRequest, Sampling, StepResult
+from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.request_slots import RequestSlots
 
 Make = Callable[..., Any]
@@ -17,6 +17,7 @@ def _poison(slots: RequestSlots) -> None:
             array[:] = 99
     for handle in range(len(slots.num_pages)):
         slots.banned[handle] = (99,)
+        slots.stops.set(handle, range(20))
 
 
 def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None:
@@ -26,7 +27,7 @@ def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None
     for sampling in (Sampling(), Sampling(0.7, 5, 0.9, 0.2, 123, (4,), 30)):
         info = step_of(
             row(1, [1, 2, 3, 4, 5], held=2, new_pages=[3, 0]),
-            new=[NewRequest(1, sampling)],
+            new=[NewRequest(1, sampling, 100, frozenset([5]))],
             finished=[1],
         )
         fresh.apply(info)
@@ -37,6 +38,8 @@ def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None
             elif isinstance(array, np.ndarray):
                 assert getattr(used, name)[1] == array[1], name
         assert used.banned.get(1) == fresh.banned.get(1)
+        tokens = np.arange(25, dtype=np.int32)
+        assert np.flatnonzero(used.stops.hits(np.full(25, 1), tokens)).tolist() == [5]
 
 
 def test_pages_are_appended_row_by_row(step_of: Make, row: Make) -> None:
@@ -45,7 +48,7 @@ def test_pages_are_appended_row_by_row(step_of: Make, row: Make) -> None:
         step_of(
             row(2, [1] * 5, held=2, new_pages=[8, 6]),
             row(0, [1] * 9, held=3, new_pages=[1, 5, 3]),
-            new=[NewRequest(2, Sampling()), NewRequest(0, Sampling())],
+            new=[NewRequest(2, Sampling(), 100), NewRequest(0, Sampling(), 100)],
         )
     )
     slots.apply(
@@ -63,8 +66,10 @@ def test_slot_changes_hands_in_one_step(step_of: Make, row: Make) -> None:
     """``finished`` comes before ``new_requests``."""
     slots = RequestSlots(1, 4)
     minimum = Sampling(banned=(2,), banned_until=9)
-    slots.apply(step_of(row(0, [1] * 5, new_pages=[0, 1]), new=[NewRequest(0, minimum)]))
-    slots.apply(step_of(row(0, [1], new_pages=[3]), new=[NewRequest(0, Sampling())], finished=[0]))
+    slots.apply(step_of(row(0, [1] * 5, new_pages=[0, 1]), new=[NewRequest(0, minimum, 100)]))
+    slots.apply(
+        step_of(row(0, [1], new_pages=[3]), new=[NewRequest(0, Sampling(), 100)], finished=[0])
+    )
     assert slots.num_pages[0] == 1 and slots.page_tables[0, 0] == 3
     assert slots.banned == {} and slots.banned_until[0] == 0
 
@@ -72,5 +77,5 @@ def test_slot_changes_hands_in_one_step(step_of: Make, row: Make) -> None:
 def test_remembers_sampled_tokens_only(step_of: Make, row: Make) -> None:
     slots = RequestSlots(3, 1)
     info = step_of(row(2, [1]), row(0, [1]), row(1, [1]))
-    slots.remember(info, StepResult(0, 0, np.array([7, -1, 5], np.int32)))
+    slots.remember(info, np.array([7, -1, 5], np.int32))
     assert slots.last_token.tolist() == [0, 5, 7]

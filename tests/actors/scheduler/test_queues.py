@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.queues import WaitingQueue
 from rayfin.actors.scheduler.request import Request
+from rayfin.cache.prefix_index import HashChain
 
 
 def _request(order: int, priority: int = 0) -> Request:
     source = EngineRequest(
         str(order), np.array([1], np.int32), Sampling(), StopRules(1), priority=priority
     )
-    return Request(source, order)
+    return Request(source, order, HashChain(4))
 
 
 def test_preempted_request_comes_back_in_front() -> None:

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 FUNCTION_FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 MODEL_LEN = 70
+WISHES = ("stop", "eos", "priority", "client", "extra_keys")
+FAST = {"max_lease": 16, "step_seconds": 0.0002}
+ALIKE = [*range(50), *range(10)]
 
 
 @st.composite
@@ -25,6 +28,9 @@ def _limits(draw: st.DrawFn) -> dict[str, Any]:
         "max_prefill_batch": draw(st.integers(1, 4)),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "vocab_size": draw(st.sampled_from([5, 50])),
+        "prefix_caching": draw(st.booleans()),
+        "max_lease": draw(st.sampled_from([1, 7, 16])),
+        "step_seconds": draw(st.sampled_from([0.0, 0.0002, 0.001])),
     }
 
 
@@ -34,12 +40,13 @@ def _request(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "at": draw(st.integers(0, 15)),
         "abort_at": draw(st.none() | st.integers(0, 40)),
-        "prompt": draw(st.integers(1, 60)),
+        "prompt": draw(st.integers(1, 60) | st.integers(1, 60).map(lambda n: ALIKE[:n])),
         "max_tokens": draw(st.integers(1, 10)),
         "stop": draw(st.sets(tokens, max_size=2) | st.sets(tokens, min_size=9, max_size=12)),
         "eos": draw(st.sets(tokens, max_size=1)),
         "priority": draw(st.integers(0, 2)),
         "client": draw(st.sampled_from("ab")),
+        "extra_keys": draw(st.sampled_from([(), (), ("salt",)])),
     }
 
 
@@ -47,7 +54,7 @@ def _play(h: Any, requests: list[dict[str, Any]]) -> None:
     aborts: dict[int, list[Any]] = {}
     for now in range(45):
         for wish in [r for r in requests if r["at"] == now]:
-            wanted = {name: wish[name] for name in ("stop", "eos", "priority", "client")}
+            wanted = {name: wish[name] for name in WISHES}
             stream = h.add(wish["prompt"], wish["max_tokens"], **wanted)
             if wish["abort_at"] is not None:
                 aborts.setdefault(max(now, wish["abort_at"]), []).append(stream)
@@ -82,6 +89,8 @@ def test_streams_are_exact(
     _play(h, requests)
     h.check()
     event(f"preempted: {h.engine.lifecycle.num_preemptions > 0}")
+    event(f"shared: {h.engine.stats().prefix_hits > 0}")
+    event(f"leased: {any(step.lease > 1 for step in h.executor.log)}")
     event(f"restarted: {h.executor.epoch > 0}")
 
 
@@ -128,30 +137,38 @@ def test_resubmission_goes_on_where_it_broke_off(
     assert [seed for seed, _ in second.history].count(rest.seed) == 10 - cut
 
 
-def test_every_crash_point(harness: Callable[..., Any], scheduler: str) -> None:
+@pytest.mark.parametrize("speed", [{}, FAST])
+def test_every_crash_point(
+    harness: Callable[..., Any], scheduler: str, speed: dict[str, Any]
+) -> None:
     """The group dies once, at each step of a run in turn."""
     for crash in range(100):
-        h = harness(scheduler=scheduler, num_pages=24, max_batch_tokens=8, max_decoding_batch=4)
+        h = harness(
+            scheduler=scheduler, num_pages=24, max_batch_tokens=8, max_decoding_batch=4, **speed
+        )
         h.executor.fail_at = {crash}
         for length in (5, 1, 8, 20):
-            h.add(length, 8)
+            h.add(ALIKE[:length], 8)
         h.run()
         h.check()
         if h.executor.epoch == 0:  # it was done before
             break
         assert h.executor.epoch == 1
-    assert 8 <= crash < 99
+    assert 3 <= crash < 99
 
 
-def test_every_abort_point(harness: Callable[..., Any], scheduler: str) -> None:
+@pytest.mark.parametrize("speed", [{}, FAST])
+def test_every_abort_point(
+    harness: Callable[..., Any], scheduler: str, speed: dict[str, Any]
+) -> None:
     """One request is aborted after each number of steps in turn; its slot is used again."""
     for moment in range(16):
-        h = harness(scheduler=scheduler, max_decoding_batch=2, max_batch_tokens=6)
-        victim = h.add(9, 6)
+        h = harness(scheduler=scheduler, max_decoding_batch=2, max_batch_tokens=6, **speed)
+        victim = h.add(ALIKE[:9], 6)
         h.add(3, 6)
         for _ in range(moment):
             h.step()
         h.abort(victim)
-        h.add(7, 6)
+        h.add(ALIKE[:9], 6)
         h.run()
         h.check()

@@ -1,0 +1,368 @@
+"""Runners without a model: the oracle of the scheduler's tests, of the simulator and fault tests.
+
+The next token is a hash of the whole context, which the fake reads back from its pages: whatever
+goes wrong on the way there (a page lost, shared wrongly, written too late) gives other tokens. It
+follows the steps by their diffs only, and asserts that they say enough and say it right. It uses
+ids just as a model's runner does: it writes all rows before it reads any, and runs leases.
+"""
+
+import pickle
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rayfin.actors.config import EngineConfig
+from rayfin.actors.messages import (
+    NO_TOKEN,
+    SAMPLED_LAST_STEP,
+    Ended,
+    EngineRequest,
+    Int32Array,
+    NewRequest,
+    SchedulerInfo,
+    StepResult,
+)
+from rayfin.actors.scheduler.executor import GroupFailed
+
+UNWRITTEN = -7  # a slot of a page that nobody has written since it was taken
+JUNK = -9  # what a row leaves in its own pages that goes on after its end
+
+
+def next_token(context: Int32Array, seed: int, vocab_size: int) -> int:
+    """The fake model: a hash of the whole context [N] and the request's seed."""
+    return zlib.crc32(context.astype(np.int32).tobytes(), seed) % vocab_size
+
+
+class Stream:
+    """What a client has got of one request, and what there is to get."""
+
+    def __init__(self, source: EngineRequest, vocab_size: int) -> None:
+        self.source = source
+        self.tokens: list[int] = list(source.output)
+        self.ended: Ended | None = None
+        self.aborted = False
+        self._vocab_size = vocab_size
+        self._truth = np.concatenate([source.prompt, source.output]).astype(np.int32)
+
+    @property
+    def seed(self) -> int:
+        return self.source.sampling.seed
+
+    @property
+    def open(self) -> bool:
+        return self.ended is None and not self.aborted
+
+    def truth(self, length: int) -> Int32Array:
+        """The first ``length`` tokens of the request's context if nothing ever stopped it."""
+        if length > len(self._truth):
+            tokens = np.concatenate([self._truth, np.zeros(length, np.int32)])
+            for end in range(len(self._truth), length):
+                tokens[end] = next_token(tokens[:end], self.seed, self._vocab_size)
+            self._truth = tokens[:length]
+        return self._truth[:length]
+
+    def outcome(self) -> tuple[list[int], str, int | None]:
+        """The tokens, finish reason and stop reason of the request when it runs to its end."""
+        prompt, stopping = len(self.source.prompt), self.source.stopping
+        for count in range(len(self.source.output) + 1, stopping.max_tokens + 1):
+            output = self.truth(prompt + count)[prompt:]
+            last = int(output[-1])
+            if last in stopping.stop_token_ids:
+                return output.tolist(), "stop", None if last in stopping.eos_token_ids else last
+        return output.tolist(), "length", None
+
+
+@dataclass(slots=True)
+class Mirror:
+    """What a runner knows of one handle, from diffs alone."""
+
+    new: NewRequest
+    stream: Stream | None  # None: a request that no test has told of; only its pages are checked
+    known: int  # tokens that the scheduler knew when it sent the request
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = -1  # in the pages; -1 before the first row, which says what was cached
+    sampled: int | None = None
+    over_since: int | None = None  # the call in which it failed, or stopped within its lease
+
+
+@dataclass(slots=True)
+class _FakeStep:
+    executor: "FakeExecutor"
+    info: SchedulerInfo
+    sent: bytes
+
+    def result(self) -> StepResult:
+        assert pickle.dumps(self.info) == self.sent, "a step was changed after it was submitted"
+        return self.executor.run(self.info)
+
+
+class FakeExecutor:
+    """An ``Executor`` on a virtual clock; its knobs are plain attributes.
+
+    Calls are counted over all epochs, from 0. Requests are known by the seed of their sampling,
+    which is therefore different for each in ``streams``.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.epoch = 0
+        self.config = config
+        self.streams: dict[int, Stream] = {}  # by seed: what the runner is not told
+        self.fail_at: set[int] = set()  # calls during which the group dies
+        self.fail_submit_at: set[int] = set()  # calls that find it dead
+        self.stale_at: set[int] = set()  # calls answered with the answer to another
+        self.errors: set[tuple[int, int]] = set()  # (seed, output index) that fail their row
+        self.step_seconds = 0.0  # of each step of a call ...
+        self.token_seconds = 0.0  # ... and of each of its tokens
+        self.delays: dict[int, float] = {}  # call -> seconds that its answer takes longer
+        self.clock = 0.0
+        self.log: list[SchedulerInfo] = []
+        self.left: list[int] = []  # seeds of the handles that were forgotten, in order
+        self.entered: list[int] = []  # seeds of new requests, in order
+        self.live: dict[int, Mirror] = {}
+        self.num_submitted = 0
+        self.num_run = 0
+        self._dead = False
+        self._restart()
+
+    def submit(self, info: SchedulerInfo) -> _FakeStep:
+        self.num_submitted += 1
+        if self._dead or self.num_submitted - 1 in self.fail_submit_at:
+            self._dead = True
+            raise GroupFailed("the runner is gone")
+        return _FakeStep(self, info, pickle.dumps(info))
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self._restart()
+
+    def run(self, info: SchedulerInfo) -> StepResult:
+        """One call: checks the step, runs it, lets the time pass that it takes."""
+        call = self.num_run
+        self.num_run += 1
+        self.clock += self.delays.get(call, 0.0)
+        if self._dead or call in self.fail_at:
+            self._dead = True
+            raise GroupFailed("the runner died")
+        assert (info.epoch, info.step) == (self.epoch, self._next_step)
+        self._next_step += 1
+        self.log.append(info)
+        check_form(info)
+        check_limits(info, self.config)
+        self._take_news(info)
+        tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
+        result = StepResult(info.epoch, info.step - (call in self.stale_at), tokens)
+        columns = self._run_rows(info, result)
+        tokens_run = len(info.merge_prompt) + int((tokens[:, 1:] >= 0).sum())
+        result.seconds = columns * self.step_seconds + tokens_run * self.token_seconds
+        self.clock += result.seconds
+        return result
+
+    def _restart(self) -> None:
+        size = (self.config.num_pages, self.config.page_size)
+        self._memory = np.full(size, UNWRITTEN, np.int32)
+        self._shared: dict[int, list[Mirror]] = {}  # page -> its holders, where they are several
+        self._dead = False
+        self._next_step = 0
+        self.live.clear()
+
+    def _take_news(self, info: SchedulerInfo) -> None:
+        for handle in info.finished:
+            assert handle in self.live, "forgets an unknown handle"
+            self.left.append(self.live.pop(handle).new.sampling.seed)
+        held_before = {page for mirror in self.live.values() for page in mirror.pages}
+        for new in info.new_requests:
+            self._enter(new)
+        fresh: list[int] = []
+        start = 0
+        for row, handle in enumerate(info.ids.tolist()):
+            end = start + int(info.new_pages_len[row])
+            pages, start = info.new_pages[start:end].tolist(), end
+            mirror = self.live[handle]
+            if mirror.num_tokens < 0:
+                mirror.num_tokens = self._cached(info, row, mirror)
+                fresh += pages[mirror.num_tokens // self.config.page_size :]
+            else:
+                fresh += pages
+            mirror.pages += pages
+        assert all(mirror.num_tokens >= 0 for mirror in self.live.values()), "new, and not in it"
+        assert len(set(fresh)) == len(fresh), "a page is given to two requests"
+        assert not held_before & set(fresh), "a page is given away that is held"
+        assert all(0 <= page < self.config.num_pages for page in fresh)
+        self._memory[fresh] = UNWRITTEN
+        self._check_sharing()
+
+    def _enter(self, new: NewRequest) -> None:
+        assert 0 <= new.handle < self.config.limits.max_decoding_batch
+        assert new.handle not in self.live, "a live handle is given away"
+        stream, known = self.streams.get(new.sampling.seed), 0
+        if stream is not None:
+            source = stream.source
+            assert new.sampling == source.sampling
+            assert new.cap == len(source.prompt) + source.stopping.max_tokens
+            assert new.stop_token_ids == source.stopping.stop_token_ids
+            known = len(source.prompt) + len(stream.tokens)
+        self.live[new.handle] = Mirror(new, stream, known)
+        self.entered.append(new.sampling.seed)
+
+    def _cached(self, info: SchedulerInfo, row: int, mirror: Mirror) -> int:
+        """What the first row of a request says of the tokens that it found in the cache."""
+        cached = int(info.kv_len[row])
+        assert not info.is_decoding[row]
+        assert cached % self.config.page_size == 0, "a part of a page is shared"
+        assert cached == 0 or self.config.prefix_caching
+        assert mirror.stream is None or cached < mirror.known, "nothing is left to compute"
+        return cached
+
+    def _check_sharing(self) -> None:
+        """I3: a page is in two tables only if all that it depends on is equal, up to its end."""
+        holders: dict[int, list[Mirror]] = {}
+        for mirror in self.live.values():
+            assert len(set(mirror.pages)) == len(mirror.pages), "a page twice in one table"
+            for page in mirror.pages:
+                holders.setdefault(page, []).append(mirror)
+        self._shared = {page: group for page, group in holders.items() if len(group) > 1}
+        for page, group in self._shared.items():
+            first, *others = (mirror for mirror in group if mirror.stream is not None)
+            index = first.pages.index(page)
+            for other in others:
+                assert other.pages.index(page) == index
+                assert first.stream is not None and other.stream is not None
+                assert first.stream.source.extra_keys == other.stream.source.extra_keys
+                end = (index + 1) * self.config.page_size
+                assert np.array_equal(first.stream.truth(end), other.stream.truth(end)), (
+                    f"page {page} is shared by requests that differ"
+                )
+
+    def _run_rows(self, info: SchedulerInfo, result: StepResult) -> int:
+        """All rows, step by step of the lease; returns how many steps it took."""
+        rows: list[int] = []
+        for row in range(len(info.ids)):
+            mirror = self.live[int(info.ids[row])]
+            self._check_pages(info, row, mirror)
+            if mirror.over_since is None:
+                rows.append(row)
+            else:
+                self._run_on(info, row, mirror, result)
+        chunks = {row: self._resolve(info, row) for row in rows}
+        for column in range(info.lease):
+            mirrors = {row: self.live[int(info.ids[row])] for row in rows}
+            for row in rows:  # all are written before any is read, as a layer of a model does
+                self._write(mirrors[row], chunks[row])
+            for row in rows:
+                self._sample(info, row, column, result)
+            if column + 1 < info.lease:
+                rows = [row for row in rows if self._goes_on(mirrors[row])]
+            chunks = {row: [int(result.tokens[row, column])] for row in rows}
+            if not rows:
+                break
+        return column + 1
+
+    def _check_pages(self, info: SchedulerInfo, row: int, mirror: Mirror) -> None:
+        kv_len, size = int(info.kv_len[row]), self.config.page_size
+        assert info.kv_page_len[row] == len(mirror.pages) <= self.config.max_pages_per_request
+        written = int(info.chunk_len[row])
+        if info.is_decoding[row]:
+            room = mirror.new.cap - kv_len - 1
+            assert room > 0, "decodes past its last token"
+            written = min(info.lease, room)
+        assert len(mirror.pages) * size >= kv_len + written, "pages are missing"
+
+    def _run_on(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
+        """A row that is over, which the scheduler does not know yet: whatever it says is dropped.
+
+        It writes to pages of its own, where nobody may look.
+        """
+        assert mirror.over_since is not None
+        assert self.num_run - mirror.over_since < self.config.steps_in_flight, "it is known"
+        count = min(info.lease, mirror.new.cap - int(info.kv_len[row]) - 1)
+        for position in range(int(info.kv_len[row]), int(info.kv_len[row]) + count):
+            page = mirror.pages[position // self.config.page_size]
+            assert page not in self._shared, "junk in a shared page"
+            self._memory[page, position % self.config.page_size] = JUNK
+        result.tokens[row, :count] = 0
+
+    def _resolve(self, info: SchedulerInfo, row: int) -> list[int]:
+        """The row's tokens; a placeholder only where this runner sampled just that token."""
+        mirror = self.live[int(info.ids[row])]
+        assert info.kv_len[row] == mirror.num_tokens, "it stands elsewhere"
+        chunk: list[int] = info.chunk_prompt(row).tolist()
+        if not info.is_decoding[row]:
+            assert SAMPLED_LAST_STEP not in chunk, "a placeholder in a prompt"
+            return chunk
+        assert mirror.sampled is not None, "decodes before it has sampled"
+        assert chunk[0] in (SAMPLED_LAST_STEP, mirror.sampled)
+        return [mirror.sampled]
+
+    def _write(self, mirror: Mirror, tokens: list[int]) -> None:
+        size = self.config.page_size
+        for position, token in enumerate(tokens, start=mirror.num_tokens):
+            page = mirror.pages[position // size]
+            for holder in self._shared.get(page, []):  # I4
+                truth = token if holder.stream is None else holder.stream.truth(position + 1)[-1]
+                assert token == truth, "another token is written to a shared page"
+            self._memory[page, position % size] = token
+        mirror.num_tokens += len(tokens)
+        mirror.sampled = None
+
+    def _sample(self, info: SchedulerInfo, row: int, column: int, result: StepResult) -> None:
+        """Reads the row's context back from its pages, and says what comes next."""
+        mirror = self.live[int(info.ids[row])]
+        stream, seed, end = mirror.stream, mirror.new.sampling.seed, mirror.num_tokens
+        context = self._memory[mirror.pages].reshape(-1)[:end]
+        assert stream is None or np.array_equal(context, stream.truth(end)), "other tokens in pages"
+        samples = info.last_pos[row] != NO_TOKEN
+        if stream is not None:
+            assert samples == (end >= mirror.known), "samples before its prompt ends, or not at all"
+        if not samples:
+            assert self.config.scheduler != "v0", "V0 splits a prompt"
+            return
+        assert column or info.last_pos[row] == info.chunk_len[row] - 1
+        if stream is not None and (seed, end - len(stream.source.prompt)) in self.errors:
+            result.errors[row] = "planted"
+            mirror.over_since = self.num_run
+            return
+        mirror.sampled = next_token(context, seed, self.config.vocab_size)
+        result.tokens[row, column] = mirror.sampled
+
+    def _goes_on(self, mirror: Mirror) -> bool:
+        """Whether a row of a lease samples once more; ``RequestSlots.goes_on`` says the same."""
+        if mirror.sampled is None:
+            return False
+        if mirror.sampled in mirror.new.stop_token_ids:
+            mirror.over_since = self.num_run
+            return False
+        return mirror.num_tokens + 1 < mirror.new.cap
+
+
+def check_form(info: SchedulerInfo) -> None:
+    """DESIGN 4: shapes, types, and what the fields say of one another."""
+    rows = len(info.ids)
+    assert rows > 0, "an empty step"
+    for name in ("chunk_idx", "chunk_len", "kv_len", "kv_page_len", "last_pos"):
+        array = getattr(info, name)
+        assert array.shape == (rows,) and array.dtype == np.int32, name
+    for name in ("ids", "merge_prompt", "new_pages", "new_pages_len"):
+        assert getattr(info, name).dtype == np.int32, name
+    assert info.is_decoding.dtype == np.bool_
+    assert len(set(info.ids.tolist())) == rows, "a handle twice in one step"
+    assert info.decoding_batch + info.prefill_batch == rows
+    assert info.is_decoding.tolist() == [i < info.decoding_batch for i in range(rows)]
+    assert (info.chunk_len >= 1).all()
+    assert info.chunk_idx.tolist() == (np.cumsum(info.chunk_len) - info.chunk_len).tolist()
+    assert info.chunk_len.sum() == len(info.merge_prompt)
+    assert (info.chunk_len[info.is_decoding] == 1).all()
+    assert (info.last_pos[info.is_decoding] == 0).all()
+    assert info.new_pages_len.sum() == len(info.new_pages) and (info.new_pages_len >= 0).all()
+    assert info.lease == 1 or (info.lease > 1 and not info.prefill_batch), "a prompt in a lease"
+
+
+def check_limits(info: SchedulerInfo, config: EngineConfig) -> None:
+    """I8: no step is larger than the engine was built for."""
+    limits = config.limits
+    assert len(info.merge_prompt) <= limits.max_batch_tokens
+    assert len(info.ids) <= limits.max_decoding_batch
+    assert info.prefill_batch <= limits.max_prefill_batch
+    assert info.lease <= config.max_lease
+    if config.scheduler == "v0":
+        assert not (info.decoding_batch and info.prefill_batch), "V0 mixes"

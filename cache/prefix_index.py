@@ -1,0 +1,106 @@
+"""Which page holds which tokens: full pages by the hash of everything up to their end.
+
+A page's hash is SHA-256(hash of the page before it, the page's tokens); the first page's parent is
+the hash of the request's *extra keys* (adapter, image, ``cache_salt``), so two requests share a
+page only if everything that its keys and values depend on is equal (vLLM's hash chain, with its
+advisories read: no weak hash, and the page's tokens are compared on a hit).
+"""
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfin.cache.errors import CacheError
+
+Tokens = npt.NDArray[np.int32]
+
+
+class HashChain:
+    """The page hashes of one growing token string. Only full pages have one."""
+
+    def __init__(self, page_size: int, extra_keys: Sequence[str] = ()) -> None:
+        self._page_size = page_size
+        root = sha256()
+        for key in extra_keys:  # length first: ("ab", "c") and ("a", "bc") differ
+            encoded = key.encode()
+            root.update(len(encoded).to_bytes(8, "big") + encoded)
+        self._root = root.digest()
+        self.hashes: list[bytes] = []
+
+    def extend(self, tokens: Tokens) -> None:
+        """Hashes the pages that have become full; ``tokens`` is the whole string so far."""
+        size = self._page_size
+        parent = self.hashes[-1] if self.hashes else self._root
+        for index in range(len(self.hashes), len(tokens) // size):
+            page = np.ascontiguousarray(tokens[index * size : (index + 1) * size], np.int32)
+            parent = sha256(parent + page.tobytes()).digest()
+            self.hashes.append(parent)
+
+
+class PrefixIndex:
+    """Full pages that can be shared, free or held. One page per hash: the first one to come."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: list[bytes | None] = [None] * num_pages
+        self._tokens_of: list[bytes] = [b""] * num_pages
+
+    def __contains__(self, page: int) -> bool:
+        return self._hash_of[page] is not None
+
+    def __len__(self) -> int:
+        return len(self._page_of)
+
+    def match(self, hashes: Sequence[bytes], tokens: Tokens, page_size: int) -> list[int]:
+        """The pages of the longest known prefix, in order; O(pages matched)."""
+        pages: list[int] = []
+        for index, page_hash in enumerate(hashes):
+            page = self._page_of.get(page_hash)
+            if page is None:
+                break
+            own = np.ascontiguousarray(
+                tokens[index * page_size : (index + 1) * page_size], np.int32
+            )
+            if self._tokens_of[page] != own.tobytes():
+                break
+            pages.append(page)
+        return pages
+
+    def add(self, page: int, page_hash: bytes, tokens: Tokens) -> bool:
+        """Makes a full page known; False if its tokens are known under another page already."""
+        if page_hash in self._page_of:
+            return False
+        self._page_of[page_hash] = page
+        self._hash_of[page] = page_hash
+        self._tokens_of[page] = np.ascontiguousarray(tokens, np.int32).tobytes()
+        return True
+
+    def drop(self, page: int) -> None:
+        """Forgets a page whose memory is about to be written anew. Unknown pages are ignored."""
+        page_hash = self._hash_of[page]
+        if page_hash is not None:
+            del self._page_of[page_hash]
+            self._hash_of[page] = None
+            self._tokens_of[page] = b""
+
+    def clear(self) -> None:
+        """Forgets everything: the memory behind the pages is gone."""
+        for page in list(self._page_of.values()):
+            self.drop(page)
+
+    def check_integrity(self, page_size: int) -> None:
+        """Both directions agree, and every known page has all of its tokens. O(pages).
+
+        Raises:
+            CacheError: with the first broken rule.
+        """
+        for page, page_hash in enumerate(self._hash_of):
+            tokens = len(self._tokens_of[page]) // np.dtype(np.int32).itemsize
+            if page_hash is not None and self._page_of.get(page_hash) != page:
+                raise CacheError(f"page {page} is known, and cannot be found")
+            if tokens != (0 if page_hash is None else page_size):
+                raise CacheError(f"{tokens} tokens of page {page} are known")
+        if len(self._page_of) != sum(page_hash is not None for page_hash in self._hash_of):
+            raise CacheError("a page that is not known can be found")

@@ -1,0 +1,330 @@
+"""Page tables that share pages: by example, and by random histories against a model of memory."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from rayfin.cache.errors import CacheError
+from rayfin.cache.page_tables import PageTables
+from rayfin.cache.prefix_index import HashChain, Tokens
+
+SIZE = 4
+
+
+def _tokens(values: Sequence[int]) -> Tokens:
+    return np.array(values, np.int32)
+
+
+def _chain(tokens: Sequence[int], size: int = SIZE, extra: Sequence[str] = ()) -> HashChain:
+    chain = HashChain(size, extra)
+    chain.extend(_tokens(tokens))
+    return chain
+
+
+def _enter(tables: PageTables, slot: int, tokens: Sequence[int]) -> list[int]:
+    """What an admission and its whole prompt do; returns the pages found."""
+    chain = _chain(tokens)
+    hits = tables.match(chain, _tokens(tokens))
+    tables.adopt(slot, hits)
+    assert tables.published[slot] == tables.held[slot] == len(hits)
+    assert tables.grow(slot, len(tokens))
+    tables.publish(slot, chain, _tokens(tokens))
+    return hits
+
+
+TEN = list(range(10))
+
+
+def test_second_request_shares_full_pages() -> None:
+    tables = PageTables(2, 8, SIZE, prefix_caching=True)
+    assert _enter(tables, 0, TEN) == []
+    assert _enter(tables, 1, TEN) == [0, 1]
+    assert tables.pages_since(1, 0) == [0, 1, 3]
+    assert tables.num_held == 4 and tables.pool.references[:4] == [2, 2, 1, 1]
+    assert tables.published.tolist() == [2, 2]
+    tables.release(0)
+    assert tables.num_held == 3
+    tables.check_integrity()
+
+
+def test_last_token_is_always_computed() -> None:
+    tables = PageTables(2, 8, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN[:8])
+    for length, pages in ((1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (10, 2)):
+        tokens = TEN[:length]
+        assert len(tables.match(_chain(tokens), _tokens(tokens))) == pages, length
+
+
+def test_nothing_is_shared_when_it_is_off() -> None:
+    tables = PageTables(2, 8, SIZE)
+    assert _enter(tables, 0, TEN) == _enter(tables, 1, TEN) == []
+    assert tables.num_held == 6
+    tables.retract(0)
+    tables.release(0)
+    tables.check_integrity()
+
+
+def test_pages_are_found_while_they_are_free() -> None:
+    tables = PageTables(1, 8, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN)
+    tables.release(0)
+    assert tables.num_held == 0
+    tables.check_integrity()
+    assert _enter(tables, 0, TEN) == [0, 1]
+    assert tables.num_held == 3
+
+
+def test_useless_pages_go_first_then_the_least_recently_used() -> None:
+    tables = PageTables(2, 8, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN)  # pages 0, 1, and 2 that is not full
+    _enter(tables, 1, [9] * 8)  # pages 3, 4
+    tables.release(0)
+    tables.release(1)
+    assert tables.pool.free_pages() == [2, 5, 6, 7, 1, 0, 4, 3]
+    assert _enter(tables, 0, TEN) == [0, 1]  # used just now
+    tables.release(0)
+    assert tables.pool.free_pages() == [2, 5, 6, 7, 4, 3, 1, 0]
+    assert tables.grow(1, 5 * SIZE)
+    assert tables.match(_chain([9] * 8), _tokens([9] * 8)) == [3]  # its tail has gone
+    assert len(tables.match(_chain(TEN), _tokens(TEN))) == 2
+    tables.check_integrity()
+
+
+def test_eviction_never_touches_a_held_page() -> None:
+    tables = PageTables(3, 4, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN[:9])
+    assert not tables.grow(1, 2 * SIZE)
+    assert tables.grow(1, SIZE)
+    assert tables.pages_since(1, 0) == [3]
+    assert tables.match(_chain(TEN[:9]), _tokens(TEN[:9])) == [0, 1]
+    tables.check_integrity()
+
+
+def test_free_pages_that_a_request_would_adopt_do_not_count_as_room() -> None:
+    tables = PageTables(2, 4, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN)
+    assert tables.num_free_without([0, 1]) == 1
+    tables.release(0)
+    assert tables.num_free_without([0, 1]) == 2
+    assert tables.num_free_without([]) == 4
+
+
+def test_retract_forgets_all_pages_of_the_slot() -> None:
+    tables = PageTables(3, 12, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN)
+    _enter(tables, 1, [*TEN[:8], 7, 7, 7, 7, 7])
+    _enter(tables, 2, [5] * 8)
+    tables.retract(1)
+    for tokens, found in ((TEN, 0), ([*TEN[:8], 7, 7, 7, 7, 7], 0), ([5] * 9, 2)):
+        assert len(tables.match(_chain(tokens), _tokens(tokens))) == found
+    tables.check_integrity()
+    tables.release(1)
+    tables.check_integrity()
+    assert tables.pages_since(0, 0) == [0, 1, 2]  # who shares them keeps them
+
+
+def test_pages_of_equal_content_are_known_once() -> None:
+    """Two requests that were computed side by side; the second one's pages are useless later."""
+    tables = PageTables(2, 8, SIZE, prefix_caching=True)
+    tables.grow(0, 8)
+    tables.grow(1, 8)
+    for slot in (0, 1):
+        tables.publish(slot, _chain(TEN[:8]), _tokens(TEN[:8]))
+    tables.check_integrity()
+    tables.release(1)
+    tables.release(0)
+    assert tables.pool.free_pages() == [2, 3, 4, 5, 6, 7, 1, 0]
+
+
+def _know_a_page_that_is_not_full(tables: PageTables) -> None:
+    assert tables.index is not None
+    tables.index.add(tables.pages_since(0, 2)[0], b"?", _tokens([8, 9, 0, 0]))
+
+
+def _know_too_many(tables: PageTables) -> None:
+    tables.published[0] = 4
+
+
+def _know_half_a_page(tables: PageTables) -> None:
+    assert tables.index is not None
+    tables.index._tokens_of[0] = b"half"
+
+
+@pytest.mark.parametrize(
+    "corrupt", [_know_a_page_that_is_not_full, _know_too_many, _know_half_a_page]
+)
+def test_check_integrity_finds(corrupt: Callable[[PageTables], None]) -> None:
+    tables = PageTables(2, 8, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN)
+    tables.check_integrity()
+    corrupt(tables)
+    with pytest.raises(CacheError):
+        tables.check_integrity()
+
+
+Prefix = tuple[str, tuple[int, ...]]  # extra key, all tokens up to a page's end
+PROMPTS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=30)
+
+
+class SharedPagesMachine(RuleBasedStateMachine):
+    """Requests that come, grow, end, fail and crash, in an alphabet in which many begin alike.
+
+    The model knows the free list, what each page holds, and what the index must know.
+    """
+
+    @initialize(slots=st.integers(1, 4), num_pages=st.integers(1, 20), size=st.integers(1, 5))
+    def start(self, slots: int, num_pages: int, size: int) -> None:
+        self.tables = PageTables(slots, num_pages, size, prefix_caching=True)
+        self.slots, self.size = slots, size
+        self.free = list(range(num_pages))
+        self.memory: list[list[int | None]] = [[None] * size for _ in range(num_pages)]
+        self.known: dict[Prefix, int] = {}
+        self.pages: list[list[int]] = [[] for _ in range(slots)]
+        self.text: list[list[int]] = [[] for _ in range(slots)]
+        self.salt = [""] * slots
+        self.chains = [HashChain(size) for _ in range(slots)]
+
+    @rule(slot=st.integers(0, 3), prompt=PROMPTS, salt=st.sampled_from(["", "", "", "x"]))
+    def enter(self, slot: int, prompt: list[int], salt: str) -> None:
+        slot %= self.slots
+        if self.pages[slot]:
+            return
+        chain = HashChain(self.size, [salt] if salt else [])
+        chain.extend(_tokens(prompt))
+        hits = self.tables.match(chain, _tokens(prompt))
+        assert hits == self._longest_known(salt, prompt)
+        room = len([page for page in self.free if page not in hits])
+        assert self.tables.num_free_without(hits) == room
+        if self.tables.pages_for(len(prompt)) - len(hits) > room:
+            return
+        self.tables.adopt(slot, hits)
+        self.free = [page for page in self.free if page not in hits]
+        self.pages[slot], self.salt[slot], self.chains[slot] = list(hits), salt, chain
+        self.text[slot] = prompt[: len(hits) * self.size]
+        assert self._append(slot, prompt[len(hits) * self.size :])
+        self._publish(slot)
+
+    @rule(slot=st.integers(0, 3), tokens=PROMPTS, publish=st.booleans())
+    def go_on(self, slot: int, tokens: list[int], publish: bool) -> None:
+        slot %= self.slots
+        if self.pages[slot] and self._append(slot, tokens) and publish:
+            self._publish(slot)
+
+    @rule(slot=st.integers(0, 3), failed=st.sampled_from([False, False, False, True]))
+    def leave(self, slot: int, failed: bool) -> None:
+        slot %= self.slots
+        if failed:
+            self.tables.retract(slot)
+            gone = set(self.pages[slot])
+            self.known = {prefix: page for prefix, page in self.known.items() if page not in gone}
+        self._release(slot)
+
+    @rule()
+    def crash(self) -> None:
+        for slot in range(self.slots):
+            self._release(slot)
+        assert self.tables.index is not None
+        self.tables.index.clear()
+        self.known.clear()
+        self.memory = [[None] * self.size for _ in self.memory]
+
+    def _longest_known(self, salt: str, prompt: list[int]) -> list[int]:
+        pages: list[int] = []
+        for end in range(self.size, len(prompt), self.size):
+            page = self.known.get((salt, tuple(prompt[:end])))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _append(self, slot: int, tokens: list[int]) -> bool:
+        after = len(self.text[slot]) + len(tokens)
+        missing = -(-after // self.size) - len(self.pages[slot])
+        fits = missing <= len(self.free)
+        assert self.tables.grow(slot, after) == fits
+        if not fits:
+            return False
+        taken, self.free = self.free[:missing], self.free[missing:]
+        self.known = {prefix: page for prefix, page in self.known.items() if page not in taken}
+        self.pages[slot] += taken
+        for position, token in enumerate(tokens, start=len(self.text[slot])):
+            page = self.pages[slot][position // self.size]
+            holders = sum(page in pages for pages in self.pages)
+            assert holders == 1, "I4: a shared page is written"
+            self.memory[page][position % self.size] = token
+        self.text[slot] += tokens
+        return True
+
+    def _publish(self, slot: int) -> None:
+        text = self.text[slot]
+        self.chains[slot].extend(_tokens(text))
+        start = int(self.tables.published[slot])
+        self.tables.publish(slot, self.chains[slot], _tokens(text))
+        for number in range(start, len(text) // self.size):
+            prefix = (self.salt[slot], tuple(text[: (number + 1) * self.size]))
+            self.known.setdefault(prefix, self.pages[slot][number])
+
+    def _release(self, slot: int) -> None:
+        self.tables.release(slot)
+        pages, self.pages[slot], self.text[slot] = self.pages[slot], [], []
+        for page in reversed(pages):
+            if any(page in others for others in self.pages):
+                continue
+            if page in self.known.values():
+                self.free.append(page)
+            else:
+                self.free.insert(0, page)
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        """I1, I2, and I6 with the order: the free list is the model's, so evictions are too."""
+        self.tables.check_integrity()
+        assert self.tables.pool.free_pages() == self.free
+        assert [self.tables.pages_since(slot, 0) for slot in range(self.slots)] == self.pages
+        for page, references in enumerate(self.tables.pool.references):
+            assert references == sum(page in pages for pages in self.pages)
+
+    @invariant()
+    def known_pages_hold_what_is_known(self) -> None:
+        """I5: only full pages, and each holds the tokens it is known for."""
+        assert self.tables.index is not None
+        assert len(self.tables.index) == len(self.known)
+        for (_, prefix), page in self.known.items():
+            assert page in self.tables.index
+            assert tuple(self.memory[page]) == prefix[-self.size :]
+
+    @invariant()
+    def shared_pages_are_equal_up_to_their_end(self) -> None:
+        """I3."""
+        owner: dict[int, Prefix] = {}
+        for slot, pages in enumerate(self.pages):
+            for number, page in enumerate(pages):
+                prefix = (self.salt[slot], tuple(self.text[slot][: (number + 1) * self.size]))
+                assert owner.setdefault(page, prefix) == prefix
+                assert list(prefix[1][number * self.size :]) == [
+                    token for token in self.memory[page][: len(prefix[1]) - number * self.size]
+                ]
+
+    def teardown(self) -> None:
+        """When all is let go nothing is held, and what was known is still found."""
+        if not hasattr(self, "tables"):
+            return
+        for slot in range(self.slots):
+            self._release(slot)
+        assert self.tables.num_held == 0
+        self.tables.check_integrity()
+        for salt, prefix in self.known:
+            tokens = [*prefix, 7]
+            chain = _chain(tokens, self.size, [salt] if salt else [])
+            found = self.tables.match(chain, _tokens(tokens))
+            assert found == self._longest_known(salt, tokens)
+
+
+SharedPagesMachine.TestCase.settings = settings(
+    deadline=None, max_examples=150, stateful_step_count=40
+)
+test_random_histories = SharedPagesMachine.TestCase
