@@ -28,7 +28,7 @@ from rayfin.deployments.engine_names import find_engine
 from rayfin.deployments.server_args import ServerArgs
 
 PATIENCE = 120.0  # seconds; only a failure waits so long
-MODEL = os.environ.get("RAYFIN_E2E_MODEL", "demo")
+MODEL = "demo"
 APP = "e2e"
 SERVE_DRIVER = """
 import sys
