@@ -14,7 +14,7 @@ import ray
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.messages import EngineRequest, EngineStats, Sampling, StopRules
+from rayfin.actors.messages import Ended, EngineRequest, EngineStats, Sampling, StopRules
 from rayfin.actors.scheduler.actor import SchedulerActor
 from rayfin.deployments.models import model_path
 
@@ -84,19 +84,23 @@ def test_killed_scheduler_is_replaced(
     old = app.scheduler()
     body = {"model": app.model, "prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
 
-    async def stream(http: httpx.AsyncClient) -> list[dict[str, Any]]:
-        return [event async for event in app.stream(http, body)]
+    events: list[dict[str, Any]] = []
 
-    async def ask_while_killing() -> tuple[list[dict[str, Any]], httpx.Response]:
+    async def stream(http: httpx.AsyncClient) -> None:
+        async for event in app.stream(http, body):
+            events.append(event)
+
+    async def ask_while_killing() -> httpx.Response:
         async with app.async_client() as http:
             streamed = asyncio.create_task(stream(http))
             whole = asyncio.create_task(http.post("/v1/completions", json=body))
-            while app.stats().running < 2:
+            while not events or app.stats().running < 2:
                 await asyncio.sleep(0.02)
             ray.kill(old)
-            return await streamed, await whole
+            await streamed
+            return await whole
 
-    events, whole = asyncio.run(ask_while_killing())
+    whole = asyncio.run(ask_while_killing())
     assert [event for event in events[:-1] if "error" in event] == []
     assert events[-1]["error"]["code"] == "engine_unavailable"
     assert whole.status_code == 503 and whole.json()["error"]["code"] == "engine_unavailable"
@@ -136,6 +140,17 @@ def request(client: str, key: int, max_tokens: int) -> EngineRequest:
     )
 
 
+def read_to_end(stream: Any) -> tuple[int, Ended]:
+    """The tokens of the one request that a client has, and its end; however many messages."""
+    tokens = 0
+    for ref in stream:
+        message = ray.get(ref)
+        tokens += len(message.tokens)
+        if message.ended:
+            return tokens, message.ended[0]
+    raise AssertionError(f"the subscription ended after {tokens} tokens")
+
+
 def test_silent_client_loses_its_requests_and_nobody_elses(short_lease: Any) -> None:
     """What waits behind a client that has gone runs once its lease is over."""
     stop = threading.Event()
@@ -150,16 +165,11 @@ def test_silent_client_loses_its_requests_and_nobody_elses(short_lease: Any) -> 
     renewing = threading.Thread(target=keep_alive)
     renewing.start()
     try:
-        ended: list[Any] = []
-        tokens = 0
-        while not ended:
-            message = ray.get(next(stream))
-            tokens += len(message.tokens)
-            ended += message.ended
+        tokens, ended = read_to_end(stream)
     finally:
         stop.set()
         renewing.join()
-    assert (tokens, ended[0].finish_reason, ended[0].error) == (20, "length", None)
+    assert (tokens, ended.finish_reason, ended.error) == (20, "length", None)
     stats: EngineStats = ray.get(short_lease.stats.remote())
     assert stats.finished["abort"] + stats.finished["length"] == 201
     assert stats.finished["abort"] > 150
@@ -172,7 +182,9 @@ def test_lease_ends_the_subscription_and_a_client_may_come_back(short_lease: Any
     assert list(subscribe.remote("quiet")) == []  # it ended by itself
     short_lease.submit.remote("quiet", [request("quiet", 1, 3)], [])
     stream = subscribe.remote("quiet")
-    keys = [key for _ in range(3) for key in ray.get(next(stream)).keys.tolist()]
+    keys: list[int] = []
+    while len(keys) < 3:  # a lease brings several tokens in one message
+        keys += ray.get(next(stream)).keys.tolist()
     assert keys == [1, 1, 1]
     short_lease.unsubscribe.remote("quiet")
     assert list(stream) == []
@@ -184,8 +196,8 @@ def test_requests_of_a_client_that_leaves_are_aborted(short_lease: Any) -> None:
     ray.get(short_lease.unsubscribe.remote("leaver"))
     short_lease.submit.remote("next", [request("next", 0, 2)], [])
     stream = short_lease.subscribe.options(num_returns="streaming").remote("next")
-    messages = [ray.get(next(stream)) for _ in range(2)]
-    assert messages[-1].ended[0].finish_reason == "length"
+    tokens, ended = read_to_end(stream)
+    assert (tokens, ended.finish_reason) == (2, "length")
     stats: EngineStats = ray.get(short_lease.stats.remote())
     grown = {reason: n - before.finished.get(reason, 0) for reason, n in stats.finished.items()}
     assert grown == {"abort": 3, "length": 1}
