@@ -58,7 +58,7 @@ class EngineArgs:
     tensor_parallel_size: int = _flag(1, "devices that share each layer")
     pipeline_parallel_size: int = _flag(1, "devices that share the layers")
     threads: int | None = _flag(
-        None, "compute threads of a CPU runner; default: the cores it may use"
+        None, "compute threads of a CPU; default: its cores, 1 for a tiny model"
     )
     attention: str = _flag("auto", "attention backend: auto, torch or reference")
 

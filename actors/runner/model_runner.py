@@ -26,6 +26,9 @@ from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
 from rayfin.kernels.sampling.sample import find_bad_rows, sample
 
+ONE_THREAD_PARAMETERS = 32_000_000
+"""Models with fewer parameters compute on one thread unless told otherwise."""
+
 
 class ModelRunner:
     """One device's model, pages and requests. A plain class; the actor around it adds nothing.
@@ -36,10 +39,10 @@ class ModelRunner:
     def __init__(self, args: EngineArgs) -> None:
         self._args = args
         self._device = pick_device(args.device)
-        if self._device.type == "cpu":
-            torch.set_num_threads(args.threads or usable_cores())
         self._hf_config = load_config(args)
         model = load_model(args, self._hf_config, self._device, ATTENTION)
+        if self._device.type == "cpu":
+            torch.set_num_threads(args.threads or default_threads(model.num_parameters()))
         try:
             kernel = select_attention(self._device, model.dtype, args.attention)
         except ValueError as error:
@@ -162,6 +165,15 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig("device 'cuda' asked for, and torch finds no GPU", "device")
     return torch.device(name)
+
+
+def default_threads(parameters: int) -> int:
+    """Compute threads for a model on a CPU: all usable cores, or one for a very small model.
+
+    A step of a small model is over before its threads have found each other, and beside a busy
+    HTTP process a thread that waits for a core holds up the others (docs/benchmarks/channel.md).
+    """
+    return usable_cores() if parameters >= ONE_THREAD_PARAMETERS else 1
 
 
 def usable_cores() -> int:
