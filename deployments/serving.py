@@ -50,7 +50,10 @@ def serve(
     """
     check_model(engine)
     with _cluster(verbose) as ours, _serve_instance(host, port, keep=ours):
-        signal.signal(signal.SIGTERM, _interrupt)  # from here on: Ray has set a handler that aborts
+        # From here on: Ray has set a SIGTERM handler that aborts, and a shell script starts what it
+        # puts in the background with SIGINT ignored.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
         if name in ray_serve.status().applications:
             raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
         try:
