@@ -13,7 +13,8 @@ from rayfin.actors.errors import InvalidConfig
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulerName = Literal["v1", "v0"]
-Policy = Literal["fcfs", "priority"]
+Policy = Literal["fcfs", "priority", "fair"]
+Preemption = Literal["recompute", "swap"]
 Device = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -52,7 +53,21 @@ class EngineArgs:
     kv_cache_memory: int | None = _flag(None, "bytes of KV cache, instead of memory_utilization")
     scheduler: SchedulerName = _flag("v1", "v1: token-level, chunked prefill; v0: whole prompts")
     policy: Policy = _flag("fcfs", "order of waiting requests")
+    priority_aging: float = _flag(
+        30.0, "seconds of waiting that weigh as much as one level of priority; 0 for strict levels"
+    )
+    tenant_weights: str | None = _flag(
+        None, "shares under --policy fair, as 'gold=4,free=1'; a tenant not named has 1"
+    )
+    preemption: Preemption | None = _flag(
+        None, "when pages run out: recompute (default of v1), or swap to host memory (of v0)"
+    )
+    swap_space: float = _flag(4.0, "GiB of host memory for swapped pages")
+    long_prefill_token_threshold: int = _flag(
+        0, "most tokens of one prompt in a step, so that others share it; 0 for no limit"
+    )
     max_waiting_requests: int = _flag(4096, "longest queue; more is answered with 429")
+    max_waiting_tokens: int | None = _flag(None, "most prompt tokens in the queue; more gets 429")
     steps_in_flight: int = _flag(2, "steps handed to the runner ahead of their results")
     max_lease: int = _flag(16, "most decode steps in one call to the runner")
     tensor_parallel_size: int = _flag(1, "devices that share each layer")
@@ -83,6 +98,7 @@ class EngineArgs:
             "page_size",
             "kv_cache_memory",
             "max_waiting_requests",
+            "max_waiting_tokens",
             "max_lease",
             "threads",
         ):

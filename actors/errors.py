@@ -8,6 +8,7 @@
     │   └── UnsupportedModel            -   an architecture outside what Rayfin serves
     ├── RequestFailed                  500  engine_error            this request alone failed
     ├── Overloaded                     429  queue_full
+    ├── DeadlineExceeded               408  deadline_exceeded       its time ran out
     └── EngineUnavailable              503  engine_unavailable      starting, draining or dead
 
 An error crosses actors by pickle, so each one keeps its arguments in ``args``.
@@ -82,6 +83,14 @@ class Overloaded(RayfinError):
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+
+
+class DeadlineExceeded(RayfinError):
+    """The request's own time limit passed before it was done."""
+
+    status = 408
+    type = "timeout_error"
+    code = "deadline_exceeded"
 
 
 class EngineUnavailable(RayfinError):

@@ -10,7 +10,7 @@ microseconds, a dict per request would take hundreds. No torch here: the control
 """
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from rayfin.actors.errors import RayfinError
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 SAMPLED_LAST_STEP = -1
@@ -29,6 +30,13 @@ NO_TOKEN = -1
 
 NO_STEP = -1
 """Epoch and step of a message that belongs to none (a refusal at the door)."""
+
+COPY, SWAP_OUT, SWAP_IN = 0, 1, 2
+"""Kinds of ``SchedulerInfo.moves``: a page copied, brought to host memory, brought back from it."""
+
+
+def no_moves() -> Int32Array:
+    return np.zeros((0, 3), np.int32)
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,6 +50,24 @@ class Sampling:
     seed: int = 0
     banned: tuple[int, ...] = ()  # token ids that may not be sampled ...
     banned_until: int = 0  # ... at positions of the request below this (min_tokens)
+    presence_penalty: float = 0.0  # off each logit whose token is in the output
+    frequency_penalty: float = 0.0  # and this for each time it is
+    repetition_penalty: float = 1.0  # divides logits of tokens of prompt or output (CTRL)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed: tuple[int, ...] = ()  # the only token ids that may be sampled; () is all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token strings that may not be completed
+    logprobs: int | None = None  # tell each token's log probability, and those of so many likeliest
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling depends on the tokens before, which the runner must then be sent."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.bad_words
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,6 +77,15 @@ class StopRules:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()  # end of sequence included, unless ignored
     eos_token_ids: frozenset[int] = frozenset()  # of those, the ones not reported as stop_reason
+
+
+@dataclass(slots=True, frozen=True)
+class BeamParams:
+    """Beam search, with the meaning that transformers' ``generate`` gives to each setting."""
+
+    width: int  # beams, and hypotheses handed back
+    length_penalty: float = 1.0  # a score is divided by length ** length_penalty
+    early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(slots=True)
@@ -67,6 +102,10 @@ class EngineRequest:
     arrival: float = 0.0  # time.monotonic() of the ingress, seconds
     output: list[int] = field(default_factory=list)  # tokens already delivered, on a resubmission
     extra_keys: tuple[str, ...] = ()  # what keys and values depend on beside tokens: salt, adapter
+    tenant: str = ""  # whom its tokens are counted for under the fair policy
+    timeout: float | None = None  # seconds from its arrival at the scheduler; then it is dropped
+    sibling_of: int | None = None  # key of an earlier choice of the same prompt, to fork from
+    beams: BeamParams | None = None
 
 
 @dataclass(slots=True)
@@ -77,6 +116,8 @@ class NewRequest:
     sampling: Sampling
     cap: int  # most tokens of the request, prompt included: a lease ends there
     stop_token_ids: frozenset[int] = frozenset()  # and at these
+    history: Int32Array | None = None  # [N] its known tokens, where sampling needs them ...
+    prompt_len: int = 0  # ... and how many of those are prompt
 
 
 @dataclass(slots=True)
@@ -104,11 +145,27 @@ class SchedulerInfo:
     new_requests: list[NewRequest] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)  # handles to forget, before new_requests
     lease: int = 1  # decode steps granted
+    moves: Int32Array = field(default_factory=no_moves)  # [M, 3] kind, from page, to page; before
+    # everything else of the step, in this order
 
     def chunk_prompt(self, row: int) -> Int32Array:
         """The tokens of one row's chunk (the seed's ``chunk_prompts[row]``)."""
         start = int(self.chunk_idx[row])
         return self.merge_prompt[start : start + int(self.chunk_len[row])]
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Log probabilities (natural, of the model's raw logits) of N tokens, K likeliest beside each.
+
+    K is the most that any of the N asks for; a token that asks for less ignores the rest.
+    """
+
+    at: Int32Array  # [N] which token: its index in the flattened ``tokens`` beside this
+    chosen: Float32Array  # [N] of the token itself
+    rank: Int32Array  # [N] of the token itself; 1 is the likeliest
+    ids: Int32Array  # [N, K] the likeliest tokens, likeliest first
+    values: Float32Array  # [N, K]
 
 
 @dataclass(slots=True)
@@ -123,6 +180,18 @@ class StepResult:
     tokens: Int32Array  # [R, L]
     errors: dict[int, str] = field(default_factory=dict)  # row -> why that row alone failed
     seconds: float = 0.0  # time in the runner
+    logprobs: Logprobs | None = None  # of the rows that ask; ``at`` is row * L + column
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row; ``at`` is the
+    # prompt position [1, P) of the token
+
+
+@dataclass(slots=True, frozen=True)
+class Hypothesis:
+    """One result of a beam search."""
+
+    tokens: list[int]
+    score: float  # log probability / length ** length_penalty
+    finish_reason: str  # "stop" or "length"
 
 
 @dataclass(slots=True)
@@ -134,6 +203,7 @@ class Ended:
     stop_reason: int | None = None  # the stop token's id, when it was not end of sequence
     error: RayfinError | None = None
     cached_tokens: int = 0  # prompt tokens that were not computed
+    hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
 
 
 @dataclass(slots=True)
@@ -145,6 +215,8 @@ class TokenDeltas:
     keys: Int64Array  # [N]
     tokens: Int32Array  # [N]
     ended: list[Ended] = field(default_factory=list)
+    logprobs: Logprobs | None = None  # ``at`` is an index of ``tokens``
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by key
 
     @classmethod
     def only(cls, ended: Ended) -> "TokenDeltas":

@@ -128,6 +128,7 @@ def test_statuses() -> None:
         "UnsupportedModel": 500,
         "RequestFailed": 500,
         "Overloaded": 429,
+        "DeadlineExceeded": 408,
         "EngineUnavailable": 503,
         "GroupFailed": 500,
     }
