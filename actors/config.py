@@ -176,6 +176,7 @@ class EngineConfig:
     steps_in_flight: int
     prefix_caching: bool = True
     max_lease: int = 1
+    num_host_pages: int = 0  # of swap space; 0: preempted requests are recomputed
 
     @property
     def max_pages_per_request(self) -> int:

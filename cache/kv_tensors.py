@@ -22,7 +22,8 @@ class KVTensors:
     """Paged keys [num_pages, page_size, kv_heads, key_dim] and values of every layer.
 
     Allocated once, zeroed (memory that was never written must not hold a NaN), never resized. On a
-    CPU the zero pages take no physical memory until they are written.
+    CPU the zero pages take no physical memory until they are written, unless they are ``pinned``
+    for copies to and from a GPU.
     """
 
     def __init__(
@@ -32,17 +33,19 @@ class KVTensors:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        pinned: bool = False,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.keys = [
-            torch.zeros(num_pages, page_size, kv.kv_heads, kv.key_dim, dtype=dtype, device=device)
-            for kv in layouts
-        ]
-        self.values = [
-            torch.zeros(num_pages, page_size, kv.kv_heads, kv.value_dim, dtype=dtype, device=device)
-            for kv in layouts
-        ]
+        self.device = device
+
+        def pages(heads: int, dim: int) -> torch.Tensor:
+            shape = (num_pages, page_size, heads, dim)
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+        self.keys = [pages(kv.kv_heads, kv.key_dim) for kv in layouts]
+        self.values = [pages(kv.kv_heads, kv.value_dim) for kv in layouts]
 
 
 def page_bytes(layouts: list[KVLayout], page_size: int, dtype: torch.dtype) -> int:

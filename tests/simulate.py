@@ -151,6 +151,7 @@ def make_harness(
     prefix_caching: bool = True,
     max_lease: int = 1,
     step_seconds: float = 0.0,
+    num_host_pages: int = 0,
 ) -> Harness:
     if scheduler == "v0":
         max_batch_tokens = max(max_batch_tokens, max_model_len)  # as resolve_limits has it
@@ -172,6 +173,7 @@ def make_harness(
             steps_in_flight=steps_in_flight,
             prefix_caching=prefix_caching,
             max_lease=max_lease,
+            num_host_pages=num_host_pages,
         )
     )
     harness.executor.step_seconds = step_seconds

@@ -18,6 +18,7 @@ from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.runner.batch import StepInputs, build_inputs, next_decode
 from rayfin.actors.runner.memory import available_bytes
+from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.profiling import largest_step
 from rayfin.actors.runner.request_slots import RequestSlots
@@ -78,12 +79,12 @@ class ModelRunner:
         """Allocates the pages; steps of ``epoch`` may come."""
         self._bind(0)  # a restart frees the old pages before it takes new ones
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
-        self._bind(config.num_pages)
+        self._mover = PageMover(self._bind(config.num_pages), self._host(config.num_host_pages))
         self._epoch = epoch
         self._next_step = 0
 
     def execute(self, info: SchedulerInfo) -> StepResult:
-        """Runs one step: takes in its news, computes, samples.
+        """Runs one step: moves pages, takes in its news, computes, samples.
 
         Raises:
             EngineUnavailable: the step is of another epoch, or not the next one.
@@ -94,6 +95,7 @@ class ModelRunner:
                 f"{self._epoch}.{self._next_step}"
             )
         started = time.perf_counter()
+        self._mover.run(info.moves)
         self._slots.apply(info)
         tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step, tokens)
@@ -148,10 +150,22 @@ class ModelRunner:
         self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
         self._bind(0)
 
-    def _bind(self, num_pages: int) -> None:
+    def _bind(self, num_pages: int) -> KVTensors:
         model = self._model
         cache = KVTensors(model.layouts, num_pages, self._page_size, model.dtype, self._device)
         model.bind(cache)
+        return cache
+
+    def _host(self, num_pages: int) -> KVTensors:
+        """Swap space: pages in host memory, pinned where a GPU copies to and from it."""
+        model, host = self._model, torch.device("cpu")
+        pinned = num_pages > 0 and self._device.type == "cuda"
+        try:
+            return KVTensors(
+                model.layouts, num_pages, self._page_size, model.dtype, host, pinned=pinned
+            )
+        except (RuntimeError, MemoryError) as error:
+            raise InvalidConfig(f"swap_space could not be taken: {error}", "swap_space") from None
 
 
 def pick_device(name: str) -> torch.device:

@@ -14,8 +14,11 @@ import numpy as np
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import (
+    COPY,
     NO_TOKEN,
     SAMPLED_LAST_STEP,
+    SWAP_IN,
+    SWAP_OUT,
     Ended,
     EngineRequest,
     Int32Array,
@@ -149,7 +152,8 @@ class FakeExecutor:
         self.log.append(info)
         check_form(info)
         check_limits(info, self.config)
-        self._take_news(info)
+        moved = self._move_pages(info)
+        self._take_news(info, moved)
         tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step - (call in self.stale_at), tokens)
         columns = self._run_rows(info, result)
@@ -161,12 +165,42 @@ class FakeExecutor:
     def _restart(self) -> None:
         size = (self.config.num_pages, self.config.page_size)
         self._memory = np.full(size, UNWRITTEN, np.int32)
+        self._host = np.full((self.config.num_host_pages, size[1]), UNWRITTEN, np.int32)
         self._shared: dict[int, list[Mirror]] = {}  # page -> its holders, where they are several
         self._dead = False
         self._next_step = 0
         self.live.clear()
 
-    def _take_news(self, info: SchedulerInfo) -> None:
+    def _move_pages(self, info: SchedulerInfo) -> set[int]:
+        """The moves one by one; returns the pages that they wrote.
+
+        A page is read while somebody holds it, or after a move wrote it; one is written that nobody
+        holds any more. What comes back from a host page went there before, and comes back once.
+        """
+        held = {page for mirror in self.live.values() for page in mirror.pages}
+        kept = {
+            page
+            for handle, mirror in self.live.items()
+            if handle not in info.finished
+            for page in mirror.pages
+        }
+        moved: set[int] = set()
+        for kind, source, target in info.moves.tolist():
+            content = (self._host if kind == SWAP_IN else self._memory)[source]
+            assert source >= 0 and content[0] >= 0, "a page is moved that holds nothing"
+            assert kind == SWAP_IN or source in held | moved, "a page is moved that nobody holds"
+            if kind == SWAP_OUT:
+                assert target >= 0
+                self._host[target] = content
+                continue
+            assert target >= 0 and target not in kept, "a page is moved onto one that is held"
+            self._memory[target] = content
+            moved.add(target)
+            if kind == SWAP_IN:
+                self._host[source] = UNWRITTEN
+        return moved
+
+    def _take_news(self, info: SchedulerInfo, moved: set[int]) -> None:
         for handle in info.finished:
             assert handle in self.live, "forgets an unknown handle"
             self.left.append(self.live.pop(handle).new.sampling.seed)
@@ -180,8 +214,8 @@ class FakeExecutor:
             pages, start = info.new_pages[start:end].tolist(), end
             mirror = self.live[handle]
             if mirror.num_tokens < 0:
-                mirror.num_tokens = self._cached(info, row, mirror)
-                fresh += pages[mirror.num_tokens // self.config.page_size :]
+                mirror.num_tokens = int(info.kv_len[row])
+                fresh += pages[self._num_shared(info, row, pages, moved) :]
             else:
                 fresh += pages
             mirror.pages += pages
@@ -189,7 +223,7 @@ class FakeExecutor:
         assert len(set(fresh)) == len(fresh), "a page is given to two requests"
         assert not held_before & set(fresh), "a page is given away that is held"
         assert all(0 <= page < self.config.num_pages for page in fresh)
-        self._memory[fresh] = UNWRITTEN
+        self._memory[[page for page in fresh if page not in moved]] = UNWRITTEN
         self._check_sharing()
 
     def _enter(self, new: NewRequest) -> None:
@@ -205,14 +239,22 @@ class FakeExecutor:
         self.live[new.handle] = Mirror(new, stream, known)
         self.entered.append(new.sampling.seed)
 
-    def _cached(self, info: SchedulerInfo, row: int, mirror: Mirror) -> int:
-        """What the first row of a request says of the tokens that it found in the cache."""
-        cached = int(info.kv_len[row])
+    def _num_shared(self, info: SchedulerInfo, row: int, pages: list[int], moved: set[int]) -> int:
+        """How many of a request's first ``pages`` it found in the cache.
+
+        What its first row says of the tokens there: full pages that were found, then pages that
+        moves of this step have written, of which the last may be full in part.
+        """
+        cached, size = int(info.kv_len[row]), self.config.page_size
+        filled = pages[: -(-cached // size)]
+        shared = [page for page in filled if page not in moved]
+        mirror = self.live[int(info.ids[row])]
         assert not info.is_decoding[row]
-        assert cached % self.config.page_size == 0, "a part of a page is shared"
-        assert cached == 0 or self.config.prefix_caching
+        assert shared == filled[: len(shared)], "a page that was found follows one that was moved"
+        assert shared != filled or cached % size == 0, "a part of a page is shared"
+        assert not shared or self.config.prefix_caching
         assert mirror.stream is None or cached < mirror.known, "nothing is left to compute"
-        return cached
+        return len(shared)
 
     def _check_sharing(self) -> None:
         """I3: a page is in two tables only if all that it depends on is equal, up to its end."""
@@ -354,6 +396,8 @@ def check_form(info: SchedulerInfo) -> None:
     assert (info.chunk_len[info.is_decoding] == 1).all()
     assert (info.last_pos[info.is_decoding] == 0).all()
     assert info.new_pages_len.sum() == len(info.new_pages) and (info.new_pages_len >= 0).all()
+    assert info.moves.dtype == np.int32 and info.moves.shape == (len(info.moves), 3)
+    assert np.isin(info.moves[:, 0], (COPY, SWAP_OUT, SWAP_IN)).all()
     assert info.lease == 1 or (info.lease > 1 and not info.prefill_batch), "a prompt in a lease"
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NewRequest
+from rayfin.actors.scheduler.page_moves import PageMoves
 from rayfin.actors.scheduler.queues import WaitingQueue
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.running import RunningTable
@@ -27,6 +28,7 @@ class Lifecycle:
         self.tables = PageTables(
             slots, config.num_pages, config.page_size, prefix_caching=config.prefix_caching
         )
+        self.moves = PageMoves()
         self.clients: list[str] = []  # by the index that RunningTable.client holds
         self.num_preemptions = 0
         self.num_finished: Counter[str] = Counter()  # by finish reason
@@ -107,6 +109,7 @@ class Lifecycle:
         if self.tables.index is not None:
             self.tables.index.clear()
         self.take_news()
+        self.moves.clear()
 
     def victim(self) -> int:
         """The slot to preempt: lowest priority, latest arrival. So the oldest always advances."""

@@ -56,7 +56,7 @@ class StepBuilder:
         A ``lease`` over 1 goes with no chunks; it gives each slot up to so many tokens.
 
         Returns:
-            The step; None if it would be empty.
+            The step; None if it would be empty: then news and page moves wait for the next one.
         """
         if not len(decoding) and not chunks:
             return None
@@ -87,6 +87,7 @@ class StepBuilder:
             new_requests=new_requests,
             finished=finished,
             lease=lease,
+            moves=self._lifecycle.moves.take(),
         )
         if lease == 1:
             running.num_computed[slots] += lengths

@@ -1,0 +1,84 @@
+"""Makes a step's page moves: copies on the device, and ways to host memory and back."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from rayfin.actors.messages import COPY, SWAP_OUT, Int32Array
+from rayfin.cache.kv_tensors import KVTensors
+
+MOST_AT_ONCE = 1024
+"""Pages moved together: bounds the memory that they pass through, which is one layer's share."""
+
+
+class PageMover:
+    """Moves pages within ``device`` and between it and ``host``.
+
+    On a GPU everything is queued on its current stream, and nobody waits: host memory is pinned and
+    touched by copies of that stream alone, so a page is back where it is wanted before the step
+    that reads it, and out before the one that writes over it.
+    """
+
+    def __init__(self, device: KVTensors, host: KVTensors) -> None:
+        self._index_device = device.device
+        self._pairs = list(
+            zip([*device.keys, *device.values], [*host.keys, *host.values], strict=True)
+        )
+
+    @torch.inference_mode()
+    def run(self, moves: Int32Array) -> None:
+        """Makes the moves [M, 3] of ``SchedulerInfo.moves`` as if one after another."""
+        for kind, sources, targets in runs(moves):
+            if kind == COPY:
+                from_, to = self._index(sources), self._index(targets)
+                for pages, _ in self._pairs:
+                    pages.index_copy_(0, to, pages.index_select(0, from_))
+            elif kind == SWAP_OUT:
+                from_, spans = self._index(sources), contiguous(targets)
+                for pages, host in self._pairs:
+                    gathered = pages.index_select(0, from_)
+                    for at, first, last in spans:
+                        part = gathered[at : at + last - first]
+                        host[first:last].copy_(part, non_blocking=True)
+            else:
+                to, spans = self._index(targets), contiguous(sources)
+                for pages, host in self._pairs:
+                    gathered = pages.new_empty(len(targets), *pages.shape[1:])
+                    for at, first, last in spans:
+                        part = gathered[at : at + last - first]
+                        part.copy_(host[first:last], non_blocking=True)
+                    pages.index_copy_(0, to, gathered)
+
+    def _index(self, pages: Int32Array) -> torch.Tensor:
+        return torch.from_numpy(pages.astype(np.int64)).to(self._index_device)
+
+
+def runs(moves: Int32Array) -> Iterator[tuple[int, Int32Array, Int32Array]]:
+    """(kind, sources [N], targets [N]) of consecutive moves that can be made at once.
+
+    All sources of a run are read before any target is written, so a run ends before a move that
+    reads what an earlier one of it wrote, or that writes to the same page again.
+    """
+    start = 0
+    written: set[int] = set()
+    for index, (kind, source, target) in enumerate(moves.tolist()):
+        depends = target in written or (kind == COPY and source in written)
+        if written and (kind != moves[start, 0] or depends or index - start == MOST_AT_ONCE):
+            yield int(moves[start, 0]), moves[start:index, 1], moves[start:index, 2]
+            start = index
+            written.clear()
+        written.add(target)
+    if len(moves):
+        yield int(moves[start, 0]), moves[start:, 1], moves[start:, 2]
+
+
+def contiguous(pages: Int32Array) -> list[tuple[int, int, int]]:
+    """``pages`` [N] as (index in it, first page, one past the last) of consecutive ids."""
+    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+    starts = [0, *breaks.tolist()]
+    ends = [*breaks.tolist(), len(pages)]
+    return [
+        (start, int(pages[start]), int(pages[start]) + end - start)
+        for start, end in zip(starts, ends, strict=True)
+    ]
