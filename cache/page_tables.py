@@ -31,7 +31,8 @@ class PageTables:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.held: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # pages of each slot
-        self.published: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # known to the index
+        self.published: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # in the index, or
+        # shared without it: the slot's first pages, which it need not publish any more
         self.index = PrefixIndex(num_pages) if prefix_caching else None
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
 
@@ -44,12 +45,9 @@ class PageTables:
         missing = self.pages_for(num_tokens) - len(self._pages[slot])
         if missing <= 0:
             return True
-        pages = self.pool.take(missing)
+        pages = self._take(missing)
         if pages is None:
             return False
-        if self.index is not None:
-            for page in pages:
-                self.index.drop(page)
         self._pages[slot].extend(pages)
         self.held[slot] += missing
         return True
@@ -71,6 +69,28 @@ class PageTables:
             self.pool.share(page)
         self._pages[slot].extend(pages)
         self.held[slot] = self.published[slot] = len(pages)
+
+    def fork(self, source: int, target: int, num_tokens: int) -> list[tuple[int, int]] | None:
+        """The empty table of ``target`` starts with the first ``num_tokens`` tokens of ``source``.
+
+        Full pages are shared. The page that those tokens end in is one that both will write to, so
+        the target gets its own (copy-on-write of vLLM's paper, arXiv:2309.06180, done at once).
+
+        Returns:
+            The (page, copy) that must be carried out before either of them writes: one or none.
+            None instead, with no effect, if no page is free.
+        """
+        full, rest = divmod(num_tokens, self.page_size)
+        copies = []
+        if rest:
+            if (taken := self._take(1)) is None:
+                return None
+            copies = [(self._pages[source][full], taken[0])]
+        self.adopt(target, self._pages[source][:full])
+        self.published[source] = max(full, int(self.published[source]))
+        self._pages[target].extend(page for _, page in copies)
+        self.held[target] += len(copies)
+        return copies
 
     def publish(self, slot: int, chain: HashChain, tokens: Tokens) -> None:
         """Makes the slot's pages that ``tokens`` fill known; the chain must reach as far.
@@ -102,6 +122,14 @@ class PageTables:
             self.pool.give_back(page, reuse_first=self.index is not None and page not in self.index)
         self._pages[slot].clear()
         self.held[slot] = self.published[slot] = 0
+
+    def _take(self, count: int) -> list[int] | None:
+        """Free pages, whose old content is forgotten; None, with no effect, if too few."""
+        pages = self.pool.take(count)
+        if pages is not None and self.index is not None:
+            for page in pages:
+                self.index.drop(page)
+        return pages
 
     @property
     def num_held(self) -> int:

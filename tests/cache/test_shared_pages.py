@@ -140,6 +140,52 @@ def test_pages_of_equal_content_are_known_once() -> None:
     assert tables.pool.free_pages() == [2, 3, 4, 5, 6, 7, 1, 0]
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length, shared, copies", [(0, 0, 0), (3, 0, 1), (4, 1, 0), (9, 2, 1)])
+def test_fork_shares_full_pages_and_copies_the_last(
+    caching: bool, length: int, shared: int, copies: int
+) -> None:
+    tables = PageTables(2, 8, SIZE, prefix_caching=caching)
+    _enter(tables, 0, TEN)
+    free = tables.pool.free_pages()
+    moves = tables.fork(0, 1, length)
+    own = free[:copies]
+    assert moves == [(tables.pages_since(0, 0)[shared], page) for page in own]
+    assert tables.pages_since(1, 0) == tables.pages_since(0, 0)[:shared] + own
+    assert tables.held.tolist() == [3, shared + copies]
+    tables.check_integrity()
+    tables.release(0)
+    assert tables.num_held == shared + copies
+    tables.check_integrity()
+
+
+def test_fork_without_a_free_page_changes_nothing() -> None:
+    tables = PageTables(2, 3, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN)
+    before = list(tables.pool.references)
+    assert tables.fork(0, 1, 10) is None
+    assert tables.pool.references == before and tables.pages_since(1, 0) == []
+    assert tables.fork(0, 1, 8) == []  # no page is needed
+
+
+def test_fork_may_copy_into_a_page_that_was_known() -> None:
+    tables = PageTables(3, 3, SIZE, prefix_caching=True)
+    _enter(tables, 0, [7] * SIZE)
+    tables.release(0)
+    _enter(tables, 1, TEN[:6])  # pages 1, 2; page 0 is free, and known
+    assert tables.fork(1, 2, 6) == [(2, 0)]
+    assert tables.match(_chain([7] * 5), _tokens([7] * 5)) == []
+    tables.check_integrity()
+
+
+def test_pages_shared_by_a_fork_are_not_published_behind_the_others_back() -> None:
+    tables = PageTables(2, 8, SIZE, prefix_caching=True)
+    tables.grow(0, 10)  # computed, and known to nobody
+    assert tables.fork(0, 1, 9) is not None
+    tables.publish(0, _chain(TEN), _tokens(TEN))
+    tables.check_integrity()
+
+
 def _know_a_page_that_is_not_full(tables: PageTables) -> None:
     assert tables.index is not None
     tables.index.add(tables.pages_since(0, 2)[0], b"?", _tokens([8, 9, 0, 0]))
@@ -213,6 +259,26 @@ class SharedPagesMachine(RuleBasedStateMachine):
         slot %= self.slots
         if self.pages[slot] and self._append(slot, tokens) and publish:
             self._publish(slot)
+
+    @rule(source=st.integers(0, 3), into=st.integers(0, 3), share=st.floats(0, 1))
+    def fork(self, source: int, into: int, share: float) -> None:
+        source, into = source % self.slots, into % self.slots
+        if not self.pages[source] or self.pages[into]:
+            return
+        length = round(share * len(self.text[source]))
+        full, rest = divmod(length, self.size)
+        copies = self.tables.fork(source, into, length)
+        assert (copies is None) == (rest > 0 and not self.free)
+        if copies is None:
+            return
+        own, self.free = self.free[: bool(rest)], self.free[bool(rest) :]
+        assert copies == [(self.pages[source][full], page) for page in own]
+        self.known = {prefix: page for prefix, page in self.known.items() if page not in own}
+        for page, copy in copies:
+            self.memory[copy] = list(self.memory[page])
+        self.pages[into] = self.pages[source][:full] + own
+        self.text[into], self.salt[into] = self.text[source][:length], self.salt[source]
+        self.chains[into] = HashChain(self.size, [self.salt[into]] if self.salt[into] else [])
 
     @rule(slot=st.integers(0, 3), failed=st.sampled_from([False, False, False, True]))
     def leave(self, slot: int, failed: bool) -> None:
