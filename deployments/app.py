@@ -6,10 +6,17 @@ from typing import Any
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
+from rayfin.deployments.edge.settings import Cors, EdgeSettings
 from rayfin.deployments.engine import EngineDeployment
 from rayfin.deployments.ingress import IngressDeployment
 from rayfin.deployments.models import model_path
-from rayfin.deployments.server_args import AppArgs, ServerArgs, split_args
+from rayfin.deployments.server_args import (
+    AppArgs,
+    ServerArgs,
+    key_of_environment,
+    split_args,
+    words,
+)
 
 SHUTDOWN_SECONDS = 5.0  # what stopping an engine takes once it has drained
 
@@ -20,7 +27,10 @@ def build_app(args: AppArgs) -> Application:  # type: ignore[valid-type]
     Raises:
         InvalidConfig: a setting that no engine can run with.
     """
-    return bind_app(*split_args(args.model_dump()))  # type: ignore[attr-defined]
+    server, engine_args = split_args(args.model_dump())  # type: ignore[attr-defined]
+    if server.api_key is None and server.api_key_file is None:
+        server = replace(server, api_key=key_of_environment())
+    return bind_app(server, engine_args)
 
 
 def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
@@ -34,5 +44,23 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
     ingress = ingress_class.options(
         num_replicas=server.ingress_replicas, graceful_shutdown_timeout_s=drain
     )
-    app: Application = ingress.bind(server, engine_args, engine)
+    edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
+    app: Application = ingress.bind(
+        replace(server, api_key=None, api_key_file=None), engine_args, edge, engine
+    )
     return app
+
+
+def edge_settings(server: ServerArgs) -> EdgeSettings:
+    """What stands between a socket and a route.
+
+    Raises:
+        InvalidConfig: keys, or a list of words, that are none.
+    """
+    cors = Cors(
+        origins=words(server.allowed_origins, "allowed_origins"),
+        methods=words(server.allowed_methods, "allowed_methods") or ("*",),
+        headers=words(server.allowed_headers, "allowed_headers") or ("*",),
+        credentials=server.allow_credentials,
+    )
+    return EdgeSettings(keys=server.api_keys(), cors=cors, max_body_bytes=server.max_body_bytes)

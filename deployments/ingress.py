@@ -16,6 +16,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics import IngressMetrics
+from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_names import find_engine
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.observed_client import ObservedClient
@@ -37,7 +38,11 @@ class IngressDeployment:
     """One HTTP replica. ``engine`` is only bound so that Serve deploys it with this one."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, server: ServerArgs, engine_args: EngineArgs, engine: DeploymentHandle[Any]
+        self,
+        server: ServerArgs,
+        engine_args: EngineArgs,
+        edge: EdgeSettings,
+        engine: DeploymentHandle[Any],
     ) -> None:
         context = serve.get_replica_context()
         name = server.served_model_name or engine_args.model
@@ -62,7 +67,7 @@ class IngressDeployment:
             max_model_len=info.max_model_len,
             chat_template=_template(server.chat_template),
             sampling_defaults=defaults,
-            api_key=server.api_key,
+            edge=edge,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

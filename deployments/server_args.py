@@ -1,5 +1,7 @@
 """What a server may be told beside its engine's settings."""
 
+import json
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -8,6 +10,10 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.edge.keys import ApiKeys
+from rayfin.deployments.edge.limits import MAX_BODY_BYTES
+
+KEY_VARIABLES = ("RAYFIN_API_KEY", "VLLM_API_KEY")
 
 
 def _flag(default: Any, help: str) -> Any:
@@ -19,7 +25,17 @@ class ServerArgs:
     """The doors' settings: one field per flag."""
 
     served_model_name: str | None = _flag(None, "the name clients use; default: the model's")
-    api_key: str | None = _flag(None, "clients must send it as a bearer token")
+    api_key: str | list[str] | None = _flag(
+        None, "clients must send one as a bearer token; may be repeated, or a list with commas"
+    )
+    api_key_file: str | None = _flag(None, "a file with a key, or name:key, on each line")
+    allowed_origins: list[str] | None = _flag(
+        None, "web pages that may call the API from a browser; may be repeated"
+    )
+    allowed_methods: list[str] | None = _flag(None, "what they may do; default: everything")
+    allowed_headers: list[str] | None = _flag(None, "headers they may send; default: all")
+    allow_credentials: bool = _flag(False, "whether they may send cookies")
+    max_body_bytes: int = _flag(MAX_BODY_BYTES, "largest request body")
     chat_template: str | None = _flag(None, "a Jinja template, or a file that holds one")
     generation_config: Literal["auto", "vllm"] = _flag(
         "auto", "auto: the model's sampling defaults; vllm: ignore them"
@@ -32,6 +48,13 @@ class ServerArgs:
             raise InvalidConfig(
                 f"generation_config must be 'auto' or 'vllm', got {self.generation_config!r}",
                 "generation_config",
+            )
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            words(getattr(self, name), name)
+        self.api_keys()
+        if self.max_body_bytes < 1:
+            raise InvalidConfig(
+                f"max_body_bytes must be at least 1, got {self.max_body_bytes}", "max_body_bytes"
             )
         if self.ingress_replicas < 1:
             raise InvalidConfig(
@@ -46,6 +69,40 @@ class ServerArgs:
         if self.chat_template is not None and "{" not in self.chat_template:
             if not Path(self.chat_template).is_file():
                 raise InvalidConfig(f"there is no file {self.chat_template}", "chat_template")
+
+    def api_keys(self) -> ApiKeys | None:
+        """The keys that clients may use, by their digests; None lets everybody in.
+
+        Raises:
+            InvalidConfig: a malformed key, or a file that cannot be read or holds none.
+        """
+        given = [self.api_key] if isinstance(self.api_key, str) else self.api_key
+        return ApiKeys.load(given or (), self.api_key_file)
+
+
+def words(values: list[str] | None, name: str) -> tuple[str, ...]:
+    """The words of a list flag; one that is written as a JSON list, as for vLLM, is read as such.
+
+    Raises:
+        InvalidConfig: it starts like a JSON list of strings, and is none.
+    """
+    found: list[str] = []
+    for value in values or ():
+        listed: Any = [value]
+        if value.startswith("["):
+            try:
+                listed = json.loads(value)
+            except ValueError:
+                listed = None
+        if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
+            raise InvalidConfig(f"{name} must be a JSON list of strings, got {value!r}", name)
+        found += listed
+    return tuple(found)
+
+
+def key_of_environment() -> str | None:
+    """The keys that the environment names, where no setting does: a secret is no flag."""
+    return next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
 
 
 class _AppArgs(BaseModel):

@@ -190,7 +190,7 @@ def _wait_for_signal() -> None:
 def _welcome(server: ServerArgs, engine: EngineArgs, host: str, port: int) -> str:
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     model = server.served_model_name or engine.model
-    key = ' -H "Authorization: Bearer $KEY"' if server.api_key else ""
+    key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
     return f"""
 Rayfin serves {model} at http://{shown}:{port}/v1  (Ctrl-C stops it)
 

@@ -15,17 +15,24 @@ from rayfin.actors.errors import EngineUnavailable, InvalidRequest, Overloaded, 
 logger = logging.getLogger("rayfin.http")
 
 MAX_MESSAGE = 1000  # characters; values of requests are quoted in messages
-RETRY_AFTER = "1"  # seconds
+RETRY_SECONDS = 1  # where nothing better is known
 CLIENT_CLOSED = 499  # the status that access logs show for a client that left
 
 HTTP_CODES = {
     400: "invalid_request",
     401: "invalid_api_key",
+    403: "forbidden",
     404: "unknown_url",
     405: "method_not_allowed",
     408: "request_timeout",
     413: "request_too_large",
+    414: "url_too_long",
     415: "unsupported_media_type",
+    429: "rate_limit_exceeded",
+    431: "headers_too_large",
+    CLIENT_CLOSED: "client_closed_request",
+    500: "internal_error",
+    503: "unavailable",
 }
 
 
@@ -45,8 +52,11 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 def error_response(error: Exception) -> JSONResponse:
     status = error.status if isinstance(error, RayfinError) else 500
-    retry = isinstance(error, Overloaded | EngineUnavailable)
-    headers = {"Retry-After": RETRY_AFTER} if retry else None
+    headers = {}
+    if isinstance(error, Overloaded | EngineUnavailable):
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    if isinstance(error, EngineUnavailable):  # the next connection may reach another ingress
+        headers["Connection"] = "close"
     return JSONResponse(error_body(error), status, headers)
 
 
@@ -80,41 +90,37 @@ def invalid_request(errors: Sequence[Any]) -> InvalidRequest:
     return InvalidRequest(f"Invalid '{path}': {first['msg']}.", path or None, code)
 
 
+def failure_response(error: Exception, method: str, path: str) -> JSONResponse:
+    """The answer to any exception; those that are the server's fault are logged."""
+    if isinstance(error, HTTPException):
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"Unknown request URL: {method[:16]} {path[:128]}."
+        elif error.status_code == 405:
+            message = f"{path[:128]} does not answer {method[:16]}."
+        return http_error_response(error.status_code, message, error.headers)
+    if isinstance(error, ClientGone):
+        logger.info("%s %s: %s the client left", method, path, CLIENT_CLOSED)
+        return http_error_response(CLIENT_CLOSED, "The client closed the connection.")
+    if isinstance(error, RequestValidationError | ValidationError):
+        error = invalid_request(error.errors())
+    response = error_response(error)
+    if not isinstance(error, RayfinError):
+        logger.error("%s %s failed", method, path, exc_info=error)
+    elif response.status_code >= 500:
+        logger.warning("%s %s: %s", method, path, error)
+    return response
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Answers every exception that leaves a route of ``app``."""
 
-    async def rayfin_error(request: Request, error: Exception) -> JSONResponse:
-        response = error_response(error)
-        if response.status_code >= 500:
-            logger.warning("%s %s: %s", request.method, request.url.path, error)
-        return response
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return failure_response(error, request.method, request.scope["path"])
 
-    async def validation_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError | ValidationError)
-        return error_response(invalid_request(error.errors()))
-
-    async def http_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        message = str(error.detail)
-        if error.status_code == 404:
-            message = f"Unknown request URL: {request.method} {request.url.path[:128]}."
-        elif error.status_code == 405:
-            message = f"{request.url.path} does not answer {request.method[:16]}."
-        return http_error_response(error.status_code, message, error.headers)
-
-    async def client_gone(request: Request, error: Exception) -> JSONResponse:
-        return http_error_response(CLIENT_CLOSED, "The client closed the connection.")
-
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(error)
-
-    app.add_exception_handler(RayfinError, rayfin_error)
-    app.add_exception_handler(RequestValidationError, validation_error)
-    app.add_exception_handler(ValidationError, validation_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(ClientGone, client_gone)
-    app.add_exception_handler(Exception, unexpected)
+    handled = (RayfinError, RequestValidationError, ValidationError, HTTPException, ClientGone)
+    for kind in (*handled, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from rayfin import __version__
 from rayfin.actors.errors import ModelNotFound
-from rayfin.deployments.openai.auth import BearerAuth
+from rayfin.deployments.edge.settings import add_edge
 from rayfin.deployments.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -41,8 +41,7 @@ def build_api(service: OpenAIService) -> FastAPI:
         redirect_slashes=False,
     )
     add_error_handlers(app)
-    if service.api_key is not None:
-        app.add_middleware(BearerAuth, api_key=service.api_key)
+    add_edge(app, service.edge)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayfin.actors.errors import ModelNotFound
+from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_client import EngineClient
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -19,7 +20,7 @@ class OpenAIService:
     max_model_len: int
     chat_template: str | None = None  # in place of the model's own
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
-    api_key: str | None = None  # None lets everybody in
+    edge: EdgeSettings = field(default_factory=EdgeSettings)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def served_name(self, name: str | None) -> str:

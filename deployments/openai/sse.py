@@ -12,12 +12,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rayfin.actors.errors import RayfinError
+from rayfin.deployments.edge.limits import STALLED_SECONDS
 from rayfin.deployments.openai.errors import error_body
 
 logger = logging.getLogger("rayfin.http")
 
 DONE = "data: [DONE]\n\n"
-STALLED_SECONDS = 30.0  # a client that reads nothing for so long is gone
 
 
 def event(chunk: BaseModel) -> str:

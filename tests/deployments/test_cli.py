@@ -213,7 +213,7 @@ def test_the_key_may_come_from_the_environment(
 ) -> None:
     monkeypatch.setenv("RAYFIN_API_KEY", "secret")
     assert main(["serve"]) == 0
-    assert serving.calls[0][0].api_key == "secret"
+    assert serving.calls[0][0].api_key == ["secret"]
 
 
 @pytest.mark.parametrize(

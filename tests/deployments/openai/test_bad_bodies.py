@@ -141,6 +141,9 @@ RAW: list[tuple[bytes, str]] = [
     (b'{"x": ' + b"[" * 65 + b"]" * 65 + b"}", "invalid_json"),
     (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "invalid_json"),
     (b'{"x": ' + b'{"a":' * 200_000 + b"1" + b"}" * 200_001, "invalid_json"),
+    (b'{"x": [' + b"1," * 10**6 + b"1]}", "body_too_complex"),
+    (b'{"x": {' + b",".join(b'"%d":1' % i for i in range(10**5)) + b"}}", "body_too_complex"),
+    (b'{"x": "' + rb"\\" * 9 + b'", "y": ' + b"[" * 65 + b"]" * 65 + b"}", "invalid_json"),
     (rb'{"prompt": "\ud800"}', "invalid_unicode"),
     (rb'{"prompt": "a", "x": [{"\udc00": 1}]}', "invalid_unicode"),
 ]
@@ -233,6 +236,12 @@ async def test_bad_transport(
     assert response.status_code == status
     assert check(response, engine)["code"] == (code or "unsupported_media_type")
     assert ("allow" in response.headers) == (status == 405)
+
+
+async def test_brackets_and_commas_in_strings_are_no_structure(http: httpx.AsyncClient) -> None:
+    text = '[{"\\' * 100 + "," * 2**19 + ":" * 2**17
+    body = {"prompt": "a", "max_tokens": 1, "user": text, "x": [[[1]]]}
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_a_body_without_length_is_counted(http: httpx.AsyncClient, engine: Any) -> None:

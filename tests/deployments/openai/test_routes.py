@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed
+from rayfin.deployments.edge.keys import ApiKeys
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
 
@@ -51,7 +52,7 @@ async def test_health_tells_why_not(http: httpx.AsyncClient, engine: Any) -> Non
     ],
 )
 async def test_api_key(service: OpenAIService, headers: Any, status: int) -> None:
-    service.api_key = "secret"
+    service.edge.keys = ApiKeys.load(["secret"])
     transport = httpx.ASGITransport(build_api(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as client:
         response = await client.get("/v1/models", headers=headers)
@@ -138,7 +139,7 @@ async def leave(app: Any, path: str, body: Any, messages: int) -> list[Any]:
         "root_path": "",
         "scheme": "http",
         "http_version": "1.1",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"host", b"rayfin"), (b"content-type", b"application/json")],
         "client": ("test", 1),
         "server": ("rayfin", 80),
     }

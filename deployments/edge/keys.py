@@ -1,0 +1,91 @@
+"""The keys that clients may use, known by their SHA-256 only, and whom each belongs to."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayfin.actors.errors import InvalidConfig
+
+KEY = re.compile(r"[!-+\--~]{1,4096}")  # printable ASCII without blanks and commas
+TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+TENANT_DIGITS = 8  # of a tenant that nobody has named
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """Digests of keys and their tenants. The keys themselves are not kept, nor sent to replicas."""
+
+    tenants: tuple[tuple[bytes, str], ...]  # (digest, name); several keys may have one tenant
+
+    @classmethod
+    def load(cls, keys: Iterable[str] = (), file: str | None = None) -> "ApiKeys | None":
+        """The keys of a list, each entry one key or several with commas, and those of a file.
+
+        A line of the file is ``key`` or ``name:key``; blank lines and lines that start with # do
+        not count. The name is the key's tenant; without one it is made from the key's digest.
+
+        Returns:
+            None where there is no source of keys at all, which lets everybody in.
+
+        Raises:
+            InvalidConfig: a source without a key, a malformed key or name, a key with two names.
+        """
+        named = [("", part.strip()) for entry in keys for part in entry.split(",")]
+        if file is not None:
+            named += _read(file)
+            if not named:
+                raise InvalidConfig(f"{file} holds no key", "api_key_file")
+        if not named:
+            return None
+        tenants: dict[bytes, str] = {}
+        for name, key in named:
+            if not KEY.fullmatch(key):
+                raise InvalidConfig(
+                    "api_key must be 1 to 4096 printable ASCII characters without blanks", "api_key"
+                )
+            digest = _digest(key.encode())
+            name = name or f"key-{_digest(digest).hex()[:TENANT_DIGITS]}"
+            if tenants.setdefault(digest, name) != name:
+                raise InvalidConfig(f"one key belongs to {tenants[digest]} and {name}", "api_key")
+        return cls(tuple(tenants.items()))
+
+    def tenant(self, authorization: str) -> str | None:
+        """Whom the key of an Authorization header belongs to; None if it is no key of ours.
+
+        Takes the same time whichever key it is, and however much of it is right.
+        """
+        scheme, _, key = authorization.partition(" ")
+        given = _digest(key.strip().encode("latin-1", "replace"))
+        found: str | None = None
+        for digest, name in self.tenants:
+            if hmac.compare_digest(given, digest):
+                found = name
+        return found if scheme.lower() == "bearer" else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _read(file: str) -> list[tuple[str, str]]:
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise InvalidConfig(f"cannot read {file}: {reason}", "api_key_file") from None
+    named = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        name, separator, key = line.partition(":")
+        if not separator:
+            name, key = "", line
+        elif not TENANT.fullmatch(name.strip()):
+            raise InvalidConfig(
+                f"{file}:{number}: a name has 1 to 64 of A-Z a-z 0-9 . _ -", "api_key_file"
+            )
+        named.append((name.strip(), key.strip()))
+    return named

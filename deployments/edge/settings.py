@@ -1,0 +1,57 @@
+"""The layers around the API's routes, and what an operator may set about them."""
+
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from rayfin.deployments.edge.body import BodyLimits
+from rayfin.deployments.edge.failures import Failures
+from rayfin.deployments.edge.keys import ApiKeys
+from rayfin.deployments.edge.limits import BODY_SECONDS, MAX_BODY_BYTES
+from rayfin.deployments.edge.request_id import REQUEST_ID, RequestIds
+from rayfin.deployments.edge.transport import TransportLimits
+from rayfin.deployments.openai.auth import BearerAuth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cors:
+    """Which web pages may call the API from a browser; nobody's by default."""
+
+    origins: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class EdgeSettings:
+    """What stands between a socket and a route."""
+
+    keys: ApiKeys | None = None  # None lets everybody in
+    cors: Cors = Cors()
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_seconds: float = BODY_SECONDS
+
+
+def add_edge(app: FastAPI, settings: EdgeSettings) -> None:
+    """Puts the layers around the routes of ``app``; the last one added is the outermost.
+
+    A request passes them from the bottom up: it gets a name, a browser's questions are answered,
+    then the key is asked for, then its lines and its body are measured.
+    """
+    app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
+    app.add_middleware(TransportLimits)
+    if settings.keys is not None:
+        app.add_middleware(BearerAuth, keys=settings.keys)
+    app.add_middleware(Failures)
+    if settings.cors.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors.origins,
+            allow_methods=settings.cors.methods,
+            allow_headers=settings.cors.headers,
+            allow_credentials=settings.cors.credentials,
+            expose_headers=[REQUEST_ID, "retry-after"],
+        )
+    app.add_middleware(RequestIds)
