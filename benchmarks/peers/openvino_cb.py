@@ -1,7 +1,7 @@
 """OpenVINO GenAI's continuous batching (`pip install openvino-genai optimum-intel[openvino]`).
 
-The model is exported to OpenVINO's format on first use, beside its folder. Everything in fp32 unless
-``precision`` says otherwise: by default OpenVINO quantises cache and activations.
+The model is exported to OpenVINO's format on first use, beside its folder. Everything is in fp32
+unless ``precision`` says otherwise: by default OpenVINO quantises cache and activations.
 """
 
 from collections.abc import Iterable
