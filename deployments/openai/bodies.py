@@ -206,7 +206,7 @@ class ChatCompletionRequest(GenerationBody):
             raise InvalidRequest("tool_choice must be none or auto.", "tool_choice")
         if self.tool_choice == "auto" and not self.tools:
             raise InvalidRequest("tool_choice auto needs tools.", "tool_choice")
-        for name in ("echo", "add_special_tokens", "top_logprobs"):
+        for name in ("echo", "top_logprobs"):
             if getattr(self, name):
                 raise _unserved(name)
 

@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -17,11 +16,10 @@ from rayfin.deployments.openai.generation import (
     Generation,
     Prompt,
     after,
-    check_length,
     first_of,
-    off_loop,
     while_connected,
 )
+from rayfin.deployments.openai.prompts import chat_ids
 from rayfin.deployments.openai.replies import (
     ChatChoice,
     ChatChunk,
@@ -32,7 +30,6 @@ from rayfin.deployments.openai.replies import (
 )
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.sse import EventStream, closed_by_done, event
-from rayfin.deployments.text.chat_template import render_chat
 from rayfin.deployments.text.output import TextDelta
 
 
@@ -75,22 +72,15 @@ class ChatHandler:
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
-        continued = bool(body.continue_final_message)
-        render = partial(
-            render_chat,
-            self._service.tokenizer,
+        return await chat_ids(
+            self._service,
             body.messages,
             tools=body.tools,
-            add_generation_prompt=not continued
-            if body.add_generation_prompt is None
-            else body.add_generation_prompt,
-            continue_final_message=continued,
-            chat_template=self._service.chat_template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=body.add_special_tokens,
             variables=variables,
         )
-        characters = _characters(body.messages)
-        check_length(characters, self._service, "messages")
-        return await off_loop(characters, render)
 
     def _reply(self, generation: Generation) -> str:
         with_ids = bool(self._body.return_token_ids)
@@ -143,12 +133,3 @@ class ChatHandler:
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._body.return_token_ids else None,
         )
-
-
-def _characters(messages: object) -> int:
-    """The length of all texts in ``messages``, which nobody has checked yet."""
-    if isinstance(messages, str):
-        return len(messages)
-    if isinstance(messages, dict):
-        return sum(map(_characters, messages.values()))
-    return sum(map(_characters, messages)) if isinstance(messages, list) else 0

@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,11 +14,10 @@ from rayfin.deployments.openai.generation import (
     Generation,
     Prompt,
     after,
-    check_length,
     first_of,
-    off_loop,
     while_connected,
 )
+from rayfin.deployments.openai.prompts import text_ids
 from rayfin.deployments.openai.replies import Completion, CompletionChoice
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.sse import EventStream, closed_by_done, event
@@ -67,9 +65,8 @@ class CompletionHandler:
         tokenizer, echo = self._service.tokenizer, bool(self._body.echo)
         if not isinstance(value, str):
             return Prompt(value, param, tokenizer.decode(value, False) if echo else "")
-        check_length(len(value), self._service, param)
         add = self._body.add_special_tokens is not False
-        ids = await off_loop(len(value), partial(tokenizer.encode, value, add))
+        ids = await text_ids(self._service, value, param, add_special_tokens=add)
         return Prompt(ids, param, value if echo else "")
 
     def _reply(self, generation: Generation) -> str:

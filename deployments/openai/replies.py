@@ -91,18 +91,3 @@ class ChatChunk(BaseModel):
     choices: list[ChatChunkChoice]
     usage: Usage | None = _optional()
     prompt_token_ids: list[int] | None = _optional()
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "rayfin"
-    root: str
-    parent: None = None
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]

@@ -7,6 +7,7 @@ from typing import Any
 from rayfin.actors.errors import ModelNotFound
 from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_client import EngineClient
+from rayfin.deployments.openai.load import Load
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 
@@ -21,6 +22,7 @@ class OpenAIService:
     chat_template: str | None = None  # in place of the model's own
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
+    load: Load = field(default_factory=Load)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def served_name(self, name: str | None) -> str:

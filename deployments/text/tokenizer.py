@@ -101,6 +101,17 @@ class Tokenizer:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def with_special_tokens(self, ids: Sequence[int]) -> list[int]:
+        """``ids`` between the tokens that ``encode`` puts before and after a text."""
+        probe = self.backend.encode("a", add_special_tokens=True)
+        start = probe.special_tokens_mask.index(0)
+        tail = probe.special_tokens_mask[::-1].index(0)
+        return [*probe.ids[:start], *ids, *probe.ids[len(probe.ids) - tail :]]
+
+    def strings(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it; "" for ids that no token has."""
+        return [self.backend.id_to_token(token) or "" for token in ids]
+
     def decode(
         self,
         ids: Sequence[int],

@@ -32,6 +32,7 @@ class FakeEngine:
         self.reply = tokenizer.encode(REPLY, False)
         self.eos = tokenizer.inner.eos_token_id
         self.delay = 0.0  # seconds before each delta
+        self.gate: asyncio.Event | None = None  # the first delta waits for it
         self.lease = 1  # tokens in a delta
         self.refusal: RayfinError | None = None  # raised before the first delta
         self.failure: tuple[int, Exception] | None = None  # raised after so many deltas
@@ -51,6 +52,8 @@ class FakeEngine:
         self.open.add(request.request_id)
         done = False
         try:
+            if self.gate is not None:
+                await self.gate.wait()
             for number, delta in enumerate(self._deltas(request)):
                 await asyncio.sleep(self.delay)
                 if self.failure is not None and number == self.failure[0]:

@@ -23,16 +23,22 @@ async def test_small_endpoints(http: httpx.AsyncClient) -> None:
     assert [card["id"] for card in listed["data"]] == ["org/tiny", "tiny"]
     card = (await http.get("/v1/models/org/tiny")).json()
     assert (card["id"], card["max_model_len"], card["object"]) == ("org/tiny", 128, "model")
+    assert (card["root"], card["parent"]) == ("org/tiny", None)
+    assert card["permission"][0]["allow_sampling"] is True
     assert (await http.get("/v1/models/other")).status_code == 404
-    assert (await http.get("/health")).status_code == 200
+    for method, path in (("GET", "/health"), ("GET", "/live"), ("GET", "/ping"), ("POST", "/ping")):
+        assert (await http.request(method, path)).status_code == 200
+    assert (await http.get("/load")).json() == {"server_load": 0}
     assert "version" in (await http.get("/version")).json()
     assert (await http.get("/metrics")).text == "rayfin_steps_total 7\n"
     assert "/v1/completions" in (await http.get("/")).json()["endpoints"]
 
 
-async def test_health_tells_why_not(http: httpx.AsyncClient, engine: Any) -> None:
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+async def test_health_tells_why_not(http: httpx.AsyncClient, engine: Any, path: str) -> None:
     engine.unhealthy = EngineUnavailable("no step for 60 s")
-    response = await http.get("/health")
+    assert (await http.get("/live")).status_code == 200
+    response = await http.get(path)
     assert response.status_code == 503 and "retry-after" in response.headers
     error = response.json()["error"]
     assert (error["message"], error["code"]) == ("no step for 60 s", "engine_unavailable")
@@ -101,6 +107,23 @@ async def test_a_failure_in_a_stream_is_its_last_event(
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == code
     assert "secret" not in response.text and not engine.open
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_load_counts_until_the_last_event(
+    http: httpx.AsyncClient, engine: Any, path: str, stream: bool
+) -> None:
+    """A request counts once, whatever its choices."""
+    engine.gate = asyncio.Event()
+    body = {**BODY, **CHAT, "n": 2, "stream": stream}
+    asking = [asyncio.create_task(http.post(path, json=body)) for _ in range(3)]
+    while len(engine.open) < 6:
+        await asyncio.sleep(0)
+    assert (await http.get("/load")).json() == {"server_load": 3}
+    engine.gate.set()
+    await asyncio.gather(*asking)
+    assert (await http.get("/load")).json() == {"server_load": 0}
 
 
 async def test_an_unexpected_failure_shows_nothing(http: httpx.AsyncClient, engine: Any) -> None:

@@ -1,0 +1,35 @@
+"""A request's body as a checked model, and the names of the fields that were ignored."""
+
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from rayfin.deployments.openai.errors import invalid_request
+from rayfin.deployments.openai.json_body import read_json
+
+IGNORED_FIELDS = "x-rayfin-ignored-fields"
+FIELD_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")  # names that may stand in a header
+MAX_NAMED = 16
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The body as a ``kind``.
+
+    Raises:
+        InvalidRequest: it is none; ``param`` is the path of the first field that is wrong.
+    """
+    try:
+        return kind.model_validate(await read_json(request))
+    except ValidationError as error:
+        raise invalid_request(error.errors(include_input=False)) from None
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Names what was ignored; a name that is no plain word stands as a question mark."""
+    shown = [name if FIELD_NAME.fullmatch(name) else "?" for name in names[:MAX_NAMED]]
+    return {IGNORED_FIELDS: ",".join(shown)} if shown else {}

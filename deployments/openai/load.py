@@ -1,0 +1,38 @@
+"""How much an ingress has to do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette._utils import get_route_path
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+
+
+class Load:
+    """The requests that generate now: those of clients that wait, and background responses."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+
+class LoadCounter:
+    """ASGI: counts the requests for tokens from their first line to their last event."""
+
+    def __init__(self, app: ASGIApp, load: Load) -> None:
+        self._app = app
+        self._load = load
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or get_route_path(scope) not in GENERATING:
+            return await self._app(scope, receive, send)
+        with self._load.one_more():
+            await self._app(scope, receive, send)

@@ -1,0 +1,92 @@
+"""From what clients write to the token ids of a prompt; every route that reads text goes here."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.openai.generation import check_length, off_loop
+from rayfin.deployments.openai.service import OpenAIService
+from rayfin.deployments.text.chat_template import render_chat
+
+
+async def text_ids(
+    service: OpenAIService,
+    text: str,
+    param: str,
+    *,
+    add_special_tokens: bool = True,
+    any_length: bool = False,
+) -> list[int]:
+    """The ids of a text.
+
+    Args:
+        param: the caller's name of the text, for errors.
+        any_length: a text that cannot fit the context is tokenized all the same.
+
+    Raises:
+        ContextLengthExceeded: it cannot fit.
+    """
+    if not any_length:
+        check_length(len(text), service, param)
+    return await off_loop(len(text), partial(service.tokenizer.encode, text, add_special_tokens))
+
+
+async def chat_ids(
+    service: OpenAIService,
+    messages: Any,
+    param: str = "messages",
+    *,
+    tools: Any = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    add_special_tokens: bool | None = None,
+    variables: Mapping[str, Any] | None = None,
+    any_length: bool = False,
+) -> list[int]:
+    """The ids of a conversation, through the chat template.
+
+    Args:
+        messages: OpenAI's chat messages, which nobody need have checked.
+        param: the caller's name of the conversation as a whole, for errors.
+        add_generation_prompt: None adds it, unless the final message is continued.
+        add_special_tokens: puts the tokenizer's own around what the template wrote.
+        variables: the template's further variables.
+        any_length: as in :func:`text_ids`.
+
+    Raises:
+        InvalidRequest: bad messages, tools or variables, no template, or its refusal.
+        ContextLengthExceeded: they cannot fit.
+    """
+    continued = bool(continue_final_message)
+    render = partial(
+        render_chat,
+        service.tokenizer,
+        messages,
+        tools=tools,
+        add_generation_prompt=not continued
+        if add_generation_prompt is None
+        else add_generation_prompt,
+        continue_final_message=continued,
+        chat_template=service.chat_template,
+        variables=variables,
+    )
+    characters = _characters(messages)
+    if not any_length:
+        check_length(characters, service, param)
+    try:
+        ids = await off_loop(characters, render)
+    except InvalidRequest as error:
+        if error.param == "messages":
+            error.param = param
+        raise
+    return service.tokenizer.with_special_tokens(ids) if add_special_tokens else ids
+
+
+def _characters(messages: object) -> int:
+    """The length of all texts in ``messages``, which nobody has checked yet."""
+    if isinstance(messages, str):
+        return len(messages)
+    if isinstance(messages, dict):
+        return sum(map(_characters, messages.values()))
+    return sum(map(_characters, messages)) if isinstance(messages, list) else 0

@@ -1,0 +1,40 @@
+"""What operators and balancers ask: is it well, how busy, which version, which numbers."""
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+
+from rayfin import __version__
+from rayfin.deployments.openai.service import OpenAIService
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def add_status_routes(app: FastAPI, service: OpenAIService) -> None:
+    @app.get("/health")
+    @app.get("/ping")  # SageMaker's name for it
+    @app.post("/ping")
+    async def health() -> Response:
+        await service.client.check_health()
+        return Response()
+
+    @app.get("/live")
+    async def live() -> Response:
+        """This process answers, whatever the engine does."""
+        return Response()
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": service.load.in_flight}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await service.client.metrics(), media_type=METRICS_TYPE)
+
+    @app.get("/")
+    async def root() -> Response:
+        paths = {getattr(route, "path", "/") for route in app.routes} - {"/"}
+        return JSONResponse({"name": "Rayfin", "version": __version__, "endpoints": sorted(paths)})

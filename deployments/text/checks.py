@@ -1,0 +1,77 @@
+"""Checks of what clients write, one value at a time, with errors that say where it stands.
+
+Each takes the value and its path (``messages[0].role``) and returns it as what it should be.
+
+Raises:
+    InvalidRequest: ``param`` is the path.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rayfin.actors.errors import InvalidRequest
+
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+
+def required(value: Mapping[str, Any], name: str, path: str) -> Any:
+    if value.get(name) is None:
+        raise missing(f"{path}.{name}")
+    return value[name]
+
+
+def missing(path: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Missing required parameter: '{path}'.", path, "missing_required_parameter"
+    )
+
+
+def wrong_type(expected: str, value: object, path: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"'{path}' must be {expected}, got {type(value).__name__}.", path, "invalid_type"
+    )
+
+
+def as_object(value: object, path: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise wrong_type("an object", value, path)
+    return value
+
+
+def as_string(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise wrong_type("a string", value, path)
+    return value
+
+
+def as_name(value: object, path: str) -> str:
+    name = as_string(value, path)
+    if not NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"'{path}' may hold 1 to 64 of the characters A-Z a-z 0-9 _ - and dot.", path
+        )
+    return name
+
+
+def as_choice(value: object, choices: Sequence[str], path: str) -> str:
+    word = as_string(value, path)
+    if word not in choices:
+        raise InvalidRequest(
+            f"'{path}' must be one of {', '.join(choices)}, got {word[:32]!r}.", path
+        )
+    return word
+
+
+def as_list(value: object, path: str, most: int) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise wrong_type("a list", value, path)
+    if not value:
+        raise InvalidRequest(f"'{path}' must not be empty.", path, "empty_array")
+    if len(value) > most:
+        raise InvalidRequest(
+            f"'{path}' takes at most {most} elements, got {len(value)}.",
+            path,
+            "array_above_max_length",
+        )
+    return value
