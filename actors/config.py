@@ -5,6 +5,7 @@ turns it, with the facts that only a loaded model knows, into a new frozen ``Eng
 is ever written back, and nothing else decides a default.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -17,6 +18,7 @@ Policy = Literal["fcfs", "priority", "fair"]
 Preemption = Literal["recompute", "swap"]
 Device = Literal["auto", "cpu", "cuda"]
 
+DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 DEFAULT_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
 DEFAULT_MEMORY_UTILIZATION = {
@@ -62,7 +64,7 @@ class EngineArgs:
     preemption: Preemption | None = _flag(
         None, "when pages run out: recompute (default of v1), or swap to host memory (of v0)"
     )
-    swap_space: float = _flag(4.0, "GiB of host memory for swapped pages")
+    swap_space: float = _flag(4.0, "GiB of host memory for preempted requests that are swapped")
     long_prefill_token_threshold: int = _flag(
         0, "most tokens of one prompt in a step, so that others share it; 0 for no limit"
     )
@@ -85,6 +87,8 @@ class EngineArgs:
             "policy": Policy,
             "device": Device,
         }
+        if self.preemption is not None:
+            choices["preemption"] = Preemption
         for name, literal in choices.items():
             if (value := getattr(self, name)) not in get_args(literal):
                 raise InvalidConfig(
@@ -109,6 +113,10 @@ class EngineArgs:
             raise InvalidConfig(
                 f"memory_utilization must be in (0, 1], got {self.memory_utilization}",
                 "memory_utilization",
+            )
+        if not 0 <= self.swap_space < math.inf:
+            raise InvalidConfig(
+                f"swap_space must be at least 0 GiB, got {self.swap_space}", "swap_space"
             )
         tokens, decoding = self.max_batch_tokens, self.max_decoding_batch
         if tokens is not None and decoding is not None and decoding > tokens:
@@ -210,10 +218,29 @@ def resolve_model_len(args: EngineArgs, max_position: int | None) -> int:
     return args.max_model_len
 
 
+def resolve_host_pages(args: EngineArgs, page_bytes: int, most: int) -> int:
+    """Pages of swap space, at most ``most``; 0 when preempted requests are recomputed.
+
+    Raises:
+        InvalidConfig: swapping was asked for, and there is not room for a page.
+    """
+    if (args.preemption or DEFAULT_PREEMPTION[args.scheduler]) == "recompute":
+        return 0
+    pages = int(args.swap_space * 2**30) // page_bytes
+    if pages < 1 and args.preemption == "swap":
+        raise InvalidConfig(
+            f"swap_space ({args.swap_space} GiB) does not hold a page of {page_bytes:,} bytes",
+            "swap_space",
+        )
+    return min(pages, most)
+
+
 def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:
     """Decides the number of pages and the longest request.
 
     pages = available bytes / page bytes (DESIGN 6), and no more than all slots could ever fill.
+    Nor is more swap space worth taking: first come, first served, there are no more requests that
+    have begun than slots.
 
     Raises:
         InvalidConfig: not even one request of ``max_model_len`` would fit.
@@ -222,7 +249,8 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     available = args.kv_cache_memory or facts.available_bytes
     pages = available // facts.page_bytes
     per_request = -(-model_len // args.page_size)
-    pages = min(pages, per_request * limits.max_decoding_batch)
+    most = per_request * limits.max_decoding_batch
+    pages = min(pages, most)
     if pages < per_request:
         if args.max_model_len is not None or pages < 1:
             raise InvalidConfig(
@@ -244,4 +272,5 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         steps_in_flight=args.steps_in_flight,
         prefix_caching=args.prefix_caching,
         max_lease=args.max_lease,
+        num_host_pages=resolve_host_pages(args, facts.page_bytes, most),
     )

@@ -256,7 +256,13 @@ class EngineStats:
     waiting: int = 0
     pages_total: int = 0
     pages_held: int = 0
-    preemptions: int = 0
+    host_pages_total: int = 0  # of swap space
+    host_pages_held: int = 0
+    preemptions: int = 0  # for want of pages ...
+    preemptions_by_swap: int = 0  # ... and of those, with their pages kept in host memory
+    requeued_by_restart: int = 0  # requests put back because the runners were replaced
+    swapped_out: int = 0  # pages that went to host memory ...
+    swapped_in: int = 0  # ... and came back
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix index, at first admissions

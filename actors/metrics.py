@@ -45,11 +45,28 @@ GAUGES = (
         lambda s: s.pages_held / max(s.pages_total, 1),
     ),
     _Series("kv_cache_pages", "KV pages there are.", lambda s: s.pages_total),
+    _Series(
+        "swap_usage_perc",
+        "Share of the swap space in use, 0-1.",
+        lambda s: s.host_pages_held / max(s.host_pages_total, 1),
+    ),
     _Series("engine_epoch", "Times the runners were replaced.", lambda s: s.epoch),
 )
 COUNTERS = (
     _Series("engine_steps", "Steps done.", lambda s: s.steps),
     _Series("num_preemptions", "Requests put back for want of pages.", lambda s: s.preemptions),
+    _Series(
+        "num_preemptions_by_swap",
+        "Of those, requests whose pages went to host memory.",
+        lambda s: s.preemptions_by_swap,
+    ),
+    _Series("swapped_out_pages", "KV pages that went to host memory.", lambda s: s.swapped_out),
+    _Series("swapped_in_pages", "KV pages that came back from it.", lambda s: s.swapped_in),
+    _Series(
+        "num_requests_requeued",
+        "Requests put back because the runners were replaced.",
+        lambda s: s.requeued_by_restart,
+    ),
     _Series("prompt_tokens", "Prompt tokens taken in.", lambda s: s.prompt_tokens),
     _Series("generation_tokens", "Tokens sampled.", lambda s: s.generation_tokens),
 )

@@ -1,5 +1,7 @@
 """The free list of pages: which page ids are free, and how many tables hold each of the others."""
 
+from collections import Counter
+
 from rayfin.cache.errors import CacheError
 
 
@@ -63,6 +65,26 @@ class PagePool:
             pages.append(page)
             page = self._next[page]
         return pages
+
+    def check_integrity(self, holders: Counter[int]) -> None:
+        """Every page is free or held, ``holders[page]`` times as it was counted. O(pages).
+
+        Raises:
+            CacheError: with the first broken rule.
+        """
+        free = self.free_pages()
+        if len(free) != self.num_free or len(set(free)) != len(free):
+            raise CacheError(f"the free list has {len(free)} pages, {self.num_free} counted")
+        for page in range(self.num_pages):
+            if self.references[page] != holders[page]:
+                raise CacheError(
+                    f"page {page} is held by {holders[page]} tables, "
+                    f"counted {self.references[page]}"
+                )
+        if both := set(free) & holders.keys():
+            raise CacheError(f"pages {sorted(both)[:8]} are free and held")
+        if len(free) + len(holders) != self.num_pages:
+            raise CacheError("a page is neither free nor held")
 
     def _unlink(self, page: int) -> None:
         before, after = self._previous[page], self._next[page]

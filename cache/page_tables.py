@@ -144,20 +144,7 @@ class PageTables:
         Raises:
             CacheError: with the first broken rule.
         """
-        holders = Counter(page for pages in self._pages for page in pages)
-        free = self.pool.free_pages()
-        if len(free) != self.pool.num_free or len(set(free)) != len(free):
-            raise CacheError(f"the free list has {len(free)} pages, {self.pool.num_free} counted")
-        for page in range(self.pool.num_pages):
-            if self.pool.references[page] != holders[page]:
-                raise CacheError(
-                    f"page {page} is held by {holders[page]} tables, "
-                    f"counted {self.pool.references[page]}"
-                )
-        if both := set(free) & holders.keys():
-            raise CacheError(f"pages {sorted(both)[:8]} are free and held")
-        if len(free) + len(holders) != self.pool.num_pages:
-            raise CacheError("a page is neither free nor held")
+        self.pool.check_integrity(Counter(page for pages in self._pages for page in pages))
         for slot, pages in enumerate(self._pages):
             if len(set(pages)) != len(pages) or self.held[slot] != len(pages):
                 raise CacheError(f"the table of slot {slot} is wrong: {pages}")

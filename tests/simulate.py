@@ -210,6 +210,7 @@ class Life:
     def _settings(self) -> dict[str, Any]:
         draw = self.random
         self.model_len = draw.randint(8, 70)
+        self.outgrows = draw.random() < 0.4  # short prompts, long outputs: pages run out
         page_size, rows = draw.choice([1, 2, 3, 4, 8, 16]), draw.randint(1, 8)
         pages_of_one = -(-self.model_len // page_size)
         return {
@@ -225,6 +226,7 @@ class Life:
             "vocab_size": draw.choice([3, 50]),
             "prefix_caching": draw.random() < 0.85,
             "max_lease": draw.choice([1, 3, 7, 16]),
+            "num_host_pages": draw.choice([0, 0, 1, 5, 20, 1000]),
             "step_seconds": draw.choice([0.0, 0.0002, 0.0002, 0.001, 0.01]),
         }
 
@@ -254,8 +256,9 @@ class Life:
 
     def _arrive(self) -> None:
         draw, harness = self.random, self.harness
-        prompt = self._prompt()[: self.model_len - 1]
-        longest = min(self.model_len - len(prompt), draw.choice([1, 5, 12, 40]))
+        prompt = self._prompt()[: self.model_len // 4 if self.outgrows else self.model_len - 1]
+        most = 60 if self.outgrows else draw.choice([1, 5, 12, 40])
+        longest = min(self.model_len - len(prompt), most)
         vocabulary = range(harness.config.vocab_size)
         stream = harness.add(
             prompt,
@@ -305,6 +308,8 @@ def simulate(seed: int) -> Counter[str]:
     happened["steps"] = stats.steps
     happened["calls"] = harness.executor.num_run
     happened["preemptions"] = stats.preemptions
+    happened["swaps"] = stats.preemptions_by_swap
+    happened["pages swapped in"] = stats.swapped_in
     happened["restarts"] = harness.executor.epoch
     happened["prefix hits"] = stats.prefix_hits
     happened["leases"] = sum(info.lease > 1 for info in harness.executor.log)

@@ -147,7 +147,13 @@ class Engine:
             waiting=len(lifecycle.waiting),
             pages_total=stats.pages_total,
             pages_held=lifecycle.tables.num_held,
+            host_pages_total=self.config.num_host_pages,
+            host_pages_held=lifecycle.preemption.num_held,
             preemptions=lifecycle.num_preemptions,
+            preemptions_by_swap=lifecycle.preemption.counts.preemptions,
+            requeued_by_restart=lifecycle.num_requeued,
+            swapped_out=lifecycle.preemption.counts.pages_out,
+            swapped_in=lifecycle.preemption.counts.pages_in,
             prompt_tokens=stats.prompt_tokens,
             generation_tokens=stats.generation_tokens,
             prefix_queries=lifecycle.prefix_queries,
@@ -163,8 +169,11 @@ class Engine:
         Raises:
             CacheError: an invariant is broken.
         """
-        self.lifecycle.tables.check_integrity()
-        assert self.has_work or self.lifecycle.tables.num_held == 0, "idle, and pages are held"
+        tables, preemption = self.lifecycle.tables, self.lifecycle.preemption
+        tables.check_integrity()
+        preemption.check_integrity()
+        held = tables.num_held + preemption.num_held
+        assert self.has_work or held == 0, "idle, and pages are held"
 
     def _update(self, record: StepRecord, result: StepResult) -> None:
         running = self.lifecycle.running

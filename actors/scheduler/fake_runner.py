@@ -215,7 +215,8 @@ class FakeExecutor:
             mirror = self.live[handle]
             if mirror.num_tokens < 0:
                 mirror.num_tokens = int(info.kv_len[row])
-                fresh += pages[self._num_shared(info, row, pages, moved) :]
+                private = moved.difference(fresh)  # others may find what came back for a row above
+                fresh += pages[self._num_shared(info, row, pages, private) :]
             else:
                 fresh += pages
             mirror.pages += pages

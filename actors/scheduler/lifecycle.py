@@ -15,6 +15,7 @@ from rayfin.actors.scheduler.page_moves import PageMoves
 from rayfin.actors.scheduler.queues import WaitingQueue
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.running import RunningTable
+from rayfin.actors.scheduler.swap import PreemptionPolicy, Recompute, Swap
 from rayfin.cache.page_tables import PageTables
 
 
@@ -29,8 +30,14 @@ class Lifecycle:
             slots, config.num_pages, config.page_size, prefix_caching=config.prefix_caching
         )
         self.moves = PageMoves()
+        self.preemption: PreemptionPolicy = (
+            Swap(config.num_host_pages, self.running, self.tables, self.moves)
+            if config.num_host_pages
+            else Recompute()
+        )
         self.clients: list[str] = []  # by the index that RunningTable.client holds
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # for want of pages
+        self.num_requeued = 0  # because the runners were replaced
         self.num_finished: Counter[str] = Counter()  # by finish reason
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -49,19 +56,22 @@ class Lifecycle:
     def admit(self) -> int:
         """The first waiting request starts to run, with pages for all its known tokens.
 
-        What the prefix index knows of them counts as computed.
+        What the prefix index knows of them counts as computed, and so does what comes back from
+        host memory.
         """
         request = self.waiting.pop()
         hits = self.tables.match(request.chain, request.tokens())
         cached = len(hits) * self.tables.page_size
         slot = self.running.enter(request, self._client(request.source.client), cached)
         self.tables.adopt(slot, hits)
-        if not request.num_preemptions:
+        if not request.admitted:
+            request.admitted = True
             request.cached_tokens = cached
             self.prefix_queries += request.num_tokens
             self.prefix_hits += cached
         grown = self.tables.grow(slot, request.num_tokens)
         assert grown, "admitted without pages"
+        self.preemption.restore(slot, len(hits))
         stopping = request.source.stopping
         cap = int(self.running.cap[slot])
         self._new.append(NewRequest(slot, request.source.sampling, cap, stopping.stop_token_ids))
@@ -76,20 +86,20 @@ class Lifecycle:
             self.tables.publish(slot, request.chain, tokens)
 
     def preempt(self, slot: int) -> None:
-        """Frees the slot and the pages, keeps the tokens: the request is recomputed later.
+        """Frees the slot and the pages, keeps the tokens: the request is resumed later.
 
         Tokens of steps in flight are dropped when they come and sampled again: sampling depends on
         (seed, position) alone, and nobody has seen them.
         """
-        request = self._leave(slot)
-        request.num_preemptions += 1
+        self.preemption.keep(slot)
+        self.waiting.push(self._leave(slot))
         self.num_preemptions += 1
-        self.waiting.push(request)
 
     def finish(self, request: Request, reason: str) -> None:
         """The request ends, wherever it is."""
         if request.slot is None:
             self.waiting.discard(request)
+            self.preemption.forget(request)
         else:
             if reason == "error":
                 self.tables.retract(request.slot)
@@ -105,11 +115,13 @@ class Lifecycle:
     def restart(self) -> None:
         """The runners are new and empty: everything that ran is recomputed."""
         for slot in self.running.slots():
-            self.preempt(slot)
+            self.waiting.push(self._leave(slot))
+            self.num_requeued += 1
         if self.tables.index is not None:
             self.tables.index.clear()
         self.take_news()
         self.moves.clear()
+        self.preemption.clear()
 
     def victim(self) -> int:
         """The slot to preempt: lowest priority, latest arrival. So the oldest always advances."""

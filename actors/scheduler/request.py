@@ -21,7 +21,7 @@ class Request:
     chain: HashChain  # hashes of its full pages, as far as they were needed
     output: list[int] = field(default_factory=list)
     slot: int | None = None  # None while waiting
-    num_preemptions: int = 0
+    admitted: bool = False  # has held a slot before
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     cancelled: bool = False  # ended while waiting; the queue drops it lazily
 

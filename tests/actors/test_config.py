@@ -53,6 +53,10 @@ def _resolve(pages: float, *, max_position: int | None = 256, **args: Any) -> En
         ("max_waiting_requests", 0),
         ("threads", 0),
         ("memory_utilization", 0.0),
+        ("preemption", "discard"),
+        ("swap_space", -0.5),
+        ("swap_space", float("nan")),
+        ("swap_space", float("inf")),
         ("memory_utilization", 1.5),
         ("steps_in_flight", 3),
         ("tensor_parallel_size", 2),
@@ -95,6 +99,29 @@ def test_no_more_pages_than_all_slots_can_fill() -> None:
     config = _resolve(10**6, max_decoding_batch=3)
     assert config.num_pages == 3 * 256 // 16
     assert _resolve(10**6, max_decoding_batch=1, max_model_len=17).num_pages == 2
+
+
+def test_swap_space_is_of_v0_or_asked_for() -> None:
+    gib = PAGE_BYTES / 2**30
+    assert _resolve(100).num_host_pages == 0
+    assert _resolve(100, preemption="swap", swap_space=7.5 * gib).num_host_pages == 7
+    assert _resolve(100, scheduler="v0", swap_space=7.5 * gib).num_host_pages == 7
+    assert _resolve(100, scheduler="v0", preemption="recompute").num_host_pages == 0
+    assert _resolve(100, scheduler="v0", swap_space=0).num_host_pages == 0
+
+
+def test_no_more_swap_space_than_all_slots_can_fill() -> None:
+    config = _resolve(20, preemption="swap", max_decoding_batch=3)
+    assert (config.num_pages, config.num_host_pages) == (20, 3 * 256 // 16)
+    config = _resolve(5, preemption="swap", max_decoding_batch=3)
+    assert config.max_model_len == 5 * 16 and config.num_host_pages <= 3 * 256 // 16
+
+
+def test_swap_space_without_room_for_a_page() -> None:
+    for space in (0, 0.9 * PAGE_BYTES / 2**30):
+        with pytest.raises(InvalidConfig, match="does not hold a page") as caught:
+            _resolve(100, preemption="swap", swap_space=space)
+        assert caught.value.param == "swap_space"
 
 
 def test_model_len_shrinks_to_the_cache_unless_asked_for() -> None:

@@ -288,7 +288,7 @@ def _workload(seed: int) -> list[dict[str, Any]]:
         requests.append(
             {
                 "prompt": start + [draw.randrange(50) for _ in range(draw.randint(0, 4))],
-                "max_tokens": draw.randint(1, 20),
+                "max_tokens": draw.randint(12, 24),
                 "stop": draw.sample(range(50), draw.choice([0, 1, 3, 12])),
                 "priority": draw.randint(0, 2),
                 "extra_keys": draw.choice([(), (), ("salt",)]),
@@ -308,7 +308,7 @@ def test_sharing_never_changes_an_outcome(
             scheduler=scheduler,
             steps_in_flight=steps_in_flight,
             policy=("fcfs", "priority")[seed % 2],
-            num_pages=20,
+            num_pages=16,
             max_model_len=64,
             max_decoding_batch=4,
             max_batch_tokens=16,

@@ -12,7 +12,16 @@ def test_lives(simulate: ModuleType) -> None:
             happened += simulate.simulate(seed)
         except Exception as error:
             raise AssertionError(f"python tests/simulate.py --seed {seed}") from error
-    for what in ("stop", "length", "abort", "error", "preemptions", "restarts", "prefix hits"):
+    for what in (
+        "stop",
+        "length",
+        "abort",
+        "error",
+        "preemptions",
+        "swaps",
+        "restarts",
+        "prefix hits",
+    ):
         assert happened[what] > 10, what
     assert happened["leases"] > 50
 
