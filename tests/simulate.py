@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.config import BatchLimits, EngineConfig
-from rayfin.actors.messages import EngineRequest, Sampling, StopRules
+from rayfin.actors.messages import COPY, EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.fake_runner import FakeExecutor, Stream
 
@@ -50,6 +50,7 @@ class Harness:
         key: int | None = None,
         output: Sequence[int] = (),
         extra_keys: tuple[str, ...] = (),
+        sibling_of: int | None = None,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = len(self.executor.streams)
@@ -65,6 +66,7 @@ class Harness:
             priority=priority,
             output=list(output),
             extra_keys=extra_keys,
+            sibling_of=sibling_of,
         )
         self.engine.add(source)
         stream = Stream(source, self.config.vocab_size)
@@ -260,18 +262,20 @@ class Life:
         most = 60 if self.outgrows else draw.choice([1, 5, 12, 40])
         longest = min(self.model_len - len(prompt), most)
         vocabulary = range(harness.config.vocab_size)
-        stream = harness.add(
-            prompt,
-            draw.randint(1, longest),
-            stop=draw.sample(vocabulary, draw.choice([0, 0, 1, min(12, len(vocabulary) - 1)])),
-            eos=draw.sample(vocabulary, draw.choice([0, 0, 1])),
-            priority=draw.randint(0, 2),
-            client=draw.choice("ab"),
-            extra_keys=draw.choice([(), (), (), ("salt",)]),
-        )
-        if draw.random() < 0.15:
-            later = harness.executor.clock + draw.expovariate(1 / 0.01)
-            self._at(later, lambda: harness.abort(stream))
+        settings: dict[str, Any] = {
+            "stop": draw.sample(vocabulary, draw.choice([0, 0, 1, min(12, len(vocabulary) - 1)])),
+            "eos": draw.sample(vocabulary, draw.choice([0, 0, 1])),
+            "priority": draw.randint(0, 2),
+            "client": draw.choice("ab"),
+            "extra_keys": draw.choice([(), (), (), ("salt",)]),
+        }
+        elder: int | None = None
+        for _ in range(draw.choice([1, 1, 1, 2, 5])):  # choices of one prompt
+            stream = harness.add(prompt, draw.randint(1, longest), sibling_of=elder, **settings)
+            elder = stream.source.key if elder is None else elder
+            if draw.random() < 0.15:
+                later = harness.executor.clock + draw.expovariate(1 / 0.01)
+                self._at(later, lambda stream=stream: harness.abort(stream))
 
     def _prompt(self) -> list[int]:
         """A start that others have too, a conversation that goes on, or a prompt of its own."""
@@ -312,6 +316,7 @@ def simulate(seed: int) -> Counter[str]:
     happened["pages swapped in"] = stats.swapped_in
     happened["restarts"] = harness.executor.epoch
     happened["prefix hits"] = stats.prefix_hits
+    happened["forks"] = sum(int((info.moves[:, 0] == COPY).sum()) for info in harness.executor.log)
     happened["leases"] = sum(info.lease > 1 for info in harness.executor.log)
     return happened
 

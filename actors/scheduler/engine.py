@@ -23,6 +23,7 @@ from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.outbox import Outbox
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.request_scheduler import RequestScheduler
+from rayfin.actors.scheduler.starts import find_elder
 from rayfin.actors.scheduler.step_builder import Chunk, StepBuilder, StepRecord
 from rayfin.actors.scheduler.stopping import ended_requests
 from rayfin.actors.scheduler.token_scheduler import TokenScheduler
@@ -71,7 +72,8 @@ class Engine:
         """Takes a request in; refused at the door if it could never run.
 
         Raises:
-            InvalidRequest: its tokens do not fit, or its key is in use.
+            InvalidRequest: its tokens do not fit, its key is in use, or it is a sibling of a
+                request that has another prompt.
             Overloaded: the queue is full.
         """
         key = (source.client, source.key)
@@ -87,10 +89,11 @@ class Engine:
             raise InvalidRequest("the request has all of its tokens already", "max_tokens")
         if len(self.lifecycle.waiting) >= self.config.max_waiting_requests:
             raise Overloaded(f"{len(self.lifecycle.waiting)} requests are waiting already")
+        elder = find_elder(source, self._live)
         if not self.has_work:
             self._last_progress = time.monotonic()
         chain = HashChain(self.config.page_size, source.extra_keys)
-        request = Request(source, self._arrivals, chain, list(source.output))
+        request = Request(source, self._arrivals, chain, list(source.output), elder=elder)
         if self.config.prefix_caching:
             chain.extend(source.prompt)
         self._arrivals += 1

@@ -11,10 +11,12 @@ from collections import Counter
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NewRequest
+from rayfin.actors.scheduler.news import News
 from rayfin.actors.scheduler.page_moves import PageMoves
 from rayfin.actors.scheduler.queues import WaitingQueue
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.running import RunningTable
+from rayfin.actors.scheduler.starts import Starts
 from rayfin.actors.scheduler.swap import PreemptionPolicy, Recompute, Swap
 from rayfin.cache.page_tables import PageTables
 
@@ -35,6 +37,8 @@ class Lifecycle:
             if config.num_host_pages
             else Recompute()
         )
+        self.news = News()
+        self._starts = Starts(self.running, self.tables, self.moves, self.news)
         self.clients: list[str] = []  # by the index that RunningTable.client holds
         self.num_preemptions = 0  # for want of pages
         self.num_requeued = 0  # because the runners were replaced
@@ -42,39 +46,44 @@ class Lifecycle:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._client_index: dict[str, int] = {}
-        self._new: list[NewRequest] = []
-        self._forgotten: list[int] = []
 
     def can_admit(self, request: Request, spare: int) -> bool:
-        """Whether a slot is free, and pages for its tokens and one more, with ``spare`` left."""
+        """Whether a slot is free, and pages for its tokens and one more, with ``spare`` left.
+
+        And whether there is nothing to wait for (``Starts.find``).
+        """
         if not self.running.has_free_slot:
             return False
-        hits = self.tables.match(request.chain, request.tokens())
-        missing = self.tables.pages_for(request.num_tokens + 1) - len(hits)
-        return missing + spare <= self.tables.num_free_without(hits)
+        start = self._starts.find(request)
+        if start is None:
+            return False
+        missing = self.tables.pages_for(request.num_tokens + 1) - len(start.pages)
+        return missing + spare <= self.tables.num_free_without(start.pages)
 
     def admit(self) -> int:
         """The first waiting request starts to run, with pages for all its known tokens.
 
-        What the prefix index knows of them counts as computed, and so does what comes back from
-        host memory.
+        What it starts with (``Starts``) counts as computed, and so does what comes back from host
+        memory.
         """
         request = self.waiting.pop()
-        hits = self.tables.match(request.chain, request.tokens())
-        cached = len(hits) * self.tables.page_size
+        start = self._starts.find(request)
+        assert start is not None, "admitted before its time"
+        cached = start.num_tokens
         slot = self.running.enter(request, self._client(request.source.client), cached)
-        self.tables.adopt(slot, hits)
+        self._starts.make(start, slot)
         if not request.admitted:
             request.admitted = True
             request.cached_tokens = cached
-            self.prefix_queries += request.num_tokens
-            self.prefix_hits += cached
+            if start.elder is None:
+                self.prefix_queries += request.num_tokens
+                self.prefix_hits += cached
         grown = self.tables.grow(slot, request.num_tokens)
         assert grown, "admitted without pages"
-        self.preemption.restore(slot, len(hits))
+        self.preemption.restore(slot, len(start.pages))
         stopping = request.source.stopping
         cap = int(self.running.cap[slot])
-        self._new.append(NewRequest(slot, request.source.sampling, cap, stopping.stop_token_ids))
+        self.news.enter(NewRequest(slot, request.source.sampling, cap, stopping.stop_token_ids))
         return slot
 
     def publish(self, slot: int, num_tokens: int) -> None:
@@ -106,12 +115,6 @@ class Lifecycle:
             self._leave(request.slot)
         self.num_finished[reason] += 1
 
-    def take_news(self) -> tuple[list[NewRequest], list[int]]:
-        """What the runners must hear with the next step: first sights, and slots to forget."""
-        news = self._new, self._forgotten
-        self._new, self._forgotten = [], []
-        return news
-
     def restart(self) -> None:
         """The runners are new and empty: everything that ran is recomputed."""
         for slot in self.running.slots():
@@ -119,7 +122,7 @@ class Lifecycle:
             self.num_requeued += 1
         if self.tables.index is not None:
             self.tables.index.clear()
-        self.take_news()
+        self.news.clear()
         self.moves.clear()
         self.preemption.clear()
 
@@ -131,7 +134,7 @@ class Lifecycle:
     def _leave(self, slot: int) -> Request:
         request = self.running.leave(slot)
         self.tables.release(slot)
-        self._forgotten.append(slot)
+        self.news.leave(slot)
         return request
 
     def _client(self, name: str) -> int:

@@ -24,6 +24,7 @@ class Request:
     admitted: bool = False  # has held a slot before
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     cancelled: bool = False  # ended while waiting; the queue drops it lazily
+    elder: "Request | None" = None  # an earlier choice of the same prompt
 
     @property
     def num_tokens(self) -> int:

@@ -61,7 +61,7 @@ class StepBuilder:
         if not len(decoding) and not chunks:
             return None
         running, tables = self._lifecycle.running, self._lifecycle.tables
-        new_requests, finished = self._lifecycle.take_news()
+        new_requests, finished = self._lifecycle.news.take()
         self._told[[new.handle for new in new_requests]] = 0
         slots = np.concatenate([decoding, np.array([c.slot for c in chunks], np.int64)])
         lengths = np.ones(len(slots), np.int32)
