@@ -75,7 +75,6 @@ class LLM:
             executor, replace(args, model=model_path(args.model))
         )
         self._request_numbers = itertools.count()
-        self._keys = itertools.count()  # never reused: an aborted request's last tokens come late
 
     def generate(
         self,
@@ -193,7 +192,6 @@ class LLM:
             request_id = str(next(self._request_numbers))
             outputs: list[CompletionOutput] = []
             for request in self._build(ids, own, request_id):
-                request.key = next(self._keys)
                 output = CompletionOutput(index=len(outputs))
                 detokenizer = None
                 if self._tokenizer is not None:

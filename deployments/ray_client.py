@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
@@ -39,7 +38,6 @@ class RayEngineClient:
         self._connected = asyncio.Event()
         self._streams: dict[int, asyncio.Queue[TokenDelta | Exception]] = {}
         self._request_ids: dict[int, str] = {}
-        self._keys = itertools.count()
         self._outgoing: list[EngineRequest] = []
         self._aborts: list[int] = []
         self._flush_planned = False
@@ -87,11 +85,11 @@ class RayEngineClient:
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """See ``EngineClient.stream``."""
         await self.info()
-        key = next(self._keys)
+        key = request.key
         news: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
         self._streams[key] = news
         self._request_ids[key] = request.request_id
-        self._send(replace(request, client=self._client, key=key))
+        self._send(replace(request, client=self._client))
         try:
             while True:
                 delta = await news.get()

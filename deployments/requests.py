@@ -1,5 +1,6 @@
 """Token ids and sampling parameters to checked engine requests; shared by every door."""
 
+import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.text.tokenizer import model_json
 
 MAX_STOP_TOKEN_IDS = 1024
+KEY_BITS = 62  # keys travel as int64
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -27,8 +29,10 @@ def build_requests(
     arrival: float = 0.0,
     param: str = "prompt",
 ) -> list[EngineRequest]:
-    """One engine request per choice, with ids ``{request_id}-{i}`` and seeds drawn now.
+    """One engine request per choice, with ids ``{request_id}-{i}``, keys and seeds drawn now.
 
+    All choices but the first name it as their sibling, so that the prompt is computed once. Keys
+    are random: no two requests of a client have the same one, and none is used again.
     ``max_tokens`` is cut to what the context and the cache leave; None fills it. ``param`` is the
     caller's name of the prompt, for errors.
 
@@ -39,6 +43,7 @@ def build_requests(
     prompt = _prompt(prompt_ids, info, param)
     room = _room(len(prompt), info, param)
     stopping = _stop_rules(params, info, room, frozenset(eos_token_ids))
+    first_key = secrets.randbits(KEY_BITS)
     banned = tuple(sorted(stopping.stop_token_ids)) if params.min_tokens else ()
     return [
         EngineRequest(
@@ -55,8 +60,10 @@ def build_requests(
             ),
             stopping=stopping,
             client=client,
+            key=first_key + index,
             priority=priority,
             arrival=arrival,
+            sibling_of=first_key if index else None,
         )
         for index in range(params.n)
     ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from rayfin.deployments.ray_client import RayEngineClient
 pytestmark = pytest.mark.anyio
 INFO = EngineInfo("fake", 128, 100, 10, 16)
 Calls = list[tuple[list[EngineRequest], list[int]]]
+KEYS = itertools.count(7)
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("CALLER", default="nobody")
 
 
@@ -121,7 +123,8 @@ async def client(
 
 
 def request(name: str) -> EngineRequest:
-    return EngineRequest(name, np.array([1], np.int32), Sampling(), StopRules(9))
+    prompt = np.array([1], np.int32)
+    return EngineRequest(name, prompt, Sampling(), StopRules(9), key=next(KEYS))
 
 
 async def read(client: RayEngineClient, name: str) -> list[TokenDelta]:

@@ -32,6 +32,14 @@ def test_choices_have_their_own_ids_and_seeds() -> None:
     assert (request.sampling.top_k, request.sampling.min_p, request.arrival) == (7, 0.1, 1.5)
 
 
+def test_choices_name_the_first_as_their_sibling() -> None:
+    first, *others = build([1, 2], n=3)
+    assert first.sibling_of is None
+    assert [own.sibling_of for own in others] == [first.key] * 2
+    assert [own.key for own in others] == [first.key + 1, first.key + 2]
+    assert build([1, 2])[0].key != first.key
+
+
 def test_unseeded_choices_differ() -> None:
     assert len({request.sampling.seed for request in build([1], n=8)}) == 8
 
