@@ -3,7 +3,8 @@
     RayfinError                        500  internal_error
     ├── InvalidRequest                 400  invalid_request_error   the caller's mistake
     │   ├── ContextLengthExceeded      400  context_length_exceeded
-    │   └── ModelNotFound              404  model_not_found
+    │   ├── ModelNotFound              404  model_not_found
+    │   └── NotFound                   404  not_found               anything else that is named
     ├── InvalidConfig                   -   a flag or a model that cannot be served
     │   └── UnsupportedModel            -   an architecture outside what Rayfin serves
     ├── RequestFailed                  500  engine_error            this request alone failed
@@ -56,6 +57,13 @@ class ModelNotFound(InvalidRequest):
 
     status = 404
     code = "model_not_found"
+
+
+class NotFound(InvalidRequest):
+    """The request names something that is not there, or is not this caller's to see."""
+
+    status = 404
+    code = "not_found"
 
 
 class InvalidConfig(RayfinError):

@@ -1,12 +1,14 @@
 """A request's body as a checked model, and the names of the fields that were ignored."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.openai.errors import invalid_request
 from rayfin.deployments.openai.json_body import read_json
 
@@ -33,3 +35,22 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """Names what was ignored; a name that is no plain word stands as a question mark."""
     shown = [name if FIELD_NAME.fullmatch(name) else "?" for name in names[:MAX_NAMED]]
     return {IGNORED_FIELDS: ",".join(shown)} if shown else {}
+
+
+@contextmanager
+def called(names: Mapping[str, str]) -> Iterator[None]:
+    """Lets errors name fields as this route's clients do: ``names`` maps our names to theirs."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name, rest = _split(error.param or "")
+        if name in names:
+            error.message = error.message.replace(name, names[name])
+            error.param = names[name] + rest
+        raise
+
+
+def _split(param: str) -> tuple[str, str]:
+    """``stop[1]`` is ``stop`` and ``[1]``."""
+    end = next((i for i, character in enumerate(param) if character in ".["), len(param))
+    return param[:end], param[end:]

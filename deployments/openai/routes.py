@@ -11,6 +11,7 @@ from rayfin.deployments.openai.errors import add_error_handlers
 from rayfin.deployments.openai.fields import ignored_header, read_body
 from rayfin.deployments.openai.load import LoadCounter
 from rayfin.deployments.openai.models import add_model_routes
+from rayfin.deployments.openai.responses.routes import add_response_routes
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.status import add_status_routes
 from rayfin.deployments.openai.tokenize import add_tokenize_routes
@@ -30,6 +31,7 @@ def build_api(service: OpenAIService) -> FastAPI:
     app.add_middleware(LoadCounter, load=service.load)
     add_edge(app, service.edge)
     add_completion_routes(app, service)
+    add_response_routes(app, service)
     add_model_routes(app, service)
     add_tokenize_routes(app, service)
     add_status_routes(app, service)

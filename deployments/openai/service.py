@@ -8,6 +8,7 @@ from rayfin.actors.errors import ModelNotFound
 from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_client import EngineClient
 from rayfin.deployments.openai.load import Load
+from rayfin.deployments.openai.responses.store import ResponseStore
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 
@@ -23,6 +24,7 @@ class OpenAIService:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     load: Load = field(default_factory=Load)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def served_name(self, name: str | None) -> str:

@@ -33,6 +33,8 @@ class FakeEngine:
         self.eos = tokenizer.inner.eos_token_id
         self.delay = 0.0  # seconds before each delta
         self.gate: asyncio.Event | None = None  # the first delta waits for it
+        self.pause_after: tuple[int, asyncio.Event] | None = None  # so many deltas
+        self.taken = 0  # deltas that were taken, of all requests
         self.lease = 1  # tokens in a delta
         self.refusal: RayfinError | None = None  # raised before the first delta
         self.failure: tuple[int, Exception] | None = None  # raised after so many deltas
@@ -58,7 +60,10 @@ class FakeEngine:
                 await asyncio.sleep(self.delay)
                 if self.failure is not None and number == self.failure[0]:
                     raise self.failure[1]
+                if self.pause_after is not None and number == self.pause_after[0]:
+                    await self.pause_after[1].wait()
                 done = delta.finish_reason is not None
+                self.taken += 1
                 yield delta
         finally:
             self.open.discard(request.request_id)
@@ -67,7 +72,7 @@ class FakeEngine:
 
     def _deltas(self, request: EngineRequest) -> list[TokenDelta]:
         rules = request.stopping
-        tokens = [*self.reply, self.eos] * (1 + rules.max_tokens // len(self.reply))
+        tokens = [*self.reply, self.eos] * (1 + rules.max_tokens // (len(self.reply) + 1))
         tokens = tokens[: rules.max_tokens]
         reason, stop = "length", None
         for i, token in enumerate(tokens):

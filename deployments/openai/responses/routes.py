@@ -1,0 +1,118 @@
+"""OpenAI's Responses API; https://platform.openai.com/docs/api-reference/responses."""
+
+import asyncio
+from itertools import islice
+
+from fastapi import FastAPI, Request, Response
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.openai.fields import ignored_header, read_body
+from rayfin.deployments.openai.responses.bodies import ResponsePromptBody, ResponseRequest
+from rayfin.deployments.openai.responses.handler import ResponseHandler, event_stream, reply
+from rayfin.deployments.openai.responses.items import input_items
+from rayfin.deployments.openai.responses.prompt import history_of, prompt_ids
+from rayfin.deployments.openai.responses.replies import Deleted, InputTokens, ItemList
+from rayfin.deployments.openai.responses.state import ResponseState
+from rayfin.deployments.openai.service import OpenAIService
+
+MAX_PAGE = 100  # items
+PAGE = 20
+MAX_DIGITS = 12  # of a number in a query
+
+
+def add_response_routes(app: FastAPI, service: OpenAIService) -> None:
+    def find(request: Request, response_id: str) -> ResponseState:
+        return service.responses.get(response_id, _tenant(request))
+
+    @app.post("/v1/responses")
+    async def create(request: Request) -> Response:
+        body = await read_body(request, ResponseRequest)
+        headers = ignored_header(body.ignored_fields())
+        return await ResponseHandler(service, body, _tenant(request)).answer(request, headers)
+
+    @app.post("/v1/responses/input_tokens")
+    async def count(request: Request, response: Response) -> InputTokens:
+        body = await read_body(request, ResponsePromptBody)
+        body.check()
+        service.served_name(body.model)
+        response.headers.update(ignored_header(body.ignored_fields()))
+        items = history_of(service, body, _tenant(request)) + input_items(body.input)
+        return InputTokens(input_tokens=len(await prompt_ids(service, body, items)))
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve(request: Request, response_id: str) -> Response:
+        state = find(request, response_id)
+        if {"include", "include[]"} & request.query_params.keys():
+            raise InvalidRequest("include is not supported.", "include", "unsupported_parameter")
+        after = _number(request, "starting_after", -1, 0)
+        if _choice(request, "stream", ("false", "true")) == "true":
+            return event_stream(state, after + 1)
+        return reply(state)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> Deleted:
+        state = find(request, response_id)
+        service.responses.remove(state)
+        if state.task is not None:
+            state.task.cancel()
+        return Deleted(id=state.id)
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel(request: Request, response_id: str) -> Response:
+        state = find(request, response_id)
+        if state.task is None:
+            raise InvalidRequest("Only background responses can be cancelled.", "response_id")
+        state.task.cancel()
+        await asyncio.wait({state.task})
+        state.finish("cancelled")  # where it had not even begun
+        return reply(state)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(request: Request, response_id: str) -> ItemList:
+        return _page(request, find(request, response_id))
+
+
+def _tenant(request: Request) -> str:
+    """Whose request it is; without keys everybody is one."""
+    return getattr(request.state, "tenant", "")
+
+
+def _page(request: Request, state: ResponseState) -> ItemList:
+    """The items that the response was made from, those of earlier responses included."""
+    limit = _number(request, "limit", PAGE, 1, MAX_PAGE)
+    items = [*state.history, *state.items]
+    if _choice(request, "order", ("desc", "asc")) == "desc":
+        items.reverse()
+    after = request.query_params.get("after")
+    start = 0
+    if after is not None:
+        places = [i for i, item in enumerate(items) if item.id == after]
+        if not places:
+            raise InvalidRequest(f"There is no item with id {after[:128]!r}.", "after")
+        start = places[0] + 1
+    page = list(islice(items, start, start + limit))
+    return ItemList(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=start + limit < len(items),
+    )
+
+
+def _number(request: Request, name: str, default: int, low: int, high: int = 10**MAX_DIGITS) -> int:
+    written = request.query_params.get(name)
+    if written is None:
+        return default
+    if not (written.isascii() and written.isdecimal() and len(written) <= MAX_DIGITS):
+        raise InvalidRequest(f"{name} must be a whole number.", name, "invalid_type")
+    if not low <= int(written) <= high:
+        raise InvalidRequest(f"{name} must be in [{low}, {high}], got {written}.", name)
+    return int(written)
+
+
+def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
+    """The query's word; the first of ``choices`` where there is none."""
+    word = request.query_params.get(name, choices[0])
+    if word not in choices:
+        raise InvalidRequest(f"{name} must be one of {', '.join(choices)}.", name)
+    return word
