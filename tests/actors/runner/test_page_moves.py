@@ -79,6 +79,7 @@ def test_moves_of_one_kind_are_one_run() -> None:
 
 def test_run_ends_where_a_move_depends_on_it() -> None:
     assert _shapes((COPY, 0, 1), (COPY, 1, 2)) == [(COPY, 1), (COPY, 1)]
+    assert _shapes((COPY, 0, 1), (COPY, 1, 2), (COPY, 3, 1)) == [(COPY, 1), (COPY, 2)]
     assert _shapes((SWAP_OUT, 0, 1), (SWAP_OUT, 2, 1)) == [(SWAP_OUT, 1), (SWAP_OUT, 1)]
     assert _shapes((SWAP_OUT, 0, 1), (SWAP_OUT, 1, 0)) == [(SWAP_OUT, 2)]  # another memory
     assert _shapes() == []

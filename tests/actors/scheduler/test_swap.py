@@ -150,6 +150,18 @@ def test_swap_out_waits_for_a_step_with_rows(harness: Make) -> None:
     assert step.finished == [1, 0] and step.new_requests[0].sampling.seed == new.seed
 
 
+def test_restart_drops_moves_that_wait(harness: Make) -> None:
+    """The same, but the step with that last token never ends: the pages to move are gone."""
+    h = harness(num_host_pages=4, num_pages=5, max_model_len=16, prefix_caching=False)
+    h.add(6, 5)
+    h.add(4, 8)
+    h.executor.fail_at = {4}
+    h.run()
+    h.check()
+    stats = h.engine.stats()
+    assert (stats.preemptions_by_swap, stats.requeued_by_restart, stats.epoch) == (1, 1, 1)
+
+
 @pytest.mark.parametrize("wait", [0, 1, 3])
 def test_abort_of_a_swapped_request(harness: Make, steps_in_flight: int, wait: int) -> None:
     """Its host pages are free at once, also when the move to them is still to be made."""
