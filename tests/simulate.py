@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.config import BatchLimits, EngineConfig
-from rayfin.actors.messages import COPY, EngineRequest, Sampling, StopRules
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.messages import COPY, BeamParams, EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.fake_runner import FakeExecutor, Stream
 
@@ -51,6 +52,7 @@ class Harness:
         output: Sequence[int] = (),
         extra_keys: tuple[str, ...] = (),
         sibling_of: int | None = None,
+        beams: BeamParams | None = None,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = len(self.executor.streams)
@@ -67,6 +69,7 @@ class Harness:
             output=list(output),
             extra_keys=extra_keys,
             sibling_of=sibling_of,
+            beams=beams,
         )
         self.engine.add(source)
         stream = Stream(source, self.config.vocab_size)
@@ -113,6 +116,10 @@ class Harness:
 
     def expected(self, stream: Stream) -> tuple[list[int], str, int | None]:
         """(tokens, finish reason, stop reason) as the oracle has them, planted errors included."""
+        if stream.source.beams is not None:
+            hypotheses, steps = stream.search
+            failed = any((stream.seed, index) in self.executor.errors for index in range(steps))
+            return [], "error" if failed else hypotheses[0].finish_reason, None
         tokens, reason, stop = stream.outcome()
         for index in range(len(stream.source.output), len(tokens)):
             if (stream.seed, index) in self.executor.errors:
@@ -131,6 +138,8 @@ class Harness:
                 assert stream.tokens == tokens
                 assert (stream.ended.finish_reason, stream.ended.stop_reason) == (reason, stop)
                 assert (stream.ended.error is not None) == (reason == "error")
+                found = [] if stream.source.beams is None or reason == "error" else stream.search[0]
+                assert stream.ended.hypotheses == found
                 assert 0 <= stream.ended.cached_tokens < len(stream.source.prompt) + len(tokens)
         if self.config.policy == "fcfs":  # I10
             first_admissions = list(dict.fromkeys(self.executor.entered))
@@ -188,6 +197,7 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.harness = make_harness(**self._settings())
+        self.refused = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._plan_faults()
         self._plan_requests()
@@ -269,9 +279,20 @@ class Life:
             "client": draw.choice("ab"),
             "extra_keys": draw.choice([(), (), (), ("salt",)]),
         }
+        if draw.random() < 0.12:
+            settings["beams"] = BeamParams(
+                draw.randint(1, 5),
+                draw.choice([1.0, 1.0, 0.0, -0.7, 1.5]),
+                draw.choice([False, True, "never"]),
+            )
         elder: int | None = None
         for _ in range(draw.choice([1, 1, 1, 2, 5])):  # choices of one prompt
-            stream = harness.add(prompt, draw.randint(1, longest), sibling_of=elder, **settings)
+            try:
+                stream = harness.add(prompt, draw.randint(1, longest), sibling_of=elder, **settings)
+            except InvalidRequest:
+                assert "beams" in settings, "refused"
+                self.refused += 1
+                return
             elder = stream.source.key if elder is None else elder
             if draw.random() < 0.15:
                 later = harness.executor.clock + draw.expovariate(1 / 0.01)
@@ -316,6 +337,11 @@ def simulate(seed: int) -> Counter[str]:
     happened["pages swapped in"] = stats.swapped_in
     happened["restarts"] = harness.executor.epoch
     happened["prefix hits"] = stats.prefix_hits
+    happened["searches refused"] = life.refused
+    happened["searches"] = sum(
+        stream.ended is not None and bool(stream.ended.hypotheses)
+        for stream in harness.streams.values()
+    )
     happened["forks"] = sum(int((info.moves[:, 0] == COPY).sum()) for info in harness.executor.log)
     happened["leases"] = sum(info.lease > 1 for info in harness.executor.log)
     return happened

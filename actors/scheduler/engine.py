@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,11 +13,13 @@ from rayfin.actors.messages import (
     Ended,
     EngineRequest,
     EngineStats,
+    Hypothesis,
     Int32Array,
     Int64Array,
     StepResult,
     TokenDeltas,
 )
+from rayfin.actors.scheduler.beams import BeamGroups, as_it_runs
 from rayfin.actors.scheduler.executor import Executor, GroupFailed, PendingStep
 from rayfin.actors.scheduler.lease import LeasePolicy
 from rayfin.actors.scheduler.lifecycle import Lifecycle
@@ -52,6 +55,7 @@ class Engine:
             if config.scheduler == "v1"
             else RequestScheduler(self.lifecycle, config.limits)
         )
+        self._beams = BeamGroups(self.lifecycle)
         self._leases = LeasePolicy(self.lifecycle, config.max_lease)
         self._builder = StepBuilder(self.lifecycle)
         self._builder.restart(executor.epoch)
@@ -89,6 +93,8 @@ class Engine:
             raise InvalidRequest("the request has all of its tokens already", "max_tokens")
         if len(self.lifecycle.waiting) >= self.config.max_waiting_requests:
             raise Overloaded(f"{len(self.lifecycle.waiting)} requests are waiting already")
+        if source.beams is not None:
+            source = as_it_runs(source, self.config)
         elder = find_elder(source, self._live)
         if not self.has_work:
             self._last_progress = time.monotonic()
@@ -183,13 +189,16 @@ class Engine:
         if (result.epoch, result.step) != (record.info.epoch, record.info.step):
             raise GroupFailed(f"step {record.info.step} was answered by step {result.step}")
         current = running.admission[record.slots] == record.admissions
+        streams = current & ~running.lockstep[record.slots]
         for column in result.tokens.T:  # one for each step of the lease
-            rows = current & (column >= 0)
+            rows = streams & (column >= 0)
             self._take(record.slots[rows], column[rows])
         for row, message in result.errors.items():  # what a row said before it failed is good
-            if current[row]:
-                request = running.request(int(record.slots[row]))
-                self._end(request, "error", error=RequestFailed(message))
+            slot = int(record.slots[row])
+            if running.admission[slot] == record.admissions[row]:
+                self._end(running.request(slot), "error", error=RequestFailed(message))
+        for request in self._beams.take(record, result):
+            self._end_search(request)
         steps = max(1, int((result.tokens >= 0).any(axis=0).sum()))  # rows may all end early
         self._leases.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
         self._stats.steps += steps
@@ -230,13 +239,22 @@ class Engine:
         reason: str,
         stop_reason: int | None = None,
         error: RequestFailed | None = None,
+        hypotheses: Sequence[Hypothesis] = (),
     ) -> None:
         source = request.source
         del self._live[source.client, source.key]
         self.lifecycle.finish(request, reason)
+        cached = request.cached_tokens
         self._outbox.end(
-            source.client, Ended(source.key, reason, stop_reason, error, request.cached_tokens)
+            source.client,
+            Ended(source.key, reason, stop_reason, error, cached, list(hypotheses)),
         )
+
+    def _end_search(self, request: Request) -> None:
+        assert request.search is not None
+        hypotheses = request.search.hypotheses
+        self._stats.generation_tokens += sum(len(own.tokens) for own in hypotheses)
+        self._end(request, hypotheses[0].finish_reason, hypotheses=hypotheses)
 
     def _recover(self, failure: GroupFailed) -> None:
         """New runners, new epoch; everything that ran is recomputed from its token log.

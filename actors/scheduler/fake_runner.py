@@ -9,6 +9,9 @@ ids just as a model's runner does: it writes all rows before it reads any, and r
 import pickle
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -21,12 +24,15 @@ from rayfin.actors.messages import (
     SWAP_OUT,
     Ended,
     EngineRequest,
+    Float32Array,
+    Hypothesis,
     Int32Array,
     NewRequest,
     SchedulerInfo,
     StepResult,
 )
 from rayfin.actors.scheduler.executor import GroupFailed
+from rayfin.actors.scheduler.fake_logprobs import next_logprobs, search_by_the_book, tell
 
 UNWRITTEN = -7  # a slot of a page that nobody has written since it was taken
 JUNK = -9  # what a row leaves in its own pages that goes on after its end
@@ -65,6 +71,11 @@ class Stream:
             self._truth = tokens[:length]
         return self._truth[:length]
 
+    @cached_property
+    def search(self) -> tuple[list[Hypothesis], int]:
+        """What a beam search finds, and in how many steps."""
+        return search_by_the_book(self.source, self._vocab_size)
+
     def outcome(self) -> tuple[list[int], str, int | None]:
         """The tokens, finish reason and stop reason of the request when it runs to its end."""
         prompt, stopping = len(self.source.prompt), self.source.stopping
@@ -82,6 +93,7 @@ class Mirror:
 
     new: NewRequest
     stream: Stream | None  # None: a request that no test has told of; only its pages are checked
+    beams: EngineRequest | None  # of which it is a beam; then it has no stream of its own
     known: int  # tokens that the scheduler knew when it sent the request
     pages: list[int] = field(default_factory=list)
     num_tokens: int = -1  # in the pages; -1 before the first row, which says what was cached
@@ -152,11 +164,15 @@ class FakeExecutor:
         self.log.append(info)
         check_form(info)
         check_limits(info, self.config)
-        moved = self._move_pages(info)
-        self._take_news(info, moved)
+        self._moved |= self._move_pages(info)
+        self._take_news(info)
         tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step - (call in self.stale_at), tokens)
+        self._told: list[tuple[int, int, Float32Array]] = []  # (place, token, log probabilities)
         columns = self._run_rows(info, result)
+        if self._told:
+            asked = (mirror.new.sampling.logprobs or 0 for mirror in self.live.values())
+            result.logprobs = tell(sorted(self._told, key=itemgetter(0)), max(asked))
         tokens_run = len(info.merge_prompt) + int((tokens[:, 1:] >= 0).sum())
         result.seconds = columns * self.step_seconds + tokens_run * self.token_seconds
         self.clock += result.seconds
@@ -166,6 +182,7 @@ class FakeExecutor:
         size = (self.config.num_pages, self.config.page_size)
         self._memory = np.full(size, UNWRITTEN, np.int32)
         self._host = np.full((self.config.num_host_pages, size[1]), UNWRITTEN, np.int32)
+        self._moved: set[int] = set()  # pages that moves wrote, and no table has taken since
         self._shared: dict[int, list[Mirror]] = {}  # page -> its holders, where they are several
         self._dead = False
         self._next_step = 0
@@ -200,7 +217,7 @@ class FakeExecutor:
                 self._host[source] = UNWRITTEN
         return moved
 
-    def _take_news(self, info: SchedulerInfo, moved: set[int]) -> None:
+    def _take_news(self, info: SchedulerInfo) -> None:
         for handle in info.finished:
             assert handle in self.live, "forgets an unknown handle"
             self.left.append(self.live.pop(handle).new.sampling.seed)
@@ -215,7 +232,9 @@ class FakeExecutor:
             mirror = self.live[handle]
             if mirror.num_tokens < 0:
                 mirror.num_tokens = int(info.kv_len[row])
-                private = moved.difference(fresh)  # others may find what came back for a row above
+                private = self._moved.difference(
+                    fresh
+                )  # others may find what came back for a row above
                 fresh += pages[self._num_shared(info, row, pages, private) :]
             else:
                 fresh += pages
@@ -224,7 +243,8 @@ class FakeExecutor:
         assert len(set(fresh)) == len(fresh), "a page is given to two requests"
         assert not held_before & set(fresh), "a page is given away that is held"
         assert all(0 <= page < self.config.num_pages for page in fresh)
-        self._memory[[page for page in fresh if page not in moved]] = UNWRITTEN
+        self._memory[[page for page in fresh if page not in self._moved]] = UNWRITTEN
+        self._moved.difference_update(fresh)
         self._check_sharing()
 
     def _enter(self, new: NewRequest) -> None:
@@ -233,27 +253,33 @@ class FakeExecutor:
         stream, known = self.streams.get(new.sampling.seed), 0
         if stream is not None:
             source = stream.source
-            assert new.sampling == source.sampling
+            if source.beams is None:
+                assert new.sampling == source.sampling
             assert new.cap == len(source.prompt) + source.stopping.max_tokens
             assert new.stop_token_ids == source.stopping.stop_token_ids
             known = len(source.prompt) + len(stream.tokens)
-        self.live[new.handle] = Mirror(new, stream, known)
+        if stream is None or stream.source.beams is None:
+            self.live[new.handle] = Mirror(new, stream, None, known)
+        else:
+            self.live[new.handle] = Mirror(new, None, stream.source, known)
         self.entered.append(new.sampling.seed)
 
     def _num_shared(self, info: SchedulerInfo, row: int, pages: list[int], moved: set[int]) -> int:
         """How many of a request's first ``pages`` it found in the cache.
 
         What its first row says of the tokens there: full pages that were found, then pages that
-        moves of this step have written, of which the last may be full in part.
+        moves have written for it, of which the last may be full in part.
         """
         cached, size = int(info.kv_len[row]), self.config.page_size
         filled = pages[: -(-cached // size)]
         shared = [page for page in filled if page not in moved]
         mirror = self.live[int(info.ids[row])]
-        assert not info.is_decoding[row]
+        assert not info.is_decoding[row] or mirror.beams is not None
         assert shared == filled[: len(shared)], "a page that was found follows one that was moved"
         assert shared != filled or cached % size == 0, "a part of a page is shared"
-        forks = mirror.stream is not None and mirror.stream.source.sibling_of is not None
+        forks = mirror.beams is not None or (
+            mirror.stream is not None and mirror.stream.source.sibling_of is not None
+        )
         assert not shared or self.config.prefix_caching or forks
         assert mirror.stream is None or cached < mirror.known, "nothing is left to compute"
         return len(shared)
@@ -267,10 +293,10 @@ class FakeExecutor:
                 holders.setdefault(page, []).append(mirror)
         self._shared = {page: group for page, group in holders.items() if len(group) > 1}
         for page, group in self._shared.items():
-            first, *others = (mirror for mirror in group if mirror.stream is not None)
-            index = first.pages.index(page)
-            for other in others:
-                assert other.pages.index(page) == index
+            index = group[0].pages.index(page)
+            assert all(mirror.pages.index(page) == index for mirror in group)
+            told = [mirror for mirror in group if mirror.stream is not None]
+            for first, other in pairwise(told):
                 assert first.stream is not None and other.stream is not None
                 assert first.stream.source.extra_keys == other.stream.source.extra_keys
                 end = (index + 1) * self.config.page_size
@@ -334,6 +360,9 @@ class FakeExecutor:
         if not info.is_decoding[row]:
             assert SAMPLED_LAST_STEP not in chunk, "a placeholder in a prompt"
             return chunk
+        if mirror.beams is not None:
+            assert chunk[0] != SAMPLED_LAST_STEP, "a beam decodes what nobody has picked"
+            return chunk
         assert mirror.sampled is not None, "decodes before it has sampled"
         assert chunk[0] in (SAMPLED_LAST_STEP, mirror.sampled)
         return [mirror.sampled]
@@ -342,6 +371,8 @@ class FakeExecutor:
         size = self.config.page_size
         for position, token in enumerate(tokens, start=mirror.num_tokens):
             page = mirror.pages[position // size]
+            if mirror.beams is not None and position >= len(mirror.beams.prompt):
+                assert page not in self._shared, "a beam writes to a shared page"
             for holder in self._shared.get(page, []):  # I4
                 truth = token if holder.stream is None else holder.stream.truth(position + 1)[-1]
                 assert token == truth, "another token is written to a shared page"
@@ -353,6 +384,7 @@ class FakeExecutor:
         """Reads the row's context back from its pages, and says what comes next."""
         mirror = self.live[int(info.ids[row])]
         stream, seed, end = mirror.stream, mirror.new.sampling.seed, mirror.num_tokens
+        source = stream.source if stream is not None else mirror.beams
         context = self._memory[mirror.pages].reshape(-1)[:end]
         assert stream is None or np.array_equal(context, stream.truth(end)), "other tokens in pages"
         samples = info.last_pos[row] != NO_TOKEN
@@ -362,12 +394,15 @@ class FakeExecutor:
             assert self.config.scheduler != "v0", "V0 splits a prompt"
             return
         assert column or info.last_pos[row] == info.chunk_len[row] - 1
-        if stream is not None and (seed, end - len(stream.source.prompt)) in self.errors:
+        if source is not None and (seed, end - len(source.prompt)) in self.errors:
             result.errors[row] = "planted"
             mirror.over_since = self.num_run
             return
         mirror.sampled = next_token(context, seed, self.config.vocab_size)
         result.tokens[row, column] = mirror.sampled
+        if mirror.new.sampling.logprobs is not None:
+            told = next_logprobs(context, seed, self.config.vocab_size)
+            self._told.append((row * info.lease + column, mirror.sampled, told))
 
     def _goes_on(self, mirror: Mirror) -> bool:
         """Whether a row of a lease samples once more; ``RequestSlots.goes_on`` says the same."""

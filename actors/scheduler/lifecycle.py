@@ -48,16 +48,19 @@ class Lifecycle:
         self._client_index: dict[str, int] = {}
 
     def can_admit(self, request: Request, spare: int) -> bool:
-        """Whether a slot is free, and pages for its tokens and one more, with ``spare`` left.
+        """Whether slots are free, and pages for its tokens and one more, with ``spare`` left.
+
+        One more of each of its beams, where it is a beam search.
 
         And whether there is nothing to wait for (``Starts.find``).
         """
-        if not self.running.has_free_slot:
+        if self.running.num_free_slots < request.width:
             return False
         start = self._starts.find(request)
         if start is None:
             return False
-        missing = self.tables.pages_for(request.num_tokens + 1) - len(start.pages)
+        pages = self.tables.pages_for(request.num_tokens + 1) + request.width - 1
+        missing = pages - len(start.pages)
         return missing + spare <= self.tables.num_free_without(start.pages)
 
     def admit(self) -> int:
@@ -81,10 +84,15 @@ class Lifecycle:
         grown = self.tables.grow(slot, request.num_tokens)
         assert grown, "admitted without pages"
         self.preemption.restore(slot, len(start.pages))
-        stopping = request.source.stopping
-        cap = int(self.running.cap[slot])
-        self.news.enter(NewRequest(slot, request.source.sampling, cap, stopping.stop_token_ids))
+        for _ in range(request.width - 1):
+            self.running.reserve(request, self._client(request.source.client))
+        self.introduce(slot)
         return slot
+
+    def introduce(self, slot: int) -> None:
+        """The runners shall hear of the slot's request as soon as a step has a row of it."""
+        source, cap = self.running.request(slot).source, int(self.running.cap[slot])
+        self.news.enter(NewRequest(slot, source.sampling, cap, source.stopping.stop_token_ids))
 
     def publish(self, slot: int, num_tokens: int) -> None:
         """The slot's first ``num_tokens`` tokens are known and scheduled: others may share them."""
@@ -95,13 +103,18 @@ class Lifecycle:
             self.tables.publish(slot, request.chain, tokens)
 
     def preempt(self, slot: int) -> None:
-        """Frees the slot and the pages, keeps the tokens: the request is resumed later.
+        """Frees slot and pages of the slot's request, keeps its tokens: it is resumed later.
+
+        A beam search gives up all of its slots, and starts again from its prompt.
 
         Tokens of steps in flight are dropped when they come and sampled again: sampling depends on
         (seed, position) alone, and nobody has seen them.
         """
-        self.preemption.keep(slot)
-        self.waiting.push(self._leave(slot))
+        request = self.running.request(slot)
+        if request.source.beams is None:
+            self.preemption.keep(slot)
+        self._leave(request)
+        self.waiting.push(request)
         self.num_preemptions += 1
 
     def finish(self, request: Request, reason: str) -> None:
@@ -111,14 +124,16 @@ class Lifecycle:
             self.preemption.forget(request)
         else:
             if reason == "error":
-                self.tables.retract(request.slot)
-            self._leave(request.slot)
+                for slot in request.slots:
+                    self.tables.retract(slot)
+            self._leave(request)
         self.num_finished[reason] += 1
 
     def restart(self) -> None:
         """The runners are new and empty: everything that ran is recomputed."""
-        for slot in self.running.slots():
-            self.waiting.push(self._leave(slot))
+        for request in self.running.holders():
+            self._leave(request)
+            self.waiting.push(request)
             self.num_requeued += 1
         if self.tables.index is not None:
             self.tables.index.clear()
@@ -131,11 +146,16 @@ class Lifecycle:
         running = self.running
         return max(running.slots(), key=lambda slot: self.waiting.rank(running.request(slot)))
 
-    def _leave(self, slot: int) -> Request:
-        request = self.running.leave(slot)
+    def _leave(self, request: Request) -> None:
+        for slot in list(request.slots):
+            self.running.leave(slot)
+            self.clear(slot)
+        request.search = None
+
+    def clear(self, slot: int) -> None:
+        """Gives back the slot's pages; the runners shall forget it."""
         self.tables.release(slot)
         self.news.leave(slot)
-        return request
 
     def _client(self, name: str) -> int:
         if name not in self._client_index:

@@ -1,5 +1,7 @@
 """What the runners must hear with the next step: first sights of requests, and slots to forget."""
 
+from collections.abc import Iterable
+
 from rayfin.actors.messages import NewRequest
 
 
@@ -16,11 +18,11 @@ class News:
         self._known: set[int] = set()
 
     def __contains__(self, slot: int) -> bool:
-        """Whether the slot's request is new in the next step: nothing of it has run."""
+        """Whether nothing of the slot's request has run."""
         return slot in self._new
 
     def enter(self, new: NewRequest) -> None:
-        """A request holds the slot ``new.handle`` from the next step on."""
+        """A request holds the slot ``new.handle`` from the first step on that has a row of it."""
         self._new[new.handle] = new
 
     def leave(self, slot: int) -> None:
@@ -30,12 +32,16 @@ class News:
             self._known.remove(slot)
             self._forgotten.append(slot)
 
-    def take(self) -> tuple[list[NewRequest], list[int]]:
-        """(new requests, slots to forget, which goes first): the next step has them."""
-        news = list(self._new.values()), self._forgotten
-        self._known |= self._new.keys()
-        self._new, self._forgotten = {}, []
-        return news
+    def take(self, slots: Iterable[int]) -> tuple[list[NewRequest], list[int]]:
+        """What the next step, which has rows of the ``slots``, is to tell.
+
+        Returns:
+            The requests that are new among its rows, and the slots to forget, which goes first.
+        """
+        new = [self._new.pop(slot) for slot in slots if slot in self._new] if self._new else []
+        forgotten, self._forgotten = self._forgotten, []
+        self._known.update(own.handle for own in new)
+        return new, forgotten
 
     def clear(self) -> None:
         """The runners are new, and know nothing."""

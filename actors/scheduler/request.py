@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rayfin.actors.messages import EngineRequest, Int32Array
+from rayfin.actors.scheduler.beam_search import BeamSearch
 from rayfin.cache.prefix_index import HashChain
 
 
@@ -20,11 +21,23 @@ class Request:
     order: int  # arrival number in this engine
     chain: HashChain  # hashes of its full pages, as far as they were needed
     output: list[int] = field(default_factory=list)
-    slot: int | None = None  # None while waiting
+    slots: list[int] = field(default_factory=list)  # that it holds; none while it waits
     admitted: bool = False  # has held a slot before
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     cancelled: bool = False  # ended while waiting; the queue drops it lazily
     elder: "Request | None" = None  # an earlier choice of the same prompt
+
+    search: BeamSearch | None = None  # of a beam search that has begun
+
+    @property
+    def slot(self) -> int | None:
+        """Its slot, the first one where it holds several; None while it waits."""
+        return self.slots[0] if self.slots else None
+
+    @property
+    def width(self) -> int:
+        """Slots that it takes to run."""
+        return 1 if self.source.beams is None else self.source.beams.width
 
     @property
     def num_tokens(self) -> int:

@@ -61,9 +61,9 @@ class StepBuilder:
         if not len(decoding) and not chunks:
             return None
         running, tables = self._lifecycle.running, self._lifecycle.tables
-        new_requests, finished = self._lifecycle.news.take()
-        self._told[[new.handle for new in new_requests]] = 0
         slots = np.concatenate([decoding, np.array([c.slot for c in chunks], np.int64)])
+        new_requests, finished = self._lifecycle.news.take(slots.tolist())
+        self._told[[new.handle for new in new_requests]] = 0
         lengths = np.ones(len(slots), np.int32)
         lengths[len(decoding) :] = [chunk.length for chunk in chunks]
         kv_len = running.num_computed[slots]

@@ -21,6 +21,8 @@ def test_lives(simulate: ModuleType) -> None:
         "swaps",
         "restarts",
         "prefix hits",
+        "forks",
+        "searches",
     ):
         assert happened[what] > 10, what
     assert happened["leases"] > 50

@@ -293,7 +293,7 @@ def _lose_a_page(swap: Any) -> None:
 
 
 def _keep_it_running(swap: Any) -> None:
-    next(iter(swap._saved)).slot = 0
+    next(iter(swap._saved)).slots.append(0)
 
 
 def _keep_it_cancelled(swap: Any) -> None:
