@@ -95,7 +95,8 @@ class ModelRunner:
                 f"{self._epoch}.{self._next_step}"
             )
         started = time.perf_counter()
-        self._mover.run(info.moves)
+        if len(info.moves):
+            self._mover.run(info.moves)
         self._slots.apply(info)
         tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step, tokens)

@@ -63,6 +63,12 @@ class Lifecycle:
         missing = pages - len(start.pages)
         return missing + spare <= self.tables.num_free_without(start.pages)
 
+    def num_to_compute(self, request: Request) -> int:
+        """Tokens of the waiting request that are neither cached nor in host memory."""
+        start = self._starts.find(request)
+        cached = 0 if start is None else start.num_tokens
+        return request.num_tokens - max(cached, self.preemption.num_saved(request))
+
     def admit(self) -> int:
         """The first waiting request starts to run, with pages for all its known tokens.
 

@@ -37,7 +37,7 @@ class RequestScheduler:
             request = lifecycle.waiting.peek()
             if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
                 break
-            if request.num_tokens > budget:
+            if lifecycle.num_to_compute(request) > budget:
                 break
             chunks.append(take_chunk(lifecycle, lifecycle.admit(), budget))
             budget -= chunks[-1].length

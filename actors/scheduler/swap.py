@@ -44,6 +44,10 @@ class PreemptionPolicy(Protocol):
         """The slot's request is preempted: its pages are given back right after this."""
         ...
 
+    def num_saved(self, request: Request) -> int:
+        """Tokens of the waiting request that need not be computed again."""
+        ...
+
     def restore(self, slot: int, num_found: int) -> None:
         """The slot's request is admitted again, with all its pages; ``num_found`` are cached."""
         ...
@@ -76,6 +80,9 @@ class Recompute:
         return 0
 
     def keep(self, slot: int) -> None: ...
+
+    def num_saved(self, request: Request) -> int:
+        return 0
 
     def restore(self, slot: int, num_found: int) -> None: ...
 
@@ -127,6 +134,10 @@ class Swap:
         self._moves.add(SWAP_OUT, tables.pages_since(slot, 0)[:count], pages)
         self.counts.preemptions += 1
         self.counts.pages_out += count
+
+    def num_saved(self, request: Request) -> int:
+        saved = self._saved.get(request)
+        return 0 if saved is None else saved.num_tokens
 
     def restore(self, slot: int, num_found: int) -> None:
         saved = self._saved.pop(self._running.request(slot), None)

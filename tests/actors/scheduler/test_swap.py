@@ -237,6 +237,21 @@ def test_admission_needs_as_many_pages_as_ever(harness: Make) -> None:
     assert new.ended is not None
 
 
+def test_v0_brings_all_back_that_fit(harness: Make) -> None:
+    """A prompt counts for what is left to compute of it: here one token each, four in a step."""
+    h = harness(scheduler="v0", num_host_pages=40, num_pages=40, prefix_caching=False)
+    streams = [h.add(30, 9) for _ in range(4)]
+    for _ in range(8):
+        h.step()
+    for stream in streams:
+        assert stream.open
+        _preempt(h, stream)
+    h.run()
+    h.check()
+    back = next(step for step in h.executor.log if SWAP_IN in step.moves[:, 0])
+    assert back.chunk_len.tolist() == [1] * 4 and h.config.limits.max_batch_tokens < 120
+
+
 SETTINGS = [
     {"max_lease": lease, "prefix_caching": caching, "num_host_pages": host}
     for lease, caching, host in itertools.product((1, 7), (True, False), (0, 5, 100))

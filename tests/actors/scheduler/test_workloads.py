@@ -30,6 +30,7 @@ def _limits(draw: st.DrawFn) -> dict[str, Any]:
         "vocab_size": draw(st.sampled_from([5, 50])),
         "prefix_caching": draw(st.booleans()),
         "max_lease": draw(st.sampled_from([1, 7, 16])),
+        "num_host_pages": draw(st.sampled_from([0, 3, 300])),
         "step_seconds": draw(st.sampled_from([0.0, 0.0002, 0.001])),
     }
 
@@ -89,6 +90,7 @@ def test_streams_are_exact(
     _play(h, requests)
     h.check()
     event(f"preempted: {h.engine.lifecycle.num_preemptions > 0}")
+    event(f"swapped: {h.engine.stats().swapped_in > 0}")
     event(f"shared: {h.engine.stats().prefix_hits > 0}")
     event(f"leased: {any(step.lease > 1 for step in h.executor.log)}")
     event(f"restarted: {h.executor.epoch > 0}")
