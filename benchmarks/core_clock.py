@@ -14,6 +14,7 @@ import numpy as np
 
 from rayfin.actors.config import BatchLimits, EngineConfig
 from rayfin.actors.messages import (
+    COPY,
     NO_TOKEN,
     EngineRequest,
     Int32Array,
@@ -41,18 +42,22 @@ class StepTime:
 
     def of(self, info: SchedulerInfo) -> float:
         kv_tokens = int(info.kv_len.sum()) + len(info.merge_prompt)
-        moves = len(getattr(info, "moves", ()))
         return (
             self.step
             + self.token * len(info.merge_prompt)
             + self.kv_token * kv_tokens
-            + self.move * moves
+            + self.move * num_swaps(info)
         )
 
 
 EIGHT_BILLION = StepTime(step=4e-3, token=20e-6, kv_token=0.03e-6, move=42e-6)
 """About Llama-3.1-8B in 16 bits on one H200: 15 GB of weights and 128 KiB of keys and values a
 token at 4.3 TB/s, 50,000 prompt tokens a second, pages of 2 MiB over PCIe at 50 GB/s."""
+
+
+def num_swaps(info: SchedulerInfo) -> int:
+    """Pages that a step brings to host memory or back."""
+    return int((info.moves[:, 0] != COPY).sum())
 
 
 @dataclass(slots=True)
@@ -71,6 +76,7 @@ class StubExecutor:
         self.epoch = 0
         self.clock = 0.0  # seconds
         self.prompt_tokens = 0  # computed, again where they are recomputed
+        self.swapped_pages = 0  # brought to host memory, and back
         self._time = time
 
     def submit(self, info: SchedulerInfo) -> _Pending:
@@ -82,6 +88,7 @@ class StubExecutor:
     def run(self, info: SchedulerInfo) -> StepResult:
         seconds = self._time.of(info)
         self.clock += seconds
+        self.swapped_pages += num_swaps(info)
         self.prompt_tokens += int(info.chunk_len[info.decoding_batch :].sum())
         tokens = np.where(info.last_pos >= 0, TOKEN, NO_TOKEN).astype(np.int32)
         return StepResult(info.epoch, info.step, tokens[:, None], seconds=seconds)
@@ -125,6 +132,7 @@ class Outcome:
     visits: list[Visit]
     seconds: float  # on the clock, to the last token
     prompt_tokens: int  # computed
+    swapped_pages: int  # brought to host memory, and back
     preemptions: int
 
     @property
@@ -216,7 +224,9 @@ def run(
                 if (another := then(served[ended.key])) is not None:
                     heapq.heappush(to_come, (another.at, next(numbers), another))
     stats = engine.stats()
-    return Outcome(served, executor.clock, executor.prompt_tokens, stats.preemptions)
+    return Outcome(
+        served, executor.clock, executor.prompt_tokens, executor.swapped_pages, stats.preemptions
+    )
 
 
 def random_tokens(random: np.random.Generator, length: int) -> Int32Array:

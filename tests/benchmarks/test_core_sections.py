@@ -55,13 +55,14 @@ def test_conversations_that_do_not_fit_push_each_other_out(monkeypatch: pytest.M
     assert core_prefix.hit_share(too_many) < core_prefix.hit_share(fit)
 
 
-@pytest.mark.parametrize("way", core_preemption.WAYS, ids=lambda way: way.name)
-def test_fewer_pages_preempt_and_everyone_gets_done(way: core_preemption.Way) -> None:
+@pytest.mark.parametrize("way", core_preemption.WAYS)
+def test_fewer_pages_preempt_and_everyone_gets_done(way: str) -> None:
     load = core_preemption.Load(24)
     wanted = [visit.max_tokens for visit in load.visits()]
     ample, scarce = (core_preemption.squeeze(load, way, pages) for pages in (4000, 300))
     assert ample.preemptions == 0 < scarce.preemptions
     assert scarce.rate < ample.rate
+    assert (scarce.swapped_pages > 0) == ("swap" in way)
     for outcome in (ample, scarce):
         assert [len(visit.times) for visit in outcome.visits] == wanted
 
