@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test simulate lint format bench-core demo-model
+.PHONY: help install kernels serve test simulate lint format bench-core demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -18,6 +18,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+kernels: $(INSTALLED)  ## build the CPU kernels again, after a change to kernels/cpu
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
 
 serve: $(INSTALLED)  ## serve the built-in model (ARGS="--port 8001 ...")
 	$(BIN)/rayfin serve $(ARGS)

@@ -77,7 +77,7 @@ class EngineArgs:
     threads: int | None = _flag(
         None, "compute threads of a CPU; default: its cores, 1 for a tiny model"
     )
-    attention: str = _flag("auto", "attention backend: auto, torch or reference")
+    attention: str = _flag("auto", "attention backend: auto, cpu, torch or reference")
 
     def __post_init__(self) -> None:
         choices: dict[str, Any] = {

@@ -25,6 +25,7 @@ from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.weights import load_config, load_model, max_position
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
+from rayfin.kernels.cpu.kernels import try_kernels
 from rayfin.kernels.sampling.sample import find_bad_rows, sample
 
 ONE_THREAD_PARAMETERS = 32_000_000
@@ -42,10 +43,13 @@ class ModelRunner:
         self._device = pick_device(args.device)
         self._hf_config = load_config(args)
         model = load_model(args, self._hf_config, self._device, ATTENTION)
+        kernels = None
         if self._device.type == "cpu":
-            torch.set_num_threads(args.threads or default_threads(model.num_parameters()))
+            threads = args.threads or default_threads(model.num_parameters())
+            torch.set_num_threads(threads)
+            kernels = try_kernels(threads) if args.attention in ("auto", "cpu") else None
         try:
-            kernel = select_attention(self._device, model.dtype, args.attention)
+            kernel = select_attention(self._device, model.dtype, args.attention, kernels)
         except ValueError as error:
             raise InvalidConfig(str(error), "attention") from None
         self._model = PagedModel(model, kernel)

@@ -3,20 +3,36 @@
 import torch
 
 from rayfin.kernels import reference
+from rayfin.kernels.attention.cpu import CpuAttention
 from rayfin.kernels.attention.interface import PagedAttention
 from rayfin.kernels.attention.torch import paged_attention as torch_paged_attention
+from rayfin.kernels.cpu.kernels import CpuKernels
 
-NAMES = ("auto", "torch", "reference")
+NAMES = ("auto", "cpu", "torch", "reference")
 
 
 def select_attention(
-    device: torch.device, dtype: torch.dtype, name: str = "auto"
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str = "auto",
+    kernels: CpuKernels | None = None,
 ) -> PagedAttention:
     """The backend called `name`, or with "auto" the fastest one for this device and dtype.
 
+    "cpu" is the compiled one, on the threads of `kernels`; without those "auto" is torch's.
+
     Raises:
-        ValueError: no backend of that name.
+        ValueError: no backend of that name, or not for this device and dtype.
     """
+    compiled = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    if name == "cpu" and not (compiled and kernels):
+        raise ValueError(
+            f"attention backend 'cpu' is not for {dtype} on {device.type}"
+            if not compiled
+            else "attention backend 'cpu' needs the compiled CPU kernels, which are not built"
+        )
+    if name in ("auto", "cpu") and compiled and kernels:
+        return CpuAttention(kernels)
     if name in ("auto", "torch"):  # the torch backend takes every device and float dtype
         return torch_paged_attention
     if name == "reference":

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from rayfin.kernels.cpu.kernels import try_kernels
+
 EOS = 2
 MAX_TOKENS = 10
 LENGTHS = (1, 4, 5, 16, 17, 33)  # page_size is 4: exact pages, and one past them
@@ -82,10 +84,12 @@ def test_preempted(
         assert tokens[key] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("attention", ["torch", "reference"])
+@pytest.mark.parametrize("attention", ["torch", "reference", "cpu"])
 def test_attention_backends(
     attention: str, tiny_model: Make, served: Make, request_of: Make
 ) -> None:
+    if attention == "cpu" and try_kernels(1) is None:
+        pytest.skip("the CPU kernels are not built")
     tiny, prompts = tiny_model("gemma2"), _prompts()
     engine = served(tiny.folder, attention=attention)
     requests = [request_of(key, p, MAX_TOKENS, eos=[EOS]) for key, p in enumerate(prompts)]

@@ -17,5 +17,12 @@ def test_names() -> None:
 
 
 def test_unknown_name_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'cuda'.*auto, torch, reference"):
+    with pytest.raises(ValueError, match="'cuda'.*auto, cpu, torch, reference"):
         select_attention(CPU, torch.float32, name="cuda")
+
+
+def test_cpu_needs_its_kernels_and_a_dtype_of_theirs() -> None:
+    with pytest.raises(ValueError, match="not built"):
+        select_attention(CPU, torch.float32, name="cpu")
+    with pytest.raises(ValueError, match="float16"):
+        select_attention(CPU, torch.float16, name="cpu")

@@ -1,0 +1,87 @@
+// The C interface: what library.py declares to ctypes. Pointers are the caller's, sizes are checked there.
+#include <new>
+
+#include "attention.h"
+#include "matmul.h"
+
+using namespace rayfin;
+
+#define RAYFIN_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// The operation's turn of the pool.
+struct Turn {
+  explicit Turn(Pool* pool) : guard(pool->entry) {}
+  std::lock_guard<std::mutex> guard;
+};
+
+}  // namespace
+
+// Of all source files, so that a library built from others is not loaded.
+RAYFIN_API const char* rayfin_sources() { return RAYFIN_SOURCES; }
+
+// The best instruction set of this machine: what the library of that name was compiled for.
+RAYFIN_API const char* rayfin_best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512) return __builtin_cpu_supports("avx512vnni") ? "avx512vnni" : "avx512";
+  if (avx2) return "avx2";
+#endif
+  return "portable";
+}
+
+RAYFIN_API Pool* rayfin_pool_create(int threads) { return new (std::nothrow) Pool(threads); }
+RAYFIN_API void rayfin_pool_destroy(Pool* pool) { delete pool; }
+
+RAYFIN_API Matrix* rayfin_matrix_create(int64_t outputs, int64_t inputs, int storage, int paired) {
+  try {
+    return new Matrix(outputs, inputs, Storage(storage), paired != 0);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+RAYFIN_API void rayfin_matrix_destroy(Matrix* matrix) { delete matrix; }
+
+RAYFIN_API void rayfin_matrix_fill(Matrix* matrix, int64_t first, int64_t count, const void* weights, int64_t stride,
+                                   int storage) {
+  if (storage == kBFloat16) {
+    matrix->fill(first, count, static_cast<const BFloat16*>(weights), stride);
+  } else {
+    matrix->fill(first, count, static_cast<const float*>(weights), stride);
+  }
+}
+
+RAYFIN_API void rayfin_matrix_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, float* out,
+                                   int64_t stride) {
+  for (int64_t i = 0; i < count; ++i) matrix->read_row(outputs[i], out + i * stride);
+}
+
+// Whether all floats have the precision of a BFloat16 and no more.
+RAYFIN_API int rayfin_fits_bfloat16(const float* values, int64_t count) {
+  uint32_t rest = 0;
+  for (int64_t i = 0; i < count; ++i) rest |= bit_cast<uint32_t>(values[i]) & 0xffff;
+  return rest == 0;
+}
+
+RAYFIN_API void rayfin_matmul(Pool* pool, const Matrix* weight, const float* x, int64_t x_stride, int64_t rows,
+                              float* y, int64_t y_stride, const float* bias, const float* residual,
+                              int64_t residual_stride, float alpha, int activation) {
+  Turn turn(pool);
+  Epilogue epilogue;
+  epilogue.bias = bias;
+  epilogue.residual = residual;
+  epilogue.residual_stride = residual_stride;
+  epilogue.alpha = alpha;
+  epilogue.activation = activation;
+  matmul(*pool, *weight, x, x_stride, rows, y, y_stride, epilogue);
+}
+
+RAYFIN_API void rayfin_attention(Pool* pool, const Attention* a) {
+  Turn turn(pool);
+  attention(*pool, *a);
+}

@@ -1,0 +1,57 @@
+// Attention over paged keys and values, for a step of decoding rows and prompt chunks.
+#pragma once
+
+#include "pool.h"
+#include "simd.h"
+
+namespace rayfin {
+
+// A step's attention in one layer. Rows 0 .. decoding - 1 are chunks of one token.
+// The same struct is laid out in attention.py; keep both in step.
+struct Attention {
+  const float* query;          // [T, heads, key_dim], tokens query_stride apart
+  const void* k_pages;         // [pages, page_size, kv_heads, key_dim] of `storage`
+  const void* v_pages;         // [pages, page_size, kv_heads, value_dim]
+  const int32_t* page_tables;  // [rows, table_stride]
+  const int32_t* query_start;  // [rows + 1]
+  const int32_t* kv_len;       // [rows]
+  const float* sinks;          // [heads] or null
+  float* out;                  // [T, heads, value_dim]
+  int64_t query_stride, table_stride;
+  int64_t rows, decoding, page_size;
+  int64_t heads, kv_heads, key_dim, value_dim;
+  int64_t window;  // keys that a query sees, 0 = all
+  int64_t storage;  // kFloat32 or kBFloat16
+  float scale;
+  float softcap;  // 0 = none
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t slot(int64_t row, int64_t position) const {
+    return int64_t(page_tables[row * table_stride + position / page_size]) * page_size + position % page_size;
+  }
+};
+
+void attention(Pool& pool, const Attention& a);
+
+// A run of one decoding row's keys: all heads, so that pages are read straight through.
+struct DecodeTile {
+  int64_t row, first, last;  // keys
+  float* most;               // [heads] the largest score
+  float* total;              // [heads] sum of exp(score - most)
+  float* mixed;              // [heads, value_dim] sum of exp(score - most) * value
+};
+template <class Stored>
+void decode_tile(const Attention& a, const DecodeTile& tile, Pool& pool, int thread);
+
+// Some queries of one prompt chunk, for the heads of one key head.
+struct PrefillTile {
+  int64_t row, first, last;  // tokens of T
+  int64_t kv_head;
+};
+template <class Stored>
+void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int thread);
+int64_t prefill_tokens(const Attention& a);  // queries of a tile
+
+constexpr float kNever = -__builtin_inff();
+
+}  // namespace rayfin

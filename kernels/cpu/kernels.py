@@ -1,0 +1,166 @@
+"""The compiled kernels on torch tensors: shapes are checked here, arithmetic is done in C++.
+
+`CpuKernels` owns the thread pool; whoever computes on a CPU makes one and hands it on. All tensors
+are on the CPU, float32 unless said otherwise, with dense rows.
+"""
+
+import ctypes
+import weakref
+from enum import IntEnum
+
+import torch
+
+from rayfin.kernels.cpu.library import LibraryUnavailable, load, try_load
+
+STORAGES = {torch.float32: 0, torch.bfloat16: 1}
+"""How weights and pages may be stored (Storage in matrix.h)."""
+
+
+class Activation(IntEnum):
+    """What a matmul does to its sums (Activation in vmath.h)."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+    GELU = 3
+
+
+class CpuKernels:
+    """A set of compiled kernels and the threads that they run on.
+
+    Operations take turns: two Python threads may share it. It works while the GIL is free.
+
+    Raises:
+        LibraryUnavailable: the kernels are not built, or not for this machine.
+    """
+
+    def __init__(self, threads: int, isa: str | None = None) -> None:
+        self.library = load(isa)
+        self.threads = max(1, threads)
+        self.pool: int = self.library.rayfin_pool_create(self.threads)
+        weakref.finalize(self, self.library.rayfin_pool_destroy, self.pool)
+
+    def pack(
+        self,
+        weights: list[torch.Tensor],
+        *,
+        paired: bool = False,
+        storage: torch.dtype | None = None,
+    ) -> "Matrix":
+        """Packs weights [N_i, K] (float32 or bfloat16), one below the other, for ``matmul``.
+
+        ``storage`` None keeps them exact: bfloat16 if that holds every value, float32 if not.
+        ``paired`` wants a gate and an up projection of one shape, whose product the matmul makes.
+        """
+        weights = [weight.detach().contiguous() for weight in weights]
+        if storage is None:
+            exact = all(self.fits_bfloat16(weight) for weight in weights)
+            storage = torch.bfloat16 if exact else torch.float32
+        outputs, inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
+        matrix = Matrix(self.library, outputs, inputs, storage, paired)
+        first = 0
+        for weight in weights:
+            matrix.fill(first, weight)
+            first += len(weight)
+        return matrix
+
+    def fits_bfloat16(self, weight: torch.Tensor) -> bool:
+        """Whether every value is one of bfloat16."""
+        if weight.dtype == torch.bfloat16:
+            return True
+        return bool(self.library.rayfin_fits_bfloat16(weight.data_ptr(), weight.numel()))
+
+    def matmul(
+        self,
+        x: torch.Tensor,  # [M, K], rows dense
+        weight: "Matrix",
+        *,
+        bias: torch.Tensor | None = None,  # [N]
+        residual: torch.Tensor | None = None,  # [M, N]
+        alpha: float = 1.0,
+        activation: Activation = Activation.NONE,
+        out: torch.Tensor | None = None,  # [M, N]; may be `residual`
+    ) -> torch.Tensor:
+        """residual + alpha * act(x W^T + bias), or act(gate) * up of a paired weight: [M, N].
+
+        A row's result does not depend, to the last bit, on the rows beside it.
+        """
+        assert x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == weight.inputs, x.shape
+        assert x.stride(1) == 1 or x.shape[1] == 1
+        if out is None:
+            out = x.new_empty(x.shape[0], weight.columns)
+        assert out.shape == (x.shape[0], weight.columns) and out.dtype == torch.float32
+        if bias is not None:
+            assert bias.shape == (weight.outputs,) and bias.dtype == torch.float32
+            bias = bias.contiguous()
+        if residual is not None:
+            assert residual.shape == out.shape and not weight.paired
+        self.library.rayfin_matmul(
+            self.pool,
+            weight.handle,
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[0],
+            out.data_ptr(),
+            out.stride(0),
+            None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            alpha,
+            activation,
+        )
+        return out
+
+
+class Matrix:
+    """A weight [outputs, inputs] packed for ``CpuKernels.matmul``, in memory of its own.
+
+    Raises:
+        MemoryError: there is none left.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, outputs: int, inputs: int, storage: torch.dtype, paired: bool
+    ) -> None:
+        self.outputs, self.inputs, self.storage, self.paired = outputs, inputs, storage, paired
+        self._library = library
+        handle = library.rayfin_matrix_create(outputs, inputs, STORAGES[storage], paired)
+        if not handle:
+            raise MemoryError(f"no memory for a weight of {outputs} x {inputs}")
+        self.handle: int = handle
+        weakref.finalize(self, library.rayfin_matrix_destroy, handle)
+
+    @property
+    def columns(self) -> int:
+        """What a matmul gives for a row."""
+        return self.outputs // 2 if self.paired else self.outputs
+
+    def fill(self, first: int, weight: torch.Tensor) -> None:
+        """Packs weight [n, inputs] as the outputs from ``first`` on."""
+        if weight.dtype not in (torch.float32, torch.bfloat16):
+            weight = weight.float()
+        assert weight.shape[1] == self.inputs and first + len(weight) <= self.outputs
+        assert weight.is_contiguous()
+        storage = STORAGES[weight.dtype]
+        self._library.rayfin_matrix_fill(
+            self.handle, first, len(weight), weight.data_ptr(), weight.stride(0), storage
+        )
+
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The weights of some outputs [n] int64, as they are stored: [n, inputs] float32."""
+        assert outputs.dtype == torch.int64 and outputs.is_contiguous()
+        out = torch.empty(len(outputs), self.inputs)
+        self._library.rayfin_matrix_rows(
+            self.handle, outputs.data_ptr(), len(outputs), out.data_ptr(), self.inputs
+        )
+        return out
+
+
+def try_kernels(threads: int) -> CpuKernels | None:
+    """The kernels, or None where there are none (said once in the log)."""
+    if try_load() is None:
+        return None
+    try:
+        return CpuKernels(threads)
+    except LibraryUnavailable:
+        return None

@@ -1,0 +1,109 @@
+"""Finding and loading the compiled kernels.
+
+The same C++ sources are compiled once per instruction set (setup.py), each into a whole library of
+its own; the one that this machine runs best is loaded by ctypes. Without a compiler there is none,
+and everything runs on torch.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import sysconfig
+from pathlib import Path
+
+ISAS = ("portable", "avx2", "avx512", "avx512vnni")
+"""Instruction sets from the most common to the widest."""
+
+FOLDER = Path(__file__).parent
+logger = logging.getLogger(__name__)
+
+_P, _I64, _INT, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "rayfin_sources": (ctypes.c_char_p, ()),
+    "rayfin_best_isa": (ctypes.c_char_p, ()),
+    "rayfin_pool_create": (_P, (_INT,)),
+    "rayfin_pool_destroy": (None, (_P,)),
+    "rayfin_matrix_create": (_P, (_I64, _I64, _INT, _INT)),
+    "rayfin_matrix_destroy": (None, (_P,)),
+    "rayfin_matrix_fill": (None, (_P, _I64, _I64, _P, _I64, _INT)),
+    "rayfin_matrix_rows": (None, (_P, _P, _I64, _P, _I64)),
+    "rayfin_fits_bfloat16": (_INT, (_P, _I64)),
+    "rayfin_matmul": (
+        None,
+        (_P, _P, _P, _I64, _I64, _P, _I64, _P, _P, _I64, _F32, _INT),
+    ),
+    "rayfin_attention": (None, (_P, _P)),
+}
+
+
+class LibraryUnavailable(Exception):
+    """The compiled kernels cannot be used here; the message says why."""
+
+
+def source_hash(folder: Path = FOLDER) -> str:
+    """A fingerprint of the C++ sources, built into the library; "" where there are none."""
+    sources = sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16] if sources else ""
+
+
+def load(isa: str | None = None) -> ctypes.CDLL:
+    """The kernels of an instruction set; None is RAYFIN_CPU_ISA, or else the machine's best.
+
+    Raises:
+        LibraryUnavailable: not built, built from other sources, or not for this machine.
+    """
+    wanted = isa or os.environ.get("RAYFIN_CPU_ISA")
+    best = (_open("portable").rayfin_best_isa() or b"").decode()
+    if wanted is None:
+        built = [name for name in ISAS[: ISAS.index(best) + 1] if path_of(name).exists()]
+        return _open(built[-1])
+    if wanted not in ISAS:
+        raise LibraryUnavailable(f"no CPU kernels {wanted!r}: choose one of {', '.join(ISAS)}")
+    if ISAS.index(wanted) > ISAS.index(best):
+        raise LibraryUnavailable(f"this machine has {best}, not {wanted}")
+    return _open(wanted)
+
+
+def try_load() -> ctypes.CDLL | None:
+    """``load``, or None after saying once in the log why there are no kernels."""
+    try:
+        return load()
+    except LibraryUnavailable as error:
+        _say_once(str(error))
+        return None
+
+
+def path_of(isa: str) -> Path:
+    """Where the build puts an instruction set's library."""
+    return FOLDER / f"_{isa}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+@functools.cache
+def _open(isa: str) -> ctypes.CDLL:
+    path = path_of(isa)
+    if not path.exists():
+        raise LibraryUnavailable(
+            "the CPU kernels are not built: `make kernels`, or install with a C++ compiler"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+        library.rayfin_sources.restype = ctypes.c_char_p
+        built_from = library.rayfin_sources().decode()
+    except (OSError, AttributeError) as error:
+        raise LibraryUnavailable(f"the CPU kernels do not load: {error}") from None
+    if source_hash() not in ("", built_from):
+        raise LibraryUnavailable("the CPU kernels were built from other sources: `make kernels`")
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    logger.warning("%s; Rayfin computes with torch, several times slower", why)

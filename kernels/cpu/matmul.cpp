@@ -1,0 +1,129 @@
+#include "matmul.h"
+
+#include <algorithm>
+
+#include "epilogue.h"
+#include "register_tile.h"
+
+namespace rayfin {
+
+namespace {
+
+// Depth of a block: its part of a panel (256 x 16 floats = 16 KiB with AVX2) stays in the first-level
+// cache while all rows of a chunk pass over it.
+constexpr int64_t kDepth = 256;
+// A chunk's rows of x should stay in the second-level cache (512 KiB on Zen 3) while panels pass.
+constexpr int64_t kChunkBytes = 256 << 10;
+constexpr int64_t kLeastChunk = 48, kMostChunk = 192;
+constexpr int64_t kFetchedRows = 64;
+// A tile takes about so long: far more than handing it out, far less than a time slice.
+constexpr double kTileSeconds = 15e-6, kBytesPerSecond = 12e9, kFlopsPerSecond = 80e9;
+
+// Panels read side by side by so few rows that one panel's sums would not fill the FMA pipes
+// (two vectors a row; eight to ten FMAs are in flight).
+constexpr int panels_at_once(int64_t rows) {
+  if (kRows == 6) return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1;
+  return rows == 1 ? 4 : rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
+}
+
+template <int kM, class Weight>
+void few_rows(const Matrix& weight, const float* x, int64_t x_stride, int64_t first, int64_t last, float* y,
+              int64_t y_stride, const Epilogue& epilogue) {
+  constexpr int kP = panels_at_once(kM);
+  alignas(64) float out[kM * kP * kPanel];
+  int64_t panel = first;
+  for (; panel + kP <= last; panel += kP) {
+    register_tile<kM, kP, true, false>(x, x_stride, weight.panel<Weight>(panel), weight.panel_size(), weight.inputs,
+                                       out, kP * kPanel, false);
+    for (int p = 0; p < kP; ++p)
+      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
+  }
+  for (; panel < last; ++panel) {
+    register_tile<kM, 1, true, false>(x, x_stride, weight.panel<Weight>(panel), 0, weight.inputs, out, kPanel,
+                                      false);
+    finish_panel(weight, panel, out, kPanel, kM, epilogue.residual, y, y_stride, epilogue);
+  }
+}
+
+// Rows of x against panels first .. last - 1: each block of a panel is used by all rows. Up to
+// kFetchedRows the wait for weights would show, so each block's rows fetch a share of the next block.
+template <class Weight>
+void many_rows(int64_t rows, const Matrix& weight, const float* x, int64_t x_stride, int64_t first, int64_t last,
+               float* out, const float* residual, float* y, int64_t y_stride, const Epilogue& epilogue) {
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  const int64_t share = kDepth * kPanel * int64_t(sizeof(Weight)) / blocks;  // bytes fetched by a block of rows
+  for (int64_t panel = first; panel < last; ++panel) {
+    for (int64_t k = 0; k < weight.inputs; k += kDepth) {
+      const int64_t depth = std::min(kDepth, weight.inputs - k);
+      const Weight* weights = weight.panel<Weight>(panel) + k * kPanel;
+      const char* next = reinterpret_cast<const char*>(weights + depth * kPanel);
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t row = rows * block / blocks, count = rows * (block + 1) / blocks - row;  // 8 rows are 4 + 4
+        const float* block_x = x + row * x_stride + k;
+        if (rows <= kFetchedRows) {
+          rows_by_panel<true>(count, block_x, x_stride, weights, depth, out + row * kPanel, kPanel, k > 0,
+                              {next + block * share, share * 16 / kDepth});
+        } else {
+          rows_by_panel<false>(count, block_x, x_stride, weights, depth, out + row * kPanel, kPanel, k > 0);
+        }
+      }
+    }
+    finish_panel(weight, panel, out, kPanel, rows, residual, y, y_stride, epilogue);
+  }
+}
+
+int64_t chunk_rows(int64_t rows, int64_t inputs) {
+  if (rows <= kLeastChunk) return rows;
+  int64_t fitting = kChunkBytes / (inputs * int64_t(sizeof(float)));
+  int64_t most = std::clamp(fitting, kLeastChunk, kMostChunk);
+  int64_t chunks = (rows + most - 1) / most;
+  int64_t even = (rows + chunks - 1) / chunks;
+  return std::min(rows, (even + kRows - 1) / kRows * kRows);
+}
+
+int64_t panels_per_tile(const Matrix& weight, int64_t rows, int64_t chunks, int threads, int element) {
+  const double flops = 2.0 * double(rows) * double(weight.panel_size());
+  const double bytes = double(weight.panel_size()) * element;
+  const double seconds = std::max(flops / kFlopsPerSecond, bytes / kBytesPerSecond);
+  const int64_t wanted = int64_t(kTileSeconds / seconds) + 1;
+  const int64_t fair = weight.panels * chunks / (4 * threads) + 1;  // some tiles for everybody
+  const int64_t unit = rows <= kRows ? panels_at_once(rows) : 1;
+  return (std::min(wanted, fair) + unit - 1) / unit * unit;
+}
+
+template <class Weight>
+void matmul_as(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
+               int64_t y_stride, const Epilogue& epilogue) {
+  const int64_t chunk = chunk_rows(rows, weight.inputs), chunks = (rows + chunk - 1) / chunk;
+  const int64_t group = panels_per_tile(weight, chunk, chunks, pool.threads(), sizeof(Weight));
+  const int64_t groups = (weight.panels + group - 1) / group;
+  pool.run(chunks * groups, [&](int64_t tile, int thread) {
+    const int64_t start = tile / groups * chunk, count = std::min(chunk, rows - start);
+    const int64_t first = tile % groups * group, last = std::min(first + group, weight.panels);
+    const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
+    if (rows <= kRows) {
+      with_rows(rows, [&](auto m) {
+        few_rows<m.value, Weight>(weight, x, x_stride, first, last, y, y_stride, epilogue);
+      });
+    } else {
+      float* out = pool.scratch<float>(thread, count * kPanel);
+      many_rows<Weight>(count, weight, x + start * x_stride, x_stride, first, last, out, residual,
+                        y + start * y_stride, y_stride, epilogue);
+    }
+  });
+}
+
+}  // namespace
+
+void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
+            int64_t y_stride, const Epilogue& epilogue) {
+  if (rows <= 0) return;
+  switch (weight.storage) {
+    case kFloat32:
+      return matmul_as<float>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+    case kBFloat16:
+      return matmul_as<BFloat16>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+  }
+}
+
+}  // namespace rayfin

@@ -1,0 +1,25 @@
+// y = x W^T for a packed weight, with what follows it in a layer done while the sums are in cache.
+#pragma once
+
+#include "matrix.h"
+#include "pool.h"
+
+namespace rayfin {
+
+// y = residual + alpha * (x W^T + bias), or for a paired matrix act(gate) * up with bias inside.
+struct Epilogue {
+  const float* bias = nullptr;      // [outputs]
+  const float* residual = nullptr;  // [M, outputs], may be y itself
+  int64_t residual_stride = 0;
+  float alpha = 1.0f;
+  int activation = 0;  // of vmath.h
+};
+
+// x [M, inputs] and y [M, outputs] (outputs / 2 if paired), rows `x_stride`, `y_stride` apart.
+//
+// Each output is one chain of FMAs in the order of its inputs, whatever M is: a row's result does
+// not depend on the rows beside it.
+void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
+            int64_t y_stride, const Epilogue& epilogue);
+
+}  // namespace rayfin

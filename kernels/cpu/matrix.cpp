@@ -1,0 +1,61 @@
+#include "matrix.h"
+
+namespace rayfin {
+
+namespace {
+
+size_t element_size(Storage storage) { return storage == kFloat32 ? 4 : 2; }
+
+int64_t panels_of(int64_t outputs, bool paired) {
+  int64_t columns = paired ? outputs / 2 : outputs;
+  int64_t width = paired ? kWidth : kPanel;
+  return (columns + width - 1) / width;
+}
+
+// Where a lane's weight lies in one depth step of a 16-bit panel: see load_panel.
+int paired_lane(int lane) { return lane < kWidth ? 2 * lane : 2 * (lane - kWidth) + 1; }
+
+}  // namespace
+
+Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired)
+    : outputs(outputs), inputs(inputs), storage(storage), paired(paired), panels(panels_of(outputs, paired)) {
+  data_ = Buffer(size_t(panels * panel_size()) * element_size(storage));
+}
+
+Matrix::Place Matrix::place(int64_t output) const {
+  if (!paired) return {output / kPanel, int(output % kPanel)};
+  int64_t half = output >= outputs / 2;
+  int64_t column = output - half * (outputs / 2);
+  return {column / kWidth, int(half * kWidth + column % kWidth)};
+}
+
+template <class T>
+void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride) {
+  for (int64_t i = 0; i < count; ++i) {
+    Place at = place(first + i);
+    const T* source = weights + i * stride;
+    if (storage == kFloat32) {
+      float* out = data_.as<float>() + at.panel * panel_size() + at.lane;
+      for (int64_t k = 0; k < inputs; ++k) out[k * kPanel] = widen(source[k]);
+    } else {
+      BFloat16* out = data_.as<BFloat16>() + at.panel * panel_size() + paired_lane(at.lane);
+      for (int64_t k = 0; k < inputs; ++k) narrow(widen(source[k]), &out[k * kPanel]);
+    }
+  }
+}
+
+template void Matrix::fill(int64_t, int64_t, const float*, int64_t);
+template void Matrix::fill(int64_t, int64_t, const BFloat16*, int64_t);
+
+void Matrix::read_row(int64_t output, float* weights) const {
+  Place at = place(output);
+  for (int64_t k = 0; k < inputs; ++k) {
+    if (storage == kFloat32) {
+      weights[k] = panel<float>(at.panel)[k * kPanel + at.lane];
+    } else {
+      weights[k] = widen(panel<BFloat16>(at.panel)[k * kPanel + paired_lane(at.lane)]);
+    }
+  }
+}
+
+}  // namespace rayfin

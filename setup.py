@@ -1,0 +1,45 @@
+"""Builds the CPU kernels, once per instruction set; everything else is in pyproject.toml.
+
+The libraries are optional: without a C++ compiler the installation goes on without them. They are
+plain shared libraries loaded by ctypes, and use nothing of Python's C interface.
+"""
+
+import hashlib
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+FOLDER = Path("kernels/cpu")
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden"]
+WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-pthread"]
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+ISAS: dict[str, list[str]] = {"portable": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    ISAS |= {"avx2": AVX2, "avx512": AVX512, "avx512vnni": [*AVX512, "-mavx512vnni"]}
+
+
+def source_hash() -> str:
+    """As kernels/cpu/library.py makes it."""
+    digest = hashlib.sha256()
+    for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            f"rayfin.kernels.cpu._{isa}",
+            sources=sorted(str(path) for path in FOLDER.glob("*.cpp")),
+            depends=sorted(str(path) for path in FOLDER.glob("*.h")),
+            define_macros=[("RAYFIN_SOURCES", f'"{source_hash()}"')],
+            extra_compile_args=[*FLAGS, *WARNINGS, *flags],
+            extra_link_args=["-pthread"],
+            language="c++",
+            optional=True,
+        )
+        for isa, flags in ISAS.items()
+    ]
+)

@@ -1,0 +1,30 @@
+"""The compiled kernels of every instruction set that this machine has."""
+
+from collections.abc import Callable
+
+import pytest
+
+from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.cpu.library import ISAS, LibraryUnavailable, load
+
+SETUPS: list[tuple[str | None, int]] = [*((isa, 1) for isa in ISAS), (None, 2), (None, 5)]
+"""Every instruction set, and the best one on two threads and on more than there are cores."""
+
+
+def kernels_or_skip(isa: str | None, threads: int) -> CpuKernels:
+    """Skips where there is no compiler, or the machine is too old for ``isa``."""
+    try:
+        load(isa)
+    except LibraryUnavailable as error:
+        pytest.skip(str(error))
+    return CpuKernels(threads, isa)
+
+
+@pytest.fixture(scope="session", params=SETUPS, ids=lambda s: f"{s[0] or 'best'}-{s[1]}")
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return kernels_or_skip(*request.param)
+
+
+@pytest.fixture(scope="session")
+def make_kernels() -> Callable[[str | None, int], CpuKernels]:
+    return kernels_or_skip

@@ -1,0 +1,118 @@
+"""The compiled attention against dense attention in float64, and against the reference."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfin.kernels import reference
+from rayfin.kernels.attention.cpu import CpuAttention
+from rayfin.kernels.cpu.kernels import CpuKernels
+
+Case = Callable[..., Any]
+
+MIXED = [(3, 1), (20, 1), (0, 9), (6, 5), (7, 2)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 1},
+    {"window": 6},
+    {"window": 100},
+    {"softcap": 1.5},
+    {"sinks": True},
+    {"window": 5, "softcap": 2.0, "sinks": True},
+]
+
+
+@pytest.fixture(scope="session")
+def attend(kernels: CpuKernels) -> CpuAttention:
+    return CpuAttention(kernels)
+
+
+def check(attend: CpuAttention, case: Any, tolerance: float = 1e-5, **options: Any) -> None:
+    out = attend(case.query, case.k_pages, case.v_pages, case.batch, scale=0.35, **options)
+    expected = case.dense(scale=0.35, **options)
+    assert out.dtype == case.query.dtype
+    torch.testing.assert_close(out.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, key_dim, value_dim",
+    [(4, 4, 8, 8), (6, 2, 12, 8), (5, 1, 64, 64), (16, 2, 80, 37), (3, 3, 128, 48)],
+)
+def test_heads_dims_and_options(
+    paged_case: Case, attend: CpuAttention, heads: int, kv_heads: int, key_dim: int, value_dim: int
+) -> None:
+    case = paged_case(MIXED, heads=heads, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim)
+    for options in OPTIONS:
+        if options.get("sinks"):
+            options = options | {"sinks": torch.linspace(-1.0, 2.0, heads)}
+        check(attend, case, **options)
+
+
+def test_long_rows(paged_case: Case, attend: CpuAttention) -> None:
+    """Several tiles for a decoding row, several blocks of queries and of keys for a chunk."""
+    rows = [(1300, 1), (511, 1), (512, 1), (0, 150), (700, 70), (130, 3)]
+    case = paged_case(rows, page_size=16, heads=6)
+    for options in OPTIONS:
+        if options.get("sinks"):
+            options = options | {"sinks": torch.linspace(-1.0, 2.0, 6)}
+        check(attend, case, 1e-4, **options)
+
+
+def test_against_the_reference(paged_case: Case, attend: CpuAttention) -> None:
+    case = paged_case(MIXED)
+    arguments = (case.query, case.k_pages, case.v_pages, case.batch)
+    expected = reference.paged_attention(*arguments, scale=0.35, window=7)
+    out = attend(*arguments, scale=0.35, window=7)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
+def test_16_bit_pages(paged_case: Case, attend: CpuAttention, options: dict[str, Any]) -> None:
+    check(attend, paged_case(MIXED, dtype=torch.bfloat16), 2e-2, **options)
+    case = paged_case(MIXED, key_dim=36, value_dim=20, dtype=torch.bfloat16)
+    exact = case.__class__(case.query.float(), *(getattr(case, name) for name in CASE_FIELDS))
+    check(attend, exact, 1e-5, **options)  # pages of 16 bits, arithmetic of 32
+
+
+CASE_FIELDS = ("k_pages", "v_pages", "batch", "keys", "values")
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_random_steps(paged_case: Case, attend: CpuAttention, data: st.DataObject) -> None:
+    decode = st.tuples(st.integers(0, 90), st.just(1))
+    prefill = st.tuples(st.integers(0, 60), st.integers(1, 50))
+    decoding = data.draw(st.lists(decode, max_size=4))
+    rows = decoding + data.draw(st.lists(prefill, min_size=not decoding, max_size=3))
+    kv_heads = data.draw(st.sampled_from([1, 2, 3]))
+    case = paged_case(
+        rows,
+        decoding=len(decoding),
+        page_size=data.draw(st.sampled_from([1, 3, 4, 16])),
+        heads=kv_heads * data.draw(st.sampled_from([1, 2, 3, 7])),
+        kv_heads=kv_heads,
+        key_dim=data.draw(st.sampled_from([8, 16, 24])),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    check(attend, case, window=data.draw(st.one_of(st.none(), st.integers(1, 100))))
+
+
+def test_a_decoding_row_is_the_same_in_any_company(paged_case: Case, attend: CpuAttention) -> None:
+    rows = [(700, 1), (3, 1), (90, 1)]
+    case = paged_case(rows, page_size=16)
+    every = attend(case.query, case.k_pages, case.v_pages, case.batch, scale=0.3)
+    alone = paged_case(rows[:1], page_size=16)
+    for name in ("keys", "values"):
+        getattr(alone, name)[0].copy_(getattr(case, name)[0])
+    pages = alone.batch.page_tables[0]
+    for position in range(701):
+        source = int(case.batch.page_tables[0, position // 16]), position % 16
+        target = int(pages[position // 16]), position % 16
+        alone.k_pages[target] = case.k_pages[source]
+        alone.v_pages[target] = case.v_pages[source]
+    out = attend(case.query[:1], alone.k_pages, alone.v_pages, alone.batch, scale=0.3)
+    assert torch.equal(out, every[:1])
