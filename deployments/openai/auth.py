@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rayfin.deployments.edge.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping"})  # what a balancer asks, and nothing else
+ANTHROPIC_KEY = "x-api-key"  # where clients of Anthropic's put it
 
 
 class BearerAuth:
@@ -26,9 +27,11 @@ class BearerAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and get_route_path(scope) not in OPEN_PATHS:
-            written = Headers(scope=scope).getlist("authorization")
+            headers = Headers(scope=scope)
+            written = headers.getlist("authorization")
+            written += [f"Bearer {key}" for key in headers.getlist(ANTHROPIC_KEY)]
             if len(written) > 1:
-                raise HTTPException(400, "There are two Authorization headers.")
+                raise HTTPException(400, "There are two keys: in Authorization or X-Api-Key.")
             tenant = self._keys.tenant(written[0] if written else "")
             if tenant is None:
                 raise HTTPException(

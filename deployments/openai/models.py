@@ -1,11 +1,14 @@
-"""GET /v1/models, with vLLM's cards."""
+"""GET /v1/models, with vLLM's cards, and with Anthropic's for clients of Anthropic's."""
 
+from datetime import UTC, datetime
 from typing import Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from rayfin.actors.errors import ModelNotFound
+from rayfin.deployments.anthropic.errors import VERSION
+from rayfin.deployments.anthropic.replies import ModelInfo, ModelPage
 from rayfin.deployments.openai.service import OpenAIService
 
 
@@ -44,14 +47,19 @@ class ModelList(BaseModel):
 
 def add_model_routes(app: FastAPI, service: OpenAIService) -> None:
     @app.get("/v1/models")
-    async def models() -> ModelList:
-        return ModelList(data=[_card(service, name) for name in service.model_names])
+    async def models(request: Request) -> ModelList | ModelPage:
+        names = service.model_names
+        if VERSION in request.headers:
+            data = [_anthropic_card(service, name) for name in names]
+            return ModelPage(data=data, first_id=names[0], last_id=names[-1])
+        return ModelList(data=[_card(service, name) for name in names])
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> ModelCard:
+    async def model(request: Request, name: str) -> ModelCard | ModelInfo:
         if name not in service.model_names:
             raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
-        return _card(service, name)
+        card = _anthropic_card if VERSION in request.headers else _card
+        return card(service, name)
 
 
 def _card(service: OpenAIService, name: str) -> ModelCard:
@@ -61,4 +69,14 @@ def _card(service: OpenAIService, name: str) -> ModelCard:
         root=service.model_names[0],
         max_model_len=service.max_model_len,
         permission=[Permission(id=f"modelperm-{name}", created=service.created)],
+    )
+
+
+def _anthropic_card(service: OpenAIService, name: str) -> ModelInfo:
+    return ModelInfo(
+        id=name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(service.created, UTC).isoformat(),
+        max_input_tokens=service.max_model_len,
+        max_tokens=service.max_model_len,
     )

@@ -3,6 +3,8 @@
 from fastapi import FastAPI, Request, Response
 
 from rayfin import __version__
+from rayfin.deployments.anthropic.errors import AnthropicErrors
+from rayfin.deployments.anthropic.routes import add_message_routes
 from rayfin.deployments.edge.settings import add_edge
 from rayfin.deployments.openai.bodies import ChatCompletionRequest, CompletionRequest
 from rayfin.deployments.openai.chat import ChatHandler
@@ -30,8 +32,10 @@ def build_api(service: OpenAIService) -> FastAPI:
     add_error_handlers(app)
     app.add_middleware(LoadCounter, load=service.load)
     add_edge(app, service.edge)
+    app.add_middleware(AnthropicErrors)
     add_completion_routes(app, service)
     add_response_routes(app, service)
+    add_message_routes(app, service)
     add_model_routes(app, service)
     add_tokenize_routes(app, service)
     add_status_routes(app, service)

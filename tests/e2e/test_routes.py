@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -85,3 +86,23 @@ def test_a_background_response(app: Any, client: openai.OpenAI, answer: str) -> 
     )
     assert client.responses.cancel(endless.id).status == "cancelled"
     app.idle()
+
+
+def test_messages(app: Any, answer: str) -> None:
+    asked: dict[str, Any] = {
+        "model": app.model,
+        "messages": CHAT,
+        "max_tokens": LENGTH,
+        "extra_body": {"temperature": 0},
+    }
+    with anthropic.Anthropic(base_url=app.url, api_key="none", max_retries=0) as client:
+        assert client.messages.create(**asked).content[0].text == answer
+        with client.messages.stream(**asked) as stream:
+            pieces = list(stream.text_stream)
+            final = stream.get_final_message()
+        assert len(pieces) > 1 and "".join(pieces) == final.content[0].text == answer
+        counted = client.messages.count_tokens(model=app.model, messages=CHAT)
+        used = final.usage
+        assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+            client.messages.create(**{**asked, "max_tokens": 0})

@@ -25,9 +25,14 @@ def history_of(service: OpenAIService, body: ResponsePromptBody, tenant: str) ->
 
 
 async def prompt_ids(
-    service: OpenAIService, body: ResponsePromptBody, items: list[Message], room: int = 1
+    service: OpenAIService,
+    body: ResponsePromptBody,
+    items: list[Message],
+    room: int = 1,
+    *,
+    any_length: bool = False,
 ) -> list[int]:
-    """The token ids of a conversation.
+    """The token ids of a conversation; ``any_length`` where they are only counted.
 
     ``truncation: auto`` leaves out as many of the oldest items as must go for ``room`` tokens of
     output. What is left starts with a user's message; the last of these always stays.
@@ -43,7 +48,7 @@ async def prompt_ids(
             chat_messages(kept, body.instructions),
             "input",
             variables=body.chat_template_kwargs,
-            any_length=auto,
+            any_length=auto or any_length,
         )
 
     ids = await render(items)

@@ -37,7 +37,9 @@ def add_response_routes(app: FastAPI, service: OpenAIService) -> None:
         service.served_name(body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
         items = history_of(service, body, _tenant(request)) + input_items(body.input)
-        return InputTokens(input_tokens=len(await prompt_ids(service, body, items)))
+        return InputTokens(
+            input_tokens=len(await prompt_ids(service, body, items, any_length=True))
+        )
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:

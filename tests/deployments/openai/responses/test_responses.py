@@ -226,6 +226,8 @@ async def test_input_tokens(openai: AsyncOpenAI, engine: Any) -> None:
     counted = await openai.responses.input_tokens.count(**asked)
     made = await openai.responses.create(**asked)
     assert counted.input_tokens == made.usage.input_tokens and len(engine.seen) == 1
+    long = await openai.responses.input_tokens.count(model="tiny", input="a b " * 500)
+    assert long.input_tokens > 1000  # more than the context holds
 
 
 async def test_a_refusal_has_its_status(openai: AsyncOpenAI, engine: Any, service: Any) -> None:

@@ -1,0 +1,97 @@
+"""What clients of the Anthropic API get back: the message, and the events of its stream."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
+
+
+class TextBlock(BaseModel):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Usage(BaseModel):
+    """All tokens of the prompt are ``input_tokens`` and ``cache_read_input_tokens`` together."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Message(BaseModel):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock]
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: Usage
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+class Event(BaseModel):
+    type: Literal["ping", "message_stop"]
+
+
+class MessageStart(BaseModel):
+    type: Literal["message_start"] = "message_start"
+    message: Message
+
+
+class BlockStart(BaseModel):
+    type: Literal["content_block_start"] = "content_block_start"
+    index: int = 0
+    content_block: TextBlock = Field(default_factory=lambda: TextBlock(text=""))
+
+
+class TextDelta(BaseModel):
+    type: Literal["text_delta"] = "text_delta"
+    text: str
+
+
+class BlockDelta(BaseModel):
+    type: Literal["content_block_delta"] = "content_block_delta"
+    index: int = 0
+    delta: TextDelta
+
+
+class BlockStop(BaseModel):
+    type: Literal["content_block_stop"] = "content_block_stop"
+    index: int = 0
+
+
+class Stop(BaseModel):
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class MessageDelta(BaseModel):
+    type: Literal["message_delta"] = "message_delta"
+    delta: Stop
+    usage: Usage
+
+
+class ModelInfo(BaseModel):
+    """A model as Anthropic's clients list it."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str  # RFC 3339
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelPage(BaseModel):
+    data: list[ModelInfo]
+    first_id: str
+    last_id: str
+    has_more: Literal[False] = False
