@@ -17,6 +17,7 @@ from rayfin.actors.config import (
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.runner.batch import StepInputs, build_inputs, next_decode
+from rayfin.actors.runner.logprobs import LogprobsCollector
 from rayfin.actors.runner.memory import available_bytes
 from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
@@ -104,30 +105,48 @@ class ModelRunner:
         self._slots.apply(info)
         tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step, tokens)
-        rows = np.arange(len(info.ids))
-        for column in range(info.lease):
-            sampled = self._advance(info, rows, result.errors)
+        logprobs = LogprobsCollector(int(self._slots.logprobs[info.ids].max()))
+        rows, lease = np.arange(len(info.ids)), info.lease
+        for column in range(lease):
+            sampled = self._advance(info, rows, result.errors, rows * lease + column, logprobs)
             tokens[rows, column] = sampled
-            if column + 1 == info.lease:
+            if column + 1 == lease:
                 break
             goes_on = self._slots.goes_on(info, sampled)
             rows, info = rows[goes_on], next_decode(info, goes_on)
             if not len(rows):
                 break
+        result.logprobs = logprobs.message()
         self._next_step += 1
         result.seconds = time.perf_counter() - started
         return result
 
     @torch.inference_mode()
-    def _advance(self, info: SchedulerInfo, rows: Int64Array, errors: dict[int, str]) -> Int32Array:
-        """One forward and one token [R] for each row that samples; ``rows`` [R] names the rows."""
+    def _advance(
+        self,
+        info: SchedulerInfo,
+        rows: Int64Array,
+        errors: dict[int, str],
+        places: Int64Array,
+        logprobs: LogprobsCollector,
+    ) -> Int32Array:
+        """One forward and one token [R] for each row that samples.
+
+        ``rows`` [R] names the rows, ``places`` [R] where their tokens are in the result.
+        """
         inputs = build_inputs(info, self._slots, self._page_size, self._device)
         logits = self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
         tokens = np.full(len(info.ids), NO_TOKEN, np.int32)
         if len(inputs.sampled_rows):
             bad = find_bad_rows(logits).cpu().numpy()
+            asked = self._slots.logprobs[info.ids[inputs.sampled_rows]] >= 0
+            telling = np.flatnonzero(asked & ~bad)
+            raw = logits[telling] if len(telling) else None  # before anything is banned
             self._ban(info, inputs, logits)
-            tokens[inputs.sampled_rows] = sample(logits, inputs.sampling).cpu().numpy()
+            sampled = sample(logits, inputs.sampling)
+            if raw is not None:
+                logprobs.add(places[inputs.sampled_rows[telling]], raw, sampled[telling])
+            tokens[inputs.sampled_rows] = sampled.cpu().numpy()
             for row in inputs.sampled_rows[bad].tolist():
                 tokens[row] = NO_TOKEN
                 errors[int(rows[row])] = "numerical_error: the model's logits are not finite"

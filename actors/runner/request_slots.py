@@ -23,6 +23,7 @@ class RequestSlots:
         self.min_p = np.zeros(num_slots, np.float32)
         self.seed = np.zeros(num_slots, np.int64)
         self.cap = np.zeros(num_slots, np.int64)
+        self.logprobs: Int32Array = np.full(num_slots, -1, np.int32)  # asked for; -1: none
         self.stops = StopTable(num_slots)
         self.banned_until = np.zeros(num_slots, np.int64)
         self.banned: dict[int, tuple[int, ...]] = {}  # only slots with a minimum length
@@ -58,6 +59,7 @@ class RequestSlots:
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sampling.seed
         self.cap[slot] = new.cap
+        self.logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         self.stops.set(slot, new.stop_token_ids)
         self.banned_until[slot] = sampling.banned_until
         if sampling.banned_until:

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from rayfin.actors.config import EngineArgs, resolve
-from rayfin.actors.messages import EngineRequest, NewRequest, Sampling, SchedulerInfo, StopRules
+from rayfin.actors.messages import (
+    EngineRequest,
+    Hypothesis,
+    NewRequest,
+    Sampling,
+    SchedulerInfo,
+    StopRules,
+)
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.engine import Engine
@@ -58,6 +65,7 @@ class Served:
         self.errors: dict[int, str] = {}
         self.reasons: dict[int, str] = {}
         self.cached: dict[int, int] = {}
+        self.hypotheses: dict[int, list[Hypothesis]] = {}
         self._keys: dict[tuple[int, int], dict[int, int]] = {}  # of each step: handle -> key
         self._rows: list[tuple[int, int]] = []  # (key, position) that the next forward samples
         self._submit, self.executor.submit = self.executor.submit, self._record_keys
@@ -79,6 +87,7 @@ class Served:
                     tokens[key].append(token)
                 for ended in deltas.ended:
                     self.cached[ended.key] = ended.cached_tokens
+                    self.hypotheses[ended.key] = ended.hypotheses
                     self.reasons[ended.key] = ended.finish_reason
                     if ended.error is not None:
                         self.errors[ended.key] = str(ended.error)
