@@ -11,7 +11,7 @@ SHAPES = {
 
 
 def write(report: Report, *, toy: bool = False) -> None:
-    rounds, requests = (1, 2) if toy else (3, REQUESTS)
+    rounds, requests = (1, 2) if toy else (2, REQUESTS)
     report.heading("Actors against one process")
     report.text(f"""Offline throughput of the same engine with its runner in this process, and with
         scheduler and runner as Ray actors: {requests} requests, prompts of 50 to 400 tokens, 20 to

@@ -91,7 +91,7 @@ def write(report: Report, *, toy: bool = False) -> None:
     report.heading("Prefix reuse")
     _write_shared(report, SHARES[1:3] if toy else SHARES, 8 if toy else 200)
     _write_conversations(report, CONVERSATIONS[:2] if toy else CONVERSATIONS, 2 if toy else TURNS)
-    shape, rounds, requests = ("demo", 1, 2) if toy else ("135m", 6, 24)
+    shape, rounds, requests = ("demo", 1, 2) if toy else ("135m", 8, 8)
     _write_cost(report, shape, *cost(shape, rounds, requests))
 
 
