@@ -9,6 +9,7 @@ Arrays are int32 NumPy in struct-of-arrays form: a step of 256 rows pickles in t
 microseconds, a dict per request would take hundreds. No torch here: the control plane has none.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -61,13 +62,13 @@ class Sampling:
 
     @property
     def needs_history(self) -> bool:
-        """Whether sampling depends on the tokens before, which the runner must then be sent."""
-        return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1
-            or self.bad_words
-        )
+        """Whether the runner must be sent the request's tokens, the ones before and to come."""
+        return self.penalises or bool(self.bad_words) or self.prompt_logprobs is not None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on which tokens were there before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,6 +168,41 @@ class Logprobs:
     ids: Int32Array  # [N, K] the likeliest tokens, likeliest first
     values: Float32Array  # [N, K]
 
+    def renumbered(self, to: Int64Array) -> "Logprobs":
+        """Those whose number ``to`` maps to one that is not negative, under that number."""
+        at = to[self.at]
+        kept = at >= 0
+        return Logprobs(
+            at[kept].astype(np.int32),
+            self.chosen[kept],
+            self.rank[kept],
+            self.ids[kept],
+            self.values[kept],
+        )
+
+    def entries(self) -> "Iterator[tuple[int, TokenLogprob]]":
+        """(number, what it says) of every token; what is padding is left out."""
+        columns = (self.at, self.chosen, self.rank, self.ids, self.values)
+        for at, own, rank, ids, values in zip(*(c.tolist() for c in columns), strict=True):
+            top = tuple(pair for pair in zip(ids, values, strict=True) if pair[0] != NO_TOKEN)
+            yield at, TokenLogprob(own, rank, top)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Logprobs]") -> "Logprobs":
+        """All of them in order; where K differs, the rest is NO_TOKEN and -inf."""
+        if len(parts) == 1:
+            return parts[0]
+        most = max(part.ids.shape[1] for part in parts)
+        widths = [((0, 0), (0, most - part.ids.shape[1])) for part in parts]
+        pairs = list(zip(parts, widths, strict=True))
+        return cls(
+            np.concatenate([part.at for part in parts]),
+            np.concatenate([part.chosen for part in parts]),
+            np.concatenate([part.rank for part in parts]),
+            np.concatenate([np.pad(p.ids, w, constant_values=NO_TOKEN) for p, w in pairs]),
+            np.concatenate([np.pad(p.values, w, constant_values=-np.inf) for p, w in pairs]),
+        )
+
 
 @dataclass(slots=True)
 class StepResult:
@@ -224,6 +260,15 @@ class TokenDeltas:
         return cls(NO_STEP, NO_STEP, np.zeros(0, np.int64), np.zeros(0, np.int32), [ended])
 
 
+@dataclass(slots=True, frozen=True)
+class TokenLogprob:
+    """One token's log probability, its rank (1 is the likeliest), and the likeliest tokens'."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
+
+
 @dataclass(slots=True)
 class TokenDelta:
     """One request's share of a TokenDeltas, as the client's demultiplexer hands it on."""
@@ -233,6 +278,8 @@ class TokenDelta:
     finish_reason: str | None = None
     stop_reason: int | None = None
     cached_tokens: int = 0  # prompt tokens that were not computed
+    logprobs: list[TokenLogprob] | None = None  # one for each token, where the request asks
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,14 +13,29 @@ def split_deltas(
     A request that ended in an error has no delta: its error is the client's to raise.
     """
     ended = {end.key: end for end in message.ended}
-    tokens: dict[int, list[int]] = {}
-    for key, token in zip(message.keys.tolist(), message.tokens.tolist(), strict=True):
-        tokens.setdefault(key, []).append(token)
-    for key in tokens.keys() | ended.keys():
-        end = ended.get(key)
-        if key in request_ids and (end is None or end.error is None):
-            delta = TokenDelta(request_ids[key], tokens.get(key, []))
-            if end is not None:
-                delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason
-                delta.cached_tokens = end.cached_tokens
-            yield key, delta
+    keys = message.keys.tolist()
+    deltas = {
+        key: TokenDelta(request_ids[key], [])
+        for key in {*keys, *ended, *message.prompt_logprobs}
+        if key in request_ids and (key not in ended or ended[key].error is None)
+    }
+    for key, token in zip(keys, message.tokens.tolist(), strict=True):
+        if key in deltas:
+            deltas[key].tokens.append(token)
+    _tell_logprobs(message, deltas)
+    for key, delta in deltas.items():
+        if (end := ended.get(key)) is not None:
+            delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason
+            delta.cached_tokens = end.cached_tokens
+        yield key, delta
+
+
+def _tell_logprobs(message: TokenDeltas, deltas: Mapping[int, TokenDelta]) -> None:
+    for key, logprobs in message.prompt_logprobs.items():
+        if key in deltas:
+            deltas[key].prompt_logprobs = dict(logprobs.entries())
+    if message.logprobs is None:
+        return
+    for at, entry in message.logprobs.entries():  # in the order of the tokens
+        if (delta := deltas.get(int(message.keys[at]))) is not None:
+            delta.logprobs = [*(delta.logprobs or []), entry]

@@ -1,37 +1,89 @@
-"""Log probabilities of a step's tokens, for the rows that ask for them."""
+"""Log probabilities for the rows that ask: of sampled tokens, and of a prompt's own."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from rayfin.actors.messages import Int32Array, Int64Array, Logprobs
+from rayfin.actors.messages import (
+    BoolArray,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    Logprobs,
+    SchedulerInfo,
+)
+from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.sampling.logprobs import top_logprobs
 
+ROWS_AT_ONCE = 256
+"""Positions of a prompt scored together: bounds the memory, rows x vocabulary x fp32."""
 
-class LogprobsCollector:
-    """Gathers what the steps of one call have to tell.
 
-    Args:
-        most: K of the message: the likeliest tokens told beside each one.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._places: list[Int64Array] = []
-        self._parts: list[tuple[torch.Tensor, ...]] = []  # chosen, top ids, top values, rank
-
-    def add(self, places: Int64Array, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        """The model's raw ``logits`` [N, V] of ``tokens`` [N], with their places in the result."""
-        self._places.append(places)
-        self._parts.append(top_logprobs(logits, tokens, self._most))
-
-    def message(self) -> Logprobs | None:
-        """What was gathered, in the order of the places; None if that is nothing."""
-        if not self._places:
-            return None
-        at = np.concatenate(self._places)
-        order = np.argsort(at)
-        chosen, ids, values, rank = (
-            torch.cat(column).cpu().numpy()[order] for column in zip(*self._parts, strict=True)
+def logprobs_of(logits: torch.Tensor, tokens: Int32Array, at: Int64Array, k: int) -> Logprobs:
+    """What the model's raw logits [N, V] say of ``tokens`` [N], which go by the numbers ``at``."""
+    parts = []
+    for start in range(0, len(tokens), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        chosen = torch.from_numpy(tokens[rows].astype(np.int64)).to(logits.device)
+        own, ids, values, rank = top_logprobs(logits[rows], chosen, k)
+        parts.append(
+            Logprobs(
+                at=at[rows].astype(np.int32),
+                chosen=_floats(own),
+                rank=_ints(rank),
+                ids=_ints(ids),
+                values=_floats(values),
+            )
         )
-        narrow: Int32Array = ids.astype(np.int32)
-        return Logprobs(at[order].astype(np.int32), chosen, rank.astype(np.int32), narrow, values)
+    return Logprobs.joined(parts)
+
+
+def sampled_logprobs(
+    logits: torch.Tensor, tokens: Int32Array, asking: BoolArray, at: Int64Array, k: int
+) -> Logprobs | None:
+    """Those of the rows [S] that are ``asking`` [S] and have sampled a token."""
+    rows = np.flatnonzero(asking & (tokens >= 0))
+    if not len(rows):
+        return None
+    index = torch.from_numpy(rows).to(logits.device)
+    return logprobs_of(logits[index], tokens[rows], at[rows], k)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """A chunk of a prompt that is scored: each of its tokens says something of the next one."""
+
+    row: int
+    k: int
+    index: Int64Array  # [P] where the tokens stand in the step's T
+    positions: Int64Array  # [P] of the tokens that they predict
+    targets: Int32Array  # [P] those tokens
+
+
+def scored_chunks(info: SchedulerInfo, slots: RequestSlots) -> list[ScoredChunk]:
+    """The chunks of requests that want their prompt's log probabilities."""
+    chunks = []
+    if slots.scored:
+        for row in range(info.decoding_batch, len(info.ids)):
+            if (new := slots.scored.get(int(info.ids[row]))) is None:
+                continue
+            assert new.history is not None and new.sampling.prompt_logprobs is not None
+            first = int(info.kv_len[row]) + 1
+            last = min(first + int(info.chunk_len[row]), new.prompt_len)
+            if first < last:
+                positions = np.arange(first, last)
+                index = info.chunk_idx[row] + positions - first
+                targets = new.history[positions]
+                chunks.append(
+                    ScoredChunk(row, new.sampling.prompt_logprobs, index, positions, targets)
+                )
+    return chunks
+
+
+def _floats(tensor: torch.Tensor) -> Float32Array:
+    return tensor.float().cpu().numpy()
+
+
+def _ints(tensor: torch.Tensor) -> Int32Array:
+    return tensor.to(torch.int32).cpu().numpy()

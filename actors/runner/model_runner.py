@@ -15,19 +15,18 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
-from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo, StepResult
-from rayfin.actors.runner.batch import StepInputs, build_inputs, next_decode
-from rayfin.actors.runner.logprobs import LogprobsCollector
+from rayfin.actors.messages import NO_TOKEN, Logprobs, SchedulerInfo, StepResult
+from rayfin.actors.runner.batch import build_inputs, next_decode
 from rayfin.actors.runner.memory import available_bytes
 from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.profiling import largest_step
 from rayfin.actors.runner.request_slots import RequestSlots
+from rayfin.actors.runner.sampler import Sampled, Sampler
 from rayfin.actors.runner.weights import load_config, load_model, max_position
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
 from rayfin.kernels.cpu.kernels import try_kernels
-from rayfin.kernels.sampling.sample import find_bad_rows, sample
 
 ONE_THREAD_PARAMETERS = 32_000_000
 """Models with fewer parameters compute on one thread unless told otherwise."""
@@ -84,6 +83,7 @@ class ModelRunner:
         """Allocates the pages; steps of ``epoch`` may come."""
         self._bind(0)  # a restart frees the old pages before it takes new ones
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
+        self._sampler = Sampler(self._slots, config.vocab_size, self._device)
         self._mover = PageMover(self._bind(config.num_pages), self._host(config.num_host_pages))
         self._epoch = epoch
         self._next_step = 0
@@ -103,64 +103,39 @@ class ModelRunner:
         if len(info.moves):
             self._mover.run(info.moves)
         self._slots.apply(info)
-        tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
+        self._sampler.take_news(info)
+        lease, rows = info.lease, np.arange(len(info.ids))
+        tokens = np.full((len(rows), lease), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step, tokens)
-        logprobs = LogprobsCollector(int(self._slots.logprobs[info.ids].max()))
-        rows, lease = np.arange(len(info.ids)), info.lease
+        logprobs: list[Logprobs] = []
         for column in range(lease):
-            sampled = self._advance(info, rows, result.errors, rows * lease + column, logprobs)
-            tokens[rows, column] = sampled
+            sampled = self._advance(info)
+            tokens[rows, column] = sampled.tokens
+            result.errors |= {int(rows[row]): error for row, error in sampled.errors.items()}
+            result.prompt_logprobs |= sampled.prompt_logprobs  # only where rows are still all
+            if sampled.logprobs is not None:
+                logprobs.append(sampled.logprobs.renumbered(rows * lease + column))
             if column + 1 == lease:
                 break
-            goes_on = self._slots.goes_on(info, sampled)
+            goes_on = self._slots.goes_on(info, sampled.tokens)
             rows, info = rows[goes_on], next_decode(info, goes_on)
             if not len(rows):
                 break
-        result.logprobs = logprobs.message()
+        if logprobs:
+            result.logprobs = Logprobs.joined(logprobs)
         self._next_step += 1
         result.seconds = time.perf_counter() - started
         return result
 
     @torch.inference_mode()
-    def _advance(
-        self,
-        info: SchedulerInfo,
-        rows: Int64Array,
-        errors: dict[int, str],
-        places: Int64Array,
-        logprobs: LogprobsCollector,
-    ) -> Int32Array:
-        """One forward and one token [R] for each row that samples.
-
-        ``rows`` [R] names the rows, ``places`` [R] where their tokens are in the result.
-        """
+    def _advance(self, info: SchedulerInfo) -> Sampled:
+        """One forward, and one token for each row that samples."""
         inputs = build_inputs(info, self._slots, self._page_size, self._device)
-        logits = self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
-        tokens = np.full(len(info.ids), NO_TOKEN, np.int32)
-        if len(inputs.sampled_rows):
-            bad = find_bad_rows(logits).cpu().numpy()
-            asked = self._slots.logprobs[info.ids[inputs.sampled_rows]] >= 0
-            telling = np.flatnonzero(asked & ~bad)
-            raw = logits[telling] if len(telling) else None  # before anything is banned
-            self._ban(info, inputs, logits)
-            sampled = sample(logits, inputs.sampling)
-            if raw is not None:
-                logprobs.add(places[inputs.sampled_rows[telling]], raw, sampled[telling])
-            tokens[inputs.sampled_rows] = sampled.cpu().numpy()
-            for row in inputs.sampled_rows[bad].tolist():
-                tokens[row] = NO_TOKEN
-                errors[int(rows[row])] = "numerical_error: the model's logits are not finite"
-        self._slots.remember(info, tokens)
-        return tokens
-
-    def _ban(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> None:
-        """Masks the tokens that may not come yet (``min_tokens``), for the few rows that ask."""
-        if not self._slots.banned:
-            return
-        for index, row in enumerate(inputs.sampled_rows.tolist()):
-            slot = int(info.ids[row])
-            if inputs.batch.kv_len_cpu[row] < self._slots.banned_until[slot]:
-                logits[index, list(self._slots.banned[slot])] = float("-inf")
+        wanted = self._sampler.wanted(info, inputs)
+        logits = self._model.forward(inputs.input_ids, inputs.batch, wanted)
+        sampled = self._sampler.sample(info, inputs, logits)
+        self._slots.remember(info, sampled.tokens)
+        return sampled
 
     def _run_largest_step(self, limits: BatchLimits, model_len: int) -> None:
         """The costliest step there is, on pages of its own that are freed afterwards."""

@@ -5,6 +5,9 @@ import numpy as np
 from rayfin.actors.messages import BoolArray, Int32Array, NewRequest, SchedulerInfo
 from rayfin.actors.stop_table import StopTable
 
+NO_LOGPROBS = -1
+"""In ``RequestSlots.logprobs``: the slot does not ask for any."""
+
 
 class RequestSlots:
     """Page tables, last tokens and sampling settings by slot.
@@ -23,16 +26,15 @@ class RequestSlots:
         self.min_p = np.zeros(num_slots, np.float32)
         self.seed = np.zeros(num_slots, np.int64)
         self.cap = np.zeros(num_slots, np.int64)
-        self.logprobs: Int32Array = np.full(num_slots, -1, np.int32)  # asked for; -1: none
         self.stops = StopTable(num_slots)
-        self.banned_until = np.zeros(num_slots, np.int64)
-        self.banned: dict[int, tuple[int, ...]] = {}  # only slots with a minimum length
+        self.logprobs = np.full(num_slots, NO_LOGPROBS, np.int64)  # how many of the likeliest
+        self.scored: dict[int, NewRequest] = {}  # only slots that want their prompt's
 
     def apply(self, info: SchedulerInfo) -> None:
         """Takes in a step's news: who left, who is new, which pages were appended."""
         for handle in info.finished:
             self.num_pages[handle] = 0
-            self.banned.pop(handle, None)
+            self.scored.pop(handle, None)
         for new in info.new_requests:
             self._enter(new)
         if len(info.new_pages):
@@ -59,11 +61,11 @@ class RequestSlots:
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sampling.seed
         self.cap[slot] = new.cap
-        self.logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         self.stops.set(slot, new.stop_token_ids)
-        self.banned_until[slot] = sampling.banned_until
-        if sampling.banned_until:
-            self.banned[slot] = sampling.banned
+        self.logprobs[slot] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
+        self.scored.pop(slot, None)
+        if sampling.prompt_logprobs is not None:
+            self.scored[slot] = new
 
     def _append_pages(self, info: SchedulerInfo) -> None:
         counts = info.new_pages_len

@@ -16,6 +16,7 @@ from rayfin.actors.messages import (
     Hypothesis,
     Int32Array,
     Int64Array,
+    Logprobs,
     StepResult,
     TokenDeltas,
 )
@@ -23,6 +24,7 @@ from rayfin.actors.scheduler.beams import BeamGroups, as_it_runs
 from rayfin.actors.scheduler.executor import Executor, GroupFailed, PendingStep
 from rayfin.actors.scheduler.lease import LeasePolicy
 from rayfin.actors.scheduler.lifecycle import Lifecycle
+from rayfin.actors.scheduler.logprobs import column_logprobs, compacted
 from rayfin.actors.scheduler.outbox import Outbox
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.request_scheduler import RequestScheduler
@@ -190,9 +192,12 @@ class Engine:
             raise GroupFailed(f"step {record.info.step} was answered by step {result.step}")
         current = running.admission[record.slots] == record.admissions
         streams = current & ~running.lockstep[record.slots]
-        for column in result.tokens.T:  # one for each step of the lease
+        for row, told in result.prompt_logprobs.items():
+            if streams[row]:
+                self._tell_prompt(running.request(int(record.slots[row])), told)
+        for number, column in enumerate(result.tokens.T):  # one for each step of the lease
             rows = streams & (column >= 0)
-            self._take(record.slots[rows], column[rows])
+            self._take(record.slots[rows], column[rows], column_logprobs(result, number, rows))
         for row, message in result.errors.items():  # what a row said before it failed is good
             slot = int(record.slots[row])
             if running.admission[slot] == record.admissions[row]:
@@ -206,12 +211,12 @@ class Engine:
         self._last_progress = time.monotonic()
         self._restarts_without_progress = 0
 
-    def _take(self, slots: Int64Array, tokens: Int32Array) -> None:
+    def _take(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         """Takes in a token [N] of each slot [N]: logs it, hands it out, ends who ends with it."""
         running = self.lifecycle.running
         running.append(slots, tokens)
         self._publish(slots)
-        self._deliver(slots, tokens)
+        self._deliver(slots, tokens, logprobs)
         for request, reason, stop_reason in ended_requests(running, slots, tokens):
             self._end(request, reason, stop_reason)
         self._stats.generation_tokens += len(tokens)
@@ -226,12 +231,22 @@ class Engine:
         for slot, tokens in zip(slots[fresh].tolist(), settled[fresh].tolist(), strict=True):
             self.lifecycle.publish(slot, tokens)
 
-    def _deliver(self, slots: Int64Array, tokens: Int32Array) -> None:
+    def _deliver(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         running, clients = self.lifecycle.running, self.lifecycle.clients
         owners = running.client[slots]
         for owner in np.unique(owners).tolist():
             rows = owners == owner
-            self._outbox.tokens(clients[owner], running.key[slots[rows]], tokens[rows])
+            own = None if logprobs is None else logprobs.renumbered(compacted(rows))
+            self._outbox.tokens(clients[owner], running.key[slots[rows]], tokens[rows], own)
+
+    def _tell_prompt(self, request: Request, logprobs: Logprobs) -> None:
+        """Hands out what was not told before: a preempted request computes its prompt again."""
+        source = request.source
+        numbers = np.arange(len(source.prompt))
+        fresh = logprobs.renumbered(np.where(numbers >= request.prompt_told, numbers, -1))
+        if len(fresh.at):
+            request.prompt_told = int(fresh.at[-1]) + 1
+            self._outbox.prompt(source.client, source.key, fresh)
 
     def _end(
         self,

@@ -97,8 +97,18 @@ class Lifecycle:
 
     def introduce(self, slot: int) -> None:
         """The runners shall hear of the slot's request as soon as a step has a row of it."""
-        source, cap = self.running.request(slot).source, int(self.running.cap[slot])
-        self.news.enter(NewRequest(slot, source.sampling, cap, source.stopping.stop_token_ids))
+        running, source = self.running, self.running.request(slot).source
+        known = running.tokens[slot, : running.num_known[slot]]
+        self.news.enter(
+            NewRequest(
+                handle=slot,
+                sampling=source.sampling,
+                cap=int(running.cap[slot]),
+                stop_token_ids=source.stopping.stop_token_ids,
+                history=known.copy() if source.sampling.needs_history else None,
+                prompt_len=len(source.prompt),
+            )
+        )
 
     def publish(self, slot: int, num_tokens: int) -> None:
         """The slot's first ``num_tokens`` tokens are known and scheduled: others may share them."""

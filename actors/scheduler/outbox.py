@@ -1,8 +1,10 @@
 """What a step has to tell: gathered per client, sent as one message each."""
 
+from collections import Counter
+
 import numpy as np
 
-from rayfin.actors.messages import Ended, Int32Array, Int64Array, TokenDeltas
+from rayfin.actors.messages import Ended, Int32Array, Int64Array, Logprobs, TokenDeltas
 
 
 class Outbox:
@@ -10,11 +12,27 @@ class Outbox:
 
     def __init__(self) -> None:
         self._tokens: dict[str, list[tuple[Int64Array, Int32Array]]] = {}
+        self._count: Counter[str] = Counter()  # tokens of each client
+        self._logprobs: dict[str, list[Logprobs]] = {}
+        self._prompts: dict[str, dict[int, Logprobs]] = {}
         self._ended: dict[str, list[Ended]] = {}
 
-    def tokens(self, client: str, keys: Int64Array, tokens: Int32Array) -> None:
-        """Tokens [N] of the client's requests ``keys`` [N]; a request's own come in order."""
+    def tokens(
+        self, client: str, keys: Int64Array, tokens: Int32Array, logprobs: Logprobs | None = None
+    ) -> None:
+        """Tokens [N] of the client's requests ``keys`` [N]; a request's own come in order.
+
+        ``logprobs`` goes with them by the index in ``tokens``.
+        """
+        if logprobs is not None and len(logprobs.at):
+            shifted = logprobs.renumbered(np.arange(len(tokens)) + self._count[client])
+            self._logprobs.setdefault(client, []).append(shifted)
+        self._count[client] += len(tokens)
         self._tokens.setdefault(client, []).append((keys, tokens))
+
+    def prompt(self, client: str, key: int, logprobs: Logprobs) -> None:
+        """What a step said of the prompt of the client's request ``key``."""
+        self._prompts.setdefault(client, {})[key] = logprobs
 
     def end(self, client: str, ended: Ended) -> None:
         self._ended.setdefault(client, []).append(ended)
@@ -22,13 +40,25 @@ class Outbox:
     def take(self, epoch: int, step: int) -> dict[str, TokenDeltas]:
         """The messages by client; the box is empty afterwards."""
         messages = {
-            client: TokenDeltas(
-                epoch, step, *_joined(self._tokens.get(client, [])), self._ended.get(client, [])
-            )
-            for client in self._tokens.keys() | self._ended.keys()
+            client: self._message(client, epoch, step)
+            for client in self._tokens.keys() | self._ended.keys() | self._prompts.keys()
         }
-        self._tokens, self._ended = {}, {}
+        self._tokens, self._logprobs, self._prompts, self._ended = {}, {}, {}, {}
+        self._count.clear()
         return messages
+
+    def _message(self, client: str, epoch: int, step: int) -> TokenDeltas:
+        keys, tokens = _joined(self._tokens.get(client, []))
+        logprobs = self._logprobs.get(client)
+        return TokenDeltas(
+            epoch,
+            step,
+            keys,
+            tokens,
+            self._ended.get(client, []),
+            Logprobs.joined(logprobs) if logprobs else None,
+            self._prompts.get(client, {}),
+        )
 
 
 def _joined(parts: list[tuple[Int64Array, Int32Array]]) -> tuple[Int64Array, Int32Array]:

@@ -23,6 +23,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # that it holds; none while it waits
     admitted: bool = False  # has held a slot before
+    prompt_told: int = 1  # first prompt position whose log probability has yet to be handed out
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     cancelled: bool = False  # ended while waiting; the queue drops it lazily
     elder: "Request | None" = None  # an earlier choice of the same prompt
@@ -38,6 +39,12 @@ class Request:
     def width(self) -> int:
         """Slots that it takes to run."""
         return 1 if self.source.beams is None else self.source.beams.width
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log probabilities of the prompt are missing: it must be computed for them."""
+        wanted = self.source.sampling.prompt_logprobs is not None
+        return wanted and self.prompt_told < len(self.source.prompt)
 
     @property
     def num_tokens(self) -> int:

@@ -54,7 +54,7 @@ class Starts:
         that are computed in just that step.
         """
         size = self._tables.page_size
-        hits = self._tables.match(request.chain, request.tokens())
+        hits = self._hits(request)
         found = Start(hits, len(hits) * size)
         prompt_less_one = len(request.source.prompt) - 1
         elder = _fork_source(request)
@@ -64,6 +64,10 @@ class Starts:
             return None
         pages = self._tables.pages_since(elder, 0)[: prompt_less_one // size]
         return Start(pages, prompt_less_one, elder)
+
+    def _hits(self, request: Request) -> list[int]:
+        """Pages of the prefix index; none while the prompt itself has yet to be scored."""
+        return [] if request.scoring else self._tables.match(request.chain, request.tokens())
 
     def make(self, start: Start, slot: int) -> None:
         """The slot's empty page table begins with it."""

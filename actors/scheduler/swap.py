@@ -125,6 +125,8 @@ class Swap:
 
     def keep(self, slot: int) -> None:
         running, tables = self._running, self._tables
+        if running.request(slot).scoring:  # what steps in flight say of its prompt is dropped
+            return
         num_tokens = min(int(running.num_computed[slot]), int(running.num_known[slot]) - 1)
         count = tables.pages_for(num_tokens)
         pages = self._pool.take(count) if count else None

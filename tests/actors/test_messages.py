@@ -124,6 +124,7 @@ def test_statuses() -> None:
         "InvalidRequest": 400,
         "ContextLengthExceeded": 400,
         "ModelNotFound": 404,
+        "NotFound": 404,
         "InvalidConfig": 500,
         "UnsupportedModel": 500,
         "RequestFailed": 500,

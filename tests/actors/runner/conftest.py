@@ -13,10 +13,12 @@ from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.messages import (
     EngineRequest,
     Hypothesis,
+    Logprobs,
     NewRequest,
     Sampling,
     SchedulerInfo,
     StopRules,
+    TokenDeltas,
 )
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
@@ -66,6 +68,8 @@ class Served:
         self.reasons: dict[int, str] = {}
         self.cached: dict[int, int] = {}
         self.hypotheses: dict[int, list[Hypothesis]] = {}
+        self.logprobs: dict[int, list[tuple[float, int, list[int], list[float]]]] = {}
+        self.prompt_logprobs: dict[int, dict[int, tuple[float, int, list[int], list[float]]]] = {}
         self._keys: dict[tuple[int, int], dict[int, int]] = {}  # of each step: handle -> key
         self._rows: list[tuple[int, int]] = []  # (key, position) that the next forward samples
         self._submit, self.executor.submit = self.executor.submit, self._record_keys
@@ -85,6 +89,7 @@ class Served:
             for deltas in self.engine.step().values():
                 for key, token in zip(deltas.keys.tolist(), deltas.tokens.tolist(), strict=True):
                     tokens[key].append(token)
+                self._record_logprobs(deltas)
                 for ended in deltas.ended:
                     self.cached[ended.key] = ended.cached_tokens
                     self.hypotheses[ended.key] = ended.hypotheses
@@ -93,6 +98,17 @@ class Served:
                         self.errors[ended.key] = str(ended.error)
         self.engine.check_integrity()
         return tokens
+
+    def _record_logprobs(self, deltas: TokenDeltas) -> None:
+        """(log probability, rank, likeliest ids, theirs) of tokens in order, prompts by place."""
+        if deltas.logprobs is not None:
+            for at, entry in _entries(deltas.logprobs):
+                self.logprobs.setdefault(int(deltas.keys[at]), []).append(entry)
+        for key, logprobs in deltas.prompt_logprobs.items():
+            told = self.prompt_logprobs.setdefault(key, {})
+            for at, entry in _entries(logprobs):
+                assert at not in told, "told twice"
+                told[at] = entry
 
     def _record_keys(self, info: SchedulerInfo) -> Any:
         keys = self.engine.lifecycle.running.key[info.ids].tolist()
@@ -112,10 +128,16 @@ class Served:
 
     def _record_logits(self, *inputs: Any) -> torch.Tensor:
         logits: torch.Tensor = self._forward(*inputs)
-        assert len(self._rows) == len(logits)
-        for (key, position), row in zip(self._rows, logits, strict=True):
+        assert len(self._rows) <= len(logits)  # more where prompts are scored
+        for (key, position), row in zip(self._rows, logits, strict=False):
             self.sampled.setdefault(key, {})[position] = row.clone()
         return logits
+
+
+def _entries(logprobs: Logprobs) -> Iterator[tuple[int, Any]]:
+    columns = (logprobs.chosen, logprobs.rank, logprobs.ids, logprobs.values)
+    for at, *entry in zip(logprobs.at, *columns, strict=True):
+        yield int(at), tuple(value.tolist() for value in entry)
 
 
 def make_request(

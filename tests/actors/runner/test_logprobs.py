@@ -1,78 +1,116 @@
-"""What a step tells of its tokens' log probabilities is what the model says of them."""
+"""Log probabilities through the engine equal the log-softmax of transformers' own logits."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from rayfin.actors.messages import NO_TOKEN, Sampling
+from rayfin.actors.messages import Sampling
 
 Make = Callable[..., Any]
+TOLERANCE = 1e-4
 
 
-def _prompt(seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, 128) for _ in range(draw.randint(2, 20))]
+def _prompt(seed: int, length: int) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(3, 128) for _ in range(length)]
 
 
-@pytest.mark.parametrize("max_lease", [1, 8])
-def test_rows_that_ask(max_lease: int, tiny_model: Make, served: Make, request_of: Make) -> None:
-    """Of a step's rows some ask, for 0 to 200 of 128 tokens; some samples are banned."""
+def _check(entry: Any, row: torch.Tensor, token: int, k: int) -> None:
+    """An entry against the log-softmax [V] that transformers has in its place."""
+    own, rank, ids, values = entry
+    assert abs(own - float(row[token])) < TOLERANCE
+    assert abs(rank - 1 - int((row > row[token]).sum())) <= int(
+        ((row - row[token]).abs() < TOLERANCE).sum()
+    )
+    best = row.topk(k)
+    assert torch.allclose(torch.tensor(values[:k]), best.values, atol=TOLERANCE)
+    for token_id, value in zip(ids[:k], values[:k], strict=True):
+        assert abs(value - float(row[token_id])) < TOLERANCE
+
+
+def _check_tokens(engine: Any, tiny: Any, key: int, prompt: Sequence[int], tokens: Any) -> None:
+    expected = tiny.logits([*prompt, *tokens]).log_softmax(-1)
+    entries = engine.logprobs[key]
+    assert len(entries) == len(tokens)
+    for index, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
+        _check(entry, expected[len(prompt) + index - 1], token, 4)
+
+
+@pytest.mark.parametrize("lease", [1, 5])
+@pytest.mark.parametrize("scheduler", ["v0", "v1"])
+def test_of_sampled_tokens(
+    lease: int, scheduler: str, tiny_model: Make, served: Make, request_of: Make
+) -> None:
+    """Beside requests that ask for none, or fewer; chunked, leased, temperature does not matter."""
     tiny = tiny_model("llama")
-    engine = served(tiny.folder, max_lease=max_lease)
-    asked = {0: 3, 1: None, 2: 0, 3: 200, 4: 5}
+    engine = served(tiny.folder, max_lease=lease, scheduler=scheduler)
+    engine.engine._leases.observe(0.001, 1)
+    prompts = {key: _prompt(key, 7 + 9 * key) for key in range(4)}
     requests = [
-        request_of(
-            key,
-            _prompt(key),
-            9,
-            sampling=Sampling(
-                temperature=0.9 * (key % 2),
-                seed=key,
-                logprobs=most,
-                banned=tuple(range(64)) if key == 4 else (),
-                banned_until=200 if key == 4 else 0,
-            ),
-        )
-        for key, most in asked.items()
+        request_of(0, prompts[0], 9, sampling=Sampling(logprobs=4)),
+        request_of(1, prompts[1], 12),
+        request_of(2, prompts[2], 7, sampling=Sampling(temperature=1.5, seed=3, logprobs=4)),
+        request_of(3, prompts[3], 5, sampling=Sampling(logprobs=0)),
     ]
-    results: list[tuple[Any, Any]] = []
-    execute = engine.runner.execute
-    keys: list[list[int]] = []
-
-    def recorded(info: Any) -> Any:
-        own = engine._keys[info.epoch, info.step]
-        keys.append([own[handle] for handle in info.ids.tolist()])
-        results.append((info, execute(info)))
-        return results[-1][1]
-
-    engine.runner.execute = recorded
     tokens = engine.run(*requests)
-    logprobs = {k: tiny.logits(_prompt(k) + tokens[k]).log_softmax(-1) for k in asked}
-    told: dict[int, int] = dict.fromkeys(asked, 0)
-    for (info, result), rows in zip(results, keys, strict=True):
-        lease = info.lease
-        asks = {i for i, key in enumerate(rows) if asked[key] is not None}
-        sampled = {i * lease + j for i, j in np.argwhere(result.tokens != NO_TOKEN).tolist()}
-        expected = sorted(at for at in sampled if at // lease in asks)
-        if not expected:
-            assert result.logprobs is None
-            continue
-        said = result.logprobs
-        assert said.at.tolist() == expected and said.at.dtype == np.int32
-        for index, at in enumerate(expected):
-            key, column = rows[at // lease], at % lease
-            row = info.kv_len[at // lease] + info.chunk_len[at // lease] + column - 1
-            truth, token = logprobs[key][row], result.tokens[at // lease, column]
-            most = min(asked[key], 128)
-            torch.testing.assert_close(
-                torch.tensor(said.values[index, :most]), truth.topk(most).values, atol=1e-4, rtol=0
-            )
-            np.testing.assert_allclose(said.chosen[index], truth[token].item(), atol=1e-4)
-            assert said.rank[index] == int((truth > truth[token]).sum()) + 1
-            assert said.ids[index, :most].tolist() == truth.topk(most).indices.tolist()
-            told[key] += 1
-    assert told == {0: 9, 1: 0, 2: 9, 3: 9, 4: 9}
+    for key in (0, 2):
+        _check_tokens(engine, tiny, key, prompts[key], tokens[key])
+    assert 1 not in engine.logprobs
+    assert len(engine.logprobs[3]) == 5
+    assert any(step.lease > 1 for step in engine.steps) == (lease > 1)
+
+
+def test_preempted_and_from_the_prefix_cache(
+    tiny_model: Make, served: Make, request_of: Make
+) -> None:
+    """Each token's is told once, the same as ever."""
+    tiny = tiny_model("llama")
+    engine = served(tiny.folder, num_pages=12, max_model_len=40)
+    shared = _prompt(1, 9)
+    prompts = {key: [*shared, *_prompt(key, 6)] for key in range(3)}
+    sampling = Sampling(logprobs=4)
+    tokens = engine.run(*(request_of(key, prompts[key], 20, sampling=sampling) for key in prompts))
+    assert engine.engine.stats().preemptions > 0 and engine.engine.stats().prefix_hits > 0
+    for key in prompts:
+        _check_tokens(engine, tiny, key, prompts[key], tokens[key])
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_of_a_prompt(preemption: str, tiny_model: Make, served: Make, request_of: Make) -> None:
+    """All positions but the first, once, also in chunks, preempted, beside a cached twin."""
+    tiny = tiny_model("llama")
+    settings = {"num_pages": 12, "max_model_len": 40, "max_batch_tokens": 8}
+    engine = served(tiny.folder, preemption=preemption, **settings)
+    prompt = _prompt(5, 21)
+    scored = Sampling(prompt_logprobs=4, logprobs=4)
+    tokens = engine.run(
+        request_of(0, prompt, 15),
+        request_of(1, prompt, 15, sampling=scored),
+        request_of(2, _prompt(6, 20), 15, sampling=scored),
+        request_of(3, _prompt(7, 9), 1, sampling=scored),
+        stagger=3,
+    )
+    assert engine.engine.stats().preemptions > 0
+    assert engine.cached[1] == 0
+    expected = tiny.logits(prompt).log_softmax(-1)
+    assert sorted(engine.prompt_logprobs[1]) == list(range(1, 21))
+    for position, entry in engine.prompt_logprobs[1].items():
+        _check(entry, expected[position - 1], prompt[position], 4)
+    _check_tokens(engine, tiny, 1, prompt, tokens[1])
+    assert 0 not in engine.prompt_logprobs
+    assert len(engine.prompt_logprobs[2]) == 19 and len(engine.prompt_logprobs[3]) == 8
+
+
+def test_all_of_the_vocabulary(tiny_model: Make, served: Make, request_of: Make) -> None:
+    tiny = tiny_model("llama")
+    engine = served(tiny.folder)
+    prompt = _prompt(2, 6)
+    vocabulary = engine.config.vocab_size
+    engine.run(request_of(0, prompt, 1, sampling=Sampling(logprobs=vocabulary)))
+    ((_, rank, ids, values),) = engine.logprobs[0]
+    assert rank == 1 and sorted(ids) == list(range(vocabulary))
+    assert values == sorted(values, reverse=True)
+    assert abs(sum(torch.tensor(values).exp()) - 1) < TOLERANCE

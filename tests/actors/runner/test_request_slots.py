@@ -16,7 +16,7 @@ def _poison(slots: RequestSlots) -> None:
         if isinstance(array, np.ndarray):
             array[:] = 99
     for handle in range(len(slots.num_pages)):
-        slots.banned[handle] = (99,)
+        slots.scored[handle] = NewRequest(handle, Sampling(prompt_logprobs=9), 99)
         slots.stops.set(handle, range(20))
 
 
@@ -24,7 +24,7 @@ def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None
     """I20: every field of the slot, poisoned by the one before, is set anew."""
     fresh, used = RequestSlots(2, 4), RequestSlots(2, 4)
     _poison(used)
-    for sampling in (Sampling(), Sampling(0.7, 5, 0.9, 0.2, 123, (4,), 30)):
+    for sampling in (Sampling(), Sampling(0.7, 5, 0.9, 0.2, 123, logprobs=3, prompt_logprobs=2)):
         info = step_of(
             row(1, [1, 2, 3, 4, 5], held=2, new_pages=[3, 0]),
             new=[NewRequest(1, sampling, 100, frozenset([5]))],
@@ -37,7 +37,7 @@ def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None
                 assert used.page_tables[1, :2].tolist() == array[1, :2].tolist() == [3, 0]
             elif isinstance(array, np.ndarray):
                 assert getattr(used, name)[1] == array[1], name
-        assert used.banned.get(1) == fresh.banned.get(1)
+        assert used.scored.get(1) == fresh.scored.get(1)
         tokens = np.arange(25, dtype=np.int32)
         assert np.flatnonzero(used.stops.hits(np.full(25, 1), tokens)).tolist() == [5]
 
@@ -65,13 +65,13 @@ def test_pages_are_appended_row_by_row(step_of: Make, row: Make) -> None:
 def test_slot_changes_hands_in_one_step(step_of: Make, row: Make) -> None:
     """``finished`` comes before ``new_requests``."""
     slots = RequestSlots(1, 4)
-    minimum = Sampling(banned=(2,), banned_until=9)
-    slots.apply(step_of(row(0, [1] * 5, new_pages=[0, 1]), new=[NewRequest(0, minimum, 100)]))
+    scored = Sampling(logprobs=3, prompt_logprobs=2)
+    slots.apply(step_of(row(0, [1] * 5, new_pages=[0, 1]), new=[NewRequest(0, scored, 100)]))
     slots.apply(
         step_of(row(0, [1], new_pages=[3]), new=[NewRequest(0, Sampling(), 100)], finished=[0])
     )
     assert slots.num_pages[0] == 1 and slots.page_tables[0, 0] == 3
-    assert slots.banned == {} and slots.banned_until[0] == 0
+    assert slots.scored == {} and slots.logprobs[0] == -1
 
 
 def test_remembers_sampled_tokens_only(step_of: Make, row: Make) -> None:
