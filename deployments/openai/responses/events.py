@@ -4,8 +4,7 @@ They are a function of the response's state, so that none is kept: whoever comes
 (``starting_after``), gets the same events with the same numbers.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterator
-from functools import partial
+from collections.abc import AsyncGenerator, Iterator
 
 from rayfin.deployments.openai.responses.replies import (
     Event,
@@ -20,7 +19,15 @@ from rayfin.deployments.openai.responses.replies import (
 )
 from rayfin.deployments.openai.responses.state import ResponseState
 
-MakeEvent = Callable[[int], Event]  # from its number
+CREATED = "response.created"
+QUEUED = "response.queued"
+IN_PROGRESS = "response.in_progress"
+ITEM_ADDED = "response.output_item.added"
+PART_ADDED = "response.content_part.added"
+TEXT_DELTA = "response.output_text.delta"
+TEXT_DONE = "response.output_text.done"
+PART_DONE = "response.content_part.done"
+ITEM_DONE = "response.output_item.done"
 LAST: dict[Status, str] = {
     "completed": "response.completed",
     "incomplete": "response.incomplete",
@@ -32,21 +39,17 @@ LAST: dict[Status, str] = {
 def events_from(state: ResponseState, number: int) -> Iterator[Event]:
     """The events that have happened, from the one of that number on."""
     opening = _opening(state)
-    deltas = number - len(opening)
+    first_closing = len(opening) + len(state.pieces)
     while number < len(opening):
-        yield opening[number](number)
+        yield _event(state, opening[number], number)
         number += 1
-    for piece in state.pieces[max(0, deltas) :]:
+    for piece in state.pieces[number - len(opening) :]:
         yield TextDeltaEvent(
-            type="response.output_text.delta",
-            sequence_number=number,
-            item_id=state.output_id,
-            delta=piece,
+            type=TEXT_DELTA, sequence_number=number, item_id=state.output_id, delta=piece
         )
         number += 1
-    first_closing = len(opening) + len(state.pieces)
-    for make in _closing(state)[max(0, number - first_closing) :]:
-        yield make(number)
+    for kind in _closing(state)[max(0, number - first_closing) :]:
+        yield _event(state, kind, number)
         number += 1
 
 
@@ -66,58 +69,40 @@ def sse(event: Event) -> str:
     return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
 
 
-def _opening(state: ResponseState) -> list[MakeEvent]:
+def _opening(state: ResponseState) -> tuple[str, ...]:
     """How it begins: a background response waits in the queue, another one starts at once."""
-    background = state.created.background
-    first, then = ("queued", "in_progress") if background else ("in_progress", None)
-    events = [partial(_early, state, "created"), partial(_early, state, first)]
-    if not state.started:
-        return list(events)
-    if then is not None:
-        events.append(partial(_early, state, then))
-    item = Message(id=state.output_id, status="in_progress", role="assistant", content=[])
-    return [
-        *events,
-        partial(_item, "response.output_item.added", item),
-        partial(_part, "response.content_part.added", state.output_id, ""),
-    ]
+    if state.created.background:
+        first, then = (CREATED, QUEUED), (IN_PROGRESS, ITEM_ADDED, PART_ADDED)
+        return first + then if state.started else first
+    first = (CREATED, IN_PROGRESS)
+    return (*first, ITEM_ADDED, PART_ADDED) if state.started else first
 
 
-def _closing(state: ResponseState) -> list[MakeEvent]:
+def _closing(state: ResponseState) -> tuple[str, ...]:
     if not state.done:
-        return []
-    last: list[MakeEvent] = [partial(_last, state)]
+        return ()
+    last = LAST[state.status]
     if not state.started or state.status == "failed":
-        return last
-    text = "".join(state.pieces)
-    return [
-        partial(_text_done, state.output_id, text),
-        partial(_part, "response.content_part.done", state.output_id, text),
-        partial(_item, "response.output_item.done", state.message()),
-        *last,
-    ]
+        return (last,)
+    return (TEXT_DONE, PART_DONE, ITEM_DONE, last)
 
 
-def _early(state: ResponseState, name: str, number: int) -> Event:
-    status = state.created.status if name == "created" else name
-    response = state.created.model_copy(update={"status": status})
-    return ResponseEvent(type=f"response.{name}", sequence_number=number, response=response)
-
-
-def _last(state: ResponseState, number: int) -> Event:
-    return ResponseEvent(type=LAST[state.status], sequence_number=number, response=state.response())
-
-
-def _item(kind: str, item: Message, number: int) -> Event:
-    return ItemEvent(type=kind, sequence_number=number, item=item)
-
-
-def _part(kind: str, item_id: str, text: str, number: int) -> Event:
-    part = OutputText(text=text)
-    return PartEvent(type=kind, sequence_number=number, item_id=item_id, part=part)
-
-
-def _text_done(item_id: str, text: str, number: int) -> Event:
-    return TextDoneEvent(
-        type="response.output_text.done", sequence_number=number, item_id=item_id, text=text
-    )
+def _event(state: ResponseState, kind: str, number: int) -> Event:
+    """An event of the beginning or of the end."""
+    item_id = state.output_id
+    if kind == ITEM_ADDED:
+        item = Message(id=item_id, status="in_progress", role="assistant", content=[])
+        return ItemEvent(type=kind, sequence_number=number, item=item)
+    if kind == ITEM_DONE:
+        return ItemEvent(type=kind, sequence_number=number, item=state.message())
+    text = "".join(state.pieces) if kind != PART_ADDED else ""
+    if kind in (PART_ADDED, PART_DONE):
+        part = OutputText(text=text)
+        return PartEvent(type=kind, sequence_number=number, item_id=item_id, part=part)
+    if kind == TEXT_DONE:
+        return TextDoneEvent(type=kind, sequence_number=number, item_id=item_id, text=text)
+    early = {CREATED: state.created.status, QUEUED: "queued", IN_PROGRESS: "in_progress"}
+    response = state.response()
+    if kind in early:
+        response = state.created.model_copy(update={"status": early[kind]})
+    return ResponseEvent(type=kind, sequence_number=number, response=response)

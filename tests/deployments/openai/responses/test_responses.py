@@ -280,3 +280,22 @@ async def test_leaving_aborts(http: httpx.AsyncClient, engine: Any, service: Any
             await task
         assert not engine.open
     assert len(engine.aborted) == 2 and len(service.responses) == 0
+
+
+async def test_a_stream_that_is_left_is_cancelled(
+    openai: AsyncOpenAI, http: httpx.AsyncClient, engine: Any
+) -> None:
+    """What it had said is stored; the gate stays closed."""
+    engine.pause_after = (5, asyncio.Event())
+    body = {"input": "hello", "stream": True}
+    asking = asyncio.create_task(http.post("/v1/responses", json=body))
+    while engine.taken < 5:
+        await asyncio.sleep(0)
+    (response_id,) = ("resp_" + name.split("_")[1].split("-")[0] for name in engine.open)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert not engine.open and len(engine.aborted) == 1
+    left = await openai.responses.retrieve(response_id)
+    assert (left.status, left.output[0].status) == ("cancelled", "incomplete")
+    assert left.output_text and REPLY.startswith(left.output_text)

@@ -1,0 +1,61 @@
+"""docs/http.md has a row for every field that the code knows, and for the routes that there are."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from rayfin.deployments.anthropic import bodies as anthropic
+from rayfin.deployments.openai import bodies as openai
+from rayfin.deployments.openai import tokenize
+from rayfin.deployments.openai.responses import bodies as responses
+from rayfin.deployments.openai.routes import build_api
+from rayfin.deployments.openai.service import OpenAIService
+
+PATH = Path(__file__).parents[2] / "docs" / "http.md"
+WORD = re.compile(r"`([a-z_0-9]+)[`.]")  # a field, or the field before a dot
+
+
+def section(title: str) -> str:
+    """The text below a heading."""
+    return PATH.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def fields(*kinds: type[BaseModel], more: Any = ()) -> set[str]:
+    return {name for kind in kinds for name in kind.model_fields} | set(more)
+
+
+@pytest.mark.parametrize(
+    ("title", "known"),
+    [
+        (
+            "/v1/completions and /v1/chat/completions",
+            fields(openai.CompletionRequest, openai.ChatCompletionRequest, more=openai.UNSERVED),
+        ),
+        (
+            "/tokenize and /detokenize",
+            fields(tokenize.TokenizeRequest, tokenize.DetokenizeRequest, more=tokenize.UNSERVED),
+        ),
+        (
+            "/v1/responses",
+            fields(responses.ResponseRequest, more=responses.UNSERVED),
+        ),
+        ("/v1/messages", fields(anthropic.MessagesRequest, more=anthropic.UNSERVED)),
+    ],
+)
+def test_every_field_has_a_row(title: str, known: set[str]) -> None:
+    rows = [line for line in section(title).splitlines() if line.startswith("|")]
+    named = {word for row in rows for word in WORD.findall(row)}
+    assert known <= named, f"docs/http.md does not say: {sorted(known - named)}"
+
+
+def test_every_route_has_a_row() -> None:
+    service: Any = OpenAIService(None, None, ["tiny"], 128)  # type: ignore[arg-type]
+    served = {getattr(route, "path", "") for route in build_api(service).routes}
+    rows = section("Routes")
+    words = re.findall(r"`([^`]*)`", rows)
+    named = {path for word in words for path in re.findall(r"/[^ ,?]*", word)}
+    plain = {re.sub(r"{response_id}", "{id}", path).replace(":path", "") for path in served}
+    assert plain == named
