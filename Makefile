@@ -30,8 +30,8 @@ test: $(INSTALLED)  ## lint, types, all tests (ARGS="-k scheduler ...")
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
 
-simulate: $(INSTALLED)  ## random lives of the scheduler, without a model (SEEDS=10000)
-	$(BIN)/python tests/simulate.py --seeds $(or $(SEEDS),1000)
+simulate: $(INSTALLED)  ## lives of the scheduler, without a model (SEEDS=10000 or REQUESTS=100000)
+	$(BIN)/python tests/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

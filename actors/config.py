@@ -6,6 +6,7 @@ is ever written back, and nothing else decides a default.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -54,7 +55,9 @@ class EngineArgs:
     memory_utilization: float | None = _flag(None, "share of the device's memory to use, 0-1")
     kv_cache_memory: int | None = _flag(None, "bytes of KV cache, instead of memory_utilization")
     scheduler: SchedulerName = _flag("v1", "v1: token-level, chunked prefill; v0: whole prompts")
-    policy: Policy = _flag("fcfs", "order of waiting requests")
+    policy: Policy = _flag(
+        "fcfs", "who is next: first come, the best priority, or the tenant served least so far"
+    )
     priority_aging: float = _flag(
         30.0, "seconds of waiting that weigh as much as one level of priority; 0 for strict levels"
     )
@@ -69,7 +72,9 @@ class EngineArgs:
         0, "most tokens of one prompt in a step, so that others share it; 0 for no limit"
     )
     max_waiting_requests: int = _flag(4096, "longest queue; more is answered with 429")
-    max_waiting_tokens: int | None = _flag(None, "most prompt tokens in the queue; more gets 429")
+    max_waiting_tokens: int | None = _flag(
+        None, "most prompt tokens in the queue, over which it gets 429; one prompt may always wait"
+    )
     steps_in_flight: int = _flag(2, "steps handed to the runner ahead of their results")
     max_lease: int = _flag(16, "most decode steps in one call to the runner")
     tensor_parallel_size: int = _flag(1, "devices that share each layer")
@@ -125,6 +130,26 @@ class EngineArgs:
                 "each running request takes a token of every step",
                 "max_decoding_batch",
             )
+        if not 0 <= self.priority_aging < math.inf:
+            raise InvalidConfig(
+                f"priority_aging must be at least 0 s, got {self.priority_aging}", "priority_aging"
+            )
+        if self.long_prefill_token_threshold < 0:
+            raise InvalidConfig(
+                "long_prefill_token_threshold must be at least 0, got "
+                f"{self.long_prefill_token_threshold}",
+                "long_prefill_token_threshold",
+            )
+        if self.long_prefill_token_threshold and self.scheduler == "v0":
+            raise InvalidConfig(
+                "long_prefill_token_threshold splits prompts, which scheduler v0 never does",
+                "long_prefill_token_threshold",
+            )
+        if parse_weights(self.tenant_weights) and self.policy != "fair":
+            raise InvalidConfig(
+                f"tenant_weights has no meaning under policy {self.policy!r}: it needs 'fair'",
+                "tenant_weights",
+            )
         if self.steps_in_flight not in (1, 2):
             raise InvalidConfig(
                 f"steps_in_flight must be 1 or 2, got {self.steps_in_flight}", "steps_in_flight"
@@ -147,6 +172,30 @@ class EngineArgs:
                     f"unknown setting {name!r}; known: {', '.join(sorted(names))}", name
                 )
         return cls(**values)
+
+
+def parse_weights(text: str | None) -> dict[str, float]:
+    """``tenant_weights`` as shares by tenant: 'gold=4,free=1' is {"gold": 4.0, "free": 1.0}.
+
+    Raises:
+        InvalidConfig: not pairs of a name and a number over 0, or a name twice.
+    """
+    weights: dict[str, float] = {}
+    for part in text.split(",") if text else []:
+        name, equals, value = (piece.strip() for piece in part.rpartition("="))
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = math.nan
+        if not equals or not name or not 0 < weight < math.inf:
+            raise InvalidConfig(
+                f"tenant_weights must be like 'gold=4,free=1' with numbers over 0, got {part!r}",
+                "tenant_weights",
+            )
+        if name in weights:
+            raise InvalidConfig(f"tenant_weights names {name!r} twice", "tenant_weights")
+        weights[name] = weight
+    return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +231,10 @@ class EngineConfig:
     policy: Policy
     max_waiting_requests: int
     steps_in_flight: int
+    max_waiting_tokens: int | None = None
+    priority_aging: float = 0.0
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    long_prefill_token_threshold: int = 0
     prefix_caching: bool = True
     max_lease: int = 1
     num_host_pages: int = 0  # of swap space; 0: preempted requests are recomputed
@@ -268,7 +321,11 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         num_pages=pages,
         scheduler=args.scheduler,
         policy=args.policy,
+        priority_aging=args.priority_aging,
+        tenant_weights=parse_weights(args.tenant_weights),
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
         max_waiting_requests=args.max_waiting_requests,
+        max_waiting_tokens=args.max_waiting_tokens,
         steps_in_flight=args.steps_in_flight,
         prefix_caching=args.prefix_caching,
         max_lease=args.max_lease,

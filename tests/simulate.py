@@ -2,6 +2,7 @@
 
     python tests/simulate.py --seeds 1000          # lives 0 .. 999
     python tests/simulate.py --seed 17             # one of them again
+    python tests/simulate.py --requests 100000     # one long life
 
 A life is a random configuration, workload and series of faults on a ``FakeExecutor``. Every stream
 must get exactly its tokens and one end, and the pages must add up after every step.
@@ -10,185 +11,21 @@ must get exactly its tokens and one end, and the pages must add up after every s
 import argparse
 import heapq
 import random
+import resource
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from rayfin.actors.config import BatchLimits, EngineConfig
-from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import COPY, BeamParams, EngineRequest, Sampling, StopRules
-from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.fake_runner import FakeExecutor, Stream
+from rayfin.actors.errors import InvalidRequest, Overloaded
+from rayfin.actors.messages import COPY, BeamParams
+from rayfin.actors.scheduler.fake_runner import Stream
+from rayfin.actors.scheduler.harness import make_harness
 
 STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]
 """What prompts begin with, where they begin alike."""
-
-
-class Harness:
-    """An engine on a FakeExecutor, and the clients that read its streams."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.executor = FakeExecutor(config)
-        self.engine = Engine(config, self.executor)
-        self.config = config
-        self.streams: dict[tuple[str, int], Stream] = {}
-        self.history: list[tuple[int, int]] = []  # (seed, token) as they came
-
-    def add(
-        self,
-        prompt: Sequence[int] | int,
-        max_tokens: int = 4,
-        *,
-        stop: Iterable[int] = (),
-        eos: Iterable[int] = (),
-        priority: int = 0,
-        client: str = "a",
-        key: int | None = None,
-        output: Sequence[int] = (),
-        extra_keys: tuple[str, ...] = (),
-        sibling_of: int | None = None,
-        beams: BeamParams | None = None,
-    ) -> Stream:
-        """Hands a request to the engine; a number is the length of a prompt of its own."""
-        seed = len(self.executor.streams)
-        if isinstance(prompt, int):
-            prompt = [(7 * seed + i) % self.config.vocab_size for i in range(prompt)]
-        source = EngineRequest(
-            request_id=f"r{seed}",
-            prompt=np.array(prompt, np.int32),
-            sampling=Sampling(seed=seed),
-            stopping=StopRules(max_tokens, frozenset(stop) | frozenset(eos), frozenset(eos)),
-            client=client,
-            key=seed if key is None else key,
-            priority=priority,
-            output=list(output),
-            extra_keys=extra_keys,
-            sibling_of=sibling_of,
-            beams=beams,
-        )
-        self.engine.add(source)
-        stream = Stream(source, self.config.vocab_size)
-        self.executor.streams[seed] = stream
-        self.streams[client, source.key] = stream
-        return stream
-
-    def abort(self, stream: Stream) -> None:
-        self.engine.abort(stream.source.client, stream.source.key)
-        stream.aborted = stream.aborted or stream.open
-        self.engine.check_integrity()
-
-    def step(self) -> None:
-        """One step; every message goes to an open stream, at most a lease's tokens each."""
-        self.read(self.engine.step())
-        self.engine.check_integrity()
-
-    def read(self, messages: dict[str, Any]) -> None:
-        for client, deltas in messages.items():
-            keys = deltas.keys.tolist()
-            assert len(keys) == len(deltas.tokens)
-            most = self.executor.log[-1].lease if self.executor.log else 0
-            assert max(Counter(keys).values(), default=0) <= most
-            assert keys or deltas.ended, "an empty message"
-            for key, token in zip(keys, deltas.tokens.tolist(), strict=True):
-                stream = self.streams[client, key]
-                assert stream.open, "a token after the end"
-                stream.tokens.append(token)
-                self.history.append((stream.seed, token))
-            for ended in deltas.ended:
-                stream = self.streams[client, ended.key]
-                assert stream.open, "a second end"
-                stream.ended = ended
-
-    def run(self, max_steps: int = 5000) -> None:
-        """Steps until idle; then nothing may be held."""
-        for _ in range(max_steps):
-            if not self.engine.has_work:
-                break
-            self.step()
-        assert not self.engine.has_work, "the engine does not get done"
-        assert self.engine.lifecycle.tables.num_held == 0
-        assert self.engine.step() == {}
-
-    def expected(self, stream: Stream) -> tuple[list[int], str, int | None]:
-        """(tokens, finish reason, stop reason) as the oracle has them, planted errors included."""
-        if stream.source.beams is not None:
-            hypotheses, steps = stream.search
-            failed = any((stream.seed, index) in self.executor.errors for index in range(steps))
-            return [], "error" if failed else hypotheses[0].finish_reason, None
-        tokens, reason, stop = stream.outcome()
-        for index in range(len(stream.source.output), len(tokens)):
-            if (stream.seed, index) in self.executor.errors:
-                return tokens[:index], "error", None
-        return tokens, reason, stop
-
-    def check(self) -> None:
-        """Every stream got exactly its tokens, and one end unless it was aborted."""
-        for stream in self.streams.values():
-            tokens, reason, stop = self.expected(stream)
-            if stream.aborted:
-                assert stream.ended is None
-                assert stream.tokens == tokens[: len(stream.tokens)]
-            else:
-                assert stream.ended is not None, "no end"
-                assert stream.tokens == tokens
-                assert (stream.ended.finish_reason, stream.ended.stop_reason) == (reason, stop)
-                assert (stream.ended.error is not None) == (reason == "error")
-                found = [] if stream.source.beams is None or reason == "error" else stream.search[0]
-                assert stream.ended.hypotheses == found
-                assert 0 <= stream.ended.cached_tokens < len(stream.source.prompt) + len(tokens)
-        if self.config.policy == "fcfs":  # I10
-            first_admissions = list(dict.fromkeys(self.executor.entered))
-            assert first_admissions == sorted(first_admissions), "overtaken"
-
-
-def make_harness(
-    *,
-    scheduler: Any = "v1",
-    policy: Any = "fcfs",
-    steps_in_flight: int = 2,
-    max_batch_tokens: int = 32,
-    max_decoding_batch: int = 8,
-    max_prefill_batch: int = 16,
-    page_size: int = 4,
-    num_pages: int = 64,
-    max_model_len: int = 80,
-    max_waiting_requests: int = 1000,
-    vocab_size: int = 50,
-    prefix_caching: bool = True,
-    max_lease: int = 1,
-    step_seconds: float = 0.0,
-    num_host_pages: int = 0,
-) -> Harness:
-    if scheduler == "v0":
-        max_batch_tokens = max(max_batch_tokens, max_model_len)  # as resolve_limits has it
-    limits = BatchLimits(
-        max_batch_tokens=max_batch_tokens,
-        max_decoding_batch=max_decoding_batch,
-        max_prefill_batch=max_prefill_batch,
-    )
-    harness = Harness(
-        EngineConfig(
-            limits=limits,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            page_size=page_size,
-            num_pages=num_pages,
-            scheduler=scheduler,
-            policy=policy,
-            max_waiting_requests=max_waiting_requests,
-            steps_in_flight=steps_in_flight,
-            prefix_caching=prefix_caching,
-            max_lease=max_lease,
-            num_host_pages=num_host_pages,
-        )
-    )
-    harness.executor.step_seconds = step_seconds
-    return harness
 
 
 class Life:
@@ -196,6 +33,7 @@ class Life:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.num_refused = 0
         self.harness = make_harness(**self._settings())
         self.refused = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -225,9 +63,15 @@ class Life:
         self.outgrows = draw.random() < 0.4  # short prompts, long outputs: pages run out
         page_size, rows = draw.choice([1, 2, 3, 4, 8, 16]), draw.randint(1, 8)
         pages_of_one = -(-self.model_len // page_size)
+        scheduler = draw.choice(["v0", "v1", "v1"])
         return {
-            "scheduler": draw.choice(["v0", "v1", "v1"]),
-            "policy": draw.choice(["fcfs", "priority"]),
+            "scheduler": scheduler,
+            "long_prefill_token_threshold": draw.choice([0, 0, 1, 3, 10]) * (scheduler == "v1"),
+            "policy": draw.choice(["fcfs", "priority", "fair"]),
+            "priority_aging": draw.choice([0.0, 0.001, 0.02, 30.0]),
+            "tenant_weights": draw.choice([{}, {"a": 3.0}, {"a": 0.5, "b": 7.0}]),
+            "max_waiting_requests": draw.choice([2, 5, 1000, 1000, 1000]),
+            "max_waiting_tokens": draw.choice([None, None, None, 30, 100]),
             "steps_in_flight": draw.randint(1, 2),
             "page_size": page_size,
             "num_pages": pages_of_one + draw.randint(0, draw.choice([2, 3 * pages_of_one])),
@@ -276,6 +120,8 @@ class Life:
             "stop": draw.sample(vocabulary, draw.choice([0, 0, 1, min(12, len(vocabulary) - 1)])),
             "eos": draw.sample(vocabulary, draw.choice([0, 0, 1])),
             "priority": draw.randint(0, 2),
+            "tenant": self._tenant(),
+            "timeout": draw.choice([None, None, None, None, 0.0001, 0.003, 0.05, 1.0]),
             "client": draw.choice("ab"),
             "extra_keys": draw.choice([(), (), (), ("salt",)]),
         }
@@ -288,15 +134,36 @@ class Life:
         elder: int | None = None
         for _ in range(draw.choice([1, 1, 1, 2, 5])):  # choices of one prompt
             try:
-                stream = harness.add(prompt, draw.randint(1, longest), sibling_of=elder, **settings)
+                stream = self._add(prompt, draw.randint(1, longest), sibling_of=elder, **settings)
             except InvalidRequest:
                 assert "beams" in settings, "refused"
                 self.refused += 1
+                return
+            if stream is None:
                 return
             elder = stream.source.key if elder is None else elder
             if draw.random() < 0.15:
                 later = harness.executor.clock + draw.expovariate(1 / 0.01)
                 self._at(later, lambda stream=stream: harness.abort(stream))
+
+    def _tenant(self) -> str:
+        return self.random.choice("abc")
+
+    def _add(self, prompt: list[int], max_tokens: int, **wishes: Any) -> Stream | None:
+        """The new stream; None if the queue was full."""
+        newcomers, config = self.harness.engine.lifecycle.newcomers, self.harness.config
+        most = config.max_waiting_tokens or 10**9
+        full = newcomers.num_requests >= config.max_waiting_requests or (
+            newcomers.num_requests > 0 and newcomers.num_tokens + len(prompt) > most
+        )
+        try:
+            stream = self.harness.add(prompt, max_tokens, **wishes)
+        except Overloaded:
+            assert full, "refused without need"
+            self.num_refused += 1
+            return None
+        assert not full, "taken into a full queue"
+        return stream
 
     def _prompt(self) -> list[int]:
         """A start that others have too, a conversation that goes on, or a prompt of its own."""
@@ -320,6 +187,92 @@ class Life:
                 stream.aborted = stream.aborted or stream.open
 
 
+class LongLife(Life):
+    """One engine that serves ``requests`` requests, in floods and ebbs; it must not grow old.
+
+    Each stream is held against the oracle when it is over, and forgotten. Tenants come and go.
+    """
+
+    SWEEP = 50  # steps between two looks at which streams are over
+    MEMORY = 48  # MiB that the process may grow after its first tenth
+
+    def __init__(self, seed: int, requests: int) -> None:
+        self.requests = requests
+        super().__init__(seed)
+        self.harness.integrity_every = 500
+        self.harness.keep_history = False
+
+    def run(self) -> None:
+        harness, executor = self.harness, self.harness.executor
+        steps, young = 0, None
+        while self._events or harness.engine.has_work:
+            if not harness.engine.has_work:
+                executor.clock = max(executor.clock, self._events[0][0])
+            while self._events and self._events[0][0] <= executor.clock:
+                heapq.heappop(self._events)[2]()
+            harness.step()
+            steps += 1
+            if steps % self.SWEEP == 0:
+                self._sweep()
+            if young is None and harness.num_added > self.requests // 10:
+                young = memory()
+            assert steps < 100 * self.requests + 10_000, "the engine does not get done"
+        harness.run()
+        self._sweep()
+        assert not harness.streams, "a stream without an end"
+        assert young is None or memory() - young < self.MEMORY, "it grows"
+        assert harness.engine.lifecycle.newcomers.num_tokens == 0
+
+    def _sweep(self) -> None:
+        for stream in [s for s in self.harness.streams.values() if not s.open]:
+            self.harness.check_stream(stream)
+            self.harness.forget(stream)
+
+    def _settings(self) -> dict[str, Any]:
+        settings = super()._settings()
+        self.model_len, self.outgrows = 64, False
+        rows = self.random.randint(8, 16)
+        return settings | {
+            "max_model_len": self.model_len,
+            "num_pages": 3 * -(-self.model_len // settings["page_size"]),
+            "max_decoding_batch": rows,
+            "max_batch_tokens": 64,
+            "max_prefill_batch": 8,
+            "vocab_size": 50,
+            "max_waiting_requests": 30,
+            "step_seconds": 0.0005,
+        }
+
+    def _plan_faults(self) -> None:
+        draw, executor, many = self.random, self.harness.executor, self.requests
+        executor.token_seconds = 0.00001
+        for kind in (executor.fail_at, executor.fail_submit_at, executor.stale_at):
+            kind.update(draw.sample(range(2 * many), many // 1000))
+        executor.errors.update(
+            (draw.randrange(many), draw.randint(0, 8)) for _ in range(many // 99)
+        )
+
+    def _plan_requests(self) -> None:
+        self._at(0.0, self._arrive)
+
+    def _arrive(self) -> None:
+        super()._arrive()
+        added = self.harness.num_added
+        if added < self.requests:
+            pause = 0.0008 if added // 300 % 2 else 0.003
+            self._at(self.harness.executor.clock + self.random.expovariate(1 / pause), self._arrive)
+
+    def _tenant(self) -> str:
+        draw = self.random
+        return draw.choice("aaab") if draw.random() < 0.8 else f"tenant {self.harness.num_added}"
+
+
+def memory() -> float:
+    """MiB that this process has taken at most."""
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return taken / (2**20 if sys.platform == "darwin" else 2**10)
+
+
 def simulate(seed: int) -> Counter[str]:
     """Lives one life; says what happened in it.
 
@@ -328,16 +281,8 @@ def simulate(seed: int) -> Counter[str]:
     """
     life = Life(seed)
     life.run()
-    harness, stats = life.harness, life.harness.engine.stats()
-    happened = Counter(stats.finished)
-    happened["steps"] = stats.steps
-    happened["calls"] = harness.executor.num_run
-    happened["preemptions"] = stats.preemptions
-    happened["swaps"] = stats.preemptions_by_swap
-    happened["pages swapped in"] = stats.swapped_in
-    happened["restarts"] = harness.executor.epoch
-    happened["prefix hits"] = stats.prefix_hits
-    happened["searches refused"] = life.refused
+    harness = life.harness
+    happened = account(life)
     happened["searches"] = sum(
         stream.ended is not None and bool(stream.ended.hypotheses)
         for stream in harness.streams.values()
@@ -347,12 +292,44 @@ def simulate(seed: int) -> Counter[str]:
     return happened
 
 
+def account(life: Life) -> Counter[str]:
+    """What the engine's counters say of a life."""
+    harness, stats = life.harness, life.harness.engine.stats()
+    happened = Counter(stats.finished)
+    happened["steps"] = stats.steps
+    happened["calls"] = harness.executor.num_run
+    happened["preemptions"] = stats.preemptions
+    happened["swaps"] = stats.preemptions_by_swap
+    happened["pages swapped in"] = stats.swapped_in
+    happened["queue full"] = life.num_refused
+    happened["restarts"] = harness.executor.epoch
+    happened["prefix hits"] = stats.prefix_hits
+    happened["searches refused"] = life.refused
+    return happened
+
+
+def live_long(seed: int, requests: int) -> None:
+    """Lives one long life, and prints what happened in it."""
+    life, started = LongLife(seed, requests), time.monotonic()
+    life.run()
+    config = life.harness.config
+    print(
+        f"{life.harness.num_added:,} requests in {time.monotonic() - started:.1f} s "
+        f"(seed {seed}: {config.scheduler}, {config.policy}), at most {memory():.0f} MiB:"
+    )
+    print("  " + ", ".join(f"{value:,} {name}" for name, value in account(life).items()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Random lives of an engine without a model.")
     parser.add_argument("--seeds", type=int, default=1000, help="how many lives (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the first one's seed (default 0)")
     parser.add_argument("--seed", type=int, help="only this one")
+    parser.add_argument("--requests", type=int, help="one long life of so many requests")
     options = parser.parse_args()
+    if options.requests is not None:
+        live_long(options.seed or 0, options.requests)
+        return 0
     first, count = (options.first, options.seeds) if options.seed is None else (options.seed, 1)
     happened: Counter[str] = Counter()
     started = time.monotonic()

@@ -76,6 +76,7 @@ class BeamGroups:
         rows = np.flatnonzero(sampled).tolist()
         if not rows:
             return []
+        self._lifecycle.waiting.sampled(record.slots[rows])
         assert result.logprobs is not None
         told = {at: index for index, at in enumerate(result.logprobs.at.tolist())}
         told_of = {int(record.slots[row]): told[row] for row in rows}  # slot -> index in logprobs

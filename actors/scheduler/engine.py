@@ -2,13 +2,18 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from rayfin.actors.config import EngineConfig
-from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest, Overloaded, RequestFailed
+from rayfin.actors.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    RayfinError,
+    RequestFailed,
+)
 from rayfin.actors.messages import (
     Ended,
     EngineRequest,
@@ -21,6 +26,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
 )
 from rayfin.actors.scheduler.beams import BeamGroups, as_it_runs
+from rayfin.actors.scheduler.deadlines import Deadlines, exceeded
 from rayfin.actors.scheduler.executor import Executor, GroupFailed, PendingStep
 from rayfin.actors.scheduler.lease import LeasePolicy
 from rayfin.actors.scheduler.lifecycle import Lifecycle
@@ -46,14 +52,22 @@ class Scheduler(Protocol):
 class Engine:
     """All requests of one model replica, and the loop over them.
 
-    Single-threaded: one caller drives ``add``, ``abort`` and ``step``.
+    Single-threaded: one caller drives ``add``, ``abort`` and ``step``. ``clock`` tells seconds; a
+    simulator gives its own.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
-        self.lifecycle = Lifecycle(config)
+        self.lifecycle = Lifecycle(config, clock)
+        self._clock = clock
+        self._deadlines = Deadlines()
         self._scheduler: Scheduler = (
-            TokenScheduler(self.lifecycle, config.limits)
+            TokenScheduler(self.lifecycle, config.limits, config.long_prefill_token_threshold)
             if config.scheduler == "v1"
             else RequestScheduler(self.lifecycle, config.limits)
         )
@@ -67,7 +81,7 @@ class Engine:
         self._arrivals = 0
         self._outbox = Outbox()
         self._stats = EngineStats(epoch=executor.epoch, pages_total=config.num_pages)
-        self._last_progress = time.monotonic()
+        self._last_progress = clock()
         self._restarts_without_progress = 0
 
     @property
@@ -78,8 +92,8 @@ class Engine:
         """Takes a request in; refused at the door if it could never run.
 
         Raises:
-            InvalidRequest: its tokens do not fit, its key is in use, or it is a sibling of a
-                request that has another prompt.
+            InvalidRequest: its tokens do not fit, its key is in use, its timeout is no time, or it
+                is a sibling of a request that has another prompt.
             Overloaded: the queue is full.
         """
         key = (source.client, source.key)
@@ -93,26 +107,30 @@ class Engine:
             )
         if len(source.output) >= source.stopping.max_tokens:
             raise InvalidRequest("the request has all of its tokens already", "max_tokens")
-        if len(self.lifecycle.waiting) >= self.config.max_waiting_requests:
-            raise Overloaded(f"{len(self.lifecycle.waiting)} requests are waiting already")
+        if source.timeout is not None and not source.timeout > 0:
+            raise InvalidRequest(f"timeout must be over 0 s, got {source.timeout}", "timeout")
+        self.lifecycle.newcomers.check(len(source.prompt))
         if source.beams is not None:
             source = as_it_runs(source, self.config)
         elder = find_elder(source, self._live)
+        now = self._clock()
         if not self.has_work:
-            self._last_progress = time.monotonic()
+            self._last_progress = now
         chain = HashChain(self.config.page_size, source.extra_keys)
-        request = Request(source, self._arrivals, chain, list(source.output), elder=elder)
+        request = Request(source, self._arrivals, now, chain, list(source.output), elder=elder)
         if self.config.prefix_caching:
             chain.extend(source.prompt)
         self._arrivals += 1
         self._live[key] = request
-        self.lifecycle.waiting.push(request)
+        self.lifecycle.enqueue(request)
+        self._deadlines.watch(request)
         self._stats.prompt_tokens += len(source.prompt)
 
     def abort(self, client: str, key: int) -> None:
         """Ends a request now; its pages are free before the next step. Unknown keys are ignored."""
         request = self._live.pop((client, key), None)
         if request is not None:
+            self._deadlines.forget(request)
             self.lifecycle.finish(request, "abort")
 
     def abort_client(self, client: str) -> None:
@@ -127,6 +145,7 @@ class Engine:
         Returns:
             News by client; empty when nothing was sampled or nothing is left to do.
         """
+        self._expire()
         try:
             while len(self._in_flight) < self.config.steps_in_flight:
                 decoding, chunks = self._scheduler.schedule()
@@ -170,7 +189,7 @@ class Engine:
             prefix_queries=lifecycle.prefix_queries,
             prefix_hits=lifecycle.prefix_hits,
             finished=dict(lifecycle.num_finished),
-            seconds_since_progress=time.monotonic() - self._last_progress if self.has_work else 0.0,
+            seconds_since_progress=self._clock() - self._last_progress if self.has_work else 0.0,
             last_step_seconds=stats.last_step_seconds,
         )
 
@@ -208,13 +227,20 @@ class Engine:
         self._leases.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
         self._stats.steps += steps
         self._stats.last_step_seconds = result.seconds
-        self._last_progress = time.monotonic()
+        self._last_progress = self._clock()
         self._restarts_without_progress = 0
+
+    def _expire(self) -> None:
+        """Ends those whose time is up, before anything more is scheduled for them."""
+        now = self._clock()
+        for request in self._deadlines.take_due(now):
+            self._end(request, "error", error=exceeded(request, now))
 
     def _take(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         """Takes in a token [N] of each slot [N]: logs it, hands it out, ends who ends with it."""
         running = self.lifecycle.running
         running.append(slots, tokens)
+        self.lifecycle.waiting.sampled(slots)
         self._publish(slots)
         self._deliver(slots, tokens, logprobs)
         for request, reason, stop_reason in ended_requests(running, slots, tokens):
@@ -253,12 +279,13 @@ class Engine:
         request: Request,
         reason: str,
         stop_reason: int | None = None,
-        error: RequestFailed | None = None,
+        error: RayfinError | None = None,
         hypotheses: Sequence[Hypothesis] = (),
     ) -> None:
         source = request.source
         del self._live[source.client, source.key]
-        self.lifecycle.finish(request, reason)
+        self._deadlines.forget(request)
+        self.lifecycle.finish(request, reason, spoiled=isinstance(error, RequestFailed))
         cached = request.cached_tokens
         self._outbox.end(
             source.client,

@@ -6,6 +6,7 @@ follows the steps by their diffs only, and asserts that they say enough and say 
 ids just as a model's runner does: it writes all rows before it reads any, and runs leases.
 """
 
+import math
 import pickle
 import zlib
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ import numpy as np
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import (
-    COPY,
     NO_TOKEN,
     SAMPLED_LAST_STEP,
     SWAP_IN,
@@ -33,6 +33,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.scheduler.executor import GroupFailed
 from rayfin.actors.scheduler.fake_logprobs import next_logprobs, search_by_the_book, tell
+from rayfin.actors.scheduler.step_checks import check_form, check_limits
 
 UNWRITTEN = -7  # a slot of a page that nobody has written since it was taken
 JUNK = -9  # what a row leaves in its own pages that goes on after its end
@@ -51,6 +52,8 @@ class Stream:
         self.tokens: list[int] = list(source.output)
         self.ended: Ended | None = None
         self.aborted = False
+        self.arrival = 0.0  # both on the executor's clock
+        self.deadline = math.inf
         self._vocab_size = vocab_size
         self._truth = np.concatenate([source.prompt, source.output]).astype(np.int32)
 
@@ -106,10 +109,13 @@ class _FakeStep:
     executor: "FakeExecutor"
     info: SchedulerInfo
     sent: bytes
+    submitted: float  # when
 
     def result(self) -> StepResult:
         assert pickle.dumps(self.info) == self.sent, "a step was changed after it was submitted"
-        return self.executor.run(self.info)
+        result = self.executor.run(self.info)
+        self.executor.check_deadlines(self.info, self.submitted)
+        return result
 
 
 class FakeExecutor:
@@ -145,7 +151,7 @@ class FakeExecutor:
         if self._dead or self.num_submitted - 1 in self.fail_submit_at:
             self._dead = True
             raise GroupFailed("the runner is gone")
-        return _FakeStep(self, info, pickle.dumps(info))
+        return _FakeStep(self, info, pickle.dumps(info), self.clock)
 
     def restart(self) -> None:
         self.epoch += 1
@@ -177,6 +183,12 @@ class FakeExecutor:
         result.seconds = columns * self.step_seconds + tokens_run * self.token_seconds
         self.clock += result.seconds
         return result
+
+    def check_deadlines(self, info: SchedulerInfo, submitted: float) -> None:
+        """I14: no row of the step that just ran was due when it was submitted."""
+        for handle in info.ids.tolist():
+            stream = self.live[handle].stream
+            assert stream is None or submitted < stream.deadline, "it runs after its deadline"
 
     def _restart(self) -> None:
         size = (self.config.num_pages, self.config.page_size)
@@ -412,38 +424,3 @@ class FakeExecutor:
             mirror.over_since = self.num_run
             return False
         return mirror.num_tokens + 1 < mirror.new.cap
-
-
-def check_form(info: SchedulerInfo) -> None:
-    """DESIGN 4: shapes, types, and what the fields say of one another."""
-    rows = len(info.ids)
-    assert rows > 0, "an empty step"
-    for name in ("chunk_idx", "chunk_len", "kv_len", "kv_page_len", "last_pos"):
-        array = getattr(info, name)
-        assert array.shape == (rows,) and array.dtype == np.int32, name
-    for name in ("ids", "merge_prompt", "new_pages", "new_pages_len"):
-        assert getattr(info, name).dtype == np.int32, name
-    assert info.is_decoding.dtype == np.bool_
-    assert len(set(info.ids.tolist())) == rows, "a handle twice in one step"
-    assert info.decoding_batch + info.prefill_batch == rows
-    assert info.is_decoding.tolist() == [i < info.decoding_batch for i in range(rows)]
-    assert (info.chunk_len >= 1).all()
-    assert info.chunk_idx.tolist() == (np.cumsum(info.chunk_len) - info.chunk_len).tolist()
-    assert info.chunk_len.sum() == len(info.merge_prompt)
-    assert (info.chunk_len[info.is_decoding] == 1).all()
-    assert (info.last_pos[info.is_decoding] == 0).all()
-    assert info.new_pages_len.sum() == len(info.new_pages) and (info.new_pages_len >= 0).all()
-    assert info.moves.dtype == np.int32 and info.moves.shape == (len(info.moves), 3)
-    assert np.isin(info.moves[:, 0], (COPY, SWAP_OUT, SWAP_IN)).all()
-    assert info.lease == 1 or (info.lease > 1 and not info.prefill_batch), "a prompt in a lease"
-
-
-def check_limits(info: SchedulerInfo, config: EngineConfig) -> None:
-    """I8: no step is larger than the engine was built for."""
-    limits = config.limits
-    assert len(info.merge_prompt) <= limits.max_batch_tokens
-    assert len(info.ids) <= limits.max_decoding_batch
-    assert info.prefill_batch <= limits.max_prefill_batch
-    assert info.lease <= config.max_lease
-    if config.scheduler == "v0":
-        assert not (info.decoding_batch and info.prefill_batch), "V0 mixes"

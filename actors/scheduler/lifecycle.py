@@ -7,13 +7,16 @@
                           preempt
 """
 
+import time
 from collections import Counter
+from collections.abc import Callable
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NewRequest
 from rayfin.actors.scheduler.news import News
 from rayfin.actors.scheduler.page_moves import PageMoves
-from rayfin.actors.scheduler.queues import WaitingQueue
+from rayfin.actors.scheduler.queue_limits import QueueLimits
+from rayfin.actors.scheduler.queues import make_queue
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.running import RunningTable
 from rayfin.actors.scheduler.starts import Starts
@@ -24,9 +27,10 @@ from rayfin.cache.page_tables import PageTables
 class Lifecycle:
     """Moves requests between queue, slots and page tables, and notes it for the runners."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         slots = config.limits.max_decoding_batch
-        self.waiting = WaitingQueue(config.policy)
+        self.waiting = make_queue(config)
+        self.newcomers = QueueLimits(config.max_waiting_requests, config.max_waiting_tokens)
         self.running = RunningTable(slots, config.max_model_len)
         self.tables = PageTables(
             slots, config.num_pages, config.page_size, prefix_caching=config.prefix_caching
@@ -45,7 +49,13 @@ class Lifecycle:
         self.num_finished: Counter[str] = Counter()  # by finish reason
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._clock = clock
         self._client_index: dict[str, int] = {}
+
+    def enqueue(self, request: Request) -> None:
+        """A new request waits from now on."""
+        self.newcomers.joined(request)
+        self.waiting.push(request)
 
     def can_admit(self, request: Request, spare: int) -> bool:
         """Whether slots are free, and pages for its tokens and one more, with ``spare`` left.
@@ -82,7 +92,8 @@ class Lifecycle:
         slot = self.running.enter(request, self._client(request.source.client), cached)
         self._starts.make(start, slot)
         if not request.admitted:
-            request.admitted = True
+            self.newcomers.left(request)
+            request.admitted_at = self._clock()
             request.cached_tokens = cached
             if start.elder is None:
                 self.prefix_queries += request.num_tokens
@@ -92,6 +103,7 @@ class Lifecycle:
         self.preemption.restore(slot, len(start.pages))
         for _ in range(request.width - 1):
             self.running.reserve(request, self._client(request.source.client))
+        self.waiting.entered(request)
         self.introduce(slot)
         return slot
 
@@ -133,13 +145,15 @@ class Lifecycle:
         self.waiting.push(request)
         self.num_preemptions += 1
 
-    def finish(self, request: Request, reason: str) -> None:
-        """The request ends, wherever it is."""
+    def finish(self, request: Request, reason: str, *, spoiled: bool = False) -> None:
+        """The request ends, wherever it is; if ``spoiled``, nobody may use what it computed."""
+        request.ended = True
         if request.slot is None:
             self.waiting.discard(request)
             self.preemption.forget(request)
+            self.newcomers.left(request)
         else:
-            if reason == "error":
+            if spoiled:
                 for slot in request.slots:
                     self.tables.retract(slot)
             self._leave(request)
@@ -158,11 +172,12 @@ class Lifecycle:
         self.preemption.clear()
 
     def victim(self) -> int:
-        """The slot to preempt: lowest priority, latest arrival. So the oldest always advances."""
+        """The slot to preempt, by the policy's order, of which the first always advances."""
         running = self.running
-        return max(running.slots(), key=lambda slot: self.waiting.rank(running.request(slot)))
+        return self.waiting.victim([running.request(slot) for slot in running.slots()]).slots[0]
 
     def _leave(self, request: Request) -> None:
+        self.waiting.left(request)
         for slot in list(request.slots):
             self.running.leave(slot)
             self.clear(slot)

@@ -1,39 +1,32 @@
-"""The waiting requests, in the order in which they will be admitted."""
+"""What a policy decides: who of the waiting is admitted next, who of the running gives way."""
 
-import heapq
+from collections.abc import Iterable
+from typing import Protocol
 
-from rayfin.actors.config import Policy
+from rayfin.actors.config import EngineConfig
+from rayfin.actors.messages import Int64Array
+from rayfin.actors.scheduler.fair_queue import FairQueue
+from rayfin.actors.scheduler.ranked_queue import RankedQueue
 from rayfin.actors.scheduler.request import Request
 
 
-class WaitingQueue:
-    """A heap by (priority, arrival); ``fcfs`` ignores priorities.
+class WaitingQueue(Protocol):
+    """The waiting requests, in the order of a policy. No operation is linear in their number.
 
-    A preempted request keeps its arrival number, so it comes back in front of everything that
-    arrived after it. ``discard`` is O(1): the entry is skipped when it reaches the top.
+    ``Lifecycle`` tells it of every transition: a request is pushed when it comes and when it is
+    preempted (it then goes before what came after it), popped and entered when it is admitted,
+    discarded when it ends while it waits; ``left`` when it gives up its slots for whatever reason.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._by_priority = policy == "priority"
-        self._heap: list[tuple[int, int, Request]] = []
-        self._live = 0
-
-    def __len__(self) -> int:
-        return self._live
-
-    def rank(self, request: Request) -> tuple[int, int]:
-        """Smaller is sooner; among running requests the largest is preempted first."""
-        return (request.source.priority if self._by_priority else 0, request.order)
+    def __len__(self) -> int: ...
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (*self.rank(request), request))
-        self._live += 1
+        """The request waits from now on."""
+        ...
 
     def peek(self) -> Request | None:
-        """The next request, left in the queue."""
-        while self._heap and self._heap[0][2].cancelled:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        """The next request to admit, left in the queue."""
+        ...
 
     def pop(self) -> Request:
         """Takes out what ``peek`` shows.
@@ -41,14 +34,31 @@ class WaitingQueue:
         Raises:
             IndexError: the queue is empty.
         """
-        request = self.peek()
-        if request is None:
-            raise IndexError("no request waits")
-        heapq.heappop(self._heap)
-        self._live -= 1
-        return request
+        ...
+
+    def entered(self, request: Request) -> None:
+        """The request that was popped runs from now on, in its ``slots``."""
+        ...
 
     def discard(self, request: Request) -> None:
         """Forgets a waiting request."""
-        request.cancelled = True
-        self._live -= 1
+        ...
+
+    def sampled(self, slots: Int64Array) -> None:
+        """Each of the slots [N] got one more token."""
+        ...
+
+    def left(self, request: Request) -> None:
+        """The request runs no longer."""
+        ...
+
+    def victim(self, running: Iterable[Request]) -> Request:
+        """Who of the running requests is preempted first."""
+        ...
+
+
+def make_queue(config: EngineConfig) -> WaitingQueue:
+    """The queue of ``config.policy``."""
+    if config.policy == "fair":
+        return FairQueue(config.limits.max_decoding_batch, config.tenant_weights)
+    return RankedQueue(config.policy == "priority", config.priority_aging)

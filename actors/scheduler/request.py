@@ -19,16 +19,21 @@ class Request:
 
     source: EngineRequest
     order: int  # arrival number in this engine
+    arrival: float  # when it came, seconds of the engine's clock
     chain: HashChain  # hashes of its full pages, as far as they were needed
     output: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # that it holds; none while it waits
-    admitted: bool = False  # has held a slot before
     prompt_told: int = 1  # first prompt position whose log probability has yet to be handed out
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
-    cancelled: bool = False  # ended while waiting; the queue drops it lazily
+    admitted_at: float | None = None  # when it first left the queue to run, same clock
+    ended: bool = False
     elder: "Request | None" = None  # an earlier choice of the same prompt
-
     search: BeamSearch | None = None  # of a beam search that has begun
+
+    @property
+    def admitted(self) -> bool:
+        """Whether it holds a slot or has held one."""
+        return self.admitted_at is not None
 
     @property
     def slot(self) -> int | None:

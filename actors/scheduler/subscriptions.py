@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from rayfin.actors.messages import TokenDeltas
@@ -11,8 +11,8 @@ from rayfin.actors.messages import TokenDeltas
 
 @dataclass(slots=True)
 class _Subscription:
+    heard: float
     messages: queue.SimpleQueue[TokenDeltas | None] = field(default_factory=queue.SimpleQueue)
-    heard: float = field(default_factory=time.monotonic)
 
 
 class Subscriptions:
@@ -21,13 +21,14 @@ class Subscriptions:
     A client exists from the first word heard of it, whether it subscribes or submits first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._by_client: dict[str, _Subscription] = {}
 
     def renew(self, client: str) -> None:
         """The client was heard of now."""
-        self._subscription(client).heard = time.monotonic()
+        self._subscription(client).heard = self._clock()
 
     def read(self, client: str) -> Iterator[TokenDeltas]:
         """The client's messages as they come, until it is closed."""
@@ -43,7 +44,7 @@ class Subscriptions:
 
     def silent(self, seconds: float) -> list[str]:
         """Clients not heard of for longer than ``seconds``."""
-        oldest = time.monotonic() - seconds
+        oldest = self._clock() - seconds
         with self._lock:
             return [name for name, own in self._by_client.items() if own.heard < oldest]
 
@@ -56,4 +57,4 @@ class Subscriptions:
 
     def _subscription(self, client: str) -> _Subscription:
         with self._lock:
-            return self._by_client.setdefault(client, _Subscription())
+            return self._by_client.setdefault(client, _Subscription(self._clock()))

@@ -167,7 +167,7 @@ class Swap:
             Counter(page for saved in self._saved.values() for page in saved.pages)
         )
         for request, saved in self._saved.items():
-            if request.slot is not None or request.cancelled:
+            if request.slot is not None or request.ended:
                 raise CacheError(f"host pages of a request that does not wait: {saved.pages}")
             if len(saved.pages) != self._tables.pages_for(saved.num_tokens):
                 raise CacheError(f"{saved.num_tokens} tokens in host pages {saved.pages}")

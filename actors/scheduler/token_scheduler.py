@@ -12,11 +12,16 @@ from rayfin.actors.scheduler.step_builder import Chunk
 
 
 class TokenScheduler:
-    """Fills a step of ``max_batch_tokens``: running requests first, decoding ones before all."""
+    """Fills a step of ``max_batch_tokens``: running requests first, decoding ones before all.
 
-    def __init__(self, lifecycle: Lifecycle, limits: BatchLimits) -> None:
+    A prompt gets at most ``long_prefill`` tokens of a step (0: no limit), so that the prompts
+    behind a long one share its steps; vLLM's ``long_prefill_token_threshold``.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, limits: BatchLimits, long_prefill: int = 0) -> None:
         self._lifecycle = lifecycle
         self._limits = limits
+        self._longest_chunk = long_prefill or limits.max_batch_tokens
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
@@ -34,18 +39,19 @@ class TokenScheduler:
         for slot in running.prefilling:
             if budget <= 0 or len(chunks) == self._limits.max_prefill_batch:
                 break
-            chunks.append(take_chunk(self._lifecycle, slot, budget))
+            chunks.append(take_chunk(self._lifecycle, slot, min(budget, self._longest_chunk)))
             budget -= chunks[-1].length
         return chunks
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
-        """Waiting requests, while tokens, rows, slots and pages last; the last may get a part."""
+        """Waiting requests, while tokens, rows, slots and pages last; a part where they end."""
         lifecycle = self._lifecycle
         while budget > 0 and len(chunks) < self._limits.max_prefill_batch:
             request = lifecycle.waiting.peek()
             if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
                 return
-            chunks.append(take_chunk(lifecycle, lifecycle.admit(), budget))
+            slot = lifecycle.admit()
+            chunks.append(take_chunk(lifecycle, slot, min(budget, self._longest_chunk)))
             budget -= chunks[-1].length
 
 

@@ -10,6 +10,7 @@ from rayfin.actors.config import (
     EngineArgs,
     EngineConfig,
     ModelFacts,
+    parse_weights,
     resolve,
     resolve_limits,
     resolve_model_len,
@@ -58,6 +59,19 @@ def _resolve(pages: float, *, max_position: int | None = 256, **args: Any) -> En
         ("swap_space", float("nan")),
         ("swap_space", float("inf")),
         ("memory_utilization", 1.5),
+        ("max_waiting_tokens", 0),
+        ("priority_aging", -0.5),
+        ("priority_aging", float("nan")),
+        ("long_prefill_token_threshold", -1),
+        ("tenant_weights", "gold"),
+        ("tenant_weights", "gold=4,"),
+        ("tenant_weights", "gold=much"),
+        ("tenant_weights", "gold=0"),
+        ("tenant_weights", "gold=-1"),
+        ("tenant_weights", "gold=nan"),
+        ("tenant_weights", "=4"),
+        ("tenant_weights", "gold=4,gold=5"),
+        ("tenant_weights", "gold=4"),  # without the policy that reads it
         ("steps_in_flight", 3),
         ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
@@ -68,6 +82,31 @@ def test_refused_values(name: str, value: Any) -> None:
         EngineArgs.from_dict({name: value})
     assert caught.value.param == name
     assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_v0_never_splits_a_prompt() -> None:
+    with pytest.raises(InvalidConfig, match="v0") as caught:
+        EngineArgs(scheduler="v0", long_prefill_token_threshold=100)
+    assert caught.value.param == "long_prefill_token_threshold"
+
+
+def test_tenant_weights() -> None:
+    config = _resolve(100, policy="fair", tenant_weights="gold=4, a=b = 0.5")
+    assert config.tenant_weights == {"gold": 4.0, "a=b": 0.5}
+    assert _resolve(100, policy="fair").tenant_weights == {}
+    assert parse_weights("") == {}
+
+
+def test_policies_reach_the_engine() -> None:
+    config = _resolve(
+        100,
+        policy="priority",
+        priority_aging=2.5,
+        long_prefill_token_threshold=64,
+        max_waiting_tokens=10,
+    )
+    assert (config.policy, config.priority_aging) == ("priority", 2.5)
+    assert (config.long_prefill_token_threshold, config.max_waiting_tokens) == (64, 10)
 
 
 def test_unknown_setting() -> None:

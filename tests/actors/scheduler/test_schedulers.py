@@ -136,6 +136,56 @@ def test_long_prompt_advances_under_a_flood_of_short_ones(harness: Make) -> None
     h.check()
 
 
+def test_long_prompts_leave_room_for_others(harness: Make) -> None:
+    """A threshold caps the chunk of one prompt in a step, at admission and as it goes on."""
+    h = harness(max_batch_tokens=16, long_prefill_token_threshold=6, steps_in_flight=1)
+    long, short = h.add(20, 2), h.add(4, 2)
+    h.step()
+    assert h.executor.log[0].chunk_len.tolist() == [6, 4]
+    assert len(short.tokens) == 1 and long.tokens == []
+    h.run()
+    h.check()
+    assert [step.chunk_len.tolist()[-1] for step in h.executor.log[1:4]] == [6, 6, 2]
+
+
+def test_two_long_prompts_share_a_step(harness: Make) -> None:
+    h = harness(max_batch_tokens=16, long_prefill_token_threshold=6, steps_in_flight=1)
+    for _ in range(3):
+        h.add(20, 2)
+    h.step()
+    assert h.executor.log[0].chunk_len.tolist() == [6, 6, 4]
+    h.run()
+    h.check()
+
+
+def test_better_requests_that_keep_coming_starve_nobody(harness: Make, scheduler: str) -> None:
+    """I9: aging bounds how long a low priority waits; strict levels do not."""
+    waited = {}
+    for aging in (0.0, 0.01):
+        h = harness(
+            scheduler=scheduler,
+            policy="priority",
+            priority_aging=aging,
+            max_decoding_batch=1,
+            step_seconds=0.001,
+        )
+        for _ in range(3):
+            h.add(3, 2, priority=0)
+        low = h.add(3, 2, priority=5)
+        for _ in range(400):  # one comes for each that goes
+            h.add(3, 2, priority=0)
+            h.step()
+            h.step()
+            if not low.open:
+                break
+        waited[aging] = h.executor.clock
+        still_open = low.open
+        h.run()
+        h.check()
+        assert still_open == (not aging)
+    assert 0.05 <= waited[0.01] <= 0.05 + 0.02
+
+
 def _two_at_the_edge(h: Any, **second: int) -> tuple[Any, Any]:
     """Two requests that outgrow a pool of 4 pages of 4 tokens together, each fits alone."""
     return h.add(7, 8, **second), h.add(7, 8)

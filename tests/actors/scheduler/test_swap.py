@@ -311,8 +311,8 @@ def _keep_it_running(swap: Any) -> None:
     next(iter(swap._saved)).slots.append(0)
 
 
-def _keep_it_cancelled(swap: Any) -> None:
-    next(iter(swap._saved)).cancelled = True
+def _keep_it_after_its_end(swap: Any) -> None:
+    next(iter(swap._saved)).ended = True
 
 
 def _keep_too_much(swap: Any) -> None:
@@ -325,7 +325,7 @@ def _keep_too_few_pages(swap: Any) -> None:
 
 @pytest.mark.parametrize(
     "corrupt",
-    [_lose_a_page, _keep_it_running, _keep_it_cancelled, _keep_too_much, _keep_too_few_pages],
+    [_lose_a_page, _keep_it_running, _keep_it_after_its_end, _keep_too_much, _keep_too_few_pages],
 )
 def test_check_integrity_finds(harness: Make, corrupt: Callable[[Any], None]) -> None:
     h = harness(num_host_pages=8)
