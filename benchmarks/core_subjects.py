@@ -1,7 +1,8 @@
 """Ours and vLLM's scheduler under the same cases, without a model.
 
 A case is a plain dict, so that it can be sent to vLLM's environment as JSON (``core_vllm.py``).
-Both answer with seconds: of each steady step, or of each ``add`` and ``abort``.
+Both answer with seconds: of each steady step, or of each ``add`` and ``abort``. A step's are CPU
+time of its thread, so that a busy machine does not count against the longer one.
 """
 
 import gc
@@ -96,9 +97,9 @@ class _TimedStub(StubExecutor):
         self.seconds = 0.0
 
     def run(self, info: SchedulerInfo) -> StepResult:
-        started = time.perf_counter()
+        started = time.thread_time()
         result = super().run(info)
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.thread_time() - started
         return result
 
 
@@ -138,9 +139,9 @@ def _steps(case: Case) -> Seconds:
     gc.freeze()  # as vLLM's engine core does
     times = []
     for _ in range(case["steps"]):
-        before, started = executor.seconds, time.perf_counter()
+        before, started = executor.seconds, time.thread_time()
         engine.step()
-        times.append(time.perf_counter() - started - (executor.seconds - before))
+        times.append(time.thread_time() - started - (executor.seconds - before))
     gc.unfreeze()
     assert case["churn"] or len(running) == case["running"]
     return {"step": times}

@@ -120,17 +120,17 @@ class Peer:
         return time.perf_counter() - started
 
     def step(self) -> tuple[float, float]:
-        """Seconds in ``schedule``, and in ``update_from_output``; the model's are not counted."""
+        """CPU seconds in ``schedule`` and ``update_from_output``; the model's are not counted."""
         scheduling = 0.0
         while len(self._queue) < self.in_flight:
-            started = time.perf_counter()
+            started = time.thread_time()
             output = self.scheduler.schedule()
-            scheduling += time.perf_counter() - started
+            scheduling += time.thread_time() - started
             self._queue.append((output, self._run(output)))
         output, result = self._queue.popleft()
-        started = time.perf_counter()
+        started = time.thread_time()
         self.scheduler.update_from_output(output, result)
-        return scheduling, time.perf_counter() - started
+        return scheduling, time.thread_time() - started
 
     @property
     def is_decoding(self) -> bool:
