@@ -139,8 +139,7 @@ class Lifecycle:
         (seed, position) alone, and nobody has seen them.
         """
         request = self.running.request(slot)
-        if request.source.beams is None:
-            self.preemption.keep(slot)
+        self.preemption.keep(slot)
         self._leave(request)
         self.waiting.push(request)
         self.num_preemptions += 1

@@ -107,6 +107,9 @@ class Swap:
     A request's last known token is computed again whatever is saved, since its logits are wanted,
     so only the tokens before it count: those were written by steps whose results are here, or by
     steps that run before the move. A page that holds none of them stays behind.
+
+    Some requests are recomputed whatever room there is: a beam search starts again from its prompt,
+    and what steps in flight tell of a prompt's log probabilities is dropped.
     """
 
     def __init__(
@@ -125,14 +128,15 @@ class Swap:
 
     def keep(self, slot: int) -> None:
         running, tables = self._running, self._tables
-        if running.request(slot).scoring:  # what steps in flight say of its prompt is dropped
+        request = running.request(slot)
+        if request.source.beams is not None or request.scoring:
             return
         num_tokens = min(int(running.num_computed[slot]), int(running.num_known[slot]) - 1)
         count = tables.pages_for(num_tokens)
         pages = self._pool.take(count) if count else None
         if pages is None:
             return
-        self._saved[running.request(slot)] = _Saved(pages, num_tokens)
+        self._saved[request] = _Saved(pages, num_tokens)
         self._moves.add(SWAP_OUT, tables.pages_since(slot, 0)[:count], pages)
         self.counts.preemptions += 1
         self.counts.pages_out += count

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -223,6 +224,18 @@ def test_row_that_fails_while_its_pages_go_out(harness: Make) -> None:
     h.run()
     h.check()
     assert stream.ended.finish_reason == "error" and h.engine.stats().preemptions_by_swap == 1
+
+
+def test_prompt_that_is_scored_is_computed_again(harness: Make) -> None:
+    """What its chunks in flight tell of it is dropped with them, so it must be told once more."""
+    h = harness(num_host_pages=8, max_batch_tokens=8, prefix_caching=False)
+    stream = h.add(20, 4)
+    stream.source.sampling = replace(stream.source.sampling, prompt_logprobs=0)
+    h.step()
+    _preempt(h, stream)
+    assert h.engine.stats().preemptions_by_swap == 0
+    h.run()
+    assert [step.kv_len.tolist() for step in h.executor.log[2:4]] == [[0], [8]]
 
 
 def test_admission_needs_as_many_pages_as_ever(harness: Make) -> None:
