@@ -10,12 +10,14 @@ from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics import IngressMetrics
+from rayfin.deployments.edge.request_id import REQUEST_ID
 from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_names import find_engine
 from rayfin.deployments.models import model_path, tokenizer_path
@@ -72,12 +74,16 @@ class IngressDeployment:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = build_api(self._service)
-        app.add_middleware(ServeReceive)
+        app.add_middleware(BehindServe)
         return app
 
 
-class ServeReceive:
-    """ASGI around Serve's ``receive``, which fails with Ray's error when a client has left."""
+class BehindServe:
+    """ASGI around what Serve's proxy does its own way.
+
+    ``receive`` fails with Ray's error when a client has left; and every answer gets the request's
+    id from the proxy, which would make it two.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -94,7 +100,12 @@ class ServeReceive:
                 gone = True
             return {"type": "http.disconnect"}
 
-        await self._app(scope, receive_or_gone, send)
+        async def without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)[REQUEST_ID]
+            await send(message)
+
+        await self._app(scope, receive_or_gone, without_id)
 
 
 async def _first_info(client: RayEngineClient) -> EngineInfo:

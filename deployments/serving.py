@@ -1,6 +1,7 @@
 """``rayfin serve``: one command from nothing to an address, and back to nothing."""
 
 import logging
+import os
 import re
 import signal
 import socket
@@ -17,6 +18,7 @@ from ray.serve.schema import ApplicationStatus
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
 from rayfin.deployments.app import bind_app
+from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.preflight import check_model
 from rayfin.deployments.server_args import ServerArgs
 
@@ -76,6 +78,7 @@ def _cluster(verbose: bool) -> Iterator[bool]:
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray.serve").setLevel(level)
     output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    os.environ.setdefault(CALLBACK, CALLBACK_PATH)  # what a new Ray's processes inherit
     try:
         ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)
         ours = True

@@ -40,4 +40,6 @@ class RequestIds:
             )
             return await refusal(scope, receive, labelled)
         scope["state"] = {**scope.get("state", {}), "request_id": label}
+        others = [pair for pair in scope["headers"] if pair[0] != REQUEST_ID.encode()]
+        scope["headers"] = [*others, (REQUEST_ID.encode(), label.encode())]
         await self._app(scope, receive, labelled)

@@ -24,6 +24,7 @@ from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineStats
 from rayfin.deployments.app import bind_app
+from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.engine_names import find_engine
 from rayfin.deployments.server_args import ServerArgs
 
@@ -133,7 +134,8 @@ class Deployed:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A Ray of the tests' own."""
-    with short_folder() as folder:
+    with short_folder() as folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv(CALLBACK, CALLBACK_PATH)  # as rayfin serve does
         ray.init(
             address="local",
             _temp_dir=folder,

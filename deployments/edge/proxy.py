@@ -1,0 +1,138 @@
+"""Layers for Ray Serve's own proxy: what a replica behind it can neither see nor answer.
+
+Serve's proxy answers some requests itself, as plain text, and takes an answer from the replica
+whether or not its client takes it from the proxy. It runs the middlewares of the function that the
+environment variable CALLBACK names; ``rayfin serve`` sets it for a Ray of its own, and an operator
+for a cluster. Everything holds without it but what docs/security.md says.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayfin.deployments.edge.failures import Failures
+from rayfin.deployments.edge.limits import STALLED_SECONDS
+from rayfin.deployments.edge.request_id import RequestIds
+from rayfin.deployments.edge.transport import TransportLimits
+from rayfin.deployments.openai.errors import RETRY_SECONDS, http_error_response
+
+logger = logging.getLogger("rayfin.http")
+
+CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+CALLBACK_PATH = "rayfin.deployments.edge.proxy.middlewares"
+CLOSED_PATHS = frozenset({"/-/routes"})  # names every application to anybody
+SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
+MESSAGES = {
+    404: "Unknown request URL.",
+    408: "The request took too long.",
+    429: "Too many requests are waiting already.",
+    503: "The server cannot take the request now; please try again.",
+}
+
+
+def middlewares() -> list[Middleware]:
+    """The layers, the innermost one first, as Serve wants them."""
+    return [
+        Middleware(layer)
+        for layer in (ServeAnswers, ServeDoor, TransportLimits, Failures, RequestIds, StalledWrites)
+    ]
+
+
+class ServeDoor:
+    """ASGI: hides Serve's list of routes, and drops what a client may not tell Serve.
+
+    Raises:
+        HTTPException: 404 the list of routes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            if scope["path"] in CLOSED_PATHS:
+                raise HTTPException(404)
+            headers = scope["headers"]
+            scope["headers"] = [pair for pair in headers if pair[0] not in SERVE_HEADERS]
+        await self._app(scope, receive, send)
+
+
+class ServeAnswers:
+    """ASGI: Serve's own failures in OpenAI's form.
+
+    They are plain text; one that Serve has no words for (a replica that died) is no answer at all.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        begun = False
+        replaced: Message | None = None
+
+        async def answered(message: Message) -> None:
+            nonlocal begun, replaced
+            if message["type"] == "http.response.start" and _is_serves_own(message):
+                begun, replaced = True, message
+            elif replaced is None:
+                begun = True
+                await send(message)
+
+        await self._app(scope, receive, answered)
+        if replaced is not None or not begun:
+            status = 503 if replaced is None else replaced["status"]
+            headers = {}
+            if status in (429, 503):
+                told = Headers(raw=replaced["headers"]) if replaced is not None else {}
+                headers["Retry-After"] = told.get("retry-after", str(RETRY_SECONDS))
+            message = MESSAGES.get(status, "The server cannot answer this request.")
+            await http_error_response(status, message, headers)(scope, receive, send)
+
+
+class StalledWrites:
+    """ASGI: a client that takes nothing for so long has left, as far as the app can tell."""
+
+    def __init__(self, app: ASGIApp, seconds: float = STALLED_SECONDS) -> None:
+        self._app = app
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        gone = asyncio.Event()
+
+        async def receive_or_gone() -> Message:
+            waits: list[asyncio.Task[Any]] = [
+                asyncio.ensure_future(receive()),
+                asyncio.create_task(gone.wait()),
+            ]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                return {"type": "http.disconnect"} if gone.is_set() else waits[0].result()
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+        async def timed(message: Message) -> None:
+            if gone.is_set():
+                return await asyncio.sleep(0)  # lets those run who wait for it
+            try:
+                async with asyncio.timeout(self._seconds):
+                    await send(message)
+            except TimeoutError:
+                logger.info("%s: a client takes nothing of its answer", scope["path"])
+                gone.set()
+
+        await self._app(scope, receive_or_gone, timed)
+
+
+def _is_serves_own(start: Message) -> bool:
+    kind = Headers(raw=list(start.get("headers", ()))).get("content-type", "")
+    return int(start["status"]) >= 400 and kind.startswith("text/plain")

@@ -1,0 +1,125 @@
+"""The layers for Serve's proxy, around a stand-in for it, on a real socket where that matters."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.responses import JSONResponse, PlainTextResponse
+
+from rayfin.deployments.edge import proxy
+from rayfin.deployments.edge.proxy import StalledWrites, middlewares
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def stack(app: Any) -> Any:
+    """As Serve does."""
+    for middleware in middlewares():
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    return app
+
+
+async def asked(app: Any, path: str = "/x", **options: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(stack(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
+        return await http.get(path, **options)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "code"),
+    [
+        (PlainTextResponse("Path '/x' not found.", 404), 404, "unknown_url"),
+        (PlainTextResponse("Request abc timed out.", 408), 408, "request_timeout"),
+        (PlainTextResponse("queue", 503, {"retry-after": "7"}), 503, "unavailable"),
+        (PlainTextResponse("queue", 429), 429, "rate_limit_exceeded"),
+        (PlainTextResponse("Traceback: /secret", 500), 500, "internal_error"),
+        (None, 503, "unavailable"),
+    ],
+)
+async def test_serves_failures_have_our_form(answer: Any, status: int, code: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if answer is not None:
+            await answer(scope, receive, send)
+
+    response = await asked(app)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert "secret" not in response.text and response.headers["x-request-id"]
+    given = answer is not None and answer.headers.get("retry-after")
+    expected = (given or "1") if status in (429, 503) else None
+    assert response.headers.get("retry-after") == expected
+
+
+async def test_the_replicas_answers_pass() -> None:
+    for answer in (PlainTextResponse("fine"), JSONResponse({"error": {"code": "mine"}}, 404)):
+        response = await asked(answer)
+        assert (response.status_code, response.content) == (answer.status_code, answer.body)
+
+
+async def test_the_list_of_routes_is_hidden_and_headers_for_serve_are_dropped() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(name for name, _ in scope["headers"])
+        await PlainTextResponse("success")(scope, receive, send)
+
+    assert (await asked(app, "/-/routes")).status_code == 404 and not seen
+    told = {"x-request-timeout-seconds": "0", "x-request-disconnect-disabled": "?1", "x-mine": "y"}
+    assert (await asked(app, "/-/healthz", headers=told)).text == "success"
+    assert seen.count(b"x-request-id") == 1
+    assert not {b"x-request-timeout-seconds", b"x-request-disconnect-disabled"} & set(seen)
+    assert b"x-mine" in seen
+
+
+async def test_an_error_before_the_app_is_answered() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("reached")
+
+    assert (await asked(app, "/" + "x" * 10_000)).status_code == 414
+    assert (await asked(app, headers={"x": "y" * 40_000})).status_code == 431
+
+
+async def test_a_client_that_takes_nothing_counts_as_gone() -> None:
+    """The app learns of it as of any disconnect; one that reads slowly is left alone."""
+    left = asyncio.Event()
+    sent = 0
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent
+        await receive()
+        leaving = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not leaving.done():
+            await send({"type": "http.response.body", "body": b"x" * 2**16, "more_body": True})
+            sent += 2**16
+        assert leaving.result() == {"type": "http.disconnect"}
+        left.set()
+
+    app = StalledWrites(endless, seconds=0.2)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    for _ in range(3):
+        assert await reader.read(1000)
+        assert not left.is_set()
+    await asyncio.wait_for(left.wait(), 30)
+    assert sent < 64 * 2**20  # what kernel and client buffer, not what there is to say
+    writer.close()
+    server.should_exit = True
+    await asyncio.wait_for(serving, 30)
+
+
+def test_the_path_that_serve_is_told_exists() -> None:
+    module, _, name = proxy.CALLBACK_PATH.rpartition(".")
+    assert module == proxy.__name__ and getattr(proxy, name) is middlewares
