@@ -86,11 +86,18 @@ class RequestFailed(RayfinError):
 
 
 class Overloaded(RayfinError):
-    """The queue is full; the client may retry later."""
+    """The queue is full; the client may retry after so many seconds, None if nobody knows."""
 
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+
+    def __init__(
+        self, message: str, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message, param)
+        self.args = (message, param, retry_after)
+        self.retry_after = retry_after
 
 
 class DeadlineExceeded(RayfinError):

@@ -32,6 +32,7 @@ from rayfin.actors.scheduler.lease import LeasePolicy
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.logprobs import column_logprobs, compacted
 from rayfin.actors.scheduler.outbox import Outbox
+from rayfin.actors.scheduler.pace import Pace
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.starts import find_elder
@@ -83,6 +84,7 @@ class Engine:
         self._stats = EngineStats(epoch=executor.epoch, pages_total=config.num_pages)
         self._last_progress = clock()
         self._restarts_without_progress = 0
+        self._pace = Pace()
 
     @property
     def has_work(self) -> bool:
@@ -109,11 +111,14 @@ class Engine:
             raise InvalidRequest("the request has all of its tokens already", "max_tokens")
         if source.timeout is not None and not source.timeout > 0:
             raise InvalidRequest(f"timeout must be over 0 s, got {source.timeout}", "timeout")
-        self.lifecycle.newcomers.check(len(source.prompt))
+        now, ended = self._clock(), sum(self.lifecycle.num_finished.values())
+        self._pace.observe(now, ended)
+        newcomers = self.lifecycle.newcomers
+        retry_after = self._pace.seconds_until_half(newcomers.num_requests, now, ended)
+        newcomers.check(len(source.prompt), retry_after)
         if source.beams is not None:
             source = as_it_runs(source, self.config)
         elder = find_elder(source, self._live)
-        now = self._clock()
         if not self.has_work:
             self._last_progress = now
         chain = HashChain(self.config.page_size, source.extra_keys)

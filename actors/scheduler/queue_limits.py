@@ -17,8 +17,8 @@ class QueueLimits:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
 
-    def check(self, prompt_len: int) -> None:
-        """Whether a prompt of so many tokens may join.
+    def check(self, prompt_len: int, retry_after: int | None = None) -> None:
+        """Whether a prompt of so many tokens may join; ``retry_after`` seconds go into a refusal.
 
         A queue with nobody in it takes any prompt, or one over ``max_tokens`` could never run.
 
@@ -28,13 +28,15 @@ class QueueLimits:
         if self.num_requests >= self._max_requests:
             raise Overloaded(
                 f"{self.num_requests} requests are waiting already, "
-                f"of at most {self._max_requests} (max_waiting_requests)"
+                f"of at most {self._max_requests} (max_waiting_requests)",
+                retry_after=retry_after,
             )
         most = self._max_tokens
         if most is not None and self.num_requests and self.num_tokens + prompt_len > most:
             raise Overloaded(
                 f"{self.num_tokens} prompt tokens are waiting already; with this prompt's "
-                f"{prompt_len} they would be over {most} (max_waiting_tokens)"
+                f"{prompt_len} they would be over {most} (max_waiting_tokens)",
+                retry_after=retry_after,
             )
 
     def joined(self, request: Request) -> None:

@@ -27,6 +27,7 @@ from rayfin.deployments.anthropic.replies import (
     TextDelta,
     Usage,
 )
+from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.generation import (
     Choice,
     Deltas,
@@ -71,7 +72,12 @@ class MessagesHandler:
         params = self._body.sampling_params(self._service.sampling_defaults)
         ids = await prompt_ids(self._service, self._body)
         generation = await Generation.prepare(
-            self._service, [Prompt(ids, "messages")], params, request_id=self._id, priority=0
+            self._service,
+            [Prompt(ids, "messages")],
+            params,
+            request_id=self._id,
+            priority=0,
+            caller=Caller.of(request),
         )
         deltas = generation.run()
         if not self._body.stream:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.bodies import ChatCompletionRequest
 from rayfin.deployments.openai.generation import (
     Choice,
@@ -54,6 +55,7 @@ class ChatHandler:
                 params,
                 request_id=self._id,
                 priority=body.priority or 0,
+                caller=Caller.of(request),
             )
         except InvalidRequest as error:
             if error.param == "max_tokens" and body.max_tokens is None:

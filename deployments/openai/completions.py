@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.bodies import CompletionRequest
 from rayfin.deployments.openai.generation import (
     Choice,
@@ -45,6 +46,7 @@ class CompletionHandler:
             params,
             request_id=self._id,
             priority=body.priority or 0,
+            caller=Caller.of(request),
         )
         deltas = generation.run()
         if not body.stream:

@@ -54,7 +54,8 @@ def error_response(error: Exception) -> JSONResponse:
     status = error.status if isinstance(error, RayfinError) else 500
     headers = {}
     if isinstance(error, Overloaded | EngineUnavailable):
-        headers["Retry-After"] = str(RETRY_SECONDS)
+        seconds = error.retry_after if isinstance(error, Overloaded) else None
+        headers["Retry-After"] = str(seconds or RETRY_SECONDS)
     if isinstance(error, EngineUnavailable):  # the next connection may reach another ingress
         headers["Connection"] = "close"
     return JSONResponse(error_body(error), status, headers)

@@ -1,6 +1,7 @@
 """Prompts to checked engine requests, and their tokens back as one stream of texts."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest, RequestFailed
 from rayfin.actors.messages import EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.edge.caller import NOBODY, Caller
 from rayfin.deployments.openai.errors import ClientGone
 from rayfin.deployments.openai.replies import PromptTokensDetails, Usage
 from rayfin.deployments.openai.service import OpenAIService
@@ -94,6 +96,7 @@ class Generation:
         *,
         request_id: str,
         priority: int,
+        caller: Caller = NOBODY,
     ) -> "Generation":
         if len(prompts) * params.n > MAX_CHOICES:
             raise InvalidRequest(
@@ -115,6 +118,8 @@ class Generation:
             )
             for i, prompt in enumerate(prompts)
         ]
+        for request in itertools.chain.from_iterable(requests):
+            request.tenant, request.timeout = caller.tenant, caller.timeout
         return cls(service, prompts, requests, params)
 
     def run(self) -> Deltas:

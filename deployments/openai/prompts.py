@@ -1,5 +1,6 @@
 """From what clients write to the token ids of a prompt; every route that reads text goes here."""
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -8,6 +9,9 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.openai.generation import check_length, off_loop
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.text.chat_template import render_chat
+from rayfin.deployments.text.template_watch import TemplateTooSlow
+
+INLINE_SECONDS = 0.1  # that a chat template may hold the event loop
 
 
 async def text_ids(
@@ -75,7 +79,10 @@ async def chat_ids(
     if not any_length:
         check_length(characters, service, param)
     try:
-        ids = await off_loop(characters, render)
+        try:
+            ids = await off_loop(characters, partial(render, seconds=INLINE_SECONDS))
+        except TemplateTooSlow:  # it may have its time, but not the event loop's
+            ids = await asyncio.to_thread(render)
     except InvalidRequest as error:
         if error.param == "messages":
             error.param = param

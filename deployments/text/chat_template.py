@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import jinja2
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.messages import plain_messages, plain_tools
+from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
@@ -19,6 +21,9 @@ RENDERING_ERRORS = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
 )
 MAX_VARIABLE = 1024  # characters in a template variable that a request sets
+RENDER_SECONDS = 2.0  # of processor time
+MAX_GROWTH = 4  # characters that a template writes for each one that a request sends ...
+MAX_OWN_TEXT = 2**17  # ... and beside those
 
 
 def render_chat(
@@ -30,6 +35,7 @@ def render_chat(
     continue_final_message: bool = False,
     chat_template: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    seconds: float = RENDER_SECONDS,
 ) -> list[int]:
     """The prompt of a conversation.
 
@@ -41,9 +47,11 @@ def render_chat(
     Args:
         chat_template: stands in for the model's own; from the operator, never from a request.
         variables: the template's further variables, from the request; scalars only.
+        seconds: of processor time that the template may take.
 
     Raises:
         InvalidRequest: bad messages, a refusal by the template, no template.
+        TemplateTooSlow, TemplateTooLong: it was stopped.
     """
     conversation = plain_messages(messages)
     listed: list[Any] | None = plain_tools(tools) if tools is not None else None
@@ -59,17 +67,20 @@ def render_chat(
             if message["role"] == "developer":
                 message["role"] = "system"
     sources = (conversation, listed, extras)
+    render = partial(
+        tokenizer.inner.apply_chat_template,
+        conversation,
+        tools=listed,
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        sanitize_control_tokens=_holds_control_token(tokenizer, sources),
+        return_dict=False,
+        **extras,
+    )
+    sent = sum(len(text) for text, _ in _texts(sources))
     try:
-        ids = tokenizer.inner.apply_chat_template(
-            conversation,
-            tools=listed,
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            sanitize_control_tokens=_holds_control_token(tokenizer, sources),
-            return_dict=False,
-            **extras,
-        )
+        ids = watched(render, seconds, MAX_GROWTH * sent + MAX_OWN_TEXT)
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"The chat template refuses this: {error}", "messages") from error
     except RENDERING_ERRORS as error:

@@ -12,6 +12,7 @@ from starlette.responses import Response as HttpResponse
 
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.fields import called
 from rayfin.deployments.openai.generation import Generation, Prompt, first_of, while_connected
 from rayfin.deployments.openai.responses.bodies import OUR_NAMES, ResponseRequest
@@ -45,7 +46,7 @@ class ResponseHandler:
         A background response is answered at once; its events are those of whoever follows it.
         """
         body, store = self._body, self._service.responses
-        state, generation = await self._prepare()
+        state, generation = await self._prepare(Caller.of(request))
         if body.stored:
             store.add(state)
         ticks = drive(state, generation.run(), store.settle)
@@ -64,7 +65,7 @@ class ResponseHandler:
             return EventStream(_events(state, ticks), ticks, headers)
         return reply(state, headers)
 
-    async def _prepare(self) -> tuple[ResponseState, Generation]:
+    async def _prepare(self, caller: Caller) -> tuple[ResponseState, Generation]:
         """The response and what will run it, all of it checked."""
         body, service = self._body, self._service
         body.check()
@@ -79,6 +80,7 @@ class ResponseHandler:
                 params,
                 request_id=self._id,
                 priority=body.priority or 0,
+                caller=caller,
             )
         state = ResponseState(self._created(params), self._tenant, history, items, len(ids))
         return state, generation

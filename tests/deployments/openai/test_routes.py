@@ -7,7 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
-from rayfin.actors.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed
+from rayfin.actors.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+)
 from rayfin.deployments.edge.keys import ApiKeys
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
@@ -71,6 +77,37 @@ async def test_api_key(service: OpenAIService, headers: Any, status: int) -> Non
             assert (await client.get(path)).status_code in (401, 404)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_the_engine_learns_of_tenant_and_timeout(
+    service: OpenAIService, engine: Any, path: str
+) -> None:
+    service.edge.keys = ApiKeys.load(["secret"])
+    transport = httpx.ASGITransport(build_api(service))
+    body = {"input": "hi"} if path.endswith("responses") else {**BODY, **CHAT, "n": 2}
+    headers = {"Authorization": "Bearer secret"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as client:
+        timed = {**headers, "X-Request-Timeout-Ms": "2500"}
+        assert (await client.post(path, json=body, headers=timed)).status_code == 200
+        assert {request.timeout for request in engine.seen} == {2.5}
+        assert (await client.post(path, json=body, headers=headers)).status_code == 200
+        assert engine.seen[-1].timeout is None
+        assert {request.tenant for request in engine.seen} == {service.edge.keys.tenants[0][1]}
+        for bad in ("0", "-1", "1.5", "soon", "", "9" * 10):
+            answer = await client.post(
+                path, json=body, headers={**timed, "X-Request-Timeout-Ms": bad}
+            )
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "x-request-timeout-ms"
+
+
+@pytest.mark.parametrize(("told", "header"), [(17, "17"), (None, "1")])
+async def test_a_refused_request_learns_when_to_come_back(
+    http: httpx.AsyncClient, engine: Any, told: int | None, header: str
+) -> None:
+    engine.refusal = Overloaded("full", retry_after=told)
+    assert (await http.post("/v1/completions", json=BODY)).headers["retry-after"] == header
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
@@ -78,6 +115,7 @@ async def test_api_key(service: OpenAIService, headers: Any, status: int) -> Non
     [
         (InvalidRequest("no page fits", "prompt"), 400),
         (Overloaded("queue is full"), 429),
+        (DeadlineExceeded("too late"), 408),
         (EngineUnavailable("starting"), 503),
         (RequestFailed("row failed"), 500),
     ],

@@ -1,5 +1,6 @@
 """Conversations to ids: equal to transformers' own, and no turn opened by a message."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.chat_template import render_chat
 from rayfin.deployments.text.tokenizer import Tokenizer
 
+SLOW = "{% for a in range(99999) %}{{ f() }}{% endfor %}"
 HELLO = [{"role": "user", "content": "hello  wörld\n👋"}]
 
 
@@ -103,6 +105,38 @@ def test_a_failing_template_is_the_callers_error(byte_level: Tokenizer, template
     with pytest.raises(InvalidRequest) as caught:
         render_chat(byte_level, HELLO, chat_template=template)
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "code"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "slow"),
+        ("{% macro f() %}{% for b in range(99999) %}{% endfor %}{% endmacro %}" + SLOW, "slow"),
+        ("{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "long"),
+        ("{% for a in range(300) %}{{ messages[0].content }}{% endfor %}", "long"),
+    ],
+)
+def test_a_template_without_an_end_is_stopped(
+    byte_level: Tokenizer, template: str, code: str
+) -> None:
+    messages = [{"role": "user", "content": "a" * 1000}]
+    with pytest.raises(InvalidRequest) as caught:
+        render_chat(byte_level, messages, chat_template=template, seconds=0.2)
+    assert (caught.value.code, caught.value.param) == (f"template_too_{code}", "messages")
+    assert sys.gettrace() is None
+    assert render_chat(byte_level, HELLO)  # the next one is as ever
+
+
+def test_a_range_is_bounded_by_the_sandbox(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest):
+        render_chat(byte_level, HELLO, chat_template="{% for i in range(10**9) %}{% endfor %}")
+
+
+def test_a_long_conversation_is_within_the_limits(byte_level: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "word " * 20}] * 2000
+    assert render_chat(byte_level, messages) == plain(
+        byte_level, messages, add_generation_prompt=True
+    )
 
 
 def test_no_template_says_what_to_do(metaspace: Tokenizer) -> None:

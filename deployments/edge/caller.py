@@ -1,0 +1,40 @@
+"""Who sends a request, and how long they will wait for it."""
+
+import re
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from rayfin.actors.errors import InvalidRequest
+
+TIMEOUT = "x-request-timeout-ms"
+MILLISECONDS = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What an HTTP request says beside its body."""
+
+    tenant: str = ""  # the name of its API key
+    timeout: float | None = None  # seconds that the engine may take; None is for ever
+
+    @classmethod
+    def of(cls, request: Request) -> "Caller":
+        """The caller of a request that has passed the layers.
+
+        Raises:
+            InvalidRequest: X-Request-Timeout-Ms is no whole number of milliseconds over 0.
+        """
+        written = request.headers.get(TIMEOUT)
+        tenant = getattr(request.state, "tenant", "")
+        if written is None:
+            return cls(tenant)
+        if not MILLISECONDS.fullmatch(written) or int(written) == 0:
+            raise InvalidRequest(
+                f"{TIMEOUT} must be a whole number of milliseconds over 0, of at most 9 digits.",
+                TIMEOUT,
+            )
+        return cls(tenant, int(written) / 1000)
+
+
+NOBODY = Caller()
