@@ -280,6 +280,7 @@ class TokenDelta:
     cached_tokens: int = 0  # prompt tokens that were not computed
     logprobs: list[TokenLogprob] | None = None  # one for each token, where the request asks
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
+    hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
 
 
 @dataclass(slots=True, frozen=True)

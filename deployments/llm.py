@@ -10,10 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rayfin.actors.beam_search_params import BeamSearchParams
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import EngineRequest, EngineStats, TokenDelta, TokenDeltas
+from rayfin.actors.messages import EngineRequest, EngineStats, Hypothesis, TokenDelta, TokenDeltas
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.beams import BeamSearchOutput, build_search, sequence_of
 from rayfin.deployments.deltas import split_deltas
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.offline import OfflineEngine, start_engine
@@ -97,6 +99,44 @@ class LLM:
         tokens = [self._tokens(prompt) for prompt in listed]
         texts = [_text(prompt) for prompt in listed]
         return self._run(texts, tokens, params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Searches for the likeliest completions of each prompt, ``params.beam_width`` of them.
+
+        Raises:
+            InvalidRequest: a prompt that does not fit, or a search that this engine cannot run.
+        """
+        requests = [
+            build_search(
+                self._tokens(prompt),
+                params,
+                self._engine.info,
+                request_id=str(next(self._request_numbers)),
+                eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
+                arrival=time.monotonic(),
+            )
+            for prompt in _listed(prompts)
+        ]
+        found: dict[int, Sequence[Hypothesis]] = {}
+        with tqdm(
+            total=len(requests), desc="Searched prompts", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            for message in self._engine.run(requests):
+                _raise_first_error(message)
+                found.update((ended.key, ended.hypotheses) for ended in message.ended)
+                bar.update(len(message.ended))
+        return [
+            BeamSearchOutput(
+                [sequence_of(own, request, params, self._tokenizer) for own in found[request.key]]
+            )
+            for request in requests
+        ]
 
     def chat(
         self,

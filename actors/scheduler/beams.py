@@ -97,6 +97,7 @@ class BeamGroups:
             search = BeamSearch(source.beams, stopping.stop_token_ids, stopping.max_tokens)
             request.search = search
         beams = request.slots[: len(search.beams)]
+        self._lifecycle.waiting.sampled(np.array(beams, np.int64))
         told = [told_of[slot] for slot in beams]
         most = source.sampling.logprobs
         step = search.advance(logprobs.ids[told, :most], logprobs.values[told, :most])

@@ -28,11 +28,10 @@ from rayfin.deployments.anthropic.replies import (
     Usage,
 )
 from rayfin.deployments.edge.caller import Caller
+from rayfin.deployments.openai.choice import Choice, Prompt
 from rayfin.deployments.openai.generation import (
-    Choice,
     Deltas,
     Generation,
-    Prompt,
     after,
     first_of,
     while_connected,

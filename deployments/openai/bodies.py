@@ -19,8 +19,6 @@ PRIORITIES = range(-(2**31), 2**31)
 UNSERVED: dict[
     str, tuple[object, ...]
 ] = {  # fields of other servers -> values that ask for nothing
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
     "truncate_prompt_tokens": (),
     "prompt_embeds": (),
     "structured_outputs": (),
@@ -78,6 +76,9 @@ class GenerationBody(BaseModel):
     add_special_tokens: bool | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    use_beam_search: bool | None = None  # see beams.py
+    length_penalty: float | None = None
+    early_stopping: Any = None
     # Refused by SamplingParams unless they ask for nothing
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -108,7 +109,7 @@ class GenerationBody(BaseModel):
         Raises:
             InvalidRequest: a value out of range, or a field that is not served.
         """
-        self._check()
+        self.check()
         named = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in named.items() if value is not None}
         for name in ("logit_bias", "bad_words"):  # empty asks for nothing
@@ -118,7 +119,12 @@ class GenerationBody(BaseModel):
             del given["logprobs"]
         return SamplingParams(**{**defaults, **given, "max_tokens": max_tokens})
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Refuses what no route serves.
+
+        Raises:
+            InvalidRequest: it names the field.
+        """
         for name, value in (self.model_extra or {}).items():
             harmless = (None, *UNSERVED.get(name, (value,)))
             if not any(value is other or value == other for other in harmless):
@@ -194,8 +200,8 @@ class ChatCompletionRequest(GenerationBody):
             )
         return names[1] if names[0] is None else names[0]
 
-    def _check(self) -> None:
-        super()._check()
+    def check(self) -> None:
+        super().check()
         if self.messages is None:
             raise InvalidRequest(
                 "Missing required parameter: 'messages'.", "messages", "missing_required_parameter"

@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.edge.caller import Caller
+from rayfin.deployments.openai.beams import search_params, text_params
 from rayfin.deployments.openai.bodies import ChatCompletionRequest
+from rayfin.deployments.openai.choice import Choice, Prompt
 from rayfin.deployments.openai.generation import (
-    Choice,
     Deltas,
     Generation,
-    Prompt,
     after,
     first_of,
     while_connected,
@@ -48,7 +48,12 @@ class ChatHandler:
         """The whole message, or the stream of its chunks once the first token is there."""
         body = self._body
         try:
-            params = body.sampling_params(self._service.sampling_defaults, body.token_limit())
+            search = search_params(body, body.token_limit())
+            params = (
+                body.sampling_params(self._service.sampling_defaults, body.token_limit())
+                if search is None
+                else text_params(body, search)
+            )
             generation = await Generation.prepare(
                 self._service,
                 [Prompt(await self._prompt_ids(), "messages")],
@@ -56,6 +61,7 @@ class ChatHandler:
                 request_id=self._id,
                 priority=body.priority or 0,
                 caller=Caller.of(request),
+                search=search,
             )
         except InvalidRequest as error:
             if error.param == "max_tokens" and body.max_tokens is None:

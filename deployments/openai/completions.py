@@ -8,12 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rayfin.deployments.edge.caller import Caller
+from rayfin.deployments.openai.beams import search_params, text_params
 from rayfin.deployments.openai.bodies import CompletionRequest
+from rayfin.deployments.openai.choice import Choice, Prompt
 from rayfin.deployments.openai.generation import (
-    Choice,
     Deltas,
     Generation,
-    Prompt,
     after,
     first_of,
     while_connected,
@@ -39,7 +39,12 @@ class CompletionHandler:
     async def answer(self, request: Request, headers: dict[str, str]) -> Response:
         """The whole completion, or the stream of its chunks once the first token is there."""
         body = self._body
-        params = body.sampling_params(self._service.sampling_defaults, body.token_limit())
+        search = search_params(body, body.token_limit())
+        params = (
+            body.sampling_params(self._service.sampling_defaults, body.token_limit())
+            if search is None
+            else text_params(body, search)
+        )
         generation = await Generation.prepare(
             self._service,
             await self._prompts(),
@@ -47,6 +52,7 @@ class CompletionHandler:
             request_id=self._id,
             priority=body.priority or 0,
             caller=Caller.of(request),
+            search=search,
         )
         deltas = generation.run()
         if not body.stream:

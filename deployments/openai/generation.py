@@ -5,15 +5,19 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from rayfin.actors.beam_search_params import BeamSearchParams
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest, RequestFailed
 from rayfin.actors.messages import EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.beams import build_searches
 from rayfin.deployments.edge.caller import NOBODY, Caller
+from rayfin.deployments.openai.beams import run_search
+from rayfin.deployments.openai.choice import Choice, Prompt
 from rayfin.deployments.openai.errors import ClientGone
 from rayfin.deployments.openai.replies import PromptTokensDetails, Usage
 from rayfin.deployments.openai.service import OpenAIService
@@ -25,35 +29,6 @@ LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop
 MAX_CHOICES = 1024  # prompts x n of one HTTP request
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Prompt:
-    """One prompt and the name that the client knows it by."""
-
-    ids: list[int]
-    param: str
-    echo: str = ""  # the text that its choices start with
-
-
-@dataclass(slots=True)
-class Choice:
-    """One choice: an engine request and its text so far."""
-
-    index: int  # in the answer
-    prompt: Prompt
-    request: EngineRequest
-    output: OutputText
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    last: TextDelta = field(default_factory=TextDelta)
-    cached_tokens: int = 0
-
-    def take(self, delta: TextDelta) -> None:
-        self.text.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.last = delta
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
 
 
 Deltas = AsyncGenerator[tuple[Choice, TextDelta], None]
@@ -72,8 +47,10 @@ class Generation:
         prompts: Sequence[Prompt],
         requests: Sequence[Sequence[EngineRequest]],
         params: SamplingParams,
+        search: BeamSearchParams | None = None,
     ) -> None:
         self._client = service.client
+        self._searches = search is not None
         self.prompts = prompts
         self.choices = [
             Choice(
@@ -97,7 +74,9 @@ class Generation:
         request_id: str,
         priority: int,
         caller: Caller = NOBODY,
+        search: BeamSearchParams | None = None,
     ) -> "Generation":
+        """Checks and builds the requests: of ``params``, or one of each prompt for a ``search``."""
         if len(prompts) * params.n > MAX_CHOICES:
             raise InvalidRequest(
                 f"prompts times n must be at most {MAX_CHOICES}, got {len(prompts) * params.n}.",
@@ -105,25 +84,31 @@ class Generation:
             )
         info = await service.client.info()
         arrival = time.monotonic()
-        requests = [
-            build_requests(
-                prompt.ids,
-                params,
-                info,
-                request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
-                eos_token_ids=service.tokenizer.eos_token_ids,
-                priority=priority,
-                arrival=arrival,
-                param=prompt.param,
+        requests = []
+        for i, prompt in enumerate(prompts):
+            build: Callable[..., list[EngineRequest]] = partial(build_requests, prompt.ids, params)
+            if search is not None:
+                build = partial(build_searches, prompt.ids, params, search)
+            requests.append(
+                build(
+                    info,
+                    request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
+                    eos_token_ids=service.tokenizer.eos_token_ids,
+                    priority=priority,
+                    arrival=arrival,
+                    param=prompt.param,
+                )
             )
-            for i, prompt in enumerate(prompts)
-        ]
         for request in itertools.chain.from_iterable(requests):
             request.tenant, request.timeout = caller.tenant, caller.timeout
-        return cls(service, prompts, requests, params)
+        return cls(service, prompts, requests, params, search)
 
     def run(self) -> Deltas:
         """The news of all choices as they come; closing it aborts what still runs."""
+        if self._searches:
+            n = len(self.choices) // len(self.prompts)
+            groups = [self.choices[i : i + n] for i in range(0, len(self.choices), n)]
+            return merged([run_search(self._client, group) for group in groups])
         if len(self.choices) == 1:
             return self._run_choice(self.choices[0])
         return merged([self._run_choice(choice) for choice in self.choices])

@@ -3,14 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "RequestOutput", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
+    from rayfin.actors.beam_search_params import BeamSearchParams
     from rayfin.actors.sampling_params import SamplingParams
     from rayfin.deployments.llm import LLM
     from rayfin.deployments.outputs import RequestOutput
 
 _HOMES = {
+    "BeamSearchParams": "rayfin.actors.beam_search_params",
     "LLM": "rayfin.deployments.llm",
     "RequestOutput": "rayfin.deployments.outputs",
     "SamplingParams": "rayfin.actors.sampling_params",

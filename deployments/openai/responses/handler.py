@@ -13,8 +13,9 @@ from starlette.responses import Response as HttpResponse
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.edge.caller import Caller
+from rayfin.deployments.openai.choice import Prompt
 from rayfin.deployments.openai.fields import called
-from rayfin.deployments.openai.generation import Generation, Prompt, first_of, while_connected
+from rayfin.deployments.openai.generation import Generation, first_of, while_connected
 from rayfin.deployments.openai.responses.bodies import OUR_NAMES, ResponseRequest
 from rayfin.deployments.openai.responses.drive import drive
 from rayfin.deployments.openai.responses.events import events_from, follow, sse

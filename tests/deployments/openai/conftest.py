@@ -13,7 +13,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.errors import RayfinError
-from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta
+from rayfin.actors.messages import BeamParams, EngineInfo, EngineRequest, Hypothesis, TokenDelta
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -72,6 +72,8 @@ class FakeEngine:
 
     def _deltas(self, request: EngineRequest) -> list[TokenDelta]:
         rules = request.stopping
+        if request.beams is not None:
+            return [self._searched(request, request.beams)]
         tokens = [*self.reply, self.eos] * (1 + rules.max_tokens // (len(self.reply) + 1))
         tokens = tokens[: rules.max_tokens]
         reason, stop = "length", None
@@ -84,6 +86,17 @@ class FakeEngine:
         deltas = [TokenDelta(request.request_id, group, cached_tokens=2) for group in groups]
         deltas[-1].finish_reason, deltas[-1].stop_reason = reason, stop
         return deltas
+
+    def _searched(self, request: EngineRequest, beams: BeamParams) -> TokenDelta:
+        """Hypothesis i is the reply without its last i tokens; the first one stops."""
+        hypotheses = [
+            Hypothesis(self.reply[: len(self.reply) - i], -float(i), "length")
+            for i in range(beams.width)
+        ]
+        hypotheses[0] = Hypothesis([*self.reply, self.eos], 0.0, "stop")
+        delta = TokenDelta(request.request_id, [], "stop", cached_tokens=2)
+        delta.hypotheses = hypotheses
+        return delta
 
     async def check_health(self) -> None:
         if self.unhealthy is not None:
