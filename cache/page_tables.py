@@ -52,6 +52,16 @@ class PageTables:
         self.held[slot] += missing
         return True
 
+    def append_pages(self, slots: npt.NDArray[np.int64]) -> bool:
+        """One more page for each of the slots [N]; False, with no effect, if that is too many."""
+        pages = self._take(len(slots))
+        if pages is None:
+            return False
+        for slot, page in zip(slots.tolist(), pages, strict=True):
+            self._pages[slot].append(page)
+        self.held[slots] += 1
+        return True
+
     def match(self, chain: HashChain, tokens: Tokens) -> list[int]:
         """Pages that hold the head of ``tokens``; never the last token, whose logits are needed."""
         if self.index is None:

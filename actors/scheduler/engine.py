@@ -246,26 +246,15 @@ class Engine:
         running = self.lifecycle.running
         running.append(slots, tokens)
         self.lifecycle.waiting.sampled(slots)
-        self._publish(slots)
         self._deliver(slots, tokens, logprobs)
         for request, reason, stop_reason in ended_requests(running, slots, tokens):
             self._end(request, reason, stop_reason)
         self._stats.generation_tokens += len(tokens)
 
-    def _publish(self, slots: Int64Array) -> None:
-        """Pages that decoding has filled can be shared; looks closer at the few that are new."""
-        running, tables = self.lifecycle.running, self.lifecycle.tables
-        if tables.index is None:
-            return
-        settled = running.num_known[slots] - 1  # a lease may end before the last one is an input
-        fresh = settled // tables.page_size > tables.published[slots]
-        for slot, tokens in zip(slots[fresh].tolist(), settled[fresh].tolist(), strict=True):
-            self.lifecycle.publish(slot, tokens)
-
     def _deliver(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         running, clients = self.lifecycle.running, self.lifecycle.clients
         owners = running.client[slots]
-        for owner in np.unique(owners).tolist():
+        for owner in np.flatnonzero(np.bincount(owners)).tolist():
             rows = owners == owner
             own = None if logprobs is None else logprobs.renumbered(compacted(rows))
             self._outbox.tokens(clients[owner], running.key[slots[rows]], tokens[rows], own)

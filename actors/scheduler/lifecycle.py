@@ -155,13 +155,13 @@ class Lifecycle:
             if spoiled:
                 for slot in request.slots:
                     self.tables.retract(slot)
-            self._leave(request)
+            self._leave(request, share=not spoiled)
         self.num_finished[reason] += 1
 
     def restart(self) -> None:
         """The runners are new and empty: everything that ran is recomputed."""
         for request in self.running.holders():
-            self._leave(request)
+            self._leave(request, share=False)
             self.waiting.push(request)
             self.num_requeued += 1
         if self.tables.index is not None:
@@ -175,9 +175,18 @@ class Lifecycle:
         running = self.running
         return self.waiting.victim([running.request(slot) for slot in running.slots()]).slots[0]
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request, *, share: bool = True) -> None:
+        """Frees its slots. What they computed may be found again, if ``share``.
+
+        Pages that decoding has filled become known only here: those who ask for them come later,
+        as the next turn of a conversation or the same request after a preemption, and a step of
+        many requests is spared the hashing.
+        """
         self.waiting.left(request)
         for slot in list(request.slots):
+            if share and not self.running.lockstep[slot]:
+                known, computed = self.running.num_known[slot], self.running.num_computed[slot]
+                self.publish(slot, min(int(computed), int(known) - 1))  # the last is not an input
             self.running.leave(slot)
             self.clear(slot)
         request.search = None

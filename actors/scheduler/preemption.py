@@ -16,8 +16,10 @@ def make_room(lifecycle: Lifecycle, slots: Int64Array) -> tuple[Int64Array, bool
         The slots [M <= N] that can decode now, and whether anything was preempted.
     """
     running, tables = lifecycle.running, lifecycle.tables
-    after = running.num_computed[slots] + 1
-    crossing = slots[after > tables.held[slots].astype(np.int64) * tables.page_size]
+    full = running.num_computed[slots] >= tables.held[slots].astype(np.int64) * tables.page_size
+    crossing = slots[full]
+    if tables.append_pages(crossing):
+        return slots, False
     preempted = False
     for slot in crossing.tolist():
         while running.admission[slot] and not tables.grow(
