@@ -3,6 +3,8 @@
 from collections import Counter
 from types import ModuleType
 
+import pytest
+
 
 def test_lives(simulate: ModuleType) -> None:
     """Each is exact, and together they see everything that can happen to an engine."""
@@ -26,6 +28,17 @@ def test_lives(simulate: ModuleType) -> None:
     ):
         assert happened[what] > 10, what
     assert happened["leases"] > 50
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_a_long_life(simulate: ModuleType, seed: int) -> None:
+    """It outlives its faults, and forgets what is over; ``make simulate REQUESTS=100000``."""
+    life = simulate.LongLife(seed, 400)
+    life.run()
+    harness = life.harness
+    assert harness.num_added >= 400 and not harness.executor.streams
+    assert len(harness.executor.log) <= 1 + life.SWEEP
+    assert harness.engine.stats().finished["length"] > 100
 
 
 def test_a_life_is_its_seed(simulate: ModuleType) -> None:
