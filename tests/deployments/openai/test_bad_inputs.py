@@ -431,19 +431,10 @@ async def test_leaving_in_any_phase_frees_every_page(
         gone.set()
         live.paused.clear()
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": C,
-        "raw_path": C.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "scheme": "http",
-        "http_version": "1.1",
-        "headers": [(b"host", b"a"), (b"content-type", b"application/json")],
-        "client": ("test", 1),
-        "server": ("rayfin", 80),
-    }
+    headers = [(b"host", b"a"), (b"content-type", b"application/json")]
+    scope: dict[str, Any] = {"type": "http", "http_version": "1.1", "method": "POST"}
+    scope |= {"path": C, "raw_path": C.encode(), "query_string": b"", "root_path": ""}
+    scope |= {"scheme": "http", "headers": headers, "client": ("test", 1), "server": ("rayfin", 80)}
     leaving = asyncio.create_task(leave())
     await asyncio.wait_for(app(scope, receive, send), HANG)
     await asyncio.wait_for(leaving, HANG)
