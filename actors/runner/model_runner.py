@@ -17,6 +17,9 @@ from rayfin.actors.config import (
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import NO_TOKEN, Logprobs, SchedulerInfo, StepResult
 from rayfin.actors.runner.batch import build_inputs, next_decode
+from rayfin.actors.runner.fuse import TOLERANCE, fuse
+from rayfin.actors.runner.fuse_linears import pack_linears
+from rayfin.actors.runner.fused_model import FusedModel
 from rayfin.actors.runner.memory import available_bytes
 from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
@@ -26,7 +29,7 @@ from rayfin.actors.runner.sampler import Sampled, Sampler
 from rayfin.actors.runner.weights import load_config, load_model, max_position
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
-from rayfin.kernels.cpu.kernels import try_kernels
+from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 
 ONE_THREAD_PARAMETERS = 32_000_000
 """Models with fewer parameters compute on one thread unless told otherwise."""
@@ -52,10 +55,24 @@ class ModelRunner:
             kernel = select_attention(self._device, model.dtype, args.attention, kernels)
         except ValueError as error:
             raise InvalidConfig(str(error), "attention") from None
-        self._model = PagedModel(model, kernel)
+        paged = PagedModel(model, kernel)
+        self._model: PagedModel | FusedModel = paged
+        if kernels and model.dtype in TOLERANCE:
+            self._model = self._on_kernels(paged, kernels)
         self._page_size = args.page_size
         self._epoch = -1
         self._next_step = 0
+
+    @staticmethod
+    def _on_kernels(paged: PagedModel, kernels: CpuKernels) -> PagedModel | FusedModel:
+        """The model with all of it, or its linear layers, on compiled kernels."""
+        if fused := fuse(paged, kernels):
+            torch.set_num_threads(
+                1
+            )  # what is left to torch is small, and its threads only in the way
+            return fused
+        pack_linears(paged, kernels)
+        return paged
 
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
         """What the model and the device say; runs the largest step unless memory was given."""

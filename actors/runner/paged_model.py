@@ -168,6 +168,15 @@ class PagedModel:
     def dtype(self) -> torch.dtype:
         return self._model.dtype
 
+    @property
+    def transformer(self) -> PreTrainedModel:
+        return self._model
+
+    @property
+    def attention_modules(self) -> list[torch.nn.Module]:
+        """One per layer, in order."""
+        return self._attention_modules
+
     def bind(self, cache: KVTensors) -> None:
         """From now on the layers keep their keys and values in ``cache``."""
         pages = zip(self._attention_modules, cache.keys, cache.values, strict=True)

@@ -2,7 +2,10 @@
 #include <new>
 
 #include "attention.h"
+#include "decoder.h"
+#include "heads.h"
 #include "matmul.h"
+#include "norms.h"
 
 using namespace rayfin;
 
@@ -84,4 +87,25 @@ RAYFIN_API void rayfin_matmul(Pool* pool, const Matrix* weight, const float* x, 
 RAYFIN_API void rayfin_attention(Pool* pool, const Attention* a) {
   Turn turn(pool);
   attention(*pool, *a);
+}
+
+RAYFIN_API void rayfin_rms_norm(Pool* pool, const float* x, int64_t x_stride, int64_t rows, int64_t dim,
+                                const float* weight, float eps, const float* residual, int64_t residual_stride,
+                                float alpha, float* y, int64_t y_stride) {
+  Turn turn(pool);
+  rms_norm(*pool, x, x_stride, rows, dim, weight, eps, residual, residual_stride, alpha, y, y_stride);
+}
+
+RAYFIN_API void rayfin_prepare_heads(Pool* pool, const Heads* heads) {
+  Turn turn(pool);
+  prepare_heads(*pool, *heads);
+}
+
+RAYFIN_API int64_t rayfin_decoder_workspace(const Decoder* decoder, int64_t tokens, int64_t sampled) {
+  return workspace_floats(*decoder, tokens, sampled);
+}
+
+RAYFIN_API void rayfin_decoder_run(Pool* pool, const Decoder* decoder, const Step* step) {
+  Turn turn(pool);
+  run_decoder(*pool, *decoder, *step);
 }

@@ -111,6 +111,35 @@ class CpuKernels:
         )
         return out
 
+    def rms_norm(
+        self,
+        x: torch.Tensor,  # [M, D], rows dense
+        weight: torch.Tensor,  # [D]
+        eps: float,
+        *,
+        residual: torch.Tensor | None = None,  # [M, D]
+        alpha: float = 1.0,
+        out: torch.Tensor | None = None,  # [M, D]; may be `x` or `residual`
+    ) -> torch.Tensor:
+        """residual + alpha * x / sqrt(mean(x^2) + eps) * weight: [M, D]."""
+        assert x.dim() == 2 and x.stride(1) == 1 and weight.shape == (x.shape[1],)
+        out = torch.empty_like(x) if out is None else out
+        self.library.rayfin_rms_norm(
+            self.pool,
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[0],
+            x.shape[1],
+            weight.data_ptr(),
+            eps,
+            None if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            alpha,
+            out.data_ptr(),
+            out.stride(0),
+        )
+        return out
+
 
 class Matrix:
     """A weight [outputs, inputs] packed for ``CpuKernels.matmul``, in memory of its own.

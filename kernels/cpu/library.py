@@ -35,6 +35,13 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (_P, _P, _P, _I64, _I64, _P, _I64, _P, _P, _I64, _F32, _INT),
     ),
     "rayfin_attention": (None, (_P, _P)),
+    "rayfin_rms_norm": (
+        None,
+        (_P, _P, _I64, _I64, _I64, _P, _F32, _P, _I64, _F32, _P, _I64),
+    ),
+    "rayfin_prepare_heads": (None, (_P, _P)),
+    "rayfin_decoder_workspace": (_I64, (_P, _I64, _I64)),
+    "rayfin_decoder_run": (None, (_P, _P, _P)),
 }
 
 

@@ -20,6 +20,7 @@ from rayfin.actors.messages import (
     StopRules,
     TokenDeltas,
 )
+from rayfin.actors.runner.fused_model import FusedModel
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.engine import Engine
@@ -228,3 +229,18 @@ def row() -> type[Row]:
 @pytest.fixture(scope="session")
 def step_of() -> Callable[..., SchedulerInfo]:
     return make_info
+
+
+def poison_token(engine: Any, token: int) -> None:
+    """From now on the token's embedding is NaN, on transformers' modules or on fused ones."""
+    model = engine.runner._model
+    if isinstance(model, FusedModel):
+        embedding = model._decoder.embedding
+        embedding.fill(token, torch.full((1, embedding.inputs), float("nan")))
+    else:
+        model.transformer.get_input_embeddings().weight[token] = float("nan")
+
+
+@pytest.fixture
+def poison() -> Callable[[Any, int], None]:
+    return poison_token

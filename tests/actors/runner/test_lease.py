@@ -100,7 +100,7 @@ def test_more_stop_tokens_than_one_comparison_takes(
 
 
 def test_bad_logits_in_the_middle_fail_their_row_alone(
-    tiny_model: Make, served: Make, request_of: Make
+    tiny_model: Make, served: Make, request_of: Make, poison: Make
 ) -> None:
     """The row's own token becomes poison; what it said before is good.
 
@@ -110,19 +110,19 @@ def test_bad_logits_in_the_middle_fail_their_row_alone(
     expected = [
         _greedy(tiny, prompt, length) for prompt, length in zip(PROMPTS, lengths, strict=True)
     ]
-    index, poison = next(
+    index, bad = next(
         (i, token)
         for i, token in enumerate(expected[1])
         if 5 <= i and token not in expected[1][:i] and token not in PROMPTS[1]
     )
     engine = served(tiny.folder, max_lease=16)
-    engine.runner._model._model.get_input_embeddings().weight[poison] = float("nan")
+    poison(engine, bad)
     tokens = engine.run(*(request_of(key, PROMPTS[key], lengths[key]) for key in range(5)))
     assert _longest(engine) == 16
     assert tokens[1] == expected[1][: index + 1]
     for key, prompt in enumerate(PROMPTS):
-        if poison in [*prompt, *expected[key]]:
-            assert engine.reasons[key] == ("error" if poison != expected[key][-1] else "length")
+        if bad in [*prompt, *expected[key]]:
+            assert engine.reasons[key] == ("error" if bad != expected[key][-1] else "length")
         else:
             assert tokens[key] == expected[key] and engine.reasons[key] == "length"
     assert engine.reasons[1] == "error" and "not finite" in engine.errors[1]

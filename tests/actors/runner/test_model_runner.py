@@ -106,11 +106,13 @@ def test_ban_ends_where_it_says(tiny_model: Make, served: Make, request_of: Make
 POISON = 77  # a token whose embedding is NaN: whoever reads it has NaN logits from there on
 
 
-@pytest.fixture
-def poisoned(tiny_model: Make, served: Make) -> Callable[..., Any]:
+@pytest.fixture(params=["auto", "torch"])
+def poisoned(
+    request: pytest.FixtureRequest, tiny_model: Make, served: Make, poison: Make
+) -> Callable[..., Any]:
     def make(**args: Any) -> Any:
-        engine = served(tiny_model("llama").folder, **args)
-        engine.runner._model._model.get_input_embeddings().weight[POISON] = float("nan")
+        engine = served(tiny_model("llama").folder, attention=request.param, **args)
+        poison(engine, POISON)
         return engine
 
     return make
@@ -140,8 +142,8 @@ def test_pages_of_a_failed_row_harm_nobody(
     for key in range(3):
         engine.run(request_of(key, [POISON] * 39, 1))
     assert set(engine.reasons.values()) == {"error"}
-    cache = engine.runner._model._attention_modules[0].paged_layer
-    assert cache._k_pages.isnan().any()
+    keys, _ = engine.runner._mover._pairs[0]
+    assert keys.isnan().any()
     for key, prompt in enumerate(PROMPTS, start=10):
         assert engine.run(request_of(key, prompt, 12))[key] == tiny.greedy(prompt, 12)
 

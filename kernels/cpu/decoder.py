@@ -1,0 +1,215 @@
+"""A whole decoder of the Llama form in one call of the compiled kernels (kernels/cpu/decoder.h).
+
+Between two steps of Python there is one C call, in which the threads stay awake: no operator is
+dispatched, nothing is allocated, and small operations cost what their arithmetic costs.
+"""
+
+import ctypes
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from rayfin.kernels.attention.cpu import step_lengths
+from rayfin.kernels.attention.interface import PagedBatch
+from rayfin.kernels.cpu.kernels import STORAGES, Activation, CpuKernels, Matrix
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """One layer's weights and settings; vectors are float32, None is absent."""
+
+    qkv: Matrix  # query, key and value heads, one below the other
+    attention_out: Matrix
+    gate_up: Matrix  # paired
+    down: Matrix
+    scale: float  # of attention scores
+    attention_norm: torch.Tensor | None = None  # [hidden], before attention
+    attention_out_norm: torch.Tensor | None = None  # [hidden], after it
+    mlp_norm: torch.Tensor | None = None
+    mlp_out_norm: torch.Tensor | None = None
+    qkv_bias: torch.Tensor | None = None
+    attention_out_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    query_norm: torch.Tensor | None = None  # [key_dim], or [heads * key_dim] with whole_norm
+    key_norm: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # [heads]
+    window: int | None = None
+    softcap: float | None = None
+    rotary: int = 0  # which of the tables given to ``PackedDecoder.turn_by``
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes and factors that all layers share."""
+
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    rotary_dim: int
+    eps: float
+    activation: Activation
+    whole_norm: bool = False  # query and key norms run over all heads at once
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+
+
+_VECTORS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+_MATRICES = ("qkv", "attention_out", "gate_up", "down")
+_MORE_VECTORS = (
+    *("qkv_bias", "attention_out_bias", "gate_up_bias", "down_bias"),
+    *("query_norm", "key_norm", "sinks"),
+)
+_SIZES = ("heads", "kv_heads", "key_dim", "value_dim", "rotary_dim")
+_FACTORS = ("eps", "embedding_scale", "residual_scale", "logit_scale", "logit_softcap")
+
+
+def _fields(
+    pointers: tuple[str, ...], integers: tuple[str, ...], floats: tuple[str, ...]
+) -> list[tuple[str, type]]:
+    return [
+        *((name, ctypes.c_void_p) for name in pointers),
+        *((name, ctypes.c_int64) for name in integers),
+        *((name, ctypes.c_float) for name in floats),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = _fields(
+        (*_VECTORS, *_MATRICES, *_MORE_VECTORS, "cos", "sin", "k_pages", "v_pages"),
+        ("window",),
+        ("scale", "softcap"),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = _fields(
+        ("layers", "embedding", "head", "final_norm", "head_bias"),
+        (
+            *("layer_count", "hidden", "intermediate", "vocabulary"),
+            *(*_SIZES, "storage", "whole_norm", "activation"),
+        ),
+        _FACTORS,
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = _fields(
+        (
+            *("tokens", "positions", "slots", "sampled", "page_tables", "query_start", "kv_len"),
+            *("logits", "workspace"),
+        ),
+        ("count", "sampled_count", "table_stride", "rows", "decoding", "page_size"),
+        (),
+    )
+
+
+class PackedDecoder:
+    """Packed weights, the pages that ``bind`` gave, a workspace that grows to the largest step."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        shape: DecoderShape,
+        layers: list[DecoderLayer],
+        *,
+        embedding: Matrix,  # [vocabulary, hidden]; may be `head`
+        head: Matrix,
+        final_norm: torch.Tensor | None,
+        head_bias: torch.Tensor | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._kept = (layers, head, final_norm, head_bias)  # the structs hold addresses
+        self.embedding = embedding
+        self._rotary = [layer.rotary for layer in layers]
+        self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pages: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._workspace = torch.empty(0)
+        self.shape = shape
+        self._layers = (_Layer * len(layers))(*(_layer_struct(layer) for layer in layers))
+        decoder = self._decoder = _Decoder(
+            layers=ctypes.addressof(self._layers),
+            embedding=embedding.handle,
+            head=head.handle,
+            final_norm=_address(final_norm),
+            head_bias=_address(head_bias),
+            layer_count=len(layers),
+        )
+        for name in (*_SIZES, *_FACTORS, "hidden", "intermediate", "vocabulary"):
+            setattr(decoder, name, getattr(shape, name))
+        decoder.whole_norm, decoder.activation = int(shape.whole_norm), int(shape.activation)
+
+    @property
+    def positions(self) -> int:
+        """How many positions the rotary tables reach."""
+        return len(self._tables[0][0]) if self._tables else 0
+
+    def turn_by(self, tables: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Sets the cosines and sines [positions, rotary_dim / 2], one pair per kind of layer."""
+        self._tables = [(cos.float().contiguous(), sin.float().contiguous()) for cos, sin in tables]
+        for layer, kind in zip(self._layers, self._rotary, strict=True):
+            layer.cos, layer.sin = (table.data_ptr() for table in self._tables[kind])
+
+    def bind(self, k_pages: list[torch.Tensor], v_pages: list[torch.Tensor]) -> None:
+        """From now on layer i keeps its keys and values in k_pages[i] and v_pages[i]."""
+        self._pages = (k_pages, v_pages)
+        self._decoder.storage = STORAGES[k_pages[0].dtype]
+        for layer, k, v in zip(self._layers, k_pages, v_pages, strict=True):
+            layer.k_pages, layer.v_pages = k.data_ptr(), v.data_ptr()
+
+    def run(
+        self,
+        tokens: torch.Tensor,  # [T] int64
+        batch: PagedBatch,
+        sampled: torch.Tensor,  # [S] int64, indices in T
+    ) -> torch.Tensor:
+        """The logits [S, vocabulary] of the tokens at ``sampled``; the pages get all T tokens."""
+        starts, lengths = step_lengths(batch)
+        assert int(lengths.max(initial=0)) <= self.positions
+        assert batch.page_tables.dtype == torch.int32 and batch.page_tables.stride(1) == 1
+        ints = (tokens, batch.positions, batch.slots, sampled)
+        assert all(values.dtype == torch.int64 and values.is_contiguous() for values in ints)
+        logits = torch.empty(len(sampled), self.shape.vocabulary)
+        library, decoder = self._kernels.library, ctypes.byref(self._decoder)
+        needed = library.rayfin_decoder_workspace(decoder, len(tokens), len(sampled))
+        if needed > len(self._workspace):
+            self._workspace = torch.empty(needed)
+        addresses = itertools.chain(
+            (values.data_ptr() for values in ints),
+            (batch.page_tables.data_ptr(), starts.ctypes.data, lengths.ctypes.data),
+            (logits.data_ptr(), self._workspace.data_ptr()),
+        )
+        step = _Step(
+            *addresses,
+            len(tokens),
+            len(sampled),
+            batch.page_tables.stride(0),
+            batch.rows,
+            batch.decoding,
+            batch.page_size,
+        )
+        library.rayfin_decoder_run(self._kernels.pool, decoder, ctypes.byref(step))
+        return logits
+
+
+def _layer_struct(layer: DecoderLayer) -> _Layer:
+    struct = _Layer(window=layer.window or 0, scale=layer.scale, softcap=layer.softcap or 0.0)
+    for name in (*_VECTORS, *_MORE_VECTORS):
+        vector: torch.Tensor | None = getattr(layer, name)
+        if vector is not None:
+            assert vector.dtype == torch.float32 and vector.is_contiguous()
+        setattr(struct, name, _address(vector))
+    for name in _MATRICES:
+        setattr(struct, name, getattr(layer, name).handle)
+    return struct
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
