@@ -44,13 +44,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
+    best_of: int | None = None  # choices that are sampled, of which the n likeliest come back
     # Known to clients of vLLM, not served yet: any value but the default is refused by name.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    best_of: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -71,9 +71,14 @@ class SamplingParams:
         self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True", "stop")
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, MAX_N)
         if self.temperature < GREEDY_BELOW:
-            if self.n > 1:
-                raise InvalidRequest(f"n must be 1 when using greedy sampling, got {self.n}.", "n")
+            for name in ("n", "best_of"):
+                if (count := getattr(self, name) or 1) > 1:
+                    raise InvalidRequest(
+                        f"{name} must be 1 when using greedy sampling, got {count}.", name
+                    )
             self.temperature = 0.0
         elif self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
@@ -101,7 +106,6 @@ class SamplingParams:
             "repetition_penalty": 1,
             "logprobs": None,
             "prompt_logprobs": None,
-            "best_of": None,
             "logit_bias": None,
             "allowed_token_ids": None,
             "bad_words": None,
@@ -109,7 +113,7 @@ class SamplingParams:
         }
         for name, served in served_values.items():
             value = getattr(self, name)
-            if value != served and not (name == "best_of" and value == self.n):
+            if value != served:
                 raise InvalidRequest(
                     f"{name} is not supported by this version of Rayfin, got {value!r}.", name
                 )

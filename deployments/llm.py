@@ -4,7 +4,7 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import EngineRequest, EngineStats, Hypothesis, TokenDelta, TokenDeltas
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.beams import BeamSearchOutput, build_search, sequence_of
+from rayfin.deployments.best_of import Likelihood, candidates, likeliest, tell_logprobs
 from rayfin.deployments.deltas import split_deltas
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.offline import OfflineEngine, start_engine
@@ -40,6 +41,7 @@ class _Choice:
     request: EngineRequest
     text: OutputText | None  # None without a tokenizer
     output: CompletionOutput
+    likelihood: Likelihood = field(default_factory=Likelihood)
 
 
 class LLM:
@@ -228,10 +230,14 @@ class LLM:
     ) -> list[RequestOutput]:
         choices: dict[int, _Choice] = {}
         results: list[RequestOutput] = []
+        groups: list[list[_Choice]] = []
         for text, ids, own in zip(texts, tokens, params, strict=True):
             request_id = str(next(self._request_numbers))
             outputs: list[CompletionOutput] = []
-            for request in self._build(ids, own, request_id):
+            requests = self._build(ids, candidates(own), request_id)
+            if len(requests) > own.n:
+                tell_logprobs(requests)
+            for request in requests:
                 output = CompletionOutput(index=len(outputs))
                 detokenizer = None
                 if self._tokenizer is not None:
@@ -239,10 +245,15 @@ class LLM:
                 choices[request.key] = _Choice(request, detokenizer, output)
                 outputs.append(output)
             results.append(RequestOutput(request_id, text, ids, outputs))
+            groups.append([choices[request.key] for request in requests])
         with tqdm(
             total=len(choices), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
         ) as bar:
             self._drive(choices, bar)
+        for result, group, own in zip(results, groups, params, strict=True):
+            if len(group) > own.n:
+                best = likeliest([choice.likelihood for choice in group], own.n)
+                result.outputs = [replace(group[i].output, index=n) for n, i in enumerate(best)]
         return results
 
     def _build(
@@ -285,9 +296,11 @@ def _take(choice: _Choice, delta: TokenDelta) -> bool:
     output = choice.output
     if choice.text is None:
         output.token_ids += delta.tokens
+        choice.likelihood.add(delta, len(delta.tokens))
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
         return False
     news = choice.text.push(delta)
+    choice.likelihood.add(delta, len(news.token_ids))
     output.text += news.text
     output.token_ids += news.token_ids
     output.finish_reason, output.stop_reason = news.finish_reason, news.stop_reason

@@ -131,6 +131,8 @@ class GenerationBody(BaseModel):
                 raise _unserved(name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true.", "stream_options")
+        if self.stream and (self.best_of or 1) > (self.n or 1):
+            raise InvalidRequest("best_of cannot be streamed: the best are known late.", "best_of")
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise _unserved("response_format", "other than text ")
         if self.priority is not None and self.priority not in PRIORITIES:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from rayfin.actors.messages import EngineRequest
+from rayfin.deployments.best_of import Likelihood
 from rayfin.deployments.text.output import OutputText, TextDelta
 
 
@@ -27,6 +28,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     last: TextDelta = field(default_factory=TextDelta)
     cached_tokens: int = 0
+    likelihood: Likelihood = field(default_factory=Likelihood)
 
     def take(self, delta: TextDelta) -> None:
         self.text.append(delta.text)

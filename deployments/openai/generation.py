@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest, RequestF
 from rayfin.actors.messages import EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.beams import build_searches
+from rayfin.deployments.best_of import candidates, likeliest, num_candidates, tell_logprobs
 from rayfin.deployments.edge.caller import NOBODY, Caller
 from rayfin.deployments.openai.beams import run_search
 from rayfin.deployments.openai.choice import Choice, Prompt
@@ -51,10 +53,11 @@ class Generation:
     ) -> None:
         self._client = service.client
         self._searches = search is not None
+        self._wanted, count = params.n, num_candidates(params)  # choices of each prompt
         self.prompts = prompts
         self.choices = [
             Choice(
-                index=i * params.n + j,
+                index=i * count + j,
                 prompt=prompt,
                 request=request,
                 output=OutputText(service.tokenizer, params, request),
@@ -63,6 +66,7 @@ class Generation:
             for i, prompt in enumerate(prompts)
             for j, request in enumerate(requests[i])
         ]
+        self._candidates = self.choices  # all that run, of which ``best_of`` drops some at the end
 
     @classmethod
     async def prepare(
@@ -77,16 +81,18 @@ class Generation:
         search: BeamSearchParams | None = None,
     ) -> "Generation":
         """Checks and builds the requests: of ``params``, or one of each prompt for a ``search``."""
-        if len(prompts) * params.n > MAX_CHOICES:
+        if (count := len(prompts) * num_candidates(params)) > MAX_CHOICES:
+            name = "n" if params.best_of is None else "best_of"
             raise InvalidRequest(
-                f"prompts times n must be at most {MAX_CHOICES}, got {len(prompts) * params.n}.",
-                "n",
+                f"prompts times {name} must be at most {MAX_CHOICES}, got {count}.", name
             )
         info = await service.client.info()
         arrival = time.monotonic()
         requests = []
         for i, prompt in enumerate(prompts):
-            build: Callable[..., list[EngineRequest]] = partial(build_requests, prompt.ids, params)
+            build: Callable[..., list[EngineRequest]] = partial(
+                build_requests, prompt.ids, candidates(params)
+            )
             if search is not None:
                 build = partial(build_searches, prompt.ids, params, search)
             requests.append(
@@ -101,29 +107,37 @@ class Generation:
             )
         for request in itertools.chain.from_iterable(requests):
             request.tenant, request.timeout = caller.tenant, caller.timeout
+        if num_candidates(params) > params.n:
+            tell_logprobs(itertools.chain.from_iterable(requests))
         return cls(service, prompts, requests, params, search)
 
     def run(self) -> Deltas:
         """The news of all choices as they come; closing it aborts what still runs."""
         if self._searches:
-            n = len(self.choices) // len(self.prompts)
-            groups = [self.choices[i : i + n] for i in range(0, len(self.choices), n)]
-            return merged([run_search(self._client, group) for group in groups])
+            return merged([run_search(self._client, group) for group in self._by_prompt()])
         if len(self.choices) == 1:
             return self._run_choice(self.choices[0])
         return merged([self._run_choice(choice) for choice in self.choices])
 
     async def finish(self, deltas: Deltas) -> None:
-        """Runs to the end; the choices hold what came."""
+        """Runs to the end; the choices hold what came, those of each prompt best first."""
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
+        if len(self.choices) > self._wanted * len(self.prompts):
+            self.choices = [
+                replace(group[best], index=i * self._wanted + place)
+                for i, group in enumerate(self._by_prompt())
+                for place, best in enumerate(
+                    likeliest([choice.likelihood for choice in group], self._wanted)
+                )
+            ]
 
     def usage(self) -> Usage:
-        """The tokens so far; a prompt counts once, however many choices it has."""
+        """The tokens so far; a prompt counts once, and choices whether they are given or not."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        completion = sum(len(choice.token_ids) for choice in self.choices)
-        firsts = self.choices[:: len(self.choices) // len(self.prompts)]
+        completion = sum(len(choice.token_ids) for choice in self._candidates)
+        firsts = self._candidates[:: len(self._candidates) // len(self.prompts)]
         cached = sum(choice.cached_tokens for choice in firsts)
         return Usage(
             prompt_tokens=prompt,
@@ -132,6 +146,10 @@ class Generation:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         )
 
+    def _by_prompt(self) -> list[list[Choice]]:
+        every, count = self._candidates, len(self._candidates) // len(self.prompts)
+        return [every[i : i + count] for i in range(0, len(every), count)]
+
     async def _run_choice(self, choice: Choice) -> Deltas:
         async with aclosing(self._client.stream(choice.request)) as deltas:
             async for delta in deltas:
@@ -139,6 +157,7 @@ class Generation:
                     break
                 news = choice.output.push(delta)
                 choice.take(news)
+                choice.likelihood.add(delta, len(news.token_ids))
                 yield choice, news
                 if choice.output.finished:
                     return

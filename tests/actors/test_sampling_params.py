@@ -50,7 +50,7 @@ NAN, INF = float("nan"), float("inf")
         ("repetition_penalty", 1.1, "invalid_value"),
         ("logprobs", 1, "invalid_value"),
         ("prompt_logprobs", 0, "invalid_value"),
-        ("best_of", 2, "invalid_value"),
+        ("best_of", 0, "integer_below_min_value"),
         ("logit_bias", {1: 2.0}, "invalid_value"),
         ("allowed_token_ids", [1], "invalid_value"),
         ("bad_words", ["x"], "invalid_value"),

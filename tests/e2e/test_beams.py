@@ -79,6 +79,26 @@ def test_what_no_engine_can_run(llm: LLM) -> None:
     llm.check_integrity()
 
 
+def test_best_of_gives_the_likeliest(llm: LLM, reference: Any) -> None:
+    settings: dict[str, Any] = {"temperature": 1.2, "max_tokens": 9, "seed": 5}
+    prompts = PROMPTS[:2]
+    every = llm.generate(prompts, SamplingParams(n=6, **settings), use_tqdm=False)
+    best = llm.generate(prompts, SamplingParams(n=2, best_of=6, **settings), use_tqdm=False)
+    for all_of, output in zip(every, best, strict=True):
+        ids = output.prompt_token_ids
+
+        def per_token(said: list[int], ids: list[int] = ids) -> float:
+            with torch.inference_mode():
+                logits = reference(torch.tensor([ids + said])).logits[0, len(ids) - 1 : -1]
+            logprobs = logits.log_softmax(-1)
+            return float(logprobs[torch.arange(len(said)), torch.tensor(said)].mean())
+
+        ranked = sorted((choice.token_ids for choice in all_of.outputs), key=per_token)[::-1]
+        assert [choice.token_ids for choice in output.outputs] == ranked[:2]
+        assert [choice.index for choice in output.outputs] == [0, 1]
+    llm.check_integrity()
+
+
 def test_choices_that_fork_equal_lone_ones(llm: LLM) -> None:
     """Choice i of a seed is what the request with that seed plus i says alone."""
     settings: dict[str, Any] = {"temperature": 0.9, "max_tokens": 24}

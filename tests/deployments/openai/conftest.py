@@ -13,7 +13,14 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.errors import RayfinError
-from rayfin.actors.messages import BeamParams, EngineInfo, EngineRequest, Hypothesis, TokenDelta
+from rayfin.actors.messages import (
+    BeamParams,
+    EngineInfo,
+    EngineRequest,
+    Hypothesis,
+    TokenDelta,
+    TokenLogprob,
+)
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -85,6 +92,10 @@ class FakeEngine:
         groups = [tokens[i : i + self.lease] for i in range(0, len(tokens), self.lease)]
         deltas = [TokenDelta(request.request_id, group, cached_tokens=2) for group in groups]
         deltas[-1].finish_reason, deltas[-1].stop_reason = reason, stop
+        if request.sampling.logprobs is not None:  # the likelier the higher the seed's last digit
+            for delta in deltas:
+                told = TokenLogprob(request.sampling.seed % 10 - 10.0, 1)
+                delta.logprobs = [told] * len(delta.tokens)
         return deltas
 
     def _searched(self, request: EngineRequest, beams: BeamParams) -> TokenDelta:

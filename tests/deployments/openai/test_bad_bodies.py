@@ -57,7 +57,7 @@ COMPLETIONS: list[tuple[Any, str | None, str]] = [
     ({"min_p": 1.1}, "min_p", "decimal_above_max_value"),
     ({"n": 0}, "n", LOW),
     ({"n": 129}, "n", HIGH),
-    ({"best_of": 3}, "best_of", VALUE),
+    ({"best_of": 0}, "best_of", LOW),
     ({"presence_penalty": 0.5}, "presence_penalty", VALUE),
     ({"repetition_penalty": 1.1}, "repetition_penalty", VALUE),
     ({"logprobs": 5}, "logprobs", VALUE),
