@@ -63,4 +63,9 @@ def edge_settings(server: ServerArgs) -> EdgeSettings:
         headers=words(server.allowed_headers, "allowed_headers") or ("*",),
         credentials=server.allow_credentials,
     )
-    return EdgeSettings(keys=server.api_keys(), cors=cors, max_body_bytes=server.max_body_bytes)
+    return EdgeSettings(
+        keys=server.api_keys(),
+        cors=cors,
+        max_body_bytes=server.max_body_bytes,
+        docs=server.enable_docs,
+    )

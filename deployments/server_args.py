@@ -35,6 +35,7 @@ class ServerArgs:
     allowed_methods: list[str] | None = _flag(None, "what they may do; default: everything")
     allowed_headers: list[str] | None = _flag(None, "headers they may send; default: all")
     allow_credentials: bool = _flag(False, "whether they may send cookies")
+    enable_docs: bool = _flag(False, "a page at /docs that describes the API")
     max_body_bytes: int = _flag(MAX_BODY_BYTES, "largest request body")
     chat_template: str | None = _flag(None, "a Jinja template, or a file that holds one")
     generation_config: Literal["auto", "vllm"] = _flag(

@@ -32,6 +32,7 @@ class EdgeSettings:
     cors: Cors = Cors()
     max_body_bytes: int = MAX_BODY_BYTES
     body_seconds: float = BODY_SECONDS
+    docs: bool = False  # a page at /docs
 
 
 def add_edge(app: FastAPI, settings: EdgeSettings) -> None:

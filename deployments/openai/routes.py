@@ -13,6 +13,7 @@ from rayfin.deployments.openai.errors import add_error_handlers
 from rayfin.deployments.openai.fields import ignored_header, read_body
 from rayfin.deployments.openai.load import LoadCounter
 from rayfin.deployments.openai.models import add_model_routes
+from rayfin.deployments.openai.openapi import add_openapi
 from rayfin.deployments.openai.responses.routes import add_response_routes
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.status import add_status_routes
@@ -20,7 +21,7 @@ from rayfin.deployments.openai.tokenize import add_tokenize_routes
 
 
 def build_api(service: OpenAIService) -> FastAPI:
-    """Every endpoint of one ingress. Bodies are read by the handlers, so there is no /docs."""
+    """Every endpoint of one ingress. Bodies are read by the handlers, and described apart."""
     app = FastAPI(
         title="Rayfin",
         version=__version__,
@@ -39,6 +40,7 @@ def build_api(service: OpenAIService) -> FastAPI:
     add_model_routes(app, service)
     add_tokenize_routes(app, service)
     add_status_routes(app, service)
+    add_openapi(app, docs=service.edge.docs)
     return app
 
 
