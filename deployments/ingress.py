@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import BackpressureConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +23,7 @@ from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_names import find_engine
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.observed_client import ObservedClient
+from rayfin.deployments.openai.errors import RETRY_SECONDS
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.ray_client import RayEngineClient
@@ -34,6 +36,8 @@ from rayfin.deployments.text.tokenizer import Tokenizer
     name="ingress",
     ray_actor_options={"num_cpus": 0},
     max_ongoing_requests=4096,
+    max_queued_requests=4096,  # in the proxy, beyond what replicas have; then Serve refuses
+    backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_SECONDS),
 )
 @serve.ingress()
 class IngressDeployment:
