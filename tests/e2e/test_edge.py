@@ -134,5 +134,17 @@ def test_a_client_cannot_tell_serve_its_timeouts(app: Any) -> None:
     assert talk(app, request(b"GET /version", headers))[0] == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_time_is_over_ends(app: Any, stream: bool) -> None:
+    body = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": stream}
+    with app.client() as http:
+        answer = http.post("/v1/completions", json=body, headers={"X-Request-Timeout-Ms": "100"})
+    assert answer.status_code == 408 or stream  # where a stream had begun, it is its last event
+    last = answer.text.removesuffix("data: [DONE]\n\n").strip().split("\n\n")[-1]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["code"] == "deadline_exceeded"
+    app.idle()
+
+
 def test_after_all_of_it_the_engine_is_idle(app: Any) -> None:
     app.idle()
