@@ -92,9 +92,11 @@ def _is_anthropics(scope: Scope) -> bool:
 def _translate(refusal: Message, body: bytes) -> bytes:
     request_id = MutableHeaders(scope=refusal)["request-id"]
     try:
-        written = json.loads(body)["error"]
-        message, param = written["message"], written["param"]
-    except (ValueError, KeyError):  # the layer that answers browsers speaks plain text
+        written = json.loads(body)
+        if written.get("type") == "error":  # a layer inside has done it
+            return body
+        message, param = written["error"]["message"], written["error"]["param"]
+    except (ValueError, KeyError, AttributeError):  # plain text, as browsers are answered
         message, param = body.decode(errors="replace"), None
     error = anthropic_error(refusal["status"], message, param, request_id)
     return json.dumps(error).encode()

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -20,13 +20,18 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body as a ``kind``.
+    """The body as a ``kind``; see :func:`checked`."""
+    return checked(await read_json(request), kind)
+
+
+def checked(value: dict[str, Any], kind: type[Body]) -> Body:
+    """A JSON object as a ``kind``.
 
     Raises:
         InvalidRequest: it is none; ``param`` is the path of the first field that is wrong.
     """
     try:
-        return kind.model_validate(await read_json(request))
+        return kind.model_validate(value)
     except ValidationError as error:
         raise invalid_request(error.errors(include_input=False)) from None
 

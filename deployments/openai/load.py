@@ -6,7 +6,15 @@ from contextlib import contextmanager
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+GENERATING = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/invocations",
+    }
+)
 
 
 class Load:

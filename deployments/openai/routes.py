@@ -10,7 +10,8 @@ from rayfin.deployments.openai.bodies import ChatCompletionRequest, CompletionRe
 from rayfin.deployments.openai.chat import ChatHandler
 from rayfin.deployments.openai.completions import CompletionHandler
 from rayfin.deployments.openai.errors import add_error_handlers
-from rayfin.deployments.openai.fields import ignored_header, read_body
+from rayfin.deployments.openai.fields import checked, ignored_header, read_body
+from rayfin.deployments.openai.json_body import read_json
 from rayfin.deployments.openai.load import LoadCounter
 from rayfin.deployments.openai.models import add_model_routes
 from rayfin.deployments.openai.openapi import add_openapi
@@ -45,14 +46,26 @@ def build_api(service: OpenAIService) -> FastAPI:
 
 
 def add_completion_routes(app: FastAPI, service: OpenAIService) -> None:
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionRequest)
+    async def complete(request: Request, body: CompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
         return await CompletionHandler(service, body).answer(request, headers)
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        body = await read_body(request, ChatCompletionRequest)
+    async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
         return await ChatHandler(service, body).answer(request, headers)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await complete(request, await read_body(request, CompletionRequest))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await chat(request, await read_body(request, ChatCompletionRequest))
+
+    @app.post("/invocations")
+    async def invocations(request: Request) -> Response:
+        """SageMaker's one door: the body tells which of the two it is."""
+        value = await read_json(request)
+        if "messages" in value:
+            return await chat(request, checked(value, ChatCompletionRequest))
+        return await complete(request, checked(value, CompletionRequest))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,9 +14,12 @@ from anthropic import (
     NotFoundError,
     RateLimitError,
 )
+from starlette.responses import PlainTextResponse
 
 from rayfin.actors.errors import EngineUnavailable, Overloaded, RequestFailed
+from rayfin.deployments.anthropic.errors import AnthropicErrors
 from rayfin.deployments.edge.keys import ApiKeys
+from rayfin.deployments.openai.routes import build_api
 
 pytestmark = pytest.mark.anyio
 REPLY = "Sure — here you go: 👩‍👩‍👧 مرحبا.\n\nEND of it"
@@ -28,6 +32,13 @@ def prompt(tokenizer: Any, *messages: tuple[str, str], **settings: Any) -> list[
     settings = settings or {"add_generation_prompt": True}
     ids: list[int] = tokenizer.inner.apply_chat_template(plain, return_dict=False, **settings)
     return ids
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Lets the others run until it holds; only a failure waits so long."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
 
 
 async def test_a_whole_message(anthropic: AsyncAnthropic, engine: Any, tokenizer: Any) -> None:
@@ -290,6 +301,22 @@ async def test_refusals_before_the_route(http: httpx.AsyncClient) -> None:
     assert set((await http.get("/v1/nothing")).json()) == {"error"}
 
 
+async def test_a_translation_stays_one(service: Any) -> None:
+    """A proxy in front may translate too; a refusal in plain text becomes the message."""
+
+    async def plain(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("Disallowed origin", 400)(scope, receive, send)
+
+    for app, message in ((build_api(service), "messages"), (plain, "Disallowed origin")):
+        transport = httpx.ASGITransport(AnthropicErrors(AnthropicErrors(app)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
+            response = await http.post("/v1/messages", json={"max_tokens": 5})
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+        assert response.json()["error"]["type"] == "invalid_request_error"
+        assert response.json()["request_id"] == response.headers["request-id"]
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -329,8 +356,7 @@ async def test_leaving_aborts(http: httpx.AsyncClient, engine: Any) -> None:
     for stream in (False, True):
         engine.gate = asyncio.Event()
         asking = asyncio.create_task(http.post("/v1/messages", json={**ASKED, "stream": stream}))
-        while not engine.open:
-            await asyncio.sleep(0)
+        await until(lambda: engine.open)
         assert (await http.get("/load")).json() == {"server_load": 1}
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

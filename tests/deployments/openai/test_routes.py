@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -23,6 +24,13 @@ BODY = {"prompt": "hello", "max_tokens": 50}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Lets the others run until it holds; only a failure waits so long."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
 async def test_small_endpoints(http: httpx.AsyncClient) -> None:
     listed = (await http.get("/v1/models")).json()
     assert listed["object"] == "list"
@@ -38,6 +46,17 @@ async def test_small_endpoints(http: httpx.AsyncClient) -> None:
     assert "version" in (await http.get("/version")).json()
     assert (await http.get("/metrics")).text == "rayfin_steps_total 7\n"
     assert "/v1/completions" in (await http.get("/")).json()["endpoints"]
+
+
+async def test_invocations_are_both_kinds(http: httpx.AsyncClient, engine: Any) -> None:
+    limit = {"max_tokens": 3, "temperature": 0}
+    for path, body in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", CHAT)):
+        there = (await http.post(path, json={**body, **limit})).json()
+        here = (await http.post("/invocations", json={**body, **limit})).json()
+        same = ("object", "choices", "usage")
+        assert [here[name] for name in same] == [there[name] for name in same]
+    error = (await http.post("/invocations", json={"input": "hello"})).json()["error"]
+    assert error["param"] == "prompt"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
@@ -147,7 +166,7 @@ async def test_a_failure_in_a_stream_is_its_last_event(
     assert "secret" not in response.text and not engine.open
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_load_counts_until_the_last_event(
     http: httpx.AsyncClient, engine: Any, path: str, stream: bool
@@ -156,8 +175,7 @@ async def test_load_counts_until_the_last_event(
     engine.gate = asyncio.Event()
     body = {**BODY, **CHAT, "n": 2, "stream": stream}
     asking = [asyncio.create_task(http.post(path, json=body)) for _ in range(3)]
-    while len(engine.open) < 6:
-        await asyncio.sleep(0)
+    await until(lambda: len(engine.open) == 6)
     assert (await http.get("/load")).json() == {"server_load": 3}
     engine.gate.set()
     await asyncio.gather(*asking)

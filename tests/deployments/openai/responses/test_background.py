@@ -1,7 +1,7 @@
 """Responses that go on without their client."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -15,14 +15,21 @@ REPLY = "Sure — here you go: 👩‍👩‍👧 مرحبا.\n\nEND of it"
 BACKGROUND: dict[str, Any] = {"model": "tiny", "input": "hello", "background": True}
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Lets the others run until it holds; only a failure waits so long."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
 async def ended(openai: AsyncOpenAI, response_id: str) -> Any:
     """Polls as clients do."""
-    while (reply := await openai.responses.retrieve(response_id)).status in (
-        "queued",
-        "in_progress",
-    ):
-        await asyncio.sleep(0)
-    return reply
+    async with asyncio.timeout(10):
+        while True:
+            reply = await openai.responses.retrieve(response_id)
+            if reply.status not in ("queued", "in_progress"):
+                return reply
+            await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -38,8 +45,7 @@ async def test_it_is_queued_and_then_runs_by_itself(
 ) -> None:
     made = await openai.responses.create(**BACKGROUND)
     assert (made.status, made.background, made.output, made.usage) == ("queued", True, [], None)
-    while not engine.open:
-        await asyncio.sleep(0)
+    await until(lambda: engine.open)
     assert (await http.get("/load")).json() == {"server_load": 1}
     assert (await openai.responses.retrieve(made.id)).status == "queued"
     gate.set()
@@ -51,10 +57,8 @@ async def test_it_is_queued_and_then_runs_by_itself(
 async def test_what_there_is_can_be_read_on_the_way(openai: AsyncOpenAI, engine: Any) -> None:
     engine.pause_after = (5, asyncio.Event())
     made = await openai.responses.create(**BACKGROUND)
-    while (reply := await openai.responses.retrieve(made.id)).status == "queued" or not (
-        reply.output_text
-    ):
-        await asyncio.sleep(0)
+    await until(lambda: engine.taken >= 5)
+    reply = await openai.responses.retrieve(made.id)
     assert reply.status == reply.output[0].status == "in_progress"
     assert REPLY.startswith(reply.output_text) and reply.usage is None
     engine.pause_after[1].set()
@@ -68,8 +72,7 @@ async def test_a_stream_survives_its_client(
     engine.pause_after = (8, asyncio.Event())
     body = {**BACKGROUND, "stream": True}
     asking = asyncio.create_task(http.post("/v1/responses", json=body))
-    while engine.taken < 8:
-        await asyncio.sleep(0)
+    await until(lambda: engine.taken >= 8)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -109,8 +112,7 @@ async def test_a_stream_from_the_start(openai: AsyncOpenAI) -> None:
 async def test_cancel(openai: AsyncOpenAI, engine: Any, begun: bool) -> None:
     engine.pause_after = (5, asyncio.Event())
     made = await openai.responses.create(**BACKGROUND)
-    while begun and engine.taken < 5:
-        await asyncio.sleep(0)
+    await until(lambda: engine.taken >= (5 if begun else 0))
     listening = asyncio.create_task(listen(openai, made.id, None))
     reply = await openai.responses.cancel(made.id)
     assert reply.status == "cancelled" and reply == await openai.responses.retrieve(made.id)
@@ -128,11 +130,9 @@ async def test_cancelling_what_has_ended_changes_nothing(openai: AsyncOpenAI) ->
 
 async def test_deleting_aborts(openai: AsyncOpenAI, engine: Any, gate: asyncio.Event) -> None:
     made = await openai.responses.create(**BACKGROUND)
-    while not engine.open:
-        await asyncio.sleep(0)
+    await until(lambda: engine.open)
     await openai.responses.delete(made.id)
-    while engine.open:
-        await asyncio.sleep(0)
+    await until(lambda: not engine.open)
     assert len(engine.aborted) == 1
 
 

@@ -1,6 +1,7 @@
 """/v1/responses through the openai package: what a client asks for and what it gets."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -36,6 +37,13 @@ def chat(tokenizer: Any, *messages: tuple[str, str]) -> list[int]:
         plain, add_generation_prompt=True, return_dict=False
     )
     return ids
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Lets the others run until it holds; only a failure waits so long."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
 
 
 async def test_a_whole_response(openai: AsyncOpenAI, engine: Any, tokenizer: Any) -> None:
@@ -273,8 +281,7 @@ async def test_leaving_aborts(http: httpx.AsyncClient, engine: Any, service: Any
     for stream in (False, True):
         body = {"input": "hello", "stream": stream}
         task = asyncio.create_task(http.post("/v1/responses", json=body))
-        while not engine.open:
-            await asyncio.sleep(0)
+        await until(lambda: engine.open)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -289,8 +296,7 @@ async def test_a_stream_that_is_left_is_cancelled(
     engine.pause_after = (5, asyncio.Event())
     body = {"input": "hello", "stream": True}
     asking = asyncio.create_task(http.post("/v1/responses", json=body))
-    while engine.taken < 5:
-        await asyncio.sleep(0)
+    await until(lambda: engine.taken >= 5)
     (response_id,) = ("resp_" + name.split("_")[1].split("-")[0] for name in engine.open)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
