@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rayfin.deployments.anthropic.errors import AnthropicErrors
 from rayfin.deployments.edge.failures import Failures
 from rayfin.deployments.edge.limits import STALLED_SECONDS
 from rayfin.deployments.edge.request_id import RequestIds
@@ -37,10 +38,11 @@ MESSAGES = {
 
 def middlewares() -> list[Middleware]:
     """The layers, the innermost one first, as Serve wants them."""
-    return [
-        Middleware(layer)
-        for layer in (ServeAnswers, ServeDoor, TransportLimits, Failures, RequestIds, StalledWrites)
-    ]
+    layers: tuple[Any, ...] = (
+        *(ServeAnswers, ServeDoor, TransportLimits, Failures, RequestIds),
+        *(AnthropicErrors, StalledWrites),
+    )
+    return [Middleware(layer) for layer in layers]
 
 
 class ServeDoor:

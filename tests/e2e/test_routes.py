@@ -104,5 +104,6 @@ def test_messages(app: Any, answer: str) -> None:
         counted = client.messages.count_tokens(model=app.model, messages=CHAT)
         used = final.usage
         assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
-        with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens") as error:
             client.messages.create(**{**asked, "max_tokens": 0})
+        assert error.value.body["request_id"] == error.value.response.headers["x-request-id"]

@@ -57,6 +57,13 @@ async def test_serves_failures_have_our_form(answer: Any, status: int, code: str
     assert response.headers.get("retry-after") == expected
 
 
+async def test_serves_failures_have_anthropics_form_where_that_is_spoken() -> None:
+    response = await asked(PlainTextResponse("queue", 503), "/v1/messages")
+    body = response.json()
+    assert (body["type"], body["error"]["type"]) == ("error", "overloaded_error")
+    assert body["request_id"] == response.headers["x-request-id"]
+
+
 async def test_the_replicas_answers_pass() -> None:
     for answer in (PlainTextResponse("fine"), JSONResponse({"error": {"code": "mine"}}, 404)):
         response = await asked(answer)
