@@ -88,6 +88,17 @@ def test_siblings_wait_while_the_elder_is_in_its_prompt(harness: Make, caching: 
     assert [stream.ended.cached_tokens for stream in streams] == [0, 30, 30, 30]
 
 
+@pytest.mark.parametrize("length", range(5, 20))
+def test_elder_that_is_short_of_a_few_tokens(
+    harness: Make, steps_in_flight: int, caching: bool, length: int
+) -> None:
+    """Its last chunk shares a step with nobody that would copy what it writes there."""
+    h = harness(steps_in_flight=steps_in_flight, max_batch_tokens=8, prefix_caching=caching)
+    _choices(h, length)
+    h.run()
+    h.check()
+
+
 @pytest.mark.parametrize("moment", range(6))
 def test_abort_of_the_elder(
     harness: Make, steps_in_flight: int, caching: bool, moment: int
