@@ -16,11 +16,13 @@ from rayfin.deployments.anthropic.replies import Message as AnthropicMessage
 from rayfin.deployments.openai.bodies import ChatCompletionRequest, CompletionRequest
 from rayfin.deployments.openai.replies import ChatCompletion, Completion
 from rayfin.deployments.openai.responses.bodies import ResponsePromptBody, ResponseRequest
+from rayfin.deployments.openai.responses.replies import Response
 from rayfin.deployments.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
+    "/invocations": CompletionRequest,  # or a ChatCompletionRequest, which has messages
     "/v1/responses": ResponseRequest,
     "/v1/responses/input_tokens": ResponsePromptBody,
     "/v1/messages": MessagesRequest,
@@ -31,9 +33,12 @@ BODIES: dict[str, type[BaseModel]] = {
 REPLIES: dict[str, type[BaseModel]] = {  # where the handler writes its answer itself
     "/v1/completions": Completion,
     "/v1/chat/completions": ChatCompletion,
+    "/v1/responses": Response,
     "/v1/messages": AnthropicMessage,
 }
-STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+STREAMED = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations"),
+)
 BODILESS = ("/health", "/live", "/ping")
 TEXTS = ("/metrics",)
 FAILURES = {
@@ -67,6 +72,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what handlers check by themselves, for 
         "prompt": {"anyOf": [TEXT, IDS, *({"type": "array", "items": i} for i in (TEXT, IDS))]}
     },
     "/v1/chat/completions": {"messages": MESSAGES},
+    "/invocations": {"prompt": {"anyOf": [TEXT, IDS]}},
     "/v1/messages": {"messages": MESSAGES},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
 }

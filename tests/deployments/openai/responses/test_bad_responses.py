@@ -102,6 +102,14 @@ async def test_bad_bodies(http: httpx.AsyncClient, engine: Any, service: Any, st
     assert engine.seen == [] and len(service.responses) == 0
 
 
+async def test_a_refusal_by_the_template_is_about_the_input(
+    http: httpx.AsyncClient, service: Any
+) -> None:
+    service.chat_template = "{{ raise_exception('One turn only.') }}"
+    error = (await http.post("/v1/responses", json={"input": "hi"})).json()["error"]
+    assert error["param"] == "input" and "One turn only." in error["message"]
+
+
 async def test_fields_that_ask_for_nothing(http: httpx.AsyncClient) -> None:
     response = await http.post("/v1/responses", json={"input": "hi", **HARMLESS})
     assert response.status_code == 200
