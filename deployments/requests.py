@@ -92,7 +92,7 @@ def _prompt(prompt_ids: Sequence[int], info: EngineInfo, param: str) -> Int32Arr
     if len(prompt_ids) >= info.max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {info.max_model_len} tokens, however the "
-            f"prompt has {len(prompt_ids)} tokens. Please shorten it.",
+            f"prompt is too long: it has {len(prompt_ids)} tokens. Please shorten it.",
             param,
         )
     try:

@@ -173,7 +173,7 @@ def check_length(characters: int, service: OpenAIService, param: str) -> None:
     if characters > service.max_model_len * service.tokenizer.longest_token:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {service.max_model_len} tokens, however the "
-            f"prompt has {characters} characters. Please shorten it.",
+            f"prompt is too long: it has {characters} characters. Please shorten it.",
             param,
         )
 
