@@ -82,6 +82,9 @@ class EngineArgs:
     threads: int | None = _flag(
         None, "compute threads of a CPU; default: its cores, 1 for a tiny model"
     )
+    max_logprobs: int = _flag(
+        20, "most log probabilities of a token that a request may ask for; -1 for all"
+    )
     attention: str = _flag("auto", "attention backend: auto, cpu, torch or reference")
 
     def __post_init__(self) -> None:
@@ -153,6 +156,10 @@ class EngineArgs:
         if self.steps_in_flight not in (1, 2):
             raise InvalidConfig(
                 f"steps_in_flight must be 1 or 2, got {self.steps_in_flight}", "steps_in_flight"
+            )
+        if self.max_logprobs < -1:
+            raise InvalidConfig(
+                f"max_logprobs must be at least 0, or -1, got {self.max_logprobs}", "max_logprobs"
             )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1:
@@ -237,6 +244,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     prefix_caching: bool = True
     max_lease: int = 1
+    max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     num_host_pages: int = 0  # of swap space; 0: preempted requests are recomputed
 
     @property
@@ -329,5 +337,6 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         steps_in_flight=args.steps_in_flight,
         prefix_caching=args.prefix_caching,
         max_lease=args.max_lease,
+        max_logprobs=args.max_logprobs,
         num_host_pages=resolve_host_pages(args, facts.page_bytes, most),
     )

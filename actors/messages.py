@@ -292,6 +292,7 @@ class EngineInfo:
     vocab_size: int
     num_pages: int
     page_size: int
+    max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
 
 
 @dataclass(slots=True)

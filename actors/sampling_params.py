@@ -1,12 +1,13 @@
 """How one request is sampled; validated once, with errors that name the field.
 
 Names, ranges and defaults follow vLLM's ``SamplingParams`` so that programs written for it run
-unchanged. Fields that Rayfin knows but cannot honour yet are refused by name, never ignored.
+unchanged.
 """
 
 import math
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,23 +19,35 @@ MIN_TEMPERATURE = (
 )
 MAX_N = 128
 MAX_STOP_STRINGS = 4
+MAX_LOGIT_BIAS = 1024  # tokens with one
+BIAS_LIMIT = 100.0  # larger ones are cut to it
 SEED_BITS = 63
+NUMBER = re.compile(r"-?[0-9]{1,18}")
+NO_SEED = -1
+WHOLE_VOCABULARY = -1  # as a number of log probabilities
 
 
 @dataclass(slots=True)
 class SamplingParams:
     """The sampling settings of one request.
 
+    What only an engine can judge (ids of its vocabulary, its ``max_logprobs``) is checked where a
+    request is made for one, ``deployments/requests.py``.
+
     Raises:
         InvalidRequest: a value outside its range; ``param`` names the field.
     """
 
     n: int = 1
+    best_of: int | None = None  # choices that are sampled, of which the n likeliest come back
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 is off
     min_p: float = 0.0
-    seed: int | None = None
+    seed: int | None = None  # None or -1: a fresh one
     max_tokens: int | None = 16  # None fills the context
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
@@ -44,16 +57,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
-    best_of: int | None = None  # choices that are sampled, of which the n likeliest come back
-    # Known to clients of vLLM, not served yet: any value but the default is refused by name.
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None  # so many of the likeliest tokens; -1 is all of them
+    prompt_logprobs: int | None = None  # the same, for each token of the prompt
+    logit_bias: Mapping[int, float] | None = None  # keys may be numbers in strings, as in JSON
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    truncate_prompt_tokens: int | None = None  # keep so many; -1: as many as fit the context
     extra_args: dict[str, Any] | None = field(default=None)
 
     def __post_init__(self) -> None:
@@ -62,29 +71,35 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, open_below=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _integer("top_k", self.top_k, -1, None)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.seed == NO_SEED:
+            self.seed = None
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _integer(name, count, WHOLE_VOCABULARY, None)
         self.stop = _strings("stop", self.stop, MAX_STOP_STRINGS)
         self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True", "stop")
-        if self.best_of is not None:
-            _integer("best_of", self.best_of, self.n, MAX_N)
-        if self.temperature < GREEDY_BELOW:
-            for name in ("n", "best_of"):
-                if (count := getattr(self, name) or 1) > 1:
-                    raise InvalidRequest(
-                        f"{name} must be 1 when using greedy sampling, got {count}.", name
-                    )
-            self.temperature = 0.0
-        elif self.temperature < MIN_TEMPERATURE:
-            self.temperature = MIN_TEMPERATURE
+        self.bad_words = _strings("bad_words", self.bad_words, None)
+        self.logit_bias = _biases(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids must not be empty.", "allowed_token_ids")
+        self._check_truncation()
+        if self.extra_args:
+            raise InvalidRequest("extra_args is not supported.", "extra_args")
+        self._settle_temperature()
         if self.top_k == -1:
             self.top_k = 0
-        self._refuse_what_is_not_served()
 
     @property
     def greedy(self) -> bool:
@@ -99,24 +114,29 @@ class SamplingParams:
             return secrets.randbits(SEED_BITS)
         return (self.seed + index) & ((1 << SEED_BITS) - 1)
 
-    def _refuse_what_is_not_served(self) -> None:
-        served_values: dict[str, Any] = {
-            "presence_penalty": 0,
-            "frequency_penalty": 0,
-            "repetition_penalty": 1,
-            "logprobs": None,
-            "prompt_logprobs": None,
-            "logit_bias": None,
-            "allowed_token_ids": None,
-            "bad_words": None,
-            "extra_args": None,
-        }
-        for name, served in served_values.items():
-            value = getattr(self, name)
-            if value != served:
-                raise InvalidRequest(
-                    f"{name} is not supported by this version of Rayfin, got {value!r}.", name
-                )
+    def _settle_temperature(self) -> None:
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, MAX_N)
+        if self.temperature < GREEDY_BELOW:
+            for name in ("n", "best_of"):
+                if (getattr(self, name) or 1) > 1:
+                    raise InvalidRequest(
+                        f"{name} must be 1 when using greedy sampling, got {getattr(self, name)}.",
+                        name,
+                    )
+            self.temperature = 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+
+    def _check_truncation(self) -> None:
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens must be -1 or at least 1, got 0.",
+                "truncate_prompt_tokens",
+                "integer_below_min_value",
+            )
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:
@@ -141,8 +161,9 @@ def _number(name: str, value: object, low: float, high: float, *, open_below: bo
         raise InvalidRequest(f"{name} must be finite, got {value}.", name)
     if value < low or (open_below and value == low):
         sign = "(" if open_below else "["
+        bounds = f"in {sign}{low:g}, {high:g}]" if high < math.inf else f"over {low:g}"
         raise InvalidRequest(
-            f"{name} must be in {sign}{low:g}, {high:g}], got {value}.",
+            f"{name} must be {bounds}, got {value}.",
             name,
             code="decimal_below_min_value",
         )
@@ -152,9 +173,9 @@ def _number(name: str, value: object, low: float, high: float, *, open_below: bo
         )
 
 
-def _strings(name: str, value: str | Sequence[str] | None, most: int) -> list[str]:
+def _strings(name: str, value: str | Sequence[str] | None, most: int | None) -> list[str]:
     strings = [value] if isinstance(value, str) else list(value or [])
-    if len(strings) > most:
+    if most is not None and len(strings) > most:
         raise InvalidRequest(f"{name} takes at most {most} strings, got {len(strings)}.", name)
     for string in strings:
         if not isinstance(string, str) or not string:
@@ -167,3 +188,25 @@ def _token_ids(name: str, value: Sequence[int] | None) -> list[int]:
     for token in ids:
         _integer(name, token, 0, None)
     return ids
+
+
+def _biases(value: Mapping[int, float] | None) -> dict[int, float] | None:
+    if not value:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(
+            f"logit_bias must map token ids to numbers, got {type(value).__name__}.",
+            "logit_bias",
+            code="invalid_type",
+        )
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(
+            f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(value)}.", "logit_bias"
+        )
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and NUMBER.fullmatch(key) else key
+        _integer("logit_bias", token, 0, None)
+        _number("logit_bias", bias, -math.inf, math.inf)
+        biases[token] = max(-BIAS_LIMIT, min(BIAS_LIMIT, float(bias)))
+    return biases

@@ -4,27 +4,29 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from rayfin.actors.beam_search_params import BeamSearchParams
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import EngineRequest, EngineStats, Hypothesis, TokenDelta, TokenDeltas
+from rayfin.actors.messages import EngineRequest, EngineStats, Hypothesis, TokenDeltas
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.beams import BeamSearchOutput, build_search, sequence_of
-from rayfin.deployments.best_of import Likelihood, candidates, likeliest, tell_logprobs
+from rayfin.deployments.best_of import candidates, likeliest, tell_logprobs
 from rayfin.deployments.deltas import split_deltas
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.offline import OfflineEngine, start_engine
-from rayfin.deployments.outputs import CompletionOutput, RequestOutput
+from rayfin.deployments.offline_choice import OfflineChoice
+from rayfin.deployments.outputs import RequestOutput
 from rayfin.deployments.preflight import check_model
-from rayfin.deployments.requests import build_requests
+from rayfin.deployments.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
+from rayfin.deployments.requests import build_requests, sampling_defaults
 from rayfin.deployments.text.chat_template import render_chat
-from rayfin.deployments.text.output import OutputText
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -32,16 +34,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 UNLIMITED = {"max_waiting_requests": sys.maxsize}
 """A queue limit protects a server; a batch is as long as its program makes it."""
-
-
-@dataclass(slots=True)
-class _Choice:
-    """One engine request on its way, and where its output goes."""
-
-    request: EngineRequest
-    text: OutputText | None  # None without a tokenizer
-    output: CompletionOutput
-    likelihood: Likelihood = field(default_factory=Likelihood)
 
 
 class LLM:
@@ -53,6 +45,8 @@ class LLM:
         model: a local folder, a Hugging Face name, or "demo".
         executor: "inline" runs in this process; "ray" runs the same classes as Ray actors.
         skip_tokenizer_init: no tokenizer: prompts are token ids, outputs have no text.
+        generation_config: "auto" takes default sampling settings from the model; "none" ignores
+            them.
 
     Raises:
         InvalidConfig: an unknown or impossible setting, or a model that cannot be served.
@@ -65,6 +59,7 @@ class LLM:
         executor: str = "inline",
         skip_tokenizer_init: bool = False,
         chat_template: str | None = None,
+        generation_config: str = "auto",
         **settings: Any,
     ) -> None:
         args = EngineArgs.from_dict({"model": model, **UNLIMITED, **settings})
@@ -79,6 +74,9 @@ class LLM:
             executor, replace(args, model=model_path(args.model))
         )
         self._request_numbers = itertools.count()
+        self._defaults: dict[str, Any] = {}
+        if generation_config == "auto":
+            self._defaults = sampling_defaults(model_path(args.model), args.revision)
 
     def generate(
         self,
@@ -91,16 +89,15 @@ class LLM:
 
         Args:
             prompts: one prompt or several.
-            sampling_params: one for all, or one for each.
+            sampling_params: one for all, or one for each; None takes the defaults.
 
         Raises:
             InvalidRequest: a prompt that does not fit, or as many settings as there are no prompts.
         """
         listed = _listed(prompts)
-        params = _params_for(listed, sampling_params)
+        params = self._params_for(listed, sampling_params)
         tokens = [self._tokens(prompt) for prompt in listed]
-        texts = [_text(prompt) for prompt in listed]
-        return self._run(texts, tokens, params, use_tqdm)
+        return self._run(listed, tokens, params, use_tqdm)
 
     def beam_search(
         self,
@@ -170,8 +167,13 @@ class LLM:
             )
             for conversation in conversations
         ]
-        texts: list[str | None] = [tokenizer.decode(ids, False) for ids in tokens]
-        return self._run(texts, tokens, _params_for(conversations, sampling_params), use_tqdm)
+        written = [
+            WrittenPrompt(f"messages[{i}]", text=tokenizer.decode(ids, False))
+            for i, ids in enumerate(tokens)
+        ]
+        return self._run(
+            written, tokens, self._params_for(conversations, sampling_params), use_tqdm
+        )
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -182,6 +184,10 @@ class LLM:
         if self._tokenizer is None:
             raise InvalidRequest("this LLM was made with skip_tokenizer_init=True", "prompt")
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What ``generate`` samples with when it is told nothing: the model's own defaults."""
+        return SamplingParams(**self._defaults)
 
     def stats(self) -> EngineStats:
         """The engine's counters."""
@@ -210,41 +216,43 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.get_tokenizer().encode(prompt)
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return list(prompt["prompt_token_ids"])
-            if isinstance(text := prompt.get("prompt"), str):
-                return self.get_tokenizer().encode(text)
-            raise InvalidRequest("a prompt dict needs 'prompt' or 'prompt_token_ids'", "prompt")
-        return list(prompt)
+    def _tokens(self, prompt: WrittenPrompt) -> list[int]:
+        return prompt_ids(prompt, self._tokenizer, self._engine.info.max_model_len)
+
+    def _params_for(
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequest(
+                f"{len(prompts)} prompts and {len(params)} sampling_params", "sampling_params"
+            )
+        return list(params)
 
     def _run(
         self,
-        texts: list[str | None],
+        prompts: Sequence[WrittenPrompt],
         tokens: list[list[int]],
         params: list[SamplingParams],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        choices: dict[int, _Choice] = {}
+        choices: dict[int, OfflineChoice] = {}
         results: list[RequestOutput] = []
-        groups: list[list[_Choice]] = []
-        for text, ids, own in zip(texts, tokens, params, strict=True):
+        groups: list[list[OfflineChoice]] = []
+        for prompt, ids, own in zip(prompts, tokens, params, strict=True):
             request_id = str(next(self._request_numbers))
-            outputs: list[CompletionOutput] = []
-            requests = self._build(ids, candidates(own), request_id)
+            requests = self._build(prompt, ids, candidates(own), request_id)
             if len(requests) > own.n:
                 tell_logprobs(requests)
+            result = RequestOutput(request_id, prompt.text, requests[0].prompt.tolist(), [])
             for request in requests:
-                output = CompletionOutput(index=len(outputs))
-                detokenizer = None
-                if self._tokenizer is not None:
-                    detokenizer = OutputText(self._tokenizer, own, request)
-                choices[request.key] = _Choice(request, detokenizer, output)
-                outputs.append(output)
-            results.append(RequestOutput(request_id, text, ids, outputs))
+                choice = OfflineChoice(request, own, self._tokenizer, result)
+                choices[request.key] = choice
+                result.outputs.append(choice.output)
+            results.append(result)
             groups.append([choices[request.key] for request in requests])
         with tqdm(
             total=len(choices), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
@@ -257,18 +265,22 @@ class LLM:
         return results
 
     def _build(
-        self, ids: list[int], params: SamplingParams, request_id: str
+        self, prompt: WrittenPrompt, ids: list[int], params: SamplingParams, request_id: str
     ) -> list[EngineRequest]:
+        info = self._engine.info
         return build_requests(
-            ids,
+            truncated(ids, params, info.max_model_len),
             params,
-            self._engine.info,
+            info,
             request_id=request_id,
             eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
             arrival=time.monotonic(),
+            param=prompt.param,
+            tokenizer=self._tokenizer,
+            cache_salt=prompt.cache_salt,
         )
 
-    def _drive(self, choices: dict[int, _Choice], bar: "tqdm[Any]") -> None:
+    def _drive(self, choices: dict[int, OfflineChoice], bar: "tqdm[Any]") -> None:
         """Runs the engine until every choice is complete."""
         request_ids = {key: choice.request.request_id for key, choice in choices.items()}
         started = time.monotonic()
@@ -279,7 +291,7 @@ class LLM:
                 choice = choices[key]
                 if choice.output.finish_reason is not None:
                     continue
-                if _take(choice, delta):
+                if choice.take(delta):
                     self._engine.abort(key)  # a stop string: the engine cannot know
                 if choice.output.finish_reason is not None:
                     tokens_in += len(choice.request.prompt)
@@ -291,51 +303,19 @@ class LLM:
                     bar.update()
 
 
-def _take(choice: _Choice, delta: TokenDelta) -> bool:
-    """Adds a delta to the choice's output; True if that ended it before the engine did."""
-    output = choice.output
-    if choice.text is None:
-        output.token_ids += delta.tokens
-        choice.likelihood.add(delta, len(delta.tokens))
-        output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
-        return False
-    news = choice.text.push(delta)
-    choice.likelihood.add(delta, len(news.token_ids))
-    output.text += news.text
-    output.token_ids += news.token_ids
-    output.finish_reason, output.stop_reason = news.finish_reason, news.stop_reason
-    return output.finish_reason is not None and delta.finish_reason is None
-
-
 def _raise_first_error(message: TokenDeltas) -> None:
     for ended in message.ended:
         if ended.error is not None:
             raise ended.error
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a text, a dict, or a list of ids; anything else is several."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    if items and isinstance(items[0], int):
-        return [items]
-    return items
+def _listed(prompts: Any) -> list[WrittenPrompt]:
+    """One prompt is a text, a dict, or ids; anything else is several."""
+    items = prompts if isinstance(prompts, str | Mapping) else _plain(prompts)
+    return read_prompts(items, mixed=True) if items != [] else []
 
 
-def _params_for(
-    prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise InvalidRequest(
-            f"{len(prompts)} prompts and {len(params)} sampling_params", "sampling_params"
-        )
-    return list(params)
-
-
-def _text(prompt: Prompt) -> str | None:
-    if isinstance(prompt, str):
-        return prompt
-    return prompt.get("prompt") if isinstance(prompt, Mapping) else None
+def _plain(items: Any) -> list[Any]:
+    """Arrays are ids too."""
+    listed = items.tolist() if isinstance(items, np.ndarray) else list(items)
+    return [item.tolist() if isinstance(item, np.ndarray) else item for item in listed]

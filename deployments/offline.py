@@ -67,6 +67,7 @@ class InlineEngine:
             vocab_size=config.vocab_size,
             num_pages=config.num_pages,
             page_size=config.page_size,
+            max_logprobs=config.max_logprobs,
         )
 
     def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:

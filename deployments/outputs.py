@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from rayfin.deployments.text.logprobs import Logprob
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -12,8 +14,8 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length", "abort"
     stop_reason: int | str | None = None  # the stop token's id or the stop string
-    cumulative_logprob: float | None = None
-    logprobs: None = None
+    cumulative_logprob: float | None = None  # of all tokens, where ``logprobs`` were asked for
+    logprobs: list[dict[int, Logprob]] | None = None  # for each token, by token id
 
 
 @dataclass(slots=True)
@@ -26,5 +28,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = True
     num_cached_tokens: int = 0
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     metrics: None = None

@@ -8,13 +8,20 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
-from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, Sampling, StopRules
+from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.text.tokenizer import model_json
+from rayfin.deployments.sampling import bad_word_ids, check_sampling, runner_sampling
+from rayfin.deployments.text.tokenizer import Tokenizer, model_json
 
-MAX_STOP_TOKEN_IDS = 1024
 KEY_BITS = 62  # keys travel as int64
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING_DEFAULTS = {  # names of generation_config.json -> ours
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 def build_requests(
@@ -28,41 +35,39 @@ def build_requests(
     priority: int = 0,
     arrival: float = 0.0,
     param: str = "prompt",
+    tokenizer: Tokenizer | None = None,
+    cache_salt: str | None = None,
 ) -> list[EngineRequest]:
     """One engine request per choice, with ids ``{request_id}-{i}``, keys and seeds drawn now.
 
     All choices but the first name it as their sibling, so that the prompt is computed once. Keys
     are random: no two requests of a client have the same one, and none is used again.
     ``max_tokens`` is cut to what the context and the cache leave; None fills it. ``param`` is the
-    caller's name of the prompt, for errors.
+    caller's name of the prompt, for errors; the ``tokenizer`` is needed for bad words. Pages are
+    shared among prompts of one ``cache_salt`` only.
 
     Raises:
         ContextLengthExceeded: no room for one token, or the prompt needs more pages than exist.
-        InvalidRequest: an empty prompt, an id outside the vocabulary, a limit outside the context.
+        InvalidRequest: an empty prompt, an id outside the vocabulary, a limit outside the context
+            or the engine's own.
     """
     prompt = _prompt(prompt_ids, info, param)
     room = _room(len(prompt), info, param)
+    check_sampling(params, info)
     stopping = _stop_rules(params, info, room, frozenset(eos_token_ids))
+    bad_words = bad_word_ids(params.bad_words or (), tokenizer)
     first_key = secrets.randbits(KEY_BITS)
-    banned = tuple(sorted(stopping.stop_token_ids)) if params.min_tokens else ()
     return [
         EngineRequest(
             request_id=f"{request_id}-{index}",
             prompt=prompt,
-            sampling=Sampling(
-                temperature=params.temperature,
-                top_k=params.top_k if params.top_k < info.vocab_size else 0,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=params.fixed_seed(index),
-                banned=banned,
-                banned_until=len(prompt) + params.min_tokens if banned else 0,
-            ),
+            sampling=runner_sampling(params, info, stopping, len(prompt), bad_words, index),
             stopping=stopping,
             client=client,
             key=first_key + index,
             priority=priority,
             arrival=arrival,
+            extra_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
             sibling_of=first_key if index else None,
         )
         for index in range(params.n)
@@ -72,13 +77,16 @@ def build_requests(
 def sampling_defaults(model: str | Path, revision: str | None = None) -> dict[str, Any]:
     """The sampling defaults of the model's ``generation_config.json``, for requests that name none.
 
-    Only what Rayfin serves is taken: temperature, top_p, top_k, min_p.
+    As in vLLM these are temperature, top_p, top_k, min_p, repetition_penalty and, as a cap of
+    ``max_tokens``, max_new_tokens.
 
     Raises:
         InvalidConfig: one of them is outside its range.
     """
     config = model_json(model, "generation_config.json", revision)
-    defaults = {name: config[name] for name in SAMPLING_DEFAULTS if config.get(name) is not None}
+    defaults = {
+        own: config[name] for name, own in SAMPLING_DEFAULTS.items() if config.get(name) is not None
+    }
     try:
         SamplingParams(**defaults)
     except InvalidRequest as error:
@@ -147,23 +155,9 @@ def _stop_rules(
             "min_tokens",
             "integer_above_max_value",
         )
-    stop_token_ids = params.stop_token_ids or ()
-    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(stop_token_ids)}.",
-            "stop_token_ids",
-            "array_above_max_length",
-        )
-    for token in stop_token_ids:
-        if token >= info.vocab_size:
-            raise InvalidRequest(
-                f"stop_token_ids must be in [0, {info.vocab_size}), got {str(token)[:24]}.",
-                "stop_token_ids",
-                "invalid_token_id",
-            )
     eos = frozenset() if params.ignore_eos else eos
     return StopRules(
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-        stop_token_ids=eos | frozenset(stop_token_ids),
+        stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
         eos_token_ids=eos,
     )

@@ -38,16 +38,17 @@ class ServerArgs:
     enable_docs: bool = _flag(False, "a page at /docs that describes the API")
     max_body_bytes: int = _flag(MAX_BODY_BYTES, "largest request body")
     chat_template: str | None = _flag(None, "a Jinja template, or a file that holds one")
-    generation_config: Literal["auto", "vllm"] = _flag(
-        "auto", "auto: the model's sampling defaults; vllm: ignore them"
+    generation_config: Literal["auto", "vllm", "none"] = _flag(
+        "auto", "auto: the model's sampling defaults; vllm or none: ignore them"
     )
     shutdown_timeout: float = _flag(30.0, "seconds that running requests get to finish at a stop")
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
 
     def __post_init__(self) -> None:
-        if self.generation_config not in ("auto", "vllm"):
+        if self.generation_config not in ("auto", "vllm", "none"):
             raise InvalidConfig(
-                f"generation_config must be 'auto' or 'vllm', got {self.generation_config!r}",
+                "generation_config must be 'auto', 'vllm' or 'none', "
+                f"got {self.generation_config!r}",
                 "generation_config",
             )
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):

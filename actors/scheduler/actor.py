@@ -132,6 +132,7 @@ class SchedulerActor:
             vocab_size=config.vocab_size,
             num_pages=config.num_pages,
             page_size=config.page_size,
+            max_logprobs=config.max_logprobs,
         )
 
     def _running_engine(self) -> Engine:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rayfin.actors.messages import EngineRequest, TokenDelta
+from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.text.stop_strings import StopStrings
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -18,6 +18,9 @@ class TextDelta:
     stop_reason: int | str | None = None  # the stop token's id or the stop string
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens that were not computed
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each token, where asked for
+    offsets: list[int] = field(default_factory=list)  # with them: characters before each token
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
 
 
 class OutputText:
@@ -45,6 +48,7 @@ class OutputText:
             else None
         )
         self._tokens = 0
+        self._length = 0  # characters of their text, what stop strings hold back included
         self.finished = False
 
     def push(self, delta: TokenDelta) -> TextDelta:
@@ -55,31 +59,43 @@ class OutputText:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             cached_tokens=delta.cached_tokens,
+            prompt_logprobs=delta.prompt_logprobs,
         )
+        self._push(delta, result)
+        result.logprobs = (delta.logprobs or [])[: len(result.token_ids)]
+        result.offsets = result.offsets[: len(result.logprobs)]
+        return result
+
+    def _push(self, delta: TokenDelta, result: TextDelta) -> None:
         for piece, armed in self._pieces(delta, result):
             text, hit = self._stops.push(piece, armed)
             result.text += text
             if hit is not None:
                 result.finish_reason, result.stop_reason = "stop", hit
                 self.finished = True
-                return result
+                return
         if delta.finish_reason is not None:
             result.text += self._stops.flush()
             self.finished = True
-        return result
 
     def _pieces(self, delta: TokenDelta, result: TextDelta) -> Iterator[tuple[str, bool]]:
         """Texts of the delta, and whether stop strings count; adds the tokens to ``result``."""
         silent = self._silent_tail(delta)
         spoken = delta.tokens[: len(delta.tokens) - silent]
-        # With stop strings token by token: the one that completes a stop string is the last.
-        step = 1 if self._has_stops else max(1, len(spoken))
+        # With stop strings token by token: the one that completes a stop string is the last. And
+        # with log probabilities, which go by where each token begins.
+        by_token = self._has_stops or delta.logprobs is not None
+        step = 1 if by_token else max(1, len(spoken))
         for start in range(0, len(spoken), step):
             tokens = spoken[start : start + step]
             self._tokens += len(tokens)
             result.token_ids += tokens
-            yield self._text(tokens), self._armed
+            result.offsets.append(self._length)
+            text = self._text(tokens)
+            self._length += len(text)
+            yield text, self._armed
         result.token_ids += delta.tokens[len(spoken) :]
+        result.offsets.append(self._length)
         self._tokens += silent
         if delta.finish_reason is not None and self._detokenizer is not None:
             yield self._detokenizer.finish(), self._armed

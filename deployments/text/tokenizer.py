@@ -13,9 +13,22 @@ from transformers.utils.hub import cached_file
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import Int32Array
-from rayfin.deployments.text.detokenizer import IncrementalDetokenizer
+from rayfin.deployments.text.detokenizer import HALF, IncrementalDetokenizer
 
 BRACKETED = re.compile(r"<\S+>|\[\S+\]")  # how models write the tokens that mark a turn
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # how sentencepiece writes a byte that has no token
+
+
+def _byte_of() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: GPT-2's table, printable characters as they are."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + number): byte for number, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+BYTE_OF = _byte_of()
 
 
 class Tokenizer:
@@ -107,6 +120,42 @@ class Tokenizer:
         start = probe.special_tokens_mask.index(0)
         tail = probe.special_tokens_mask[::-1].index(0)
         return [*probe.ids[:start], *ids, *probe.ids[len(probe.ids) - tail :]]
+
+    def token_text(self, token: int) -> str:
+        """The text of one token in the middle of a text: with its space, where it begins with one.
+
+        Bytes that are no whole character are replacement characters.
+        """
+        text = self._token_texts.get(token)
+        if text is None:
+            before = self.backend.decode([self._letter], skip_special_tokens=False)
+            both = self.backend.decode([self._letter, token], skip_special_tokens=False)
+            whole = self.backend.decode([token], skip_special_tokens=False)
+            text = both[len(before) :] if both.startswith(before) else whole
+            self._token_texts[token] = text
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for, also where they are no whole character."""
+        text = self.token_text(token)
+        if HALF not in text:
+            return text.encode()
+        written = self.backend.id_to_token(token) or ""
+        if BYTE_TOKEN.fullmatch(written):
+            return bytes([int(written[3:5], 16)])
+        if all(character in BYTE_OF for character in written):
+            return bytes(BYTE_OF[character] for character in written)
+        return text.encode()
+
+    @cached_property
+    def _letter(self) -> int:
+        """A token that is plain text."""
+        ids: list[int] = self.backend.encode("a", add_special_tokens=False).ids
+        return ids[-1]
+
+    @cached_property
+    def _token_texts(self) -> dict[int, str]:
+        return {}
 
     def strings(self, ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary writes it; "" for ids that no token has."""

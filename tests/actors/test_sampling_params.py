@@ -45,15 +45,35 @@ NAN, INF = float("nan"), float("inf")
         ("stop", [3], "invalid_value"),
         ("stop_token_ids", [-1], "integer_below_min_value"),
         ("stop_token_ids", ["a"], "invalid_type"),
-        ("presence_penalty", 0.1, "invalid_value"),
-        ("frequency_penalty", -0.1, "invalid_value"),
-        ("repetition_penalty", 1.1, "invalid_value"),
-        ("logprobs", 1, "invalid_value"),
-        ("prompt_logprobs", 0, "invalid_value"),
+        ("presence_penalty", 2.1, "decimal_above_max_value"),
+        ("presence_penalty", "1", "invalid_type"),
+        ("frequency_penalty", -2.1, "decimal_below_min_value"),
+        ("frequency_penalty", NAN, "invalid_value"),
+        ("repetition_penalty", 0, "decimal_below_min_value"),
+        ("repetition_penalty", -1.0, "decimal_below_min_value"),
+        ("repetition_penalty", INF, "invalid_value"),
+        ("logprobs", -2, "integer_below_min_value"),
+        ("logprobs", True, "invalid_type"),
+        ("prompt_logprobs", -2, "integer_below_min_value"),
+        ("prompt_logprobs", 1.5, "invalid_type"),
         ("best_of", 0, "integer_below_min_value"),
-        ("logit_bias", {1: 2.0}, "invalid_value"),
-        ("allowed_token_ids", [1], "invalid_value"),
-        ("bad_words", ["x"], "invalid_value"),
+        ("best_of", 129, "integer_above_max_value"),
+        ("best_of", True, "invalid_type"),
+        ("logit_bias", [1], "invalid_type"),
+        ("logit_bias", {"abc": 1}, "invalid_type"),
+        ("logit_bias", {"-1": 1}, "integer_below_min_value"),
+        ("logit_bias", {-1: 1}, "integer_below_min_value"),
+        ("logit_bias", {1: NAN}, "invalid_value"),
+        ("logit_bias", {1: "2"}, "invalid_type"),
+        ("logit_bias", {i: 1.0 for i in range(1025)}, "invalid_value"),
+        ("allowed_token_ids", [], "invalid_value"),
+        ("allowed_token_ids", [-1], "integer_below_min_value"),
+        ("allowed_token_ids", [True], "invalid_type"),
+        ("bad_words", [""], "invalid_value"),
+        ("bad_words", [3], "invalid_value"),
+        ("truncate_prompt_tokens", 0, "integer_below_min_value"),
+        ("truncate_prompt_tokens", -2, "integer_below_min_value"),
+        ("truncate_prompt_tokens", 2.0, "invalid_type"),
         ("extra_args", {"x": 1}, "invalid_value"),
     ],
 )
@@ -77,6 +97,13 @@ def test_refused(name: str, value: Any, code: str) -> None:
         {"max_tokens": 3, "min_tokens": 3},
         {"stop": ["a", "b", "c", "d"]},
         {"best_of": 2, "n": 2},
+        {"best_of": 5, "n": 2},
+        {"best_of": 1, "temperature": 0},
+        {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
+        {"logprobs": -1, "prompt_logprobs": 0},
+        {"logit_bias": {}, "bad_words": [], "extra_args": {}},
+        {"bad_words": ["a"] * 500},  # counted once they are tokens
+        {"allowed_token_ids": [0], "truncate_prompt_tokens": -1},
         {"presence_penalty": 0, "repetition_penalty": 1, "frequency_penalty": 0.0},
     ],
 )
@@ -90,6 +117,18 @@ def test_normal_forms() -> None:
     assert params.top_k == 0 and params.stop == ["end"] and params.stop_token_ids == [3, 4]
     assert SamplingParams(temperature=0.001).temperature == 0.01
     assert not SamplingParams().greedy
+    assert SamplingParams(seed=-1).seed is None
+    biases = SamplingParams(logit_bias={"7": 200, 8: -101.5, 9: 1}).logit_bias
+    assert biases == {7: 100.0, 8: -100.0, 9: 1.0}
+    assert SamplingParams(logit_bias={}).logit_bias is None
+    assert SamplingParams(bad_words="no").bad_words == ["no"]
+
+
+def test_best_of_is_no_less_than_n_and_not_greedy() -> None:
+    for values in ({"n": 3, "best_of": 2}, {"best_of": 2, "temperature": 0}):
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(**values)
+        assert caught.value.param == "best_of"
 
 
 def test_greedy_has_one_choice() -> None:

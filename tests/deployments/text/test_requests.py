@@ -1,6 +1,7 @@
 """What build_requests lets through, cuts and refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,23 @@ from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRe
 from rayfin.actors.messages import EngineInfo, EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.requests import build_requests, sampling_defaults
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 INFO = EngineInfo("engine", max_model_len=100, vocab_size=50, num_pages=10, page_size=8)
 ROOMY = EngineInfo("engine", max_model_len=100, vocab_size=50, num_pages=1000, page_size=8)
 
 
-def build(prompt: Any, info: EngineInfo = ROOMY, **params: Any) -> list[EngineRequest]:
+def build(
+    prompt: Any, info: EngineInfo = ROOMY, tokenizer: Tokenizer | None = None, **params: Any
+) -> list[EngineRequest]:
     return build_requests(
-        prompt, SamplingParams(**params), info, request_id="r", eos_token_ids={2}, arrival=1.5
+        prompt,
+        SamplingParams(**params),
+        info,
+        request_id="r",
+        eos_token_ids={2},
+        arrival=1.5,
+        tokenizer=tokenizer,
     )
 
 
@@ -83,12 +93,66 @@ def test_min_tokens_bans_what_would_stop() -> None:
         ([1], {"max_tokens": 101}, "max_tokens", "integer_above_max_value"),
         ([1], {"max_tokens": None, "min_tokens": 100}, "min_tokens", "integer_above_max_value"),
         ([1], {"stop_token_ids": [50]}, "stop_token_ids", "invalid_token_id"),
+        ([1], {"allowed_token_ids": [1, 50]}, "allowed_token_ids", "invalid_token_id"),
+        ([1], {"logit_bias": {50: 1}}, "logit_bias", "invalid_token_id"),
+        ([1], {"logprobs": 21}, "logprobs", "integer_above_max_value"),
+        ([1], {"prompt_logprobs": -1}, "prompt_logprobs", "integer_above_max_value"),
+        ([1], {"bad_words": ["a"]}, "bad_words", "invalid_value"),  # no tokenizer
+        ([1], {"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids", "invalid_value"),
     ],
 )
 def test_refusals_name_the_field(prompt: Any, params: Any, param: str, code: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build(prompt, **params)
     assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_what_the_runner_is_told() -> None:
+    first, second = build(
+        [1, 2],
+        n=2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.2,
+        logit_bias={"3": 500},
+        allowed_token_ids=[9, 3, 9],
+        logprobs=4,
+        prompt_logprobs=0,
+    )
+    sampling = first.sampling
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    assert penalties == (0.5, -0.5, 1.2)
+    assert (sampling.logit_bias, sampling.allowed) == (((3, 100.0),), (3, 9))
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (4, 0)
+    assert second.sampling.logprobs == 4 and second.sampling.prompt_logprobs is None
+    assert build([1], allowed_token_ids=range(50))[0].sampling.allowed == ()
+
+
+def test_all_log_probabilities_where_the_engine_tells_them() -> None:
+    every = replace(ROOMY, max_logprobs=-1)
+    sampling = build([1], every, logprobs=-1, prompt_logprobs=30)[0].sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (50, 30)
+    assert build([1], replace(ROOMY, max_logprobs=50), logprobs=-1)[0].sampling.logprobs == 50
+
+
+def test_bad_words_begin_a_text_or_follow_a_space(byte_level: Tokenizer) -> None:
+    roomy = replace(ROOMY, vocab_size=byte_level.vocab_size)
+    words = ["quick", "  the", "world", "hello"]  # the last two have another length after a space
+    told = build([1], roomy, byte_level, bad_words=words)[0].sampling.bad_words
+    forms = ["quick", " quick", "the", " the", "world", "hello"]
+    assert told == tuple(tuple(byte_level.encode(form, False)) for form in forms)
+    with pytest.raises(InvalidRequest, match="at most 128"):
+        build([1], roomy, byte_level, bad_words=["hello"] * 129)
+
+
+def test_a_salt_keeps_pages_apart() -> None:
+    def keys(salt: str | None) -> tuple[str, ...]:
+        params = SamplingParams()
+        return build_requests(
+            [1], params, ROOMY, request_id="r", eos_token_ids=(), cache_salt=salt
+        )[0].extra_keys
+
+    assert keys(None) == () and len({keys(None), keys("a"), keys("b")}) == 3
 
 
 def test_a_prompt_of_more_pages_than_exist() -> None:
@@ -103,7 +167,10 @@ def test_the_models_sampling_defaults(tmp_path: Path) -> None:
     file.write_text(
         json.dumps({"temperature": 0.6, "top_k": 20, "top_p": None, "repetition_penalty": 1.1})
     )
-    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    assert sampling_defaults(tmp_path) == defaults
+    file.write_text(json.dumps({"max_new_tokens": 7, "do_sample": True}))
+    assert sampling_defaults(tmp_path) == {"max_tokens": 7}
     file.write_text(json.dumps({"temperature": 7}))
     with pytest.raises(InvalidConfig, match="generation_config.json"):
         sampling_defaults(tmp_path)

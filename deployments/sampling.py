@@ -1,0 +1,126 @@
+"""SamplingParams as a runner understands them, checked against an engine's own limits."""
+
+from collections.abc import Iterable, Sequence
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.messages import EngineInfo, Sampling, StopRules
+from rayfin.actors.sampling_params import WHOLE_VOCABULARY, SamplingParams
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128  # as token strings
+
+
+def check_sampling(params: SamplingParams, info: EngineInfo) -> None:
+    """What SamplingParams cannot know by themselves.
+
+    Raises:
+        InvalidRequest: an id outside the vocabulary, or more log probabilities than this engine
+            tells.
+    """
+    if len(params.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, "
+            f"got {len(params.stop_token_ids or ())}.",
+            "stop_token_ids",
+            "array_above_max_length",
+        )
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        _check_ids(name, getattr(params, name) or (), info.vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        _check_logprobs(name, getattr(params, name), info)
+
+
+def runner_sampling(
+    params: SamplingParams,
+    info: EngineInfo,
+    stopping: StopRules,
+    prompt_len: int,
+    bad_words: Sequence[Sequence[int]] = (),
+    index: int = 0,
+) -> Sampling:
+    """The settings of choice ``index``, of checked params; the prompt is scored for the first.
+
+    Raises:
+        InvalidRequest: no token could be sampled.
+    """
+    banned = tuple(sorted(stopping.stop_token_ids)) if params.min_tokens else ()
+    allowed = tuple(sorted(set(params.allowed_token_ids or ())))
+    if allowed and set(allowed) <= set(banned):
+        raise InvalidRequest(
+            "allowed_token_ids leaves nothing but tokens that end the request, and min_tokens "
+            "forbids those.",
+            "allowed_token_ids",
+        )
+    return Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k if params.top_k < info.vocab_size else 0,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.fixed_seed(index),
+        banned=banned,
+        banned_until=prompt_len + params.min_tokens if banned else 0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple((params.logit_bias or {}).items()),
+        allowed=allowed if len(allowed) < info.vocab_size else (),
+        bad_words=tuple(map(tuple, bad_words)),
+        logprobs=_count(params.logprobs, info),
+        prompt_logprobs=None if index else _count(params.prompt_logprobs, info),
+    )
+
+
+def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The token strings of bad words: each as a text begins with it, and after a space.
+
+    As in vLLM, the form after a space counts where it is as long, and begins with another token.
+
+    Raises:
+        InvalidRequest: no tokenizer, a word without tokens, or too many token strings.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        if tokenizer is None:
+            raise InvalidRequest("bad_words need a tokenizer", "bad_words")
+        bare = word.lstrip()
+        first = tokenizer.encode(bare, False)
+        if not first:
+            raise InvalidRequest(f"bad_words: {word[:64]!r} has no tokens.", "bad_words")
+        found.append(first)
+        spaced = tokenizer.encode(" " + bare, False)
+        if len(spaced) == len(first) and spaced[0] != first[0]:
+            found.append(spaced)
+    if len(found) > MAX_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words takes at most {MAX_BAD_WORDS} strings of tokens, got {len(found)}.",
+            "bad_words",
+            "array_above_max_length",
+        )
+    return found
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if token >= vocab_size:
+            raise InvalidRequest(
+                f"{name} must be in [0, {vocab_size}), got {str(token)[:24]}.",
+                name,
+                "invalid_token_id",
+            )
+
+
+def _check_logprobs(name: str, asked: int | None, info: EngineInfo) -> None:
+    most = info.vocab_size if info.max_logprobs == WHOLE_VOCABULARY else info.max_logprobs
+    if asked is not None and (info.vocab_size if asked == WHOLE_VOCABULARY else asked) > most:
+        raise InvalidRequest(
+            f"{name} must be at most {most}, the limit of this engine, got {str(asked)[:24]}.",
+            name,
+            "integer_above_max_value",
+        )
+
+
+def _count(asked: int | None, info: EngineInfo) -> int | None:
+    if asked is None:
+        return None
+    return info.vocab_size if asked == WHOLE_VOCABULARY else min(asked, info.vocab_size)
