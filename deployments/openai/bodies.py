@@ -4,12 +4,15 @@ Ranges are the business of SamplingParams; fields that it knows and refuses are 
 that it names them. Unknown fields are accepted and their names reported.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.edge.request_id import LABEL
+from rayfin.deployments.prompts import WrittenPrompt, check_salt, read_prompts
+from rayfin.deployments.text.checks import missing
 
 MAX_PROMPTS = 128
 MAX_STOP_LENGTH = 4096  # characters
@@ -19,7 +22,6 @@ PRIORITIES = range(-(2**31), 2**31)
 UNSERVED: dict[
     str, tuple[object, ...]
 ] = {  # fields of other servers -> values that ask for nothing
-    "truncate_prompt_tokens": (),
     "prompt_embeds": (),
     "structured_outputs": (),
     "guided_json": (),
@@ -29,7 +31,6 @@ UNSERVED: dict[
     "logprob_token_ids": (),
     "thinking_token_budget": (),
     "kv_transfer_params": (),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "functions": ([],),
@@ -79,16 +80,19 @@ class GenerationBody(BaseModel):
     use_beam_search: bool | None = None  # see beams.py
     length_penalty: float | None = None
     early_stopping: Any = None
-    # Refused by SamplingParams unless they ask for nothing
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logprobs: Any = None  # an integer for completions, a boolean for chat
     prompt_logprobs: int | None = None
     best_of: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None  # None: left
+    cache_salt: str | None = None
+    request_id: str | None = None  # a label: the last part of the answer's id
+    return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
 
     def ignored_fields(self) -> list[str]:
@@ -112,12 +116,20 @@ class GenerationBody(BaseModel):
         self.check()
         named = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in named.items() if value is not None}
-        for name in ("logit_bias", "bad_words"):  # empty asks for nothing
-            if name in given and not given[name]:
-                del given[name]
-        if given.get("logprobs") is False:
-            del given["logprobs"]
-        return SamplingParams(**{**defaults, **given, "max_tokens": max_tokens})
+        limits = [limit for limit in (max_tokens, defaults.get("max_tokens")) if limit is not None]
+        return SamplingParams(
+            **{**defaults, **given, "max_tokens": min(limits, default=None)},
+            logprobs=self.logprobs_wanted(),
+            prompt_logprobs=self.prompt_logprobs_wanted(),
+        )
+
+    def logprobs_wanted(self) -> int | None:
+        """How many of the likeliest tokens are told beside each token; None tells nothing."""
+        return None
+
+    def prompt_logprobs_wanted(self) -> int | None:
+        """The same, of the prompt."""
+        return self.prompt_logprobs
 
     def check(self) -> None:
         """Refuses what no route serves.
@@ -135,6 +147,14 @@ class GenerationBody(BaseModel):
             raise InvalidRequest("best_of cannot be streamed: the best are known late.", "best_of")
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise _unserved("response_format", "other than text ")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs cannot be streamed.", "prompt_logprobs")
+        if self.cache_salt is not None:
+            check_salt(self.cache_salt)
+        if self.request_id is not None and not LABEL.fullmatch(self.request_id):
+            raise InvalidRequest(
+                "request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ -", "request_id"
+            )
         if self.priority is not None and self.priority not in PRIORITIES:
             raise InvalidRequest("priority must fit 32 bits.", "priority")
         _check_stop(self.stop)
@@ -143,51 +163,45 @@ class GenerationBody(BaseModel):
 class CompletionRequest(GenerationBody):
     prompt: Any = None
 
-    def prompts(self) -> list[str | list[int]]:
+    logprobs: int | None = None  # so many of the likeliest tokens
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether nothing but the prompt itself is wanted."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def prompts(self) -> list[WrittenPrompt]:
         """The prompts, each a text or token ids, none empty.
 
         Raises:
             InvalidRequest: ``param`` is the path of what is wrong, such as prompt[1].
         """
-        value = self.prompt
-        if value is None:
-            raise InvalidRequest(
-                "Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter"
-            )
-        if isinstance(value, str):
-            return [_text(value, "prompt")]
-        if not isinstance(value, list):
-            raise _not_a_prompt("prompt")
-        if not value:
-            raise InvalidRequest("'prompt' must not be empty.", "prompt", "empty_array")
-        if isinstance(value[0], int):
-            return [_token_ids(value, "prompt")]
-        if len(value) > MAX_PROMPTS:
-            raise InvalidRequest(
-                f"'prompt' takes at most {MAX_PROMPTS} prompts, got {len(value)}.",
-                "prompt",
-                "array_above_max_length",
-            )
-        kind = type(value[0])
-        prompts: list[str | list[int]] = []
-        for i, item in enumerate(value):
-            path = f"prompt[{i}]"
-            if type(item) is not kind or not isinstance(item, str | list):
-                raise _not_a_prompt(path)
-            prompts.append(_text(item, path) if isinstance(item, str) else _token_ids(item, path))
-        return prompts
+        if self.prompt is None:
+            raise missing("prompt")
+        return read_prompts(self.prompt, most=MAX_PROMPTS)
+
+    def logprobs_wanted(self) -> int | None:
+        return self.logprobs
+
+    def prompt_logprobs_wanted(self) -> int | None:
+        """An echoed prompt is told of as the answer is."""
+        asked = self.prompt_logprobs
+        return self.logprobs if asked is None and self.echo else asked
 
     def token_limit(self) -> int:
+        if self.scores_only:
+            return 1  # an engine request has at least one, which is not shown
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
 
 class ChatCompletionRequest(GenerationBody):
     messages: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None  # so many of the likeliest tokens
     max_completion_tokens: int | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -202,29 +216,29 @@ class ChatCompletionRequest(GenerationBody):
             )
         return names[1] if names[0] is None else names[0]
 
+    def logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def check(self) -> None:
         super().check()
         if self.messages is None:
-            raise InvalidRequest(
-                "Missing required parameter: 'messages'.", "messages", "missing_required_parameter"
-            )
+            raise missing("messages")
         if self.tool_choice not in (None, "none", "auto"):
             if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
                 raise _unserved("tool_choice", "other than none and auto ")
             raise InvalidRequest("tool_choice must be none or auto.", "tool_choice")
         if self.tool_choice == "auto" and not self.tools:
             raise InvalidRequest("tool_choice auto needs tools.", "tool_choice")
-        for name in ("echo", "top_logprobs"):
-            if getattr(self, name):
-                raise _unserved(name)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true.", "top_logprobs")
 
 
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "seed", "stop", "top_k", "min_p", "min_tokens", "ignore_eos"),
     *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
     *("spaces_between_special_tokens", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logprobs", "prompt_logprobs", "best_of", "logit_bias"),
-    *("allowed_token_ids", "bad_words"),
+    *("repetition_penalty", "best_of", "logit_bias", "allowed_token_ids", "bad_words"),
+    "truncate_prompt_tokens",
 )
 
 
@@ -246,28 +260,3 @@ def _check_stop(stop: object) -> None:
                 "stop",
                 "string_above_max_length",
             )
-
-
-def _not_a_prompt(path: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"'{path}': a prompt is a string or a list of token ids, and all prompts are of one kind.",
-        path,
-        "invalid_type",
-    )
-
-
-def _text(value: str, path: str) -> str:
-    if not value:
-        raise InvalidRequest(f"'{path}' must not be empty.", path, "empty_prompt")
-    return value
-
-
-def _token_ids(value: list[Any], path: str) -> list[int]:
-    if not value:
-        raise InvalidRequest(f"'{path}' must not be empty.", path, "empty_array")
-    for i, token in enumerate(value):
-        if type(token) is not int:
-            raise InvalidRequest(
-                f"'{path}[{i}]' must be a token id.", f"{path}[{i}]", "invalid_type"
-            )
-    return value

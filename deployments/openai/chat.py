@@ -8,17 +8,24 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.messages import TokenLogprob
 from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.beams import search_params, text_params
 from rayfin.deployments.openai.bodies import ChatCompletionRequest
 from rayfin.deployments.openai.choice import Choice, Prompt
+from rayfin.deployments.openai.fields import called
 from rayfin.deployments.openai.generation import (
     Deltas,
     Generation,
     after,
     first_of,
     while_connected,
+)
+from rayfin.deployments.openai.logprobs import (
+    ChatLogprobs,
+    LogprobsWriter,
+    PromptLogprobs,
+    prompt_logprobs,
 )
 from rayfin.deployments.openai.prompts import chat_ids
 from rayfin.deployments.openai.replies import (
@@ -31,6 +38,8 @@ from rayfin.deployments.openai.replies import (
 )
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.sse import EventStream, closed_by_done, event
+from rayfin.deployments.prompts import truncated
+from rayfin.deployments.text.messages import plain_messages
 from rayfin.deployments.text.output import TextDelta
 
 
@@ -41,32 +50,20 @@ class ChatHandler:
         self._service = service
         self._body = body
         self._model = service.served_name(body.model)
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._writer = LogprobsWriter(
+            service.tokenizer, body.top_logprobs or 0, bool(body.return_tokens_as_token_ids)
+        )
 
     async def answer(self, request: Request, headers: dict[str, str]) -> Response:
         """The whole message, or the stream of its chunks once the first token is there."""
         body = self._body
-        try:
-            search = search_params(body, body.token_limit())
-            params = (
-                body.sampling_params(self._service.sampling_defaults, body.token_limit())
-                if search is None
-                else text_params(body, search)
-            )
-            generation = await Generation.prepare(
-                self._service,
-                [Prompt(await self._prompt_ids(), "messages")],
-                params,
-                request_id=self._id,
-                priority=body.priority or 0,
-                caller=Caller.of(request),
-                search=search,
-            )
-        except InvalidRequest as error:
-            if error.param == "max_tokens" and body.max_tokens is None:
-                error.param = "max_completion_tokens"
-            raise
+        theirs = {"logprobs": "top_logprobs"} if body.top_logprobs else {}
+        if body.max_tokens is None:
+            theirs["max_tokens"] = "max_completion_tokens"
+        with called(theirs):
+            generation = await self._prepare(Caller.of(request))
         deltas = generation.run()
         if not body.stream:
             await while_connected(request, generation.finish(deltas))
@@ -74,6 +71,41 @@ class ChatHandler:
         first = await first_of(request, deltas)
         events = self._events(generation, after(first, deltas))
         return EventStream(closed_by_done(events), deltas, headers)
+
+    async def _prepare(self, caller: Caller) -> Generation:
+        """What will run, all of it checked."""
+        body, service = self._body, self._service
+        search = search_params(body, body.token_limit())
+        params = (
+            body.sampling_params(service.sampling_defaults, body.token_limit())
+            if search is None
+            else text_params(body, search)
+        )
+        side = body.truncation_side or "left"
+        ids = truncated(await self._prompt_ids(), params, service.max_model_len, side)
+        return await Generation.prepare(
+            service,
+            [Prompt(ids, "messages", self._echo(), body.cache_salt)],
+            params,
+            request_id=f"chatcmpl-{uuid.uuid4().hex}",  # the server's own
+            priority=body.priority or 0,
+            caller=caller,
+            search=search,
+        )
+
+    @property
+    def _role(self) -> str:
+        """Whose message the answer is: the last one's, where no turn of the model's is begun."""
+        if self._body.add_generation_prompt is not False and not self._body.continue_final_message:
+            return "assistant"
+        return str(self._body.messages[-1]["role"])
+
+    def _echo(self) -> str:
+        """The last message, where the answer goes on with it."""
+        if not self._body.echo:
+            return ""
+        last = plain_messages(self._body.messages)[-1]
+        return str(last["content"]) if last["role"] == self._role else ""
 
     async def _prompt_ids(self) -> list[int]:
         body = self._body
@@ -88,6 +120,7 @@ class ChatHandler:
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
             variables=variables,
+            any_length=body.truncate_prompt_tokens is not None,
         )
 
     def _reply(self, generation: Generation) -> str:
@@ -99,7 +132,8 @@ class ChatHandler:
             choices=[
                 ChatChoice(
                     index=choice.index,
-                    message=ChatMessage(content="".join(choice.text)),
+                    message=ChatMessage(role=self._role, content="".join(choice.text)),
+                    logprobs=self._logprobs(choice.token_ids, choice.logprobs),
                     finish_reason=choice.last.finish_reason,
                     stop_reason=choice.last.stop_reason,
                     token_ids=choice.token_ids if with_ids else None,
@@ -108,23 +142,29 @@ class ChatHandler:
             ],
             usage=generation.usage(),
             prompt_token_ids=generation.prompts[0].ids if with_ids else None,
+            prompt_logprobs=self._prompt_logprobs(generation),
         ).model_dump_json()
 
     async def _events(self, generation: Generation, deltas: Deltas) -> AsyncGenerator[str, None]:
         chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=[])
         continuous = self._body.continuous_usage
+        with_tokens = self._body.return_token_ids or self._body.logprobs
         started: set[int] = set()
         async for choice, delta in deltas:
             if choice.index not in started:
                 started.add(choice.index)
-                opening = ChatDelta(role="assistant", content="")
+                opening = ChatDelta(role=self._role, content="")
                 chunk.choices = [ChatChunkChoice(index=choice.index, delta=opening)]
                 chunk.usage = generation.usage() if continuous else None
                 if self._body.return_token_ids:
                     chunk.prompt_token_ids = generation.prompts[0].ids
                 yield event(chunk)
                 chunk.prompt_token_ids = None
-            if not (delta.text or delta.finish_reason or self._body.return_token_ids):
+                if choice.prompt.echo:
+                    said = ChatDelta(content=choice.prompt.echo)
+                    chunk.choices = [ChatChunkChoice(index=choice.index, delta=said)]
+                    yield event(chunk)
+            if not (delta.text or delta.finish_reason or with_tokens):
                 continue
             chunk.choices = [self._choice(choice, delta)]
             chunk.usage = generation.usage() if continuous else None
@@ -137,7 +177,18 @@ class ChatHandler:
         return ChatChunkChoice(
             index=choice.index,
             delta=ChatDelta(content=delta.text or None),
+            logprobs=self._logprobs(delta.token_ids, delta.logprobs),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._body.return_token_ids else None,
         )
+
+    def _logprobs(self, ids: list[int], told: list[TokenLogprob]) -> ChatLogprobs | None:
+        return self._writer.chat(ids, told) if self._body.logprobs else None
+
+    def _prompt_logprobs(self, generation: Generation) -> PromptLogprobs | None:
+        if self._body.prompt_logprobs is None:
+            return None
+        prompt = generation.prompts[0]
+        most = generation.choices[0].request.sampling.prompt_logprobs or 0
+        return prompt_logprobs(prompt.ids, prompt.scores, most, self._service.tokenizer)

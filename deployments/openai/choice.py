@@ -1,8 +1,8 @@
 """A prompt of an HTTP request, and the choices that answer it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from rayfin.actors.messages import EngineRequest
+from rayfin.actors.messages import EngineRequest, TokenLogprob
 from rayfin.deployments.best_of import Likelihood
 from rayfin.deployments.text.output import OutputText, TextDelta
 
@@ -14,6 +14,8 @@ class Prompt:
     ids: list[int]
     param: str
     echo: str = ""  # the text that its choices start with
+    cache_salt: str | None = None  # its pages are shared with prompts of the same one
+    scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, where asked for
 
 
 @dataclass(slots=True)
@@ -29,9 +31,25 @@ class Choice:
     last: TextDelta = field(default_factory=TextDelta)
     cached_tokens: int = 0
     likelihood: Likelihood = field(default_factory=Likelihood)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # with them
+    silent: bool = False  # only the prompt is wanted of it
 
     def take(self, delta: TextDelta) -> None:
+        """Adds ``delta``, which loses its tokens here where the choice is silent."""
+        if self.silent:
+            delta.text, delta.token_ids, delta.logprobs, delta.stop_reason = "", [], [], None
+            delta.offsets = []
+            delta.finish_reason = delta.finish_reason and "length"
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.offsets += delta.offsets
+        self.prompt.scores |= delta.prompt_logprobs
         self.last = delta
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+
+    def score_prompt(self, like: "Choice") -> None:
+        """Asks for the prompt's log probabilities, as the first choice does."""
+        asked = like.request.sampling.prompt_logprobs
+        self.request.sampling = replace(self.request.sampling, prompt_logprobs=asked)

@@ -3,10 +3,12 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.beams import search_params, text_params
 from rayfin.deployments.openai.bodies import CompletionRequest
@@ -18,10 +20,16 @@ from rayfin.deployments.openai.generation import (
     first_of,
     while_connected,
 )
-from rayfin.deployments.openai.prompts import text_ids
+from rayfin.deployments.openai.logprobs import (
+    CompletionLogprobs,
+    LogprobsWriter,
+    prompt_logprobs,
+)
+from rayfin.deployments.openai.prompts import written_ids
 from rayfin.deployments.openai.replies import Completion, CompletionChoice
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.sse import EventStream, closed_by_done, event
+from rayfin.deployments.prompts import WrittenPrompt, truncated
 from rayfin.deployments.text.output import TextDelta
 
 
@@ -32,9 +40,12 @@ class CompletionHandler:
         self._service = service
         self._body = body
         self._model = service.served_name(body.model)
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._started: set[int] = set()  # choices that have had their first chunk
+        self._writer = LogprobsWriter(
+            service.tokenizer, body.logprobs or 0, bool(body.return_tokens_as_token_ids)
+        )
 
     async def answer(self, request: Request, headers: dict[str, str]) -> Response:
         """The whole completion, or the stream of its chunks once the first token is there."""
@@ -47,13 +58,17 @@ class CompletionHandler:
         )
         generation = await Generation.prepare(
             self._service,
-            await self._prompts(),
+            await self._prompts(params),
             params,
-            request_id=self._id,
+            request_id=f"cmpl-{uuid.uuid4().hex}",  # the server's own, whatever the client's is
             priority=body.priority or 0,
             caller=Caller.of(request),
             search=search,
         )
+        for choice in generation.choices:
+            choice.silent = body.scores_only
+            if body.stream and params.prompt_logprobs is not None:  # each is echoed with its own
+                choice.score_prompt(generation.choices[0])
         deltas = generation.run()
         if not body.stream:
             await while_connected(request, generation.finish(deltas))
@@ -62,57 +77,87 @@ class CompletionHandler:
         events = self._events(generation, after(first, deltas))
         return EventStream(closed_by_done(events), deltas, headers)
 
-    async def _prompts(self) -> list[Prompt]:
-        written = self._body.prompts()
-        return [
-            await self._prompt(value, "prompt" if len(written) == 1 else f"prompt[{i}]")
-            for i, value in enumerate(written)
-        ]
+    async def _prompts(self, params: SamplingParams) -> list[Prompt]:
+        return [await self._prompt(written, params) for written in self._body.prompts()]
 
-    async def _prompt(self, value: str | list[int], param: str) -> Prompt:
-        tokenizer, echo = self._service.tokenizer, bool(self._body.echo)
-        if not isinstance(value, str):
-            return Prompt(value, param, tokenizer.decode(value, False) if echo else "")
-        add = self._body.add_special_tokens is not False
-        ids = await text_ids(self._service, value, param, add_special_tokens=add)
-        return Prompt(ids, param, value if echo else "")
+    async def _prompt(self, written: WrittenPrompt, params: SamplingParams) -> Prompt:
+        body, service = self._body, self._service
+        ids = await written_ids(
+            service,
+            written,
+            add_special_tokens=body.add_special_tokens is not False,
+            any_length=body.truncate_prompt_tokens is not None,
+        )
+        side = body.truncation_side or "left"
+        kept = truncated(ids, params, service.max_model_len, side)
+        echo = ""
+        if body.echo:
+            whole = written.text is not None and len(kept) == len(ids)
+            echo = written.text or "" if whole else service.tokenizer.decode(kept, False)
+        return Prompt(kept, written.param, echo, written.cache_salt or body.cache_salt)
 
     def _reply(self, generation: Generation) -> str:
         return Completion(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[
-                self._choice(choice, "".join(choice.text), choice.last, choice.token_ids, True)
-                for choice in generation.choices
-            ],
+            choices=[self._whole(choice) for choice in generation.choices],
             usage=generation.usage(),
         ).model_dump_json()
 
+    def _whole(self, choice: Choice) -> CompletionChoice:
+        whole = replace(
+            choice.last,
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs,
+            offsets=choice.offsets,
+        )
+        reply = self._choice(choice, "".join(choice.text), whole, True)
+        reply.logprobs = self._logprobs(choice, whole, True)
+        if self._body.prompt_logprobs is not None:
+            prompt, tokenizer = choice.prompt, self._service.tokenizer
+            most = choice.request.sampling.prompt_logprobs or 0
+            reply.prompt_logprobs = prompt_logprobs(prompt.ids, prompt.scores, most, tokenizer)
+        return reply
+
     async def _events(self, generation: Generation, deltas: Deltas) -> AsyncGenerator[str, None]:
         chunk = Completion(id=self._id, created=self._created, model=self._model, choices=[])
+        with_tokens = self._body.return_token_ids or self._body.logprobs is not None
         async for choice, delta in deltas:
+            if not (delta.text or delta.finish_reason or delta.token_ids):
+                continue  # part of its prompt is computed
             first = choice.index not in self._started
             text = choice.prompt.echo + delta.text if first else delta.text
-            if not (text or delta.finish_reason or self._body.return_token_ids):
+            if not (text or delta.finish_reason or with_tokens):
                 continue
             self._started.add(choice.index)
-            chunk.choices = [self._choice(choice, text, delta, delta.token_ids, first)]
+            reply = self._choice(choice, text, delta, first)
+            reply.logprobs = self._logprobs(choice, delta, first)
+            chunk.choices = [reply]
             chunk.usage = generation.usage() if self._body.continuous_usage else None
             yield event(chunk)
         if self._body.include_usage:
             chunk.choices, chunk.usage = [], generation.usage()
             yield event(chunk)
 
-    def _choice(
-        self, choice: Choice, text: str, last: TextDelta, token_ids: list[int], first: bool
-    ) -> CompletionChoice:
+    def _choice(self, choice: Choice, text: str, last: TextDelta, first: bool) -> CompletionChoice:
         with_ids = bool(self._body.return_token_ids)
         return CompletionChoice(
             index=choice.index,
             text=text,
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
-            token_ids=token_ids if with_ids else None,
+            token_ids=last.token_ids if with_ids else None,
             prompt_token_ids=choice.prompt.ids if with_ids and first else None,
         )
+
+    def _logprobs(self, choice: Choice, delta: TextDelta, first: bool) -> CompletionLogprobs | None:
+        """Of the tokens of ``delta``; the prompt's go before the first ones if it is echoed."""
+        if self._body.logprobs is None:
+            return None
+        prompt = choice.prompt
+        offsets = [len(prompt.echo) + offset for offset in delta.offsets]
+        written = self._writer.completion(delta.token_ids, delta.logprobs, offsets)
+        if first and self._body.echo:
+            written = self._writer.echo(prompt.ids, prompt.scores, prompt.echo).then(written)
+        return written

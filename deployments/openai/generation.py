@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from rayfin.actors.beam_search_params import BeamSearchParams
-from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest, RequestFailed
+from rayfin.actors.errors import InvalidRequest, RequestFailed
 from rayfin.actors.messages import EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.beams import build_searches
@@ -103,6 +103,8 @@ class Generation:
                     priority=priority,
                     arrival=arrival,
                     param=prompt.param,
+                    tokenizer=service.tokenizer,
+                    cache_salt=prompt.cache_salt,
                 )
             )
         for request in itertools.chain.from_iterable(requests):
@@ -162,20 +164,6 @@ class Generation:
                 if choice.output.finished:
                     return
         raise RequestFailed("The engine failed on this request.")
-
-
-def check_length(characters: int, service: OpenAIService, param: str) -> None:
-    """Refuses a text that cannot fit the context before the time to tokenize it is spent.
-
-    Raises:
-        ContextLengthExceeded: even of the longest tokens it would have too many.
-    """
-    if characters > service.max_model_len * service.tokenizer.longest_token:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {service.max_model_len} tokens, however the "
-            f"prompt is too long: it has {characters} characters. Please shorten it.",
-            param,
-        )
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:

@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.openai.generation import check_length, off_loop
+from rayfin.deployments.openai.generation import off_loop
 from rayfin.deployments.openai.service import OpenAIService
+from rayfin.deployments.prompts import WrittenPrompt, check_length, prompt_ids
 from rayfin.deployments.text.chat_template import render_chat
 from rayfin.deployments.text.template_watch import TemplateTooSlow
 
@@ -31,9 +32,30 @@ async def text_ids(
     Raises:
         ContextLengthExceeded: it cannot fit.
     """
-    if not any_length:
-        check_length(len(text), service, param)
-    return await off_loop(len(text), partial(service.tokenizer.encode, text, add_special_tokens))
+    return await written_ids(
+        service,
+        WrittenPrompt(param, text=text),
+        add_special_tokens=add_special_tokens,
+        any_length=any_length,
+    )
+
+
+async def written_ids(
+    service: OpenAIService,
+    prompt: WrittenPrompt,
+    *,
+    add_special_tokens: bool = True,
+    any_length: bool = False,
+) -> list[int]:
+    """The ids of a prompt in any of its forms; otherwise as :func:`text_ids`."""
+    work = partial(
+        prompt_ids,
+        prompt,
+        service.tokenizer,
+        None if any_length else service.max_model_len,
+        add_special_tokens=add_special_tokens,
+    )
+    return await off_loop(len(prompt.text or ""), work)
 
 
 async def chat_ids(
@@ -77,7 +99,7 @@ async def chat_ids(
     )
     characters = _characters(messages)
     if not any_length:
-        check_length(characters, service, param)
+        check_length(characters, service.tokenizer, service.max_model_len, param)
     try:
         try:
             ids = await off_loop(characters, partial(render, seconds=INLINE_SECONDS))

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from rayfin.deployments.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+
 
 def _absent(value: object) -> bool:
     return value is None
@@ -29,11 +31,12 @@ class CompletionChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = _optional()
     prompt_token_ids: list[int] | None = _optional()
+    prompt_logprobs: PromptLogprobs | None = _optional()
 
 
 class Completion(BaseModel):
@@ -46,14 +49,14 @@ class Completion(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
+    role: str = "assistant"
     content: str
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = _optional()
@@ -67,17 +70,18 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = _optional()
+    prompt_logprobs: PromptLogprobs | None = _optional()
 
 
 class ChatDelta(BaseModel):
-    role: Literal["assistant"] | None = _optional()
+    role: str | None = _optional()
     content: str | None = _optional()
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = _optional()

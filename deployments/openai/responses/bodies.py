@@ -24,6 +24,8 @@ UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for noth
     "moderation": (),
     "previous_input_messages": ([],),
     "enable_response_messages": (False,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
@@ -108,6 +110,7 @@ class ResponseRequest(ResponsePromptBody):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = None
 
     @property
     def stored(self) -> bool:
@@ -120,7 +123,7 @@ class ResponseRequest(ResponsePromptBody):
             InvalidRequest: a value out of range, or a field that is not served.
         """
         extra = self.model_extra or {}
-        shared = {name: getattr(self, name) for name in (*SAMPLING, "priority")}
+        shared = {name: getattr(self, name) for name in (*SAMPLING, "priority", "cache_salt")}
         shared |= {name: extra[name] for name in UNSERVED_ANYWHERE if name in extra}
         with called(OUR_NAMES):
             return GenerationBody(**shared).sampling_params(defaults, self.max_output_tokens)

@@ -77,7 +77,7 @@ class ResponseHandler:
         with called(OUR_NAMES):
             generation = await Generation.prepare(
                 service,
-                [Prompt(ids, "input")],
+                [Prompt(ids, "input", cache_salt=body.cache_salt)],
                 params,
                 request_id=self._id,
                 priority=body.priority or 0,
