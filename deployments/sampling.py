@@ -46,10 +46,10 @@ def runner_sampling(
     """
     banned = tuple(sorted(stopping.stop_token_ids)) if params.min_tokens else ()
     allowed = tuple(sorted(set(params.allowed_token_ids or ())))
-    if allowed and set(allowed) <= set(banned):
+    never = {word[0] for word in bad_words if len(word) == 1}.union(banned)
+    if allowed and never.issuperset(allowed):
         raise InvalidRequest(
-            "allowed_token_ids leaves nothing but tokens that end the request, and min_tokens "
-            "forbids those.",
+            "no token is left: bad_words and min_tokens forbid all of allowed_token_ids.",
             "allowed_token_ids",
         )
     return Sampling(

@@ -12,6 +12,7 @@ from rayfin.actors.runner.logprobs import logprobs_of, sampled_logprobs, scored_
 from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.sampling.sample import find_bad_rows, sample
 
+NO_TOKEN_LEFT = "no token is left that allowed_token_ids, bad_words and min_tokens let through"
 NOT_FINITE = "numerical_error: the model's logits are not finite"
 
 
@@ -56,9 +57,13 @@ class Sampler:
         processed = self._processors.process(raw, slots, position)
         tokens = sample(processed, inputs.sampling).cpu().numpy().astype(np.int32)
         bad = find_bad_rows(raw).cpu().numpy()
+        if processed is not raw:
+            empty = find_bad_rows(processed).cpu().numpy() & ~bad
+            result.errors = {row: NO_TOKEN_LEFT for row in rows[empty].tolist()}
+            tokens[empty] = NO_TOKEN
         tokens[bad] = NO_TOKEN
         result.tokens[rows] = tokens
-        result.errors = {row: NOT_FINITE for row in rows[bad].tolist()}
+        result.errors |= {row: NOT_FINITE for row in rows[bad].tolist()}
         asked = self._slots.logprobs[slots]
         if (most := int(asked.max())) != NO_LOGPROBS:
             asking = asked != NO_LOGPROBS

@@ -53,7 +53,7 @@ class ChatHandler:
         self._id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._writer = LogprobsWriter(
-            service.tokenizer, body.top_logprobs or 0, bool(body.return_tokens_as_token_ids)
+            service.tokenizer, body.top_logprobs, bool(body.return_tokens_as_token_ids)
         )
 
     async def answer(self, request: Request, headers: dict[str, str]) -> Response:
@@ -187,8 +187,7 @@ class ChatHandler:
         return self._writer.chat(ids, told) if self._body.logprobs else None
 
     def _prompt_logprobs(self, generation: Generation) -> PromptLogprobs | None:
-        if self._body.prompt_logprobs is None:
+        asked, prompt = self._body.prompt_logprobs, generation.prompts[0]
+        if asked is None:
             return None
-        prompt = generation.prompts[0]
-        most = generation.choices[0].request.sampling.prompt_logprobs or 0
-        return prompt_logprobs(prompt.ids, prompt.scores, most, self._service.tokenizer)
+        return prompt_logprobs(prompt.ids, prompt.scores, asked, self._service.tokenizer)

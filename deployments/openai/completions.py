@@ -44,7 +44,7 @@ class CompletionHandler:
         self._created = int(time.time())
         self._started: set[int] = set()  # choices that have had their first chunk
         self._writer = LogprobsWriter(
-            service.tokenizer, body.logprobs or 0, bool(body.return_tokens_as_token_ids)
+            service.tokenizer, body.logprobs, bool(body.return_tokens_as_token_ids)
         )
 
     async def answer(self, request: Request, headers: dict[str, str]) -> Response:
@@ -114,10 +114,9 @@ class CompletionHandler:
         )
         reply = self._choice(choice, "".join(choice.text), whole, True)
         reply.logprobs = self._logprobs(choice, whole, True)
-        if self._body.prompt_logprobs is not None:
+        if (asked := self._body.prompt_logprobs) is not None:
             prompt, tokenizer = choice.prompt, self._service.tokenizer
-            most = choice.request.sampling.prompt_logprobs or 0
-            reply.prompt_logprobs = prompt_logprobs(prompt.ids, prompt.scores, most, tokenizer)
+            reply.prompt_logprobs = prompt_logprobs(prompt.ids, prompt.scores, asked, tokenizer)
         return reply
 
     async def _events(self, generation: Generation, deltas: Deltas) -> AsyncGenerator[str, None]:

@@ -1,11 +1,13 @@
 """Log probabilities in the shapes of the three places where OpenAI and vLLM put them."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from pydantic import BaseModel
 
 from rayfin.actors.messages import TokenLogprob
+from rayfin.actors.sampling_params import WHOLE_VOCABULARY
 from rayfin.deployments.text.logprobs import by_token, of_prompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -59,13 +61,13 @@ class LogprobsWriter:
     """Writes what one request asks for.
 
     Args:
-        most: the likeliest tokens beside each one.
+        asked: for how many of the likeliest tokens beside each one; -1 for all.
         as_ids: tokens are named ``token_id:7`` (``return_tokens_as_token_ids``).
     """
 
-    def __init__(self, tokenizer: Tokenizer, most: int, as_ids: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, asked: int | None, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._most = most
+        self._most = _most(asked)
         self._as_ids = as_ids
 
     def completion(
@@ -130,7 +132,7 @@ class LogprobsWriter:
 
 
 def prompt_logprobs(
-    ids: Sequence[int], told: dict[int, TokenLogprob], most: int, tokenizer: Tokenizer
+    ids: Sequence[int], told: Mapping[int, TokenLogprob], asked: int, tokenizer: Tokenizer
 ) -> PromptLogprobs:
     """Of a whole prompt: its first token has none."""
     return [
@@ -142,8 +144,12 @@ def prompt_logprobs(
             )
             for token, own in entry.items()
         }
-        for entry in of_prompt(ids, told, most, tokenizer)
+        for entry in of_prompt(ids, told, _most(asked), tokenizer)
     ]
+
+
+def _most(asked: int | None) -> int:
+    return sys.maxsize if asked == WHOLE_VOCABULARY else asked or 0
 
 
 def _finite(logprob: float) -> float:

@@ -167,3 +167,17 @@ def test_through_the_engine(lease: int, tiny_model: Make, served: Make, request_
         requests = [request_of(key, prompts[key], 18, sampling=sampling) for key in prompts]
         assert engine.run(*requests) == expected
         assert (engine.engine.stats().preemptions > 0) == (pages == 12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_token_fails_alone(
+    temperature: float, tiny_model: Make, served: Make, request_of: Make
+) -> None:
+    """In the middle of its output, when a bad word of two tokens is all that it could say."""
+    tiny, prompt = tiny_model("llama"), [10, 11, 12]
+    stuck = Sampling(temperature=temperature, allowed=(5,), bad_words=((5, 5),))
+    engine = served(tiny.folder)
+    tokens = engine.run(request_of(0, prompt, 8, sampling=stuck), request_of(1, prompt, 8))
+    assert tokens[0] == [5] and engine.reasons[0] == "error"
+    assert "no token is left" in engine.errors[0]
+    assert tokens[1] == tiny.greedy(prompt, 8)

@@ -31,6 +31,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+LIKELIEST = ((5, -0.25), (6, -0.5), (7, float("-inf")))  # beside each token
+
 
 class FakeEngine:
     """Says ``reply`` over and over; the next token depends on the length of the context only."""
@@ -94,8 +96,11 @@ class FakeEngine:
         deltas[-1].finish_reason, deltas[-1].stop_reason = reason, stop
         if request.sampling.logprobs is not None:  # the likelier the higher the seed's last digit
             for delta in deltas:
-                told = TokenLogprob(request.sampling.seed % 10 - 10.0, 1)
+                told = TokenLogprob(request.sampling.seed % 10 - 10.0, 1, LIKELIEST)
                 delta.logprobs = [told] * len(delta.tokens)
+        if request.sampling.prompt_logprobs is not None:  # position i has -i
+            told = {i: TokenLogprob(-float(i), i, LIKELIEST) for i in range(1, len(request.prompt))}
+            deltas.insert(0, TokenDelta(request.request_id, [], prompt_logprobs=told))
         return deltas
 
     def _searched(self, request: EngineRequest, beams: BeamParams) -> TokenDelta:

@@ -141,6 +141,14 @@ def test_bad_words_begin_a_text_or_follow_a_space(byte_level: Tokenizer) -> None
     told = build([1], roomy, byte_level, bad_words=words)[0].sampling.bad_words
     forms = ["quick", " quick", "the", " the", "world", "hello"]
     assert told == tuple(tuple(byte_level.encode(form, False)) for form in forms)
+    with pytest.raises(InvalidRequest, match="no token is left"):
+        build(
+            [1],
+            roomy,
+            byte_level,
+            bad_words=["hello"],
+            allowed_token_ids=byte_level.encode("hello", False),
+        )
     with pytest.raises(InvalidRequest, match="at most 128"):
         build([1], roomy, byte_level, bad_words=["hello"] * 129)
 
