@@ -56,7 +56,8 @@ class RayEngineClient:
             EngineUnavailable: there is none.
         """
         try:
-            await asyncio.wait_for(self._connected.wait(), CONNECT_SECONDS)
+            async with asyncio.timeout(CONNECT_SECONDS):  # wait_for may lose a cancellation (3.11)
+                await self._connected.wait()
         except TimeoutError:
             raise EngineUnavailable("no engine is ready") from None
         assert self._info is not None

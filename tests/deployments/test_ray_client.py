@@ -186,6 +186,21 @@ async def test_stream_that_is_given_up_is_aborted(
     assert [delta.tokens for delta in await after] == [[7]]
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancellation_is_never_lost(
+    client: RayEngineClient, engines: list[FakeScheduler], turns: int
+) -> None:
+    """However early it comes: so many turns of the event loop after the start."""
+    await client.info()
+    reading = asyncio.create_task(read(client, "a"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await until(lambda: engines[0].aborts == [one.key for one in engines[0].requests])
+
+
 async def test_nothing_is_sent_in_the_name_of_a_request(
     client: RayEngineClient, engines: list[FakeScheduler]
 ) -> None:
