@@ -30,6 +30,7 @@ __all__ = [
     "page_level_prefill_inputs",
     "paged_attention",
     "partial_attention",
+    "penalised",
     "rms_norm",
     "rotary",
     "sample",
@@ -178,6 +179,24 @@ def min_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
     """[V] -> [V]: -inf where a token is less than p times as likely as the likeliest."""
     probabilities = torch.softmax(logits.double(), dim=-1)
     return torch.where(probabilities < p * probabilities.max(), NEVER, logits)
+
+
+def penalised(
+    logits: torch.Tensor,
+    prompt: list[int],
+    output: list[int],
+    *,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> torch.Tensor:
+    """[V] -> [V]: repetition for all tokens, presence and frequency for those of the output."""
+    out = logits.float().clone()
+    for token in {*prompt, *output}:
+        value, count = float(logits[token]), output.count(token)
+        value = value / repetition if value > 0 else value * repetition
+        out[token] = value - frequency * count - presence * (count > 0)
+    return out
 
 
 def uniform(seed: int, position: int) -> float:

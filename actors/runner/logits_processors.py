@@ -1,18 +1,21 @@
 """What changes a row's logits before it is sampled: for the few slots that ask for it.
 
 The order is vLLM's: allowed tokens, bad words, minimum length and bias, penalties. Temperature and
-the filters come after (`kernels/sampling`).
+the filters come after (`kernels/sampling`). Rules are kept as lists of tokens by slot and gathered
+into one operation of each kind per step, whatever the number of rows.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from rayfin.actors.messages import Int32Array, NewRequest, Sampling, SchedulerInfo
-from rayfin.kernels.sampling.penalties import apply_penalties
-
-NEVER = float("-inf")
+from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, Sampling, SchedulerInfo
+from rayfin.actors.runner.used_tokens import UsedByRequest
+from rayfin.kernels.sampling.masks import add_bias, allow_only, forbid
+from rayfin.kernels.sampling.penalties import UsedTokens, apply_penalties
 
 
 @dataclass(slots=True)
@@ -20,34 +23,32 @@ class _Rules:
     """One slot's settings, and what they need to know of its tokens."""
 
     sampling: Sampling
-    forbidden: torch.Tensor | None = None  # [V] bool, the tokens outside ``allowed``
-    bias_ids: torch.Tensor | None = None  # [B] int64
-    bias: torch.Tensor | None = None  # [B] fp32
-    in_prompt: torch.Tensor | None = None  # [V] bool, with penalties
-    counts: torch.Tensor | None = None  # [V] int32, of the output, with penalties
+    allowed: Int64Array
+    biased: Int64Array
+    used: UsedByRequest | None = None  # with penalties
     output: list[int] = field(default_factory=list)  # with bad words
 
     def take(self, token: int) -> None:
-        if self.counts is not None:
-            self.counts[token] += 1
+        if self.used is not None:
+            self.used.add(token)
         if self.sampling.bad_words:
             self.output.append(token)
 
-    def completing(self) -> list[int]:
-        """The tokens that would complete a bad word now."""
-        output = self.output
-        return [
+    def forbidden(self, position: int) -> list[int]:
+        """Tokens that would complete a bad word now, and those that ``min_tokens`` forbids."""
+        output, sampling = self.output, self.sampling
+        tokens = [
             word[-1]
-            for word in self.sampling.bad_words
+            for word in sampling.bad_words
             if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]
         ]
+        return [*tokens, *sampling.banned] if position < sampling.banned_until else tokens
 
 
 class LogitsProcessors:
     """The rules of the slots that have some. A slot without any costs nothing."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rules: dict[int, _Rules] = {}
 
@@ -79,60 +80,77 @@ class LogitsProcessors:
         Returns:
             The same tensor where no slot has rules; else a new one, fp32.
         """
-        rows = [
+        ruled = [
             (row, rules)
             for row, slot in enumerate(slots.tolist())
             if (rules := self._rules.get(slot)) is not None
         ]
-        if not rows:
+        if not ruled:
             return logits
-        changed = logits.float().clone()
-        for row, rules in rows:
-            _forbid(changed[row], rules, int(positions[row]))
-        penalised = [(row, rules) for row, rules in rows if rules.counts is not None]
-        if penalised:
-            self._penalise(changed, penalised)
+        changed = logits.to(torch.float32, copy=True)
+        if allowed := [(row, rules.allowed) for row, rules in ruled if len(rules.allowed)]:
+            rows = self._tensor(np.array([row for row, _ in allowed], np.int64))
+            allow_only(changed, rows, *self._pairs(allowed))
+        never = [(row, rules.forbidden(int(positions[row]))) for row, rules in ruled]
+        if never := [(row, tokens) for row, tokens in never if tokens]:
+            forbid(changed, *self._pairs(never))
+        if biased := [(row, rules) for row, rules in ruled if len(rules.biased)]:
+            values = [value for _, rules in biased for _, value in rules.sampling.logit_bias]
+            pairs = self._pairs((row, rules.biased) for row, rules in biased)
+            add_bias(changed, *pairs, self._tensor(np.array(values, np.float32)))
+        if any(rules.used is not None for _, rules in ruled):
+            apply_penalties(changed, self._used(ruled))
         return changed
 
     def _make(self, new: NewRequest) -> _Rules:
-        sampling, device = new.sampling, self._device
-        rules = _Rules(sampling)
-        if sampling.allowed:
-            rules.forbidden = torch.ones(self._vocab_size, dtype=torch.bool, device=device)
-            rules.forbidden[list(sampling.allowed)] = False
-        if sampling.logit_bias:
-            ids, values = zip(*sampling.logit_bias, strict=True)
-            rules.bias_ids = torch.tensor(ids, device=device)
-            rules.bias = torch.tensor(values, dtype=torch.float32, device=device)
+        sampling = new.sampling
+        allowed = np.array(sampling.allowed, np.int64)
+        rules = _Rules(
+            sampling, allowed, np.array([token for token, _ in sampling.logit_bias], np.int64)
+        )
         if not sampling.needs_history:
             return rules
         assert new.history is not None, "a request that needs its history came without"
         prompt, output = new.history[: new.prompt_len], new.history[new.prompt_len :]
         if sampling.penalises:
-            counts = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
-            rules.counts = torch.from_numpy(counts).to(device)
-            rules.in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=device)
-            rules.in_prompt[torch.from_numpy(prompt.astype(np.int64)).to(device)] = True
+            # Repetition alone looks at the prompt.
+            rules.used = UsedByRequest(
+                prompt if sampling.repetition_penalty != 1 else prompt[:0], output
+            )
         if sampling.bad_words:
             rules.output = output.tolist()
         return rules
 
-    def _penalise(self, logits: torch.Tensor, rows: list[tuple[int, _Rules]]) -> None:
-        """All rows with penalties at once, in place."""
-        own = [rules.sampling for _, rules in rows]
-        index = torch.tensor([row for row, _ in rows], device=self._device)
+    def _used(self, ruled: Sequence[tuple[int, _Rules]]) -> UsedTokens:
+        """The used tokens of all rows with penalties."""
+        rows = [(row, own.used, own.sampling) for row, own in ruled if own.used is not None]
+        lengths = [len(used) for _, used, _ in rows]
 
-        def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=self._device)
+        def spread(values: list[float]) -> torch.Tensor:
+            return self._tensor(np.repeat(np.array(values, np.float32), lengths))
 
-        logits[index] = apply_penalties(
-            logits[index],
-            torch.stack([rules.in_prompt for _, rules in rows if rules.in_prompt is not None]),
-            torch.stack([rules.counts for _, rules in rows if rules.counts is not None]),
-            repetition=column([sampling.repetition_penalty for sampling in own]),
-            presence=column([sampling.presence_penalty for sampling in own]),
-            frequency=column([sampling.frequency_penalty for sampling in own]),
+        row, token = self._pairs((row, used.tokens) for row, used, _ in rows)
+        return UsedTokens(
+            row=row,
+            token=token,
+            count=self._tensor(np.concatenate([used.counts for _, used, _ in rows])),
+            repetition=spread([sampling.repetition_penalty for _, _, sampling in rows]),
+            presence=spread([sampling.presence_penalty for _, _, sampling in rows]),
+            frequency=spread([sampling.frequency_penalty for _, _, sampling in rows]),
         )
+
+    def _pairs(
+        self, rows: Iterable[tuple[int, Sequence[int] | Int64Array]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows [N], tokens [N]) of the tokens of each row."""
+        listed = list(rows)
+        lengths = [len(tokens) for _, tokens in listed]
+        row = np.repeat(np.array([row for row, _ in listed], np.int64), lengths)
+        tokens = np.concatenate([np.asarray(tokens, np.int64) for _, tokens in listed])
+        return self._tensor(row), self._tensor(tokens)
+
+    def _tensor(self, array: "np.ndarray[Any, Any]") -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 def _asks(sampling: Sampling) -> bool:
@@ -143,15 +161,3 @@ def _asks(sampling: Sampling) -> bool:
         or sampling.logit_bias
         or sampling.banned_until
     )
-
-
-def _forbid(logits: torch.Tensor, rules: _Rules, position: int) -> None:
-    """Everything but penalties, on one row [V], in place."""
-    if rules.forbidden is not None:
-        logits.masked_fill_(rules.forbidden, NEVER)
-    if rules.sampling.bad_words and (words := rules.completing()):
-        logits[words] = NEVER
-    if position < rules.sampling.banned_until:
-        logits[list(rules.sampling.banned)] = NEVER
-    if rules.bias_ids is not None and rules.bias is not None:
-        logits.index_add_(0, rules.bias_ids, rules.bias)

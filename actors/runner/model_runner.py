@@ -100,7 +100,7 @@ class ModelRunner:
         """Allocates the pages; steps of ``epoch`` may come."""
         self._bind(0)  # a restart frees the old pages before it takes new ones
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
-        self._sampler = Sampler(self._slots, config.vocab_size, self._device)
+        self._sampler = Sampler(self._slots, self._device)
         self._mover = PageMover(self._bind(config.num_pages), self._host(config.num_host_pages))
         self._epoch = epoch
         self._next_step = 0

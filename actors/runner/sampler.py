@@ -29,9 +29,9 @@ class Sampled:
 class Sampler:
     """Samples for the requests in ``slots``, which it only reads."""
 
-    def __init__(self, slots: RequestSlots, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, slots: RequestSlots, device: torch.device) -> None:
         self._slots = slots
-        self._processors = LogitsProcessors(vocab_size, device)
+        self._processors = LogitsProcessors(device)
 
     def take_news(self, info: SchedulerInfo) -> None:
         """Who left and who is new."""

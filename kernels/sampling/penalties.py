@@ -1,35 +1,33 @@
 """Penalties on tokens that a request has already used, as vLLM and the OpenAI API define them."""
 
+from dataclasses import dataclass
+
 import torch
 
 
-def apply_penalties(
-    logits: torch.Tensor,
-    in_prompt: torch.Tensor,
-    output_counts: torch.Tensor,
-    *,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-) -> torch.Tensor:
-    """Lower (or with negative penalties raise) the logits of used tokens.
+@dataclass(frozen=True, slots=True, eq=False)
+class UsedTokens:
+    """N pairs of a row and a token that its request has used, no pair twice, on one device.
 
-    Args:
-        logits: [S, V] any float dtype.
-        in_prompt: [S, V] bool, the token occurs in the prompt.
-        output_counts: [S, V] integer, how often the token has been generated.
-        repetition: [S] fp32, 1 = off; tokens of prompt or output: positive logits are divided by
-            it, negative ones multiplied (Keskar et al., 2019, "CTRL").
-        presence: [S] fp32, 0 = off; subtracted once from generated tokens.
-        frequency: [S] fp32, 0 = off; subtracted once per time a token was generated.
-
-    Returns:
-        [S, V] fp32, a new tensor.
+    As many as the requests have different tokens: a table over the vocabulary would have to be
+    read and written as a whole at every step.
     """
-    logits = logits.float()
-    generated = output_counts > 0
-    factor = repetition.unsqueeze(1)
-    repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = torch.where(in_prompt | generated, repeated, logits)
-    logits = logits - frequency.unsqueeze(1) * output_counts
-    return logits - presence.unsqueeze(1) * generated
+
+    row: torch.Tensor  # [N] int64
+    token: torch.Tensor  # [N] int64
+    count: torch.Tensor  # [N] int64, how often it was generated; 0 for a token of the prompt alone
+    repetition: torch.Tensor  # [N] fp32, of the row; 1 is off
+    presence: torch.Tensor  # [N] fp32, of the row; 0 is off
+    frequency: torch.Tensor  # [N] fp32, of the row; 0 is off
+
+
+def apply_penalties(logits: torch.Tensor, used: UsedTokens) -> None:
+    """Lower (or with negative penalties raise) the logits of used tokens, in place: [S, V] fp32.
+
+    Repetition divides positive logits and multiplies negative ones (Keskar et al., 2019, "CTRL").
+    Presence is subtracted once from a generated token, frequency once for each time.
+    """
+    found = logits[used.row, used.token]
+    repeated = torch.where(found > 0, found / used.repetition, found * used.repetition)
+    once = used.presence * (used.count > 0)
+    logits[used.row, used.token] = repeated - used.frequency * used.count - once

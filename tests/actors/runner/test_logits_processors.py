@@ -79,7 +79,7 @@ def process(processors: LogitsProcessors, logits: torch.Tensor, *rows: tuple[int
 def test_against_a_loop(own: Sampling, step_of: Make, row: Make) -> None:
     """Tokens come one by one; a row without rules beside it stays as it was."""
     numbers = random.Random(1)
-    processors = LogitsProcessors(VOCABULARY, torch.device("cpu"))
+    processors = LogitsProcessors(torch.device("cpu"))
     prompt, output = [5, 6, 9, 9], [5, 6, 5]
     processors.take_news(
         news(step_of, row, introduce(1, own, prompt, output), introduce(0, Sampling(), prompt))
@@ -104,7 +104,7 @@ def test_as_transformers_has_them(step_of: Make, row: Make) -> None:
     prompt = [3, 4, 4, 9]
     words = ((7,), (4, 5))
     own = Sampling(repetition_penalty=1.7)
-    processors = LogitsProcessors(VOCABULARY, torch.device("cpu"))
+    processors = LogitsProcessors(torch.device("cpu"))
     bad = Sampling(bad_words=words)
     processors.take_news(
         news(step_of, row, introduce(0, own, prompt), introduce(1, bad, [1], output=[3, 4]))
@@ -119,7 +119,7 @@ def test_as_transformers_has_them(step_of: Make, row: Make) -> None:
 
 def test_a_slot_keeps_nothing_of_the_request_before(step_of: Make, row: Make) -> None:
     """I20."""
-    used, fresh = (LogitsProcessors(VOCABULARY, torch.device("cpu")) for _ in range(2))
+    used, fresh = (LogitsProcessors(torch.device("cpu")) for _ in range(2))
     used.take_news(news(step_of, row, introduce(2, RICH, [5, 5, 9], [6, 5])))
     used.remember(np.array([2], np.int32), np.array([9], np.int32))
     for own in (RICH, Sampling(), Sampling(frequency_penalty=1.0)):
@@ -133,7 +133,7 @@ def test_a_slot_keeps_nothing_of_the_request_before(step_of: Make, row: Make) ->
 
 
 def test_half_precision_is_processed_in_full(step_of: Make, row: Make) -> None:
-    processors = LogitsProcessors(VOCABULARY, torch.device("cpu"))
+    processors = LogitsProcessors(torch.device("cpu"))
     processors.take_news(news(step_of, row, introduce(0, Sampling(logit_bias=((1, 0.01),)), [1])))
     logits = torch.full((1, VOCABULARY), 64.0, dtype=torch.bfloat16)
     assert process(processors, logits, (0, 1)).argmax() == 1
@@ -153,7 +153,7 @@ def test_through_the_engine(lease: int, tiny_model: Make, served: Make, request_
     prompts = {key: list(range(10 + key, 24 + key)) for key in range(3)}
     expected = {}
     for key, prompt in prompts.items():
-        processors = LogitsProcessors(128, torch.device("cpu"))
+        processors = LogitsProcessors(torch.device("cpu"))
         output: list[int] = []
         for _ in range(18):
             new = introduce(0, sampling, prompt, output)
