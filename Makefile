@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels serve test simulate lint format bench bench-core demo-model
+.PHONY: help install kernels sanitize serve test simulate lint format bench bench-core demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -21,6 +21,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 kernels: $(INSTALLED)  ## build the CPU kernels again, after a change to kernels/cpu
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
+
+SANITIZERS := -fsanitize=address,undefined:-fno-sanitize-recover=all -fsanitize=thread
+KERNELS := $(filter-out %/api.cpp,$(wildcard kernels/cpu/*.cpp))
+
+sanitize:  ## run every CPU kernel under the address, undefined behaviour and thread sanitizers
+	for flags in $(SANITIZERS); do for isa in "" "-mavx2 -mfma"; do \
+		program=$$(mktemp) && \
+		$(CXX) -std=c++17 -O1 -g -Wall -Wextra -Wno-psabi $$isa $$(echo $$flags | tr : ' ') -pthread \
+			tests/kernels/cpu/driver.cpp $(KERNELS) -o $$program && $$program || exit 1; rm -f $$program; \
+	done; done
 
 serve: $(INSTALLED)  ## serve the built-in model (ARGS="--port 8001 ...")
 	$(BIN)/rayfin serve $(ARGS)

@@ -5,6 +5,7 @@
 #include "decoder.h"
 #include "heads.h"
 #include "matmul.h"
+#include "measure.h"
 #include "norms.h"
 
 using namespace rayfin;
@@ -108,4 +109,14 @@ RAYFIN_API int64_t rayfin_decoder_workspace(const Decoder* decoder, int64_t toke
 RAYFIN_API void rayfin_decoder_run(Pool* pool, const Decoder* decoder, const Step* step) {
   Turn turn(pool);
   run_decoder(*pool, *decoder, *step);
+}
+
+RAYFIN_API float rayfin_read_all(Pool* pool, const Matrix* data) {
+  Turn turn(pool);
+  return read_all(*pool, *data);
+}
+
+RAYFIN_API double rayfin_multiply_all(Pool* pool, float* out) {
+  Turn turn(pool);
+  return multiply_all(*pool, out);
 }

@@ -1,0 +1,231 @@
+"""The CPU kernels beside torch, and beside what the machine can do.
+
+    python benchmarks/cpu_kernels.py --threads 1
+
+Every figure is the best of many short runs: on a machine that does other things as well, the best
+is what the code can do and the mean is what the neighbours let it. A share of 1.00 is the machine's
+measured read bandwidth or its FMA peak, whichever an operation meets first.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from rayfin.kernels.attention.cpu import CpuAttention
+from rayfin.kernels.attention.interface import PagedAttention, PagedBatch
+from rayfin.kernels.attention.torch import paged_attention
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix
+
+SHAPES: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
+    "135m": {
+        "qkv": (960, 576),
+        "attention out": (576, 576),
+        "gate, up": (3072, 576),
+        "down": (576, 1536),
+        "head": (49152, 576),
+    },
+    "0.6b": {
+        "qkv": (4096, 1024),
+        "attention out": (1024, 2048),
+        "gate, up": (6144, 1024),
+        "down": (1024, 3072),
+        "head": (151936, 1024),
+    },
+}
+HEADS = {"135m": (9, 3, 64), "0.6b": (16, 8, 128)}  # heads, kv_heads, dim
+ROWS = (1, 2, 4, 8, 16, 64, 256, 1024)
+CACHE_BYTES = 192 << 20  # weights rotate over so much memory, more than a cache holds
+PIECE = 12 << 20  # bytes read at once: short enough to be left in peace now and then
+PAGE_SIZE = 16
+
+
+def best(run: Callable[[int], object], seconds: float) -> float:
+    """The shortest of the runs that fit into ``seconds``, after one to warm up."""
+    run(0)
+    shortest, until, i = float("inf"), time.perf_counter() + seconds, 1
+    while i < 4 or time.perf_counter() < until:
+        start = time.perf_counter()
+        run(i)
+        shortest = min(shortest, time.perf_counter() - start)
+        i += 1
+    return shortest
+
+
+class Machine:
+    """Its measured limits."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        library, pool = kernels.library, kernels.pool
+        pieces = [Matrix(library, PIECE >> 12, 1024, torch.float32, False) for _ in range(16)]
+        out = torch.zeros(kernels.threads)
+        operations = library.rayfin_multiply_all(pool, out.data_ptr())
+        read = best(lambda i: library.rayfin_read_all(pool, pieces[i % 16].handle), 3.0)
+        multiply = best(lambda _: library.rayfin_multiply_all(pool, out.data_ptr()), 3.0)
+        self.bandwidth, self.flops = PIECE / read, operations / multiply
+
+    def floor(self, bytes_read: float, operations: float) -> float:
+        """Seconds that no code could beat."""
+        return max(bytes_read / self.bandwidth, operations / self.flops)
+
+
+def matmuls(kernels: CpuKernels, machine: Machine, shape: str, seconds: float) -> None:
+    print(f"\n### matmul, {shape}\n")
+    print("| weight | rows | stored | GFLOP/s | GB/s of weights | share | torch fp32, GFLOP/s |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (outputs, inputs) in SHAPES[shape].items():
+        weight = torch.randn(outputs, inputs)
+        for rows in ROWS:
+            if name == "head" and rows > 64:
+                continue
+            operations = 2 * rows * weight.numel()
+            torch_time = time_torch(weight, rows, seconds)
+            for storage in (torch.bfloat16, torch.float32):
+                size = weight.numel() * storage.itemsize
+                took = time_matmul(kernels, weight, storage, rows, name == "gate, up", seconds)
+                print(
+                    f"| {name} {outputs}x{inputs} | {rows} | {str(storage)[6:]} "
+                    f"| {operations / took / 1e9:.0f} | {size / took / 1e9:.1f} "
+                    f"| {machine.floor(size, operations) / took:.2f} "
+                    f"| {operations / torch_time / 1e9:.0f} |",
+                    flush=True,
+                )
+
+
+def time_torch(weight: torch.Tensor, rows: int, seconds: float) -> float:
+    copies = [weight.clone() for _ in range(max(1, CACHE_BYTES // weight.nbytes))]
+    x = torch.randn(rows, weight.shape[1])
+    return best(lambda i: F.linear(x, copies[i % len(copies)]), seconds)
+
+
+def time_matmul(
+    kernels: CpuKernels,
+    weight: torch.Tensor,
+    storage: torch.dtype,
+    rows: int,
+    paired: bool,
+    seconds: float,
+) -> float:
+    """With its activation, if gate and up projection are in one weight."""
+    copies = max(1, CACHE_BYTES // (weight.numel() * storage.itemsize))
+    packs = [kernels.pack([weight], paired=paired, storage=storage) for _ in range(copies)]
+    x, out = torch.randn(rows, weight.shape[1]), torch.empty(rows, packs[0].columns)
+    activation = Activation.SILU if paired else Activation.NONE
+
+    def run(i: int) -> object:
+        return kernels.matmul(x, packs[i % copies], activation=activation, out=out)
+
+    return best(run, seconds)
+
+
+def make_batch(rows: int, cached: int, chunk: int) -> PagedBatch:
+    """Rows alike, with pages that lie in any order."""
+    length = cached + chunk
+    pages = -(-length // PAGE_SIZE)
+    tables = torch.randperm(rows * pages).to(torch.int32).view(rows, pages)
+    starts = np.arange(rows + 1, dtype=np.int32) * chunk
+    lengths = np.full(rows, length, np.int32)
+    positions = torch.arange(cached, length).repeat(rows)
+    row = torch.arange(rows).repeat_interleave(chunk)
+    return PagedBatch(
+        query_start=torch.from_numpy(starts),
+        kv_len=torch.from_numpy(lengths),
+        page_tables=tables,
+        slots=tables[row, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE,
+        positions=positions,
+        query_start_cpu=starts,
+        kv_len_cpu=lengths,
+        decoding=rows if chunk == 1 else 0,
+        page_size=PAGE_SIZE,
+    )
+
+
+def attentions(kernels: CpuKernels, machine: Machine, shape: str, seconds: float) -> None:
+    heads, kv_heads, dim = HEADS[shape]
+    print(f"\n### attention, {shape}: {heads} heads, {kv_heads} key heads of {dim}\n")
+    print("| step | pages | GFLOP/s | GB/s of pages | share | torch, times slower |")
+    print("|---|---|---|---|---|---|")
+    steps = [(rows, length - 1, 1) for rows in (1, 8, 32) for length in (128, 512, 2048)]
+    steps += [(1, 0, 128), (1, 0, 512), (1, 0, 1024), (1, 512, 128)]
+    for rows, cached, chunk in steps:
+        length = cached + chunk
+        operations = 4 * rows * chunk * (cached + (chunk + 1) / 2) * heads * dim
+        for dtype in (torch.float32, torch.bfloat16):
+            size = 2 * rows * length * kv_heads * dim * dtype.itemsize
+            own, other = (
+                time_attention(kernel, shape, dtype, (rows, cached, chunk), seconds)
+                for kernel in (CpuAttention(kernels), paged_attention)
+            )
+            step = f"{rows} rows of {length}" if chunk == 1 else f"{chunk} tokens after {cached}"
+            print(
+                f"| {step} | {str(dtype)[6:]} | {operations / own / 1e9:.0f} "
+                f"| {size / own / 1e9:.1f} | {machine.floor(size, operations) / own:.2f} "
+                f"| {other / own:.1f} |",
+                flush=True,
+            )
+
+
+def time_attention(
+    kernel: PagedAttention,
+    shape: str,
+    dtype: torch.dtype,
+    step: tuple[int, int, int],
+    seconds: float,
+) -> float:
+    heads, kv_heads, dim = HEADS[shape]
+    rows, cached, chunk = step
+    batch, query = make_batch(*step), torch.randn(rows * chunk, heads, dim)
+    pages = rows * -(-(cached + chunk) // PAGE_SIZE)
+    one = torch.randn(2, pages, PAGE_SIZE, kv_heads, dim).to(dtype)
+    cache = [one.clone() for _ in range(max(1, min(64, CACHE_BYTES // one.nbytes)))]
+    return best(
+        lambda i: kernel(query, *cache[i % len(cache)], batch, scale=dim**-0.5),
+        seconds,
+    )
+
+
+def norms(kernels: CpuKernels, machine: Machine, seconds: float) -> None:
+    print("\n### norm with residual\n\n| rows | dim | us | torch, us |\n|---|---|---|---|")
+    for rows, dim in ((1, 576), (16, 576), (16, 1024), (512, 1024)):
+        x, weight, residual = torch.randn(rows, dim), torch.randn(dim), torch.randn(rows, dim)
+        took = best(
+            lambda _: kernels.rms_norm(x, weight, 1e-5, residual=residual, out=x),  # noqa: B023
+            seconds,
+        )
+        other = best(
+            lambda _: residual + F.rms_norm(x, (dim,), weight, 1e-5),  # noqa: B023
+            seconds,
+        )
+        print(f"| {rows} | {dim} | {took * 1e6:.1f} | {other * 1e6:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--isa", help="portable, avx2, avx512 or avx512vnni; the best if not given")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--only", choices=("matmul", "attention", "norm"))
+    parser.add_argument("--seconds", type=float, default=0.3, help="per figure")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    kernels = CpuKernels(args.threads, args.isa)
+    machine = Machine(kernels)
+    print(
+        f"{args.threads} threads, {args.isa or 'best'}: reads {machine.bandwidth / 1e9:.1f} GB/s, "
+        f"multiplies {machine.flops / 1e9:.0f} GFLOP/s in fp32"
+    )
+    for shape in args.shapes:
+        if args.only in (None, "matmul"):
+            matmuls(kernels, machine, shape, args.seconds)
+        if args.only in (None, "attention"):
+            attentions(kernels, machine, shape, args.seconds)
+    if args.only in (None, "norm"):
+        norms(kernels, machine, args.seconds)
+
+
+if __name__ == "__main__":
+    main()

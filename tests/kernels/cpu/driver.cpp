@@ -1,0 +1,204 @@
+// Every operation of the C interface on awkward sizes and exact allocations, for the sanitizers (`make sanitize`):
+// a read past an end, an overflow or a data race ends the program. Results are only compared between thread
+// counts; that they are right is the Python tests' business.
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../../../kernels/cpu/attention.h"
+#include "../../../kernels/cpu/decoder.h"
+#include "../../../kernels/cpu/matmul.h"
+#include "../../../kernels/cpu/norms.h"
+
+using namespace rayfin;
+
+namespace {
+
+std::mt19937 random_numbers(1);
+
+std::vector<float> floats(int64_t count) {
+  std::normal_distribution<float> normal;
+  std::vector<float> values(static_cast<size_t>(count));
+  for (float& value : values) value = normal(random_numbers);
+  return values;
+}
+
+std::vector<BFloat16> halves(int64_t count) {
+  std::vector<BFloat16> values(static_cast<size_t>(count));
+  for (BFloat16& value : values) narrow(floats(1)[0], &value);
+  return values;
+}
+
+void check(bool good, const char* what) {
+  if (good) return;
+  std::fprintf(stderr, "%s differs between thread counts\n", what);
+  std::exit(1);
+}
+
+// Runs an operation that fills `out` on one thread and on four.
+void on_pools(const char* what, int64_t size, const std::function<void(Pool&, float*)>& operation) {
+  std::vector<float> first(static_cast<size_t>(size)), second(static_cast<size_t>(size));
+  Pool one(1), four(4);
+  operation(one, first.data());
+  for (int i = 0; i < 3; ++i) operation(four, second.data());
+  check(first == second, what);
+}
+
+void matmuls() {
+  for (int64_t rows : {1, 2, 3, 5, 7, 13, 30, 101}) {
+    for (auto [outputs, inputs] : {std::pair<int64_t, int64_t>{1, 1}, {34, 19}, {66, 300}}) {
+      for (Storage storage : {kFloat32, kBFloat16}) {
+        for (bool paired : {false, true}) {
+          const int64_t total = paired ? 2 * outputs : outputs;
+          Matrix weight(total, inputs, storage, paired);
+          weight.fill(0, total, floats(total * inputs).data(), inputs);
+          const auto x = floats(rows * inputs), bias = floats(total), residual = floats(rows * outputs);
+          Epilogue epilogue;
+          epilogue.bias = bias.data();
+          epilogue.residual = paired ? nullptr : residual.data();
+          epilogue.residual_stride = outputs;
+          epilogue.activation = paired ? kGelu : kNone;
+          on_pools("matmul", rows * outputs, [&](Pool& pool, float* out) {
+            matmul(pool, weight, x.data(), inputs, rows, out, outputs, epilogue);
+          });
+        }
+      }
+    }
+  }
+}
+
+void norms() {
+  for (int64_t dim : {1, 7, 33, 576}) {
+    const auto x = floats(90 * dim), weight = floats(dim), residual = floats(90 * dim);
+    on_pools("norm", 90 * dim, [&](Pool& pool, float* out) {
+      rms_norm(pool, x.data(), dim, 90, dim, weight.data(), 1e-5f, residual.data(), dim, 0.5f, out, dim);
+    });
+  }
+}
+
+// A step of decoding rows and chunks over pages in a shuffled order.
+struct Pages {
+  int64_t page_size = 3, widest = 0, count = 0;
+  std::vector<int32_t> starts{0}, lengths, tables;
+  std::vector<int64_t> positions, slots;
+  int64_t decoding = 0;
+
+  Pages() {
+    const std::vector<std::pair<int, int>> rows = {{0, 1}, {140, 1}, {8, 1}, {0, 9}, {70, 40}, {5, 2}};
+    for (auto [cached, chunk] : rows) {
+      decoding += chunk == 1;
+      lengths.push_back(cached + chunk);
+      starts.push_back(starts.back() + chunk);
+      widest = std::max<int64_t>(widest, (cached + chunk + page_size - 1) / page_size);
+    }
+    for (size_t row = 0; row < rows.size(); ++row) {
+      const size_t first = tables.size();
+      for (int64_t i = 0; i < widest; ++i) tables.push_back(0);
+      for (int64_t i = 0; i < (lengths[row] + page_size - 1) / page_size; ++i)
+        tables[first + size_t(i)] = int32_t(count++);
+      for (int64_t p = rows[row].first; p < lengths[row]; ++p) {
+        positions.push_back(p);
+        slots.push_back(tables[first + size_t(p / page_size)] * page_size + p % page_size);
+      }
+    }
+  }
+};
+
+template <class Stored>
+void attentions(int64_t storage, std::vector<Stored> (*make)(int64_t)) {
+  const Pages pages;
+  for (auto [heads, kv_heads, key_dim, value_dim] :
+       {std::array<int64_t, 4>{6, 2, 8, 5}, {5, 1, 20, 36}, {3, 3, 64, 64}}) {
+    const int64_t tokens = pages.starts.back(), slots = pages.count * pages.page_size;
+    const auto query = floats(tokens * heads * key_dim), sinks = floats(heads);
+    const auto keys = make(slots * kv_heads * key_dim), values = make(slots * kv_heads * value_dim);
+    for (int64_t window : {0, 1, 50}) {
+      Attention a{query.data(), keys.data(), values.data(), pages.tables.data(), pages.starts.data(),
+                  pages.lengths.data(), window ? sinks.data() : nullptr, nullptr, heads * key_dim, pages.widest,
+                  int64_t(pages.lengths.size()), pages.decoding, pages.page_size, heads, kv_heads, key_dim,
+                  value_dim, window, storage, 0.3f, window ? 2.0f : 0.0f};
+      on_pools("attention", tokens * heads * value_dim, [&](Pool& pool, float* out) {
+        Attention own = a;
+        own.out = out;
+        attention(pool, own);
+      });
+    }
+  }
+}
+
+void decoders() {
+  const Pages pages;
+  const int64_t hidden = 24, heads = 4, kv_heads = 2, dim = 6, inner = 21, vocabulary = 37, layers = 2;
+  const int64_t qkv = (heads + 2 * kv_heads) * dim, slots = pages.count * pages.page_size;
+  std::vector<std::unique_ptr<Matrix>> matrices;
+  auto matrix = [&](int64_t outputs, int64_t inputs, bool paired = false) {
+    matrices.push_back(std::make_unique<Matrix>(outputs, inputs, kBFloat16, paired));
+    matrices.back()->fill(0, outputs, floats(outputs * inputs).data(), inputs);
+    return matrices.back().get();
+  };
+  const auto norm = floats(hidden), head_norm = floats(dim), bias = floats(qkv), turns = floats(400 * dim / 2);
+  auto keys = floats(layers * slots * kv_heads * dim), values = keys;
+  std::vector<Layer> all(static_cast<size_t>(layers));
+  for (size_t i = 0; i < all.size(); ++i) {
+    Layer& layer = all[i];
+    layer = {norm.data(), i ? norm.data() : nullptr, norm.data(), nullptr, matrix(qkv, hidden),
+             matrix(hidden, heads * dim), matrix(2 * inner, hidden, true), matrix(hidden, inner), bias.data(), nullptr,
+             nullptr, nullptr, head_norm.data(), i ? head_norm.data() : nullptr, nullptr, turns.data(), turns.data(),
+             keys.data() + int64_t(i) * slots * kv_heads * dim, values.data() + int64_t(i) * slots * kv_heads * dim,
+             i ? 9 : 0, 0.3f, 0.0f};
+  }
+  const Matrix* table = matrix(vocabulary, hidden);
+  const Decoder decoder{all.data(), table, table, norm.data(), nullptr, layers, hidden, inner, vocabulary, heads,
+                        kv_heads, dim, dim, dim, kFloat32, 0, kSilu, 1e-5f, 2.0f, 0.5f, 1.0f, 3.0f};
+  const int64_t tokens = pages.starts.back();
+  std::vector<int64_t> ids, sampled = {0, 1, 2, 11, tokens - 1};
+  for (int64_t i = 0; i < tokens; ++i) ids.push_back(i * 5 % vocabulary);
+  std::vector<float> workspace(size_t(workspace_floats(decoder, tokens, int64_t(sampled.size()))));
+  on_pools("decoder", int64_t(sampled.size()) * vocabulary, [&](Pool& pool, float* out) {
+    run_decoder(pool, decoder,
+                {ids.data(), pages.positions.data(), pages.slots.data(), sampled.data(), pages.tables.data(),
+                 pages.starts.data(), pages.lengths.data(), out, workspace.data(), tokens, int64_t(sampled.size()),
+                 pages.widest, int64_t(pages.lengths.size()), pages.decoding, pages.page_size});
+  });
+}
+
+// Threads that sleep, wake and end while operations come from two callers.
+void pools() {
+  for (int round = 0; round < 20; ++round) {
+    Pool pool(3);
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 2; ++caller) {
+      callers.emplace_back([&pool] {
+        for (int i = 0; i < 50; ++i) {
+          std::lock_guard<std::mutex> turn(pool.entry);
+          std::vector<int> seen(17);
+          pool.run(17, [&](int64_t tile, int thread) {
+            pool.scratch<int>(thread, 100)[tile] = 1;
+            ++seen[size_t(tile)];
+          });
+          for (int count : seen) check(count == 1, "number of tiles");
+          if (i % 10 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the workers doze off
+        }
+      });
+    }
+    for (auto& caller : callers) caller.join();
+  }
+}
+
+}  // namespace
+
+int main() {
+  pools();
+  matmuls();
+  norms();
+  attentions<float>(kFloat32, floats);
+  attentions<BFloat16>(kBFloat16, halves);
+  decoders();
+  std::puts("every operation ran clean");
+}

@@ -1,0 +1,169 @@
+"""The decoder in one call against the same decoder put together from reference operations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rayfin.kernels import reference
+from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+
+HIDDEN, INNER, VOCABULARY = 40, 27, 51
+HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY = 6, 2, 12, 10, 8
+THETA, EPS, LAYERS = 100.0, 1e-5, 3
+STEP = [(3, 1), (20, 1), (0, 9), (6, 5)]
+Case = Callable[..., Any]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen": {"biases": True, "head_norms": "each"},
+    "gemma": {
+        "out_norms": True,
+        "shape": {
+            "activation": Activation.GELU_TANH,
+            "embedding_scale": 6.3,
+            "logit_softcap": 2.0,
+        },
+        "layer": {"softcap": 1.5, "window": 7},
+    },
+    "olmo": {"in_norms": False, "out_norms": True, "head_norms": "whole"},
+    "granite": {"shape": {"residual_scale": 0.4, "logit_scale": 0.2}},
+    "sinks": {"layer": {"sinks": True, "window": 4}},
+}
+
+
+class Weights:
+    """Random weights of a variant, and the computation in reference operations."""
+
+    def __init__(
+        self,
+        in_norms: bool = True,
+        out_norms: bool = False,
+        biases: bool = False,
+        head_norms: str | None = None,
+        shape: dict[str, Any] | None = None,
+        layer: dict[str, Any] | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator) / size[-1] ** 0.5
+
+        def norm(size: int, wanted: bool) -> torch.Tensor | None:
+            return torch.rand(size, generator=generator) + 0.5 if wanted else None
+
+        queries, keys = HEADS * KEY_DIM, KV_HEADS * KEY_DIM
+        sizes = {"each": (KEY_DIM, KEY_DIM), "whole": (queries, keys)}.get(head_norms or "", (0, 0))
+        self.factors, self.options = shape or {}, dict(layer or {})
+        self.sinks = normal(HEADS) if self.options.pop("sinks", False) else None
+        self.whole = head_norms == "whole"
+        qkv = queries + keys + KV_HEADS * VALUE_DIM
+        self.layers = [
+            {
+                "qkv": normal(qkv, HIDDEN),
+                "attention_out": normal(HIDDEN, HEADS * VALUE_DIM),
+                "gate_up": normal(2 * INNER, HIDDEN),
+                "down": normal(HIDDEN, INNER),
+                "attention_norm": norm(HIDDEN, in_norms),
+                "attention_out_norm": norm(HIDDEN, out_norms),
+                "mlp_norm": norm(HIDDEN, in_norms),
+                "mlp_out_norm": norm(HIDDEN, out_norms),
+                "query_norm": norm(sizes[0], head_norms is not None),
+                "key_norm": norm(sizes[1], head_norms is not None),
+                "qkv_bias": normal(qkv) if biases else None,
+                "attention_out_bias": normal(HIDDEN) if biases else None,
+                "gate_up_bias": normal(2 * INNER) if biases else None,
+                "down_bias": normal(HIDDEN) if biases else None,
+            }
+            for _ in range(LAYERS)
+        ]
+        self.embedding, self.head = normal(VOCABULARY, HIDDEN), normal(VOCABULARY, HIDDEN)
+        self.final_norm = norm(HIDDEN, True)
+
+    def packed(self, kernels: CpuKernels) -> PackedDecoder:
+        matrices = ("qkv", "attention_out", "gate_up", "down")
+        layers = []
+        for weights in self.layers:
+            fields = {
+                name: kernels.pack([value], paired=name == "gate_up") if name in matrices else value
+                for name, value in weights.items()
+            }
+            layers.append(DecoderLayer(**fields, scale=0.3, sinks=self.sinks, **self.options))
+        shape = DecoderShape(
+            *(HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY, EPS),
+            **{"activation": Activation.SILU, "whole_norm": self.whole, **self.factors},
+        )
+        embedding, head = kernels.pack([self.embedding]), kernels.pack([self.head])
+        decoder = PackedDecoder(
+            kernels, shape, layers, embedding=embedding, head=head, final_norm=self.final_norm
+        )
+        angles = torch.arange(64.0).unsqueeze(1) * THETA ** (
+            -torch.arange(ROTARY // 2) / (ROTARY // 2)
+        )
+        decoder.turn_by([(angles.cos(), angles.sin())])
+        return decoder
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        case: Any,
+        sampled: torch.Tensor,
+        pages: list[list[torch.Tensor]],
+    ) -> torch.Tensor:
+        batch, factor = case.batch, self.factors
+        x = self.embedding[tokens] * factor.get("embedding_scale", 1.0)
+        residual_scale = factor.get("residual_scale", 1.0)
+        for weights, k_pages, v_pages in zip(self.layers, *pages, strict=True):
+            qkv = linear(normed(x, weights["attention_norm"]), weights, "qkv")
+            q, k, v = qkv.split([HEADS * KEY_DIM, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM], dim=-1)
+            if not self.whole:
+                q, k = q.unflatten(-1, (HEADS, KEY_DIM)), k.unflatten(-1, (KV_HEADS, KEY_DIM))
+            q, k = normed(q, weights["query_norm"]), normed(k, weights["key_norm"])
+            q, k = q.reshape(len(x), HEADS, KEY_DIM), k.reshape(len(x), KV_HEADS, KEY_DIM)
+            for heads in (q, k):
+                turned = reference.rotary(heads[..., :ROTARY], batch.positions, THETA)
+                heads[..., :ROTARY] = turned
+            v = v.reshape(len(x), KV_HEADS, VALUE_DIM)
+            reference.write_kv(k, v, k_pages, v_pages, batch.slots)
+            attended = reference.paged_attention(
+                q, k_pages, v_pages, batch, scale=0.3, sinks=self.sinks, **self.options
+            ).flatten(1)
+            out = linear(attended, weights, "attention_out")
+            x = x + residual_scale * normed(out, weights["attention_out_norm"])
+            merged = linear(normed(x, weights["mlp_norm"]), weights, "gate_up")
+            gelu = factor.get("activation") == Activation.GELU_TANH
+            gated = reference.gelu_mul(merged) if gelu else reference.silu_mul(merged)
+            out = linear(gated, weights, "down")
+            x = x + residual_scale * normed(out, weights["mlp_out_norm"])
+        logits = normed(x[sampled], self.final_norm) @ self.head.T * factor.get("logit_scale", 1.0)
+        cap = factor.get("logit_softcap")
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return x if weight is None else reference.rms_norm(x, weight, EPS)
+
+
+def linear(x: torch.Tensor, weights: dict[str, Any], name: str) -> torch.Tensor:
+    bias = weights[f"{name}_bias"]
+    return x @ weights[name].T + (0.0 if bias is None else bias)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant(kernels: CpuKernels, paged_case: Case, variant: str) -> None:
+    weights = Weights(**VARIANTS[variant])
+    case = paged_case(STEP, heads=HEADS, kv_heads=KV_HEADS, key_dim=KEY_DIM, value_dim=VALUE_DIM)
+    k_pages = [case.k_pages.clone() for _ in range(LAYERS)]
+    v_pages = [case.v_pages.clone() for _ in range(LAYERS)]
+    own = [[page.clone() for page in pages] for pages in (k_pages, v_pages)]
+    tokens = torch.arange(len(case.query)) * 7 % VOCABULARY
+    decoder = weights.packed(kernels)
+    decoder.bind(k_pages, v_pages)
+    for sampled in (torch.tensor([0, 1, 10, 15]), torch.tensor([15, 3, 3]), torch.arange(16)):
+        logits = decoder.run(tokens, case.batch, sampled)
+        expected = weights.run(tokens, case, sampled, own)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for actual, wanted in zip([*k_pages, *v_pages], [*own[0], *own[1]], strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert decoder.run(tokens, case.batch, torch.empty(0, dtype=torch.int64)).shape[0] == 0
