@@ -124,6 +124,8 @@ class Life:
             "timeout": draw.choice([None, None, None, None, 0.0001, 0.003, 0.05, 1.0]),
             "client": draw.choice("ab"),
             "extra_keys": draw.choice([(), (), (), ("salt",)]),
+            "logprobs": draw.choice([None, None, None, 0, 3]),
+            "prompt_logprobs": draw.choice([None, None, None, None, 2]),
         }
         if draw.random() < 0.12:
             settings["beams"] = BeamParams(

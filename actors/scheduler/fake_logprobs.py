@@ -20,6 +20,11 @@ def next_logprobs(context: Int32Array, seed: int, vocab_size: int) -> Float32Arr
     return row
 
 
+def size_of_prompt(prompt: Int32Array, vocab_size: int) -> int:
+    """A vocabulary that has the prompt's tokens too, which nobody checks here."""
+    return max(vocab_size, int(prompt.max()) + 1)
+
+
 def tell(said: Sequence[tuple[int, int, Float32Array]], most: int) -> Logprobs:
     """The message of N (place in ``tokens``, token, log probabilities [V]); ``most`` is its K."""
     values = np.array([row for _, _, row in said], np.float32)

@@ -30,9 +30,15 @@ from rayfin.actors.messages import (
     NewRequest,
     SchedulerInfo,
     StepResult,
+    TokenLogprob,
 )
 from rayfin.actors.scheduler.executor import GroupFailed
-from rayfin.actors.scheduler.fake_logprobs import next_logprobs, search_by_the_book, tell
+from rayfin.actors.scheduler.fake_logprobs import (
+    next_logprobs,
+    search_by_the_book,
+    size_of_prompt,
+    tell,
+)
 from rayfin.actors.scheduler.step_checks import check_form, check_limits
 
 UNWRITTEN = -7  # a slot of a page that nobody has written since it was taken
@@ -50,6 +56,8 @@ class Stream:
     def __init__(self, source: EngineRequest, vocab_size: int) -> None:
         self.source = source
         self.tokens: list[int] = list(source.output)
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []  # from the second token on
         self.ended: Ended | None = None
         self.aborted = False
         self.arrival = 0.0  # both on the executor's clock
@@ -73,6 +81,33 @@ class Stream:
                 tokens[end] = next_token(tokens[:end], self.seed, self._vocab_size)
             self._truth = tokens[:length]
         return self._truth[:length]
+
+    def check_logprobs(self) -> None:
+        """What was told is what the model thinks of each token, where it was asked for."""
+        source, sampling, size = self.source, self.source.sampling, self._vocab_size
+        prompt, first = len(source.prompt), len(source.prompt) + len(source.output)
+        asked = sampling.logprobs is not None and source.beams is None
+        assert len(self.logprobs) == (len(self.tokens) - len(source.output) if asked else 0)
+        for position, told in enumerate(self.logprobs, start=first):
+            self._check_logprob(position, told, sampling.logprobs or 0, size)
+        for position, told in enumerate(self.prompt_logprobs, start=1):
+            assert sampling.prompt_logprobs is not None
+            size = size_of_prompt(source.prompt, size)
+            self._check_logprob(position, told, sampling.prompt_logprobs, size)
+        if sampling.prompt_logprobs is not None and self.logprobs:
+            assert len(self.prompt_logprobs) == prompt - 1, (
+                "the prompt is told of before its output"
+            )
+
+    def _check_logprob(self, position: int, told: TokenLogprob, most: int, size: int) -> None:
+        context = self.truth(position + 1)
+        row = next_logprobs(context[:-1], self.seed, size)
+        assert told.logprob == row[context[-1]]
+        assert told.rank == 1 + (row > told.logprob).sum()
+        likeliest = np.argsort(-row, kind="stable")[:most]
+        assert told.top[:most] == tuple(
+            zip(likeliest.tolist(), row[likeliest].tolist(), strict=True)
+        )
 
     @cached_property
     def search(self) -> tuple[list[Hypothesis], int]:
@@ -267,6 +302,7 @@ class FakeExecutor:
             source = stream.source
             if source.beams is None:
                 assert new.sampling == source.sampling
+                self._check_history(new, stream)
             assert new.cap == len(source.prompt) + source.stopping.max_tokens
             assert new.stop_token_ids == source.stopping.stop_token_ids
             known = len(source.prompt) + len(stream.tokens)
@@ -275,6 +311,18 @@ class FakeExecutor:
         else:
             self.live[new.handle] = Mirror(new, None, stream.source, known)
         self.entered.append(new.sampling.seed)
+
+    def _check_history(self, new: NewRequest, stream: Stream) -> None:
+        if new.sampling.needs_history:
+            prompt, known = (
+                len(stream.source.prompt),
+                len(stream.source.prompt) + len(stream.tokens),
+            )
+            assert new.history is not None and new.prompt_len == prompt
+            assert len(new.history) >= known, "tokens that the client has are not sent back"
+            assert np.array_equal(new.history, stream.truth(len(new.history)))
+        else:
+            assert new.history is None, "a history that nobody needs"
 
     def _num_shared(self, info: SchedulerInfo, row: int, pages: list[int], moved: set[int]) -> int:
         """How many of a request's first ``pages`` it found in the cache.
@@ -322,6 +370,8 @@ class FakeExecutor:
         for row in range(len(info.ids)):
             mirror = self.live[int(info.ids[row])]
             self._check_pages(info, row, mirror)
+            if mirror.new.sampling.prompt_logprobs is not None and not info.is_decoding[row]:
+                self._score(info, row, mirror, result)
             if mirror.over_since is None:
                 rows.append(row)
             else:
@@ -415,6 +465,19 @@ class FakeExecutor:
         if mirror.new.sampling.logprobs is not None:
             told = next_logprobs(context, seed, self.config.vocab_size)
             self._told.append((row * info.lease + column, mirror.sampled, told))
+
+    def _score(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
+        """What the model thinks of the prompt tokens that follow those of the row's chunk."""
+        new, first = mirror.new, int(info.kv_len[row]) + 1
+        assert new.history is not None, "a prompt to score was not sent"
+        prompt, seed = new.history[: new.prompt_len], new.sampling.seed
+        size = size_of_prompt(prompt, self.config.vocab_size)
+        said = [
+            (at, int(prompt[at]), next_logprobs(prompt[:at], seed, size))
+            for at in range(first, min(first + int(info.chunk_len[row]), new.prompt_len))
+        ]
+        if said:
+            result.prompt_logprobs[row] = tell(said, new.sampling.prompt_logprobs or 0)
 
     def _goes_on(self, mirror: Mirror) -> bool:
         """Whether a row of a lease samples once more; ``RequestSlots.goes_on`` says the same."""

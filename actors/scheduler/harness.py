@@ -51,6 +51,8 @@ class Harness:
         extra_keys: tuple[str, ...] = (),
         sibling_of: int | None = None,
         beams: BeamParams | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -59,7 +61,7 @@ class Harness:
         source = EngineRequest(
             request_id=f"r{seed}",
             prompt=np.array(prompt, np.int32),
-            sampling=Sampling(seed=seed),
+            sampling=Sampling(seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
             stopping=StopRules(max_tokens, frozenset(stop) | frozenset(eos), frozenset(eos)),
             client=client,
             key=seed if key is None else key,
@@ -104,7 +106,15 @@ class Harness:
             assert len(keys) == len(deltas.tokens)
             most = self.executor.log[-1].lease if self.executor.log else 0
             assert max(Counter(keys).values(), default=0) <= most
-            assert keys or deltas.ended, "an empty message"
+            assert keys or deltas.ended or deltas.prompt_logprobs, "an empty message"
+            for at, entry in deltas.logprobs.entries() if deltas.logprobs is not None else ():
+                self.streams[client, keys[at]].logprobs.append(entry)
+            for key, logprobs in deltas.prompt_logprobs.items():
+                stream = self.streams[client, key]
+                assert stream.open, "a prompt's log probabilities after the end"
+                for position, entry in logprobs.entries():
+                    assert position == len(stream.prompt_logprobs) + 1, "told twice, or not at all"
+                    stream.prompt_logprobs.append(entry)
             for key, token in zip(keys, deltas.tokens.tolist(), strict=True):
                 stream = self.streams[client, key]
                 assert stream.open, "a token after the end"
@@ -146,6 +156,7 @@ class Harness:
     def check_stream(self, stream: Stream) -> None:
         """It is over, and got exactly what it should have got until then."""
         tokens, reason, stop = self.expected(stream)
+        stream.check_logprobs()
         if stream.aborted:
             assert stream.ended is None
             assert stream.tokens == tokens[: len(stream.tokens)]
