@@ -17,7 +17,7 @@ AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 ISAS: dict[str, list[str]] = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    ISAS |= {"avx2": AVX2, "avx512": AVX512, "avx512vnni": [*AVX512, "-mavx512vnni"]}
+    ISAS |= {"avx2": AVX2, "avx512": AVX512}
 
 
 def source_hash() -> str:

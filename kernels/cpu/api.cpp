@@ -32,7 +32,7 @@ RAYFIN_API const char* rayfin_best_isa() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512) return __builtin_cpu_supports("avx512vnni") ? "avx512vnni" : "avx512";
+  if (avx512) return "avx512";
   if (avx2) return "avx2";
 #endif
   return "portable";

@@ -12,12 +12,12 @@ namespace rayfin {
 namespace {
 
 constexpr int kKeys = 4;     // keys multiplied at once: their sums fill the FMA pipes
-constexpr int64_t kAheadBytes = 6 << 10;
+constexpr int64_t kAheadBytes = 16 << 10;
 constexpr int kValues = 16;  // values added up between two visits to the outputs
 
 template <class Stored>
 RAYFIN_INLINE void fetch(const Stored* p) {
-  __builtin_prefetch(p, 0, 3);
+  __builtin_prefetch(p, 0, 2);  // not to the first level: 16 values a power of two apart would drive each other out
 }
 
 // scores[g][0 .. 3] = query g . key 0 .. 3, for kG heads that share the keys.

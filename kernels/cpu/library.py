@@ -13,7 +13,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-ISAS = ("portable", "avx2", "avx512", "avx512vnni")
+ISAS = ("portable", "avx2", "avx512")
 """Instruction sets from the most common to the widest."""
 
 FOLDER = Path(__file__).parent

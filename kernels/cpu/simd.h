@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #define RAYFIN_INLINE inline __attribute__((always_inline))
 
 namespace rayfin {
@@ -59,9 +63,16 @@ RAYFIN_INLINE Vec load(const float* p) {
 }
 
 RAYFIN_INLINE Vec load(const BFloat16* p) {
+#if defined(__AVX512F__)  // one instruction, of which GCC 12 makes three on its own
+  VecU wide = bit_cast<VecU>(_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__AVX2__)
+  VecU wide = bit_cast<VecU>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
   HalfVec half;
   std::memcpy(&half, p, sizeof(half));
-  return bit_cast<Vec>(__builtin_convertvector(half, VecU) << 16);
+  VecU wide = __builtin_convertvector(half, VecU);
+#endif
+  return bit_cast<Vec>(wide << 16);
 }
 
 RAYFIN_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
