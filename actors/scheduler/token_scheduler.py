@@ -8,6 +8,7 @@ from rayfin.actors.config import BatchLimits
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.preemption import make_room
+from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.step_builder import Chunk
 
 
@@ -39,8 +40,9 @@ class TokenScheduler:
         for slot in running.prefilling:
             if budget <= 0 or len(chunks) == self._limits.max_prefill_batch:
                 break
-            chunks.append(take_chunk(self._lifecycle, slot, min(budget, self._longest_chunk)))
-            budget -= chunks[-1].length
+            if most := self._most(running.request(slot), budget, chunks):
+                chunks.append(take_chunk(self._lifecycle, slot, most))
+                budget -= chunks[-1].length
         return chunks
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
@@ -50,9 +52,23 @@ class TokenScheduler:
             request = lifecycle.waiting.peek()
             if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
                 return
-            slot = lifecycle.admit()
-            chunks.append(take_chunk(lifecycle, slot, min(budget, self._longest_chunk)))
+            if not (most := self._most(request, budget, chunks)):
+                return
+            chunks.append(take_chunk(lifecycle, lifecycle.admit(), most))
             budget -= chunks[-1].length
+
+    def _most(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
+        """Tokens of the request's prompt that a step with these ``chunks`` may take.
+
+        A prompt that is scored wants the logits of all of its tokens. Memory was measured with
+        those of ``max_decoding_batch`` tokens, which is what all such chunks of a step may have.
+        """
+        most = min(budget, self._longest_chunk)
+        if not request.scoring:
+            return most
+        running = self._lifecycle.running
+        scored = sum(own.length for own in chunks if running.request(own.slot).scoring)
+        return min(most, self._limits.max_decoding_batch - scored)
 
 
 def take_chunk(lifecycle: Lifecycle, slot: int, budget: int) -> Chunk:

@@ -148,6 +148,22 @@ def test_long_prompts_leave_room_for_others(harness: Make) -> None:
     assert [step.chunk_len.tolist()[-1] for step in h.executor.log[1:4]] == [6, 6, 2]
 
 
+def test_scored_prompts_have_no_more_logits_than_memory_was_measured_for(harness: Make) -> None:
+    h = harness(max_batch_tokens=32, max_decoding_batch=6)
+    scored = [h.add(length, 2, prompt_logprobs=1, logprobs=0) for length in (25, 3, 9)]
+    other = h.add(30, 2)
+    h.run()
+    h.check()
+    assert [len(stream.prompt_logprobs) for stream in scored] == [24, 2, 8]
+    scoring: dict[int, bool] = {}  # by handle
+    for step in h.executor.log:
+        scoring.update((new.handle, new.sampling.prompt_logprobs == 1) for new in step.new_requests)
+        rows = range(step.decoding_batch, len(step.ids))
+        assert sum(int(step.chunk_len[row]) for row in rows if scoring[int(step.ids[row])]) <= 6
+    assert max(len(step.merge_prompt) for step in h.executor.log) > 24  # the other is not held up
+    assert other.ended.finish_reason == "length"
+
+
 def test_two_long_prompts_share_a_step(harness: Make) -> None:
     h = harness(max_batch_tokens=16, long_prefill_token_threshold=6, steps_in_flight=1)
     for _ in range(3):
