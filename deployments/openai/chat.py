@@ -67,7 +67,8 @@ class ChatHandler:
         deltas = generation.run()
         if not body.stream:
             await while_connected(request, generation.finish(deltas))
-            return Response(self._reply(generation), 200, headers, "application/json")
+            reply = await generation.written(self._reply)
+            return Response(reply, 200, headers, "application/json")
         first = await first_of(request, deltas)
         events = self._events(generation, after(first, deltas))
         return EventStream(closed_by_done(events), deltas, headers)

@@ -13,6 +13,7 @@ from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.beams import search_params, text_params
 from rayfin.deployments.openai.bodies import CompletionRequest
 from rayfin.deployments.openai.choice import Choice, Prompt
+from rayfin.deployments.openai.fields import called
 from rayfin.deployments.openai.generation import (
     Deltas,
     Generation,
@@ -50,21 +51,9 @@ class CompletionHandler:
     async def answer(self, request: Request, headers: dict[str, str]) -> Response:
         """The whole completion, or the stream of its chunks once the first token is there."""
         body = self._body
-        search = search_params(body, body.token_limit())
-        params = (
-            body.sampling_params(self._service.sampling_defaults, body.token_limit())
-            if search is None
-            else text_params(body, search)
-        )
-        generation = await Generation.prepare(
-            self._service,
-            await self._prompts(params),
-            params,
-            request_id=f"cmpl-{uuid.uuid4().hex}",  # the server's own, whatever the client's is
-            priority=body.priority or 0,
-            caller=Caller.of(request),
-            search=search,
-        )
+        # An echo is told of as the answer is.
+        with called({"prompt_logprobs": "logprobs"} if body.prompt_logprobs is None else {}):
+            generation, params = await self._prepare(Caller.of(request))
         for choice in generation.choices:
             choice.silent = body.scores_only
             if body.stream and params.prompt_logprobs is not None:  # each is echoed with its own
@@ -72,10 +61,31 @@ class CompletionHandler:
         deltas = generation.run()
         if not body.stream:
             await while_connected(request, generation.finish(deltas))
-            return Response(self._reply(generation), 200, headers, "application/json")
+            reply = await generation.written(self._reply)
+            return Response(reply, 200, headers, "application/json")
         first = await first_of(request, deltas)
         events = self._events(generation, after(first, deltas))
         return EventStream(closed_by_done(events), deltas, headers)
+
+    async def _prepare(self, caller: Caller) -> tuple[Generation, SamplingParams]:
+        """What will run, all of it checked."""
+        body, service = self._body, self._service
+        search = search_params(body, body.token_limit())
+        params = (
+            body.sampling_params(service.sampling_defaults, body.token_limit())
+            if search is None
+            else text_params(body, search)
+        )
+        generation = await Generation.prepare(
+            service,
+            await self._prompts(params),
+            params,
+            request_id=f"cmpl-{uuid.uuid4().hex}",  # the server's own, whatever the client's is
+            priority=body.priority or 0,
+            caller=caller,
+            search=search,
+        )
+        return generation, params
 
     async def _prompts(self, params: SamplingParams) -> list[Prompt]:
         return [await self._prompt(written, params) for written in self._body.prompts()]

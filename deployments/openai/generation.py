@@ -27,7 +27,9 @@ from rayfin.deployments.openai.sse import cancelled, until_disconnect
 from rayfin.deployments.requests import build_requests
 from rayfin.deployments.text.output import OutputText, TextDelta
 
+CHARACTERS_TOLD = 50  # of JSON, at least, for a log probability
 LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop
+MAX_PROMPT_LOGPROBS = 2**18  # of all prompts of one HTTP request: tens of megabytes of JSON
 MAX_CHOICES = 1024  # prompts x n of one HTTP request
 
 T = TypeVar("T")
@@ -107,6 +109,7 @@ class Generation:
                     cache_salt=prompt.cache_salt,
                 )
             )
+        _check_scores([own for group in requests for own in group])
         for request in itertools.chain.from_iterable(requests):
             request.tenant, request.timeout = caller.tenant, caller.timeout
         if num_candidates(params) > params.n:
@@ -134,6 +137,11 @@ class Generation:
                     likeliest([choice.likelihood for choice in group], self._wanted)
                 )
             ]
+
+    async def written(self, reply: "Callable[[Generation], str]") -> str:
+        """The whole answer; one with many log probabilities is written off the event loop."""
+        told = sum(len(own.logprobs) + len(own.prompt.scores) for own in self.choices)
+        return await off_loop(told * CHARACTERS_TOLD, partial(reply, self))
 
     def usage(self) -> Usage:
         """The tokens so far; a prompt counts once, and choices whether they are given or not."""
@@ -164,6 +172,21 @@ class Generation:
                 if choice.output.finished:
                     return
         raise RequestFailed("The engine failed on this request.")
+
+
+def _check_scores(requests: Sequence[EngineRequest]) -> None:
+    """Refuses prompts of which more would be told than an answer can hold."""
+    told = sum(
+        len(own.prompt) * (1 + (own.sampling.prompt_logprobs or 0))
+        for own in requests
+        if own.sampling.prompt_logprobs is not None
+    )
+    if told > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"An answer tells at most {MAX_PROMPT_LOGPROBS} log probabilities of its prompts, and "
+            f"this one would tell {told}.",
+            "prompt_logprobs",
+        )
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:

@@ -8,12 +8,14 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from rayfin.deployments.openai import generation
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
 REPLY = "Sure — here you go: 👩‍👩‍👧 مرحبا.\n\nEND of it"
 PROMPT = "hello world of tokens"
 USER = [{"role": "user", "content": "hello"}]
+ECHO = {"logprobs": 3, "echo": True}
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
@@ -166,3 +168,28 @@ async def test_of_every_token(http: httpx.AsyncClient, engine: Any) -> None:
     assert len(choice["logprobs"]["top_logprobs"][0]) == 4  # all that was told, and its own
     assert set(choice["prompt_logprobs"][1]) >= {"5", "6", "7"}
     assert engine.seen[0].sampling.logprobs == engine.limits.vocab_size
+
+
+async def test_an_answer_is_no_larger_than_it_may_be(
+    http: httpx.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts are scored alone, with few tokens beside each of theirs."""
+    monkeypatch.setattr(generation, "MAX_PROMPT_LOGPROBS", 120)
+    long: dict[str, Any] = {"prompt": [[5] * 30, [6] * 30], "max_tokens": 1}
+    for fields, param in (({"prompt_logprobs": 2}, "prompt_logprobs"), (ECHO, "logprobs")):
+        error = (await http.post("/v1/completions", json={**long, **fields})).json()["error"]
+        assert (error["param"], error["code"]) == (param, "invalid_value")
+        assert f" {param} " not in error["message"] and "at most 120" in error["message"]
+    assert engine.seen == []
+    reply = await http.post("/v1/completions", json={**long, "prompt_logprobs": 1})
+    assert [len(choice["prompt_logprobs"]) for choice in reply.json()["choices"]] == [30, 30]
+
+
+async def test_a_long_answer_is_written_off_the_event_loop(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "LONG_TEXT", 1)
+    body = {"prompt": PROMPT, "max_tokens": 5, "logprobs": 1, "seed": 1}
+    long = (await http.post("/v1/completions", json=body)).json()
+    monkeypatch.undo()
+    assert (await http.post("/v1/completions", json=body)).json()["choices"] == long["choices"]
