@@ -21,7 +21,7 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidRequest, Overloaded
 from rayfin.actors.messages import COPY, BeamParams
-from rayfin.actors.scheduler.fake_runner import Stream
+from rayfin.actors.scheduler.fake_stream import Stream
 from rayfin.actors.scheduler.harness import make_harness
 
 STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]

@@ -14,7 +14,8 @@ from rayfin.actors.config import BatchLimits, EngineConfig
 from rayfin.actors.errors import DeadlineExceeded
 from rayfin.actors.messages import BeamParams, EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.fake_runner import FakeExecutor, Stream
+from rayfin.actors.scheduler.fake_runner import FakeExecutor
+from rayfin.actors.scheduler.fake_stream import Stream
 
 
 class Harness:

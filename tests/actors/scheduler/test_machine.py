@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from rayfin.actors.errors import Overloaded
 from rayfin.actors.scheduler.fair_queue import FairQueue
-from rayfin.actors.scheduler.fake_runner import Stream
+from rayfin.actors.scheduler.fake_stream import Stream
 from rayfin.actors.scheduler.harness import Harness, make_harness
 
 MODEL_LEN = 24
