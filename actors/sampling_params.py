@@ -82,13 +82,15 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
+            if (count := getattr(self, name)) is True:
+                setattr(self, name, 1)
+            elif count is not None:
                 _integer(name, count, WHOLE_VOCABULARY, None)
         self.stop = _strings("stop", self.stop, MAX_STOP_STRINGS)
         self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True", "stop")
-        self.bad_words = _strings("bad_words", self.bad_words, None)
+        self.bad_words = list(dict.fromkeys(_strings("bad_words", self.bad_words, None)))
         self.logit_bias = _biases(self.logit_bias)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)

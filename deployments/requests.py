@@ -77,8 +77,8 @@ def build_requests(
 def sampling_defaults(model: str | Path, revision: str | None = None) -> dict[str, Any]:
     """The sampling defaults of the model's ``generation_config.json``, for requests that name none.
 
-    As in vLLM these are temperature, top_p, top_k, min_p, repetition_penalty and, as a cap of
-    ``max_tokens``, max_new_tokens.
+    As in vLLM these are temperature, top_p, top_k, min_p, repetition_penalty and, as max_tokens,
+    max_new_tokens.
 
     Raises:
         InvalidConfig: one of them is outside its range.

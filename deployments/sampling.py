@@ -91,12 +91,12 @@ def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer | None) -> list[list
         spaced = tokenizer.encode(" " + bare, False)
         if len(spaced) == len(first) and spaced[0] != first[0]:
             found.append(spaced)
-    if len(found) > MAX_BAD_WORDS:
-        raise InvalidRequest(
-            f"bad_words takes at most {MAX_BAD_WORDS} strings of tokens, got {len(found)}.",
-            "bad_words",
-            "array_above_max_length",
-        )
+        if len(found) > MAX_BAD_WORDS:
+            raise InvalidRequest(
+                f"bad_words takes at most {MAX_BAD_WORDS} strings of tokens.",
+                "bad_words",
+                "array_above_max_length",
+            )
     return found
 
 

@@ -116,9 +116,10 @@ class GenerationBody(BaseModel):
         self.check()
         named = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in named.items() if value is not None}
-        limits = [limit for limit in (max_tokens, defaults.get("max_tokens")) if limit is not None]
+        if max_tokens is None:
+            max_tokens = defaults.get("max_tokens")
         return SamplingParams(
-            **{**defaults, **given, "max_tokens": min(limits, default=None)},
+            **{**defaults, **given, "max_tokens": max_tokens},
             logprobs=self.logprobs_wanted(),
             prompt_logprobs=self.prompt_logprobs_wanted(),
         )

@@ -53,7 +53,7 @@ NAN, INF = float("nan"), float("inf")
         ("repetition_penalty", -1.0, "decimal_below_min_value"),
         ("repetition_penalty", INF, "invalid_value"),
         ("logprobs", -2, "integer_below_min_value"),
-        ("logprobs", True, "invalid_type"),
+        ("logprobs", False, "invalid_type"),
         ("prompt_logprobs", -2, "integer_below_min_value"),
         ("prompt_logprobs", 1.5, "invalid_type"),
         ("best_of", 0, "integer_below_min_value"),
@@ -102,7 +102,7 @@ def test_refused(name: str, value: Any, code: str) -> None:
         {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
         {"logprobs": -1, "prompt_logprobs": 0},
         {"logit_bias": {}, "bad_words": [], "extra_args": {}},
-        {"bad_words": ["a"] * 500},  # counted once they are tokens
+        {"bad_words": [str(i) for i in range(500)]},  # counted once they are tokens
         {"allowed_token_ids": [0], "truncate_prompt_tokens": -1},
         {"presence_penalty": 0, "repetition_penalty": 1, "frequency_penalty": 0.0},
     ],
@@ -122,6 +122,9 @@ def test_normal_forms() -> None:
     assert biases == {7: 100.0, 8: -100.0, 9: 1.0}
     assert SamplingParams(logit_bias={}).logit_bias is None
     assert SamplingParams(bad_words="no").bad_words == ["no"]
+    assert SamplingParams(bad_words=["no", "yes", "no"]).bad_words == ["no", "yes"]
+    told = SamplingParams(logprobs=True, prompt_logprobs=True)  # as vLLM reads it
+    assert (told.logprobs, told.prompt_logprobs) == (1, 1)
 
 
 def test_best_of_is_no_less_than_n_and_not_greedy() -> None:

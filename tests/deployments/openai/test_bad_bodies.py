@@ -73,7 +73,7 @@ COMPLETIONS: list[tuple[Any, str | None, str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids", VALUE),
     ({"allowed_token_ids": [99999]}, "allowed_token_ids", "invalid_token_id"),
     ({"bad_words": [""]}, "bad_words", VALUE),
-    ({"bad_words": ["x"] * 200}, "bad_words", "array_above_max_length"),
+    ({"bad_words": [str(i) for i in range(200)]}, "bad_words", "array_above_max_length"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", LOW),
     ({"truncate_prompt_tokens": 129}, "truncate_prompt_tokens", HIGH),
     ({"truncation_side": "middle"}, "truncation_side", VALUE),

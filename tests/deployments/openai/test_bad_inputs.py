@@ -292,7 +292,10 @@ ROWS: list[Any] = [
         for bias in ({"abc": 1}, {"-1": 1}, {"999999": 1}, {str(i): 1 for i in range(10_000)})
     ),
     *(completion("115", 400, None, None, allowed_token_ids=t) for t in ([], [999_999], [-1])),
-    *(completion("116", 400, None, None, bad_words=w) for w in ([""], ["x"] * 10_000)),
+    *(
+        completion("116", 400, None, None, bad_words=w)
+        for w in ([""], [f"x{i}" for i in range(10_000)])
+    ),
     completion("117", 200, None, None, prompt=[5] * 100, ignore_eos=True),
     *(completion("119", 400, TYPE, "stream", stream=s) for s in ("yes", 1)),
     completion("120", 400, VALUE, "stream_options", stream_options={"include_usage": True}),

@@ -111,13 +111,15 @@ async def test_prompts_in_every_form(
 async def test_the_models_own_defaults(
     service: OpenAIService, http: httpx.AsyncClient, engine: Any
 ) -> None:
-    """``max_tokens`` is a cap, as in vLLM; the others give way to the request."""
+    """They give way to the request, and so does the limit that the route has of its own."""
     service.sampling_defaults.update(repetition_penalty=1.5, temperature=0.25, max_tokens=5)
     for fields in ({}, {"repetition_penalty": 1.0, "max_tokens": 3}, {"max_tokens": 50}):
         await http.post("/v1/chat/completions", json={"messages": USER, **fields})
     assert [request.sampling.repetition_penalty for request in engine.seen] == [1.5, 1.0, 1.5]
-    assert [request.stopping.max_tokens for request in engine.seen] == [5, 3, 5]
+    assert [request.stopping.max_tokens for request in engine.seen] == [5, 3, 50]
     assert {request.sampling.temperature for request in engine.seen} == {0.25}
+    await http.post("/v1/completions", json={"prompt": "hello"})
+    assert engine.seen[-1].stopping.max_tokens == 16
 
 
 @pytest.mark.parametrize("stream", [False, True])

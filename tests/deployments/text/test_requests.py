@@ -150,7 +150,7 @@ def test_bad_words_begin_a_text_or_follow_a_space(byte_level: Tokenizer) -> None
             allowed_token_ids=byte_level.encode("hello", False),
         )
     with pytest.raises(InvalidRequest, match="at most 128"):
-        build([1], roomy, byte_level, bad_words=["hello"] * 129)
+        build([1], roomy, byte_level, bad_words=[str(i) for i in range(129)])
 
 
 def test_a_salt_keeps_pages_apart() -> None:
