@@ -26,6 +26,7 @@ from rayfin.deployments.outputs import RequestOutput
 from rayfin.deployments.preflight import check_model
 from rayfin.deployments.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
 from rayfin.deployments.requests import build_requests, sampling_defaults
+from rayfin.deployments.server_args import check_generation_config
 from rayfin.deployments.text.chat_template import render_chat
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -75,6 +76,7 @@ class LLM:
         )
         self._request_numbers = itertools.count()
         self._defaults: dict[str, Any] = {}
+        check_generation_config(generation_config)
         if generation_config == "auto":
             self._defaults = sampling_defaults(model_path(args.model), args.revision)
 

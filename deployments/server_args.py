@@ -45,12 +45,7 @@ class ServerArgs:
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
 
     def __post_init__(self) -> None:
-        if self.generation_config not in ("auto", "vllm", "none"):
-            raise InvalidConfig(
-                "generation_config must be 'auto', 'vllm' or 'none', "
-                f"got {self.generation_config!r}",
-                "generation_config",
-            )
+        check_generation_config(self.generation_config)
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             words(getattr(self, name), name)
         self.api_keys()
@@ -80,6 +75,18 @@ class ServerArgs:
         """
         given = [self.api_key] if isinstance(self.api_key, str) else self.api_key
         return ApiKeys.load(given or (), self.api_key_file)
+
+
+def check_generation_config(word: str) -> None:
+    """Whether the model's own sampling defaults hold: "auto" says so, "vllm" and "none" say no.
+
+    Raises:
+        InvalidConfig: another word.
+    """
+    if word not in ("auto", "vllm", "none"):
+        raise InvalidConfig(
+            f"generation_config must be 'auto', 'vllm' or 'none', got {word!r}", "generation_config"
+        )
 
 
 def words(values: list[str] | None, name: str) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """Every sampling setting through the whole system: HTTP over actors, streams, this process."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rayfin import LLM, SamplingParams
-from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.errors import InvalidConfig, InvalidRequest
 from rayfin.deployments.models import model_path
 from rayfin.deployments.outputs import CompletionOutput
 
@@ -155,6 +157,42 @@ def test_salts_keep_pages_apart(app: Any) -> None:
     with app.client() as http:
         assert cached(http, "one") == cached(http, "two") == 0
         assert cached(http, "one") > 0
+
+
+def test_choices_fork_and_keep_their_rules(solo: LLM) -> None:
+    """Each choice is what its seed says alone, and its log probabilities are too."""
+    settings: dict[str, Any] = {**SETTINGS["everything"], "logprobs": 2, "max_tokens": LENGTH}
+    params = SamplingParams(n=3, prompt_logprobs=0, **settings)
+    together = solo.generate(PROMPT, params, use_tqdm=False)[0]
+    for index, choice in enumerate(together.outputs):
+        alone = own(solo, **{**settings, "seed": settings["seed"] + index})
+        assert (choice.text, choice.token_ids) == (alone.text, alone.token_ids)
+        assert choice.logprobs is not None and alone.logprobs is not None
+        for mine, theirs in zip(choice.logprobs, alone.logprobs, strict=True):
+            assert mine.keys() == theirs.keys()
+            for token, told in mine.items():
+                assert told.logprob == pytest.approx(theirs[token].logprob, abs=TOLERANCE)
+    assert together.prompt_logprobs is not None and together.prompt_logprobs[0] is None
+    assert all(told is not None for told in together.prompt_logprobs[1:])
+
+
+def test_the_models_own_defaults(solo: LLM, tmp_path: Path, model: str) -> None:
+    """Where a call names no settings, and where they are not ignored."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_path(model), folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    config |= {"temperature": 0.5, "repetition_penalty": 1.25, "max_new_tokens": 3}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    settings: dict[str, Any] = {"kv_cache_memory": 10**6, "device": "cpu", "max_model_len": 64}
+    with LLM(str(folder), **settings) as llm:
+        defaults = llm.get_default_sampling_params()
+        assert (defaults.temperature, defaults.repetition_penalty) == (0.5, 1.25)
+        assert len(llm.generate(PROMPT, use_tqdm=False)[0].outputs[0].token_ids) <= 3
+    with LLM(str(folder), generation_config="none", **settings) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    with pytest.raises(InvalidConfig) as caught:
+        LLM(str(folder), generation_config="maybe", **settings)
+    assert caught.value.param == "generation_config"
 
 
 def test_no_token_is_left(solo: LLM) -> None:

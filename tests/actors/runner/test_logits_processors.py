@@ -12,6 +12,7 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.logits_processors import LogitsProcessors
+from rayfin.actors.scheduler.executor import GroupFailed
 
 Make = Callable[..., Any]
 VOCABULARY = 30
@@ -181,3 +182,45 @@ def test_a_row_without_a_token_fails_alone(
     assert tokens[0] == [5] and engine.reasons[0] == "error"
     assert "no token is left" in engine.errors[0]
     assert tokens[1] == tiny.greedy(prompt, 8)
+
+
+def test_crash_and_replay(tiny_model: Make, served: Make, request_of: Make) -> None:
+    """New runners are sent what the old ones knew; each log probability is told once."""
+    folder = tiny_model("llama").folder
+    requests = [
+        request_of(
+            key,
+            list(range(10 + key, 24 + key)),
+            18,
+            sampling=Sampling(
+                temperature=0.9,
+                seed=key,
+                repetition_penalty=1.3,
+                frequency_penalty=0.7,
+                bad_words=((20,), (9, 9)),
+                logprobs=2,
+                prompt_logprobs=1,
+            ),
+        )
+        for key in range(4)
+    ]
+    calm = served(folder, max_batch_tokens=16)
+    expected = calm.run(*requests)
+    engine = served(folder, max_batch_tokens=16)
+    execute, calls = engine.runner.execute, 0
+
+    def dies_sometimes(info: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 5, 14, 15):
+            raise GroupFailed("the runner died")
+        return execute(info)
+
+    engine.runner.execute = dies_sometimes
+    assert engine.run(*requests) == expected
+    assert engine.executor.epoch == 4
+    for key in range(4):
+        assert len(engine.logprobs[key]) == len(expected[key])
+        assert sorted(engine.prompt_logprobs[key]) == list(range(1, 14))
+        for mine, theirs in zip(engine.logprobs[key], calm.logprobs[key], strict=True):
+            assert mine[0] == pytest.approx(theirs[0], abs=1e-4) and mine[2] == theirs[2]
