@@ -78,28 +78,35 @@ class LogitsProcessors:
         """Logits [S, V] of the slots [S], each about to sample the token of its position [S].
 
         Returns:
-            The same tensor where no slot has rules; else a new one, fp32.
+            The same tensor where no rule has anything to say; else a new one, fp32.
         """
         ruled = [
             (row, rules)
-            for row, slot in enumerate(slots.tolist())
+            for row, slot in enumerate(slots.tolist() if self._rules else ())
             if (rules := self._rules.get(slot)) is not None
         ]
-        if not ruled:
+        allowed = [(row, rules.allowed) for row, rules in ruled if len(rules.allowed)]
+        never = [
+            (row, tokens)
+            for row, rules in ruled
+            if (tokens := rules.forbidden(int(positions[row])))
+        ]
+        biased = [(row, rules) for row, rules in ruled if len(rules.biased)]
+        penalised = [(row, rules) for row, rules in ruled if rules.used is not None]
+        if not (allowed or never or biased or penalised):
             return logits
         changed = logits.to(torch.float32, copy=True)
-        if allowed := [(row, rules.allowed) for row, rules in ruled if len(rules.allowed)]:
+        if allowed:
             rows = self._tensor(np.array([row for row, _ in allowed], np.int64))
             allow_only(changed, rows, *self._pairs(allowed))
-        never = [(row, rules.forbidden(int(positions[row]))) for row, rules in ruled]
-        if never := [(row, tokens) for row, tokens in never if tokens]:
+        if never:
             forbid(changed, *self._pairs(never))
-        if biased := [(row, rules) for row, rules in ruled if len(rules.biased)]:
+        if biased:
             values = [value for _, rules in biased for _, value in rules.sampling.logit_bias]
             pairs = self._pairs((row, rules.biased) for row, rules in biased)
             add_bias(changed, *pairs, self._tensor(np.array(values, np.float32)))
-        if any(rules.used is not None for _, rules in ruled):
-            apply_penalties(changed, self._used(ruled))
+        if penalised:
+            apply_penalties(changed, self._used(penalised))
         return changed
 
     def _make(self, new: NewRequest) -> _Rules:

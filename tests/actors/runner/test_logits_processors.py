@@ -133,6 +133,19 @@ def test_a_slot_keeps_nothing_of_the_request_before(step_of: Make, row: Make) ->
     assert len(used) == 0
 
 
+def test_rules_with_nothing_to_say_copy_nothing(step_of: Make, row: Make) -> None:
+    """A minimum length that is reached, a bad word that has not begun; slots without rules."""
+    processors = LogitsProcessors(torch.device("cpu"))
+    logits = torch.randn(2, VOCABULARY)
+    assert process(processors, logits, (0, 3), (1, 3)) is logits
+    short = Sampling(banned=(1,), banned_until=5)
+    word = Sampling(bad_words=((4, 5),))
+    processors.take_news(news(step_of, row, introduce(0, short, [1]), introduce(1, word, [1])))
+    assert process(processors, logits, (0, 5), (1, 2)) is logits
+    assert process(processors, logits, (0, 4), (1, 2)) is not logits
+    assert process(processors, logits, (3, 4), (2, 2)) is logits
+
+
 def test_half_precision_is_processed_in_full(step_of: Make, row: Make) -> None:
     processors = LogitsProcessors(torch.device("cpu"))
     processors.take_news(news(step_of, row, introduce(0, Sampling(logit_bias=((1, 0.01),)), [1])))
