@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from rayfin.deployments.openai import generation
+from rayfin.deployments.openai.logprobs import LogprobsWriter
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -193,3 +194,23 @@ async def test_a_long_answer_is_written_off_the_event_loop(
     long = (await http.post("/v1/completions", json=body)).json()
     monkeypatch.undo()
     assert (await http.post("/v1/completions", json=body)).json()["choices"] == long["choices"]
+
+
+@pytest.mark.parametrize("lease", [1, 4, 50])
+async def test_of_an_answer_that_a_stop_string_cuts(
+    http: httpx.AsyncClient, engine: Any, lease: int
+) -> None:
+    """Of the tokens that are given, and no more."""
+    engine.lease = lease
+    whole, joined = await completion(http, logprobs=1, stop="here", return_token_ids=True)
+    assert joined == {"text": whole["text"], "logprobs": whole["logprobs"]}
+    assert {len(whole["logprobs"][name]) for name in LISTS} == {len(whole["token_ids"])}
+    assert 0 < len(whole["token_ids"]) < len(engine.reply)
+
+
+def test_tokens_before_a_text_take_no_room_in_it(tokenizer: Tokenizer) -> None:
+    ids = [tokenizer.inner.eos_token_id, *tokenizer.encode("hello you", False)]
+    told = LogprobsWriter(tokenizer, 0).echo(ids, {}, "hello you")
+    assert told.text_offset[:2] == [0, 0] and told.token_logprobs[0] is None
+    for token, offset in list(zip(told.tokens, told.text_offset, strict=True))[1:]:
+        assert "hello you"[offset:].startswith(token)
