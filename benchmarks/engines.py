@@ -141,6 +141,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
+    if "W5" in options.only and "W1" not in options.only:
+        parser.error("--only: W5 arrives at half of what W1 measures, so it needs W1")
     ours = f"{OURS}:rayfin_engine={sys.executable},max_model_len=4096,{options.settings}"
     specs = [PeerSpec.parse(text, PEERS) for text in (ours, *options.peer)]
     report = Report(options.page.parent, draw=False)

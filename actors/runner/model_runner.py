@@ -67,9 +67,7 @@ class ModelRunner:
     def _on_kernels(paged: PagedModel, kernels: CpuKernels) -> PagedModel | FusedModel:
         """The model with all of it, or its linear layers, on compiled kernels."""
         if fused := fuse(paged, kernels):
-            torch.set_num_threads(
-                1
-            )  # what is left to torch is small, and its threads only in the way
+            torch.set_num_threads(1)  # what is left to torch is small, its threads in the way
             return fused
         pack_linears(paged, kernels)
         return paged

@@ -147,7 +147,11 @@ def latency(
     show_default=True,
     help="shape of the gaps: 1 is Poisson, less is burstier, inf is a fixed rate",
 )
-@click.option("--ramp-to", type=float, help="the request rate at the end, reached evenly")
+@click.option(
+    "--ramp-to",
+    type=click.FloatRange(0, min_open=True),
+    help="the request rate at the end, reached evenly",
+)
 @click.option("--max-concurrency", type=click.IntRange(1), help="requests under way at most")
 @click.option(
     "--goodput", multiple=True, metavar="METRIC:MS", help="ttft, tpot or e2el; may be repeated"
@@ -187,6 +191,8 @@ def serve_bench(
     if settings["dataset"] != "trace":  # a trace has its own times
         rate = _positive("request_rate", request_rate)
         shape = _positive("burstiness", burstiness)
+        if ramp_to is not None and math.inf in (rate, ramp_to):
+            raise InvalidConfig("ramp_to needs a finite request_rate, and one itself", "ramp_to")
         times = arrivals(len(jobs), rate, burstiness=shape, ramp_to=ramp_to, seed=settings["seed"])
         jobs = arriving(jobs, times)
     connection = client_settings(url, api_key)

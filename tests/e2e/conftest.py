@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import openai
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
@@ -310,3 +311,15 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
 def short_folder() -> "tempfile.TemporaryDirectory[str]":
     """Ray puts sockets deep inside its folder, and their paths may not be long."""
     return tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True)
+
+
+@pytest.fixture
+def http(app: Any) -> Iterator[httpx.Client]:
+    with app.client() as client:
+        yield client
+
+
+@pytest.fixture
+def client(app: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

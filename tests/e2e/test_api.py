@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,18 +16,6 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 LENGTH = 24
 EXACT: dict[str, Any] = {"temperature": 0, "max_tokens": LENGTH}
 WHOLE = {"ignore_eos": True}
-
-
-@pytest.fixture
-def http(app: Any) -> Iterator[httpx.Client]:
-    with app.client() as client:
-        yield client
-
-
-@pytest.fixture
-def client(app: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

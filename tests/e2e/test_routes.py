@@ -1,6 +1,5 @@
 """The other routes over a real socket and a real engine, with the clients that people use."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -13,18 +12,6 @@ from rayfin import LLM, SamplingParams
 QUESTION = "What is the capital of France?"
 CHAT = [{"role": "user", "content": QUESTION}]
 LENGTH = 12
-
-
-@pytest.fixture
-def http(app: Any) -> Iterator[httpx.Client]:
-    with app.client() as client:
-        yield client
-
-
-@pytest.fixture
-def client(app: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
