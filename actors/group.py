@@ -15,6 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs, EngineConfig, resolve
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import SchedulerInfo, StepResult
@@ -28,13 +29,18 @@ logger = logging.getLogger(__name__)
 class _RemoteStep:
     """A step on a runner; rank 0 answers for all."""
 
-    ref: Any  # ObjectRef of a StepResult
+    ref: Any  # ObjectRef of a StepResult; None: a step that was lost on purpose
+    info: SchedulerInfo
 
     def result(self) -> StepResult:
+        if self.ref is None:
+            raise GroupFailed("the step was lost")
         try:
             result: StepResult = ray.get(self.ref)
         except RayError as error:
             raise GroupFailed(describe(error)) from error
+        if failpoints.ACTIVE and failpoints.ACTIVE.hit_step("group.reply", self.info) == "drop":
+            raise GroupFailed("the answer was lost")
         return result
 
 
@@ -74,7 +80,18 @@ class RunnerGroup:
 
     def submit(self, info: SchedulerInfo) -> _RemoteStep:
         """Sends a step without waiting. Steps run in the order in which they are sent."""
-        return _RemoteStep(self._runner.execute.remote(info))
+        if failpoints.ACTIVE:
+            return self._submit_planted(info)
+        return _RemoteStep(self._runner.execute.remote(info), info)
+
+    def _submit_planted(self, info: SchedulerInfo) -> _RemoteStep:
+        assert failpoints.ACTIVE is not None
+        match failpoints.ACTIVE.hit_step("group.submit", info):
+            case "drop":
+                return _RemoteStep(None, info)
+            case "duplicate":
+                self._runner.execute.remote(info)
+        return _RemoteStep(self._runner.execute.remote(info), info)
 
     def restart(self) -> None:
         """Kills the runners and starts new ones under a new epoch; the page count stays."""

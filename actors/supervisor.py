@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.group import describe
@@ -74,6 +75,8 @@ class Supervisor:
         Raises:
             EngineUnavailable: the engine is dead, or has work and does not advance.
         """
+        if failpoints.ACTIVE:
+            failpoints.ACTIVE.hit("supervisor.check")
         try:
             stats: EngineStats = await asyncio.wait_for(self._scheduler.stats.remote(), timeout)
         except RayTaskError as error:

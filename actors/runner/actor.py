@@ -4,6 +4,7 @@ import os
 
 import ray
 
+from rayfin.actors import failpoints
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
 from rayfin.actors.messages import SchedulerInfo, StepResult
 
@@ -21,6 +22,8 @@ class ModelRunnerActor:
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
         """
+        if failpoints.ACTIVE:
+            failpoints.ACTIVE.hit("runner.load")
         # Imported here, where the device is: the scheduler's process sees this class, and no torch.
         from rayfin.actors.runner.model_runner import ModelRunner
 
@@ -33,7 +36,12 @@ class ModelRunnerActor:
 
     def execute(self, info: SchedulerInfo) -> StepResult:
         """Runs a step; its answer is an object ref in the scheduler's hands meanwhile."""
-        return self._runner.execute(info)
+        if failpoints.ACTIVE is None:
+            return self._runner.execute(info)
+        failpoints.ACTIVE.hit_step("runner.before_execute", info)
+        result = self._runner.execute(info)
+        failpoints.ACTIVE.hit_step("runner.before_reply", info)
+        return result
 
     def pid(self) -> int:
         return os.getpid()

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import torch
 
+from rayfin.actors import failpoints
 from rayfin.actors.config import (
     BatchLimits,
     EngineArgs,
@@ -147,7 +148,10 @@ class ModelRunner:
         """One forward, and one token for each row that samples."""
         inputs = build_inputs(info, self._slots, self._page_size, self._device)
         wanted = self._sampler.wanted(info, inputs)
+        spoiled = _planted(info) if failpoints.ACTIVE else []
         logits = self._model.forward(inputs.input_ids, inputs.batch, wanted)
+        if spoiled:
+            logits[np.isin(inputs.sampled_rows, spoiled).nonzero()[0]] = torch.nan
         sampled = self._sampler.sample(info, inputs, logits)
         self._slots.remember(info, sampled.tokens)
         return sampled
@@ -180,6 +184,17 @@ class ModelRunner:
             )
         except (RuntimeError, MemoryError) as error:
             raise InvalidConfig(f"swap_space could not be taken: {error}", "swap_space") from None
+
+
+def _planted(info: SchedulerInfo) -> list[int]:
+    """What fault tests plant in rows of this forward: those whose logits are spoiled."""
+    assert failpoints.ACTIVE is not None
+    step = {"epoch": info.epoch, "step": info.step}
+    return [
+        row
+        for row in range(len(info.ids))
+        if failpoints.ACTIVE.hit("runner.row", **step, tokens=info.chunk_prompt(row)) == "nan"
+    ]
 
 
 def pick_device(name: str) -> torch.device:

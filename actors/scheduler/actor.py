@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.group import RunnerGroup
@@ -68,6 +69,8 @@ class SchedulerActor:
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
         """
+        if failpoints.ACTIVE:
+            failpoints.ACTIVE.hit("scheduler.start")
         self._group = RunnerGroup(args, placement)
         self._engine = Engine(self._group.start(), self._group)
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
@@ -146,6 +149,8 @@ class SchedulerActor:
         engine = self._running_engine()
         try:
             while True:
+                if failpoints.ACTIVE:
+                    failpoints.ACTIVE.hit("scheduler.tick")
                 self._read_mail(engine)
                 self._subscriptions.post(engine.step())
                 for client in self._subscriptions.silent(self._client_lease):
