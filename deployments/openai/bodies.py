@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.sampling_params import SamplingParams
+from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams
 from rayfin.deployments.edge.request_id import LABEL
 from rayfin.deployments.prompts import WrittenPrompt, check_salt, read_prompts
 from rayfin.deployments.text.checks import missing
@@ -158,6 +158,7 @@ class GenerationBody(BaseModel):
             )
         if self.priority is not None and self.priority not in PRIORITIES:
             raise InvalidRequest("priority must fit 32 bits.", "priority")
+        _check_bias(self.logit_bias or {})
         _check_stop(self.stop)
 
 
@@ -247,6 +248,18 @@ def _unserved(name: str, which: str = "") -> InvalidRequest:
     return InvalidRequest(
         f"{name} {which}is not supported by this version of Rayfin.", name, "unsupported_parameter"
     )
+
+
+def _check_bias(biases: dict[str, float]) -> None:
+    """Offline a larger bias is cut to the limit, as in vLLM; OpenAI's API refuses it."""
+    for token, bias in biases.items():
+        if abs(bias) > BIAS_LIMIT:
+            raise InvalidRequest(
+                f"logit_bias must be in [-{BIAS_LIMIT:g}, {BIAS_LIMIT:g}], got {bias:g} for token "
+                f"{token[:24]}.",
+                "logit_bias",
+                "decimal_above_max_value" if bias > 0 else "decimal_below_min_value",
+            )
 
 
 def _check_stop(stop: object) -> None:

@@ -101,6 +101,8 @@ COMPLETIONS: list[tuple[Any, str | None, str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias", TYPE),
     ({"logit_bias": {"-1": 1}}, "logit_bias", LOW),
     ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_token_id"),
+    ({"logit_bias": {"5": 100.5}}, "logit_bias", "decimal_above_max_value"),
+    ({"logit_bias": {"5": 1, "6": -101}}, "logit_bias", "decimal_below_min_value"),
     ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias", VALUE),
     ({"stream": "yes"}, "stream", TYPE),
     ({"stream": 1}, "stream", TYPE),

@@ -289,7 +289,10 @@ ROWS: list[Any] = [
     ),
     *(
         completion("111-114", 400, None, None, logit_bias=bias)
-        for bias in ({"abc": 1}, {"-1": 1}, {"999999": 1}, {str(i): 1 for i in range(10_000)})
+        for bias in (
+            *({"abc": 1}, {"-1": 1}, {"999999": 1}, {"5": 101}),
+            {str(i): 1 for i in range(10_000)},
+        )
     ),
     *(completion("115", 400, None, None, allowed_token_ids=t) for t in ([], [999_999], [-1])),
     *(

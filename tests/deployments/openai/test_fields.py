@@ -34,7 +34,7 @@ async def test_sampling_settings_reach_the_runner(ask: Any, engine: Any) -> None
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         repetition_penalty=1.25,
-        logit_bias={"5": 150, "6": -1},
+        logit_bias={"5": 100, "6": -1},
         allowed_token_ids=[9, 5, 5],
         bad_words=["hello"],
         seed=3,
