@@ -107,6 +107,7 @@ class EngineRequest:
     timeout: float | None = None  # seconds from its arrival at the scheduler; then it is dropped
     sibling_of: int | None = None  # key of an earlier choice of the same prompt, to fork from
     beams: BeamParams | None = None
+    satisfied: bool = False  # the client's: a stop string came, so to close its stream is no abort
 
 
 @dataclass(slots=True)

@@ -20,7 +20,8 @@ class EngineClient(Protocol):
     def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of one request, the last one with a ``finish_reason``.
 
-        Closing the generator early (``aclose``, cancellation) aborts the request in the engine.
+        Closing the generator early (``aclose``, cancellation) aborts the request in the engine,
+        where it counts as aborted, or as stopped if ``request.satisfied``.
 
         Raises:
             InvalidRequest: the engine cannot ever run it (for instance more pages than exist).

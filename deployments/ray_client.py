@@ -40,6 +40,7 @@ class RayEngineClient:
         self._request_ids: dict[int, str] = {}
         self._outgoing: list[EngineRequest] = []
         self._aborts: list[int] = []
+        self._stopped: list[int] = []  # by a stop string
         self._flush_planned = False
         # Ray cancels the calls that a cancelled request has made. What is sent belongs to all
         # requests, the abort of a cancelled one included: it is sent in a context that is nobody's.
@@ -104,7 +105,7 @@ class RayEngineClient:
         finally:
             if key in self._streams:
                 self._forget(key)
-                self._aborts.append(key)
+                (self._stopped if request.satisfied else self._aborts).append(key)
                 self._plan_flush()
 
     def close(self) -> None:
@@ -126,10 +127,10 @@ class RayEngineClient:
     def _flush(self) -> None:
         """One call for all that came up in this turn of the event loop."""
         self._flush_planned = False
-        requests, aborts = self._outgoing, self._aborts
-        self._outgoing, self._aborts = [], []
+        requests, aborts, stopped = self._outgoing, self._aborts, self._stopped
+        self._outgoing, self._aborts, self._stopped = [], [], []
         if self._scheduler is not None:
-            self._scheduler.submit.remote(self._client, requests, aborts)
+            self._scheduler.submit.remote(self._client, requests, aborts, stopped)
 
     def _forget(self, key: int) -> None:
         self._streams.pop(key, None)

@@ -46,6 +46,7 @@ class _Mail:
     client: str
     requests: list[EngineRequest] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
     leaves: bool = False
 
 
@@ -109,10 +110,19 @@ class SchedulerActor:
         return self._group.pids() if self._group is not None else []
 
     @ray.method(concurrency_group="requests")
-    def submit(self, client: str, requests: list[EngineRequest], aborts: list[int]) -> None:
-        """Hands over a client's requests and the keys that it gives up; also renews its lease."""
+    def submit(
+        self,
+        client: str,
+        requests: list[EngineRequest],
+        aborts: list[int],
+        stopped: list[int] | None = None,
+    ) -> None:
+        """Hands over a client's requests and the keys that it gives up; also renews its lease.
+
+        ``stopped`` are the keys of requests whose text has met a stop string.
+        """
         self._subscriptions.renew(client)
-        self._inbox.put(_Mail(client, requests, aborts))
+        self._inbox.put(_Mail(client, requests, aborts, stopped or []))
 
     @ray.method(concurrency_group="streams")
     def subscribe(self, client: str) -> Iterator[TokenDeltas]:
@@ -172,6 +182,8 @@ class SchedulerActor:
             block = False
             for key in mail.aborts:
                 engine.abort(mail.client, key)
+            for key in mail.stopped:
+                engine.abort(mail.client, key, "stop")
             for request in mail.requests:
                 self._add(engine, request)
             if mail.leaves:

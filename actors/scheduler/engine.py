@@ -131,12 +131,15 @@ class Engine:
         self._deadlines.watch(request)
         self._stats.prompt_tokens += len(source.prompt)
 
-    def abort(self, client: str, key: int) -> None:
-        """Ends a request now; its pages are free before the next step. Unknown keys are ignored."""
+    def abort(self, client: str, key: int, reason: str = "abort") -> None:
+        """Ends a request now; its pages are free before the next step. Unknown keys are ignored.
+
+        It is counted under ``reason``: "stop" where its client has found a stop string.
+        """
         request = self._live.pop((client, key), None)
         if request is not None:
             self._deadlines.forget(request)
-            self.lifecycle.finish(request, "abort")
+            self.lifecycle.finish(request, reason)
 
     def abort_client(self, client: str) -> None:
         """Ends all requests of a client that is gone."""

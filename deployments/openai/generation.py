@@ -168,6 +168,7 @@ class Generation:
                 news = choice.output.push(delta)
                 choice.take(news)
                 choice.likelihood.add(delta, len(news.token_ids))
+                choice.request.satisfied = choice.output.finished
                 yield choice, news
                 if choice.output.finished:
                     return

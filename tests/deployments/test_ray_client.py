@@ -26,7 +26,7 @@ from rayfin.deployments.ray_client import RayEngineClient
 
 pytestmark = pytest.mark.anyio
 INFO = EngineInfo("fake", 128, 100, 10, 16)
-Calls = list[tuple[list[EngineRequest], list[int]]]
+Calls = list[tuple[list[EngineRequest], list[int], list[int]]]
 KEYS = itertools.count(7)
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("CALLER", default="nobody")
 
@@ -58,11 +58,15 @@ class FakeScheduler:
 
     @property
     def requests(self) -> list[EngineRequest]:
-        return [request for requests, _ in self.calls for request in requests]
+        return [request for requests, *_ in self.calls for request in requests]
 
     @property
     def aborts(self) -> list[int]:
-        return [key for _, aborts in self.calls for key in aborts]
+        return [key for _, aborts, _ in self.calls for key in aborts]
+
+    @property
+    def stopped(self) -> list[int]:
+        return [key for *_, stopped in self.calls for key in stopped]
 
     def die(self) -> None:
         self.dead = True
@@ -82,9 +86,15 @@ class FakeScheduler:
         self._check()
         return self.current
 
-    def _submit(self, client: str, requests: list[EngineRequest], aborts: list[int]) -> None:
+    def _submit(
+        self,
+        client: str,
+        requests: list[EngineRequest],
+        aborts: list[int],
+        stopped: list[int] | None = None,
+    ) -> None:
         assert client == "edge"
-        self.calls.append((requests, aborts))
+        self.calls.append((requests, aborts, stopped or []))
         self.callers.append(CALLER.get())
 
     async def _subscribe(self, client: str) -> AsyncIterator[Awaitable[TokenDeltas]]:
@@ -144,7 +154,7 @@ async def test_requests_of_one_turn_travel_in_one_call(
     assert await client.info() == INFO
     reading = [asyncio.create_task(read(client, name)) for name in "abc"]
     await until(lambda: engines[0].calls)
-    ((requests, aborts),) = engines[0].calls
+    ((requests, aborts, _),) = engines[0].calls
     assert [one.request_id for one in requests] == ["a", "b", "c"] and not aborts
     assert len({one.key for one in requests}) == 3
     assert {one.client for one in requests} == {"edge"}
@@ -159,6 +169,22 @@ async def test_requests_of_one_turn_travel_in_one_call(
     assert answers[0][-1].stop_reason == 11
     assert [deltas[0].request_id for deltas in answers] == ["a", "b", "c"]
     assert engines[0].aborts == []
+
+
+async def test_stream_that_met_a_stop_string_is_stopped(
+    client: RayEngineClient, engines: list[FakeScheduler]
+) -> None:
+    wanted = request("a")
+    deltas = client.stream(wanted)
+    first = asyncio.create_task(anext(deltas))
+    await until(lambda: engines[0].calls)
+    key = engines[0].requests[0].key
+    engines[0].say((key, 5))
+    await first
+    wanted.satisfied = True
+    await deltas.aclose()
+    await until(lambda: engines[0].stopped)
+    assert engines[0].stopped == [key] and not engines[0].aborts
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
@@ -176,7 +202,7 @@ async def test_stream_that_is_given_up_is_aborted(
     else:
         first.cancel()
     await until(lambda: engines[0].aborts)
-    assert engines[0].aborts == [key]
+    assert engines[0].aborts == [key] and not engines[0].stopped
     engines[0].say((key, 6))  # late news of it disturb nobody
     after = asyncio.create_task(read(client, "b"))
     await until(lambda: len(engines[0].requests) == 2)
@@ -282,7 +308,7 @@ async def test_lease_is_renewed(
     monkeypatch.setattr(ray_client, "RENEW_SECONDS", 0.01)
     client = RayEngineClient("edge", lambda: engines[0])
     await until(lambda: len(engines[0].calls) > 3)
-    assert engines[0].calls[:3] == [([], [])] * 3
+    assert engines[0].calls[:3] == [([], [], [])] * 3
     client.close()
     await asyncio.sleep(0.02)
     calls = len(engines[0].calls)

@@ -133,6 +133,23 @@ def test_small_endpoints(app: Any, http: httpx.Client, client: openai.OpenAI) ->
     assert http.get("/v1/completions").status_code == 405
 
 
+def test_stop_strings_count_as_stop(app: Any, solo: LLM, client: openai.OpenAI) -> None:
+    """The engine is told to abort, and why."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    text = solo.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text
+    common = {"model": app.model, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
+    before = app.idle().finished
+    for stream in (False, True):
+        answer = client.completions.create(
+            **common, stop=text[10:14], extra_body={"ignore_eos": True}, stream=stream
+        )
+        last = list(answer)[-1] if stream else answer
+        assert last.choices[0].finish_reason == "stop"
+    after = app.idle().finished
+    grown = {reason: after[reason] - before.get(reason, 0) for reason in after}
+    assert {reason: count for reason, count in grown.items() if count} == {"stop": 2}
+
+
 def test_metrics_add_up(app: Any, client: openai.OpenAI, greedy: Callable[..., list[int]]) -> None:
     """Every request and every token is counted, once."""
     app.idle()
