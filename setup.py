@@ -1,7 +1,8 @@
 """Builds the CPU kernels, once per instruction set; everything else is in pyproject.toml.
 
-The libraries are optional: without a C++ compiler the installation goes on without them. They are
-plain shared libraries loaded by ctypes, and use nothing of Python's C interface.
+Each library is optional: without a C++ compiler, or with one that does not know an instruction set
+(AMX: GCC 11, Clang 12), the installation goes on without it. They are plain shared libraries loaded
+by ctypes, and use nothing of Python's C interface.
 """
 
 import hashlib
@@ -15,9 +16,10 @@ FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibi
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-pthread"]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 ISAS: dict[str, list[str]] = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    ISAS |= {"avx2": AVX2, "avx512": AVX512}
+    ISAS |= {"avx2": AVX2, "avx512": AVX512, "amx": AMX}
 
 
 def source_hash() -> str:

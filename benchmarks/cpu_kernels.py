@@ -205,7 +205,7 @@ def norms(kernels: CpuKernels, machine: Machine, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--isa", help="portable, avx2 or avx512; the best if not given")
+    parser.add_argument("--isa", help="portable, avx2, avx512 or amx; the best if not given")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--only", choices=("matmul", "attention", "norm"))
     parser.add_argument("--seconds", type=float, default=0.3, help="per figure")

@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--isa", help="portable, avx2 or avx512; the best if not given")
+    parser.add_argument("--isa", help="portable, avx2, avx512 or amx; the best if not given")
     parser.add_argument("--runs", type=int, default=10)
     args = parser.parse_args()
     torch.manual_seed(0)

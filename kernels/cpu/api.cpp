@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "decoder.h"
 #include "heads.h"
+#include "isa.h"
 #include "matmul.h"
 #include "measure.h"
 #include "norms.h"
@@ -26,17 +27,7 @@ struct Turn {
 RAYFIN_API const char* rayfin_sources() { return RAYFIN_SOURCES; }
 
 // The best instruction set of this machine: what the library of that name was compiled for.
-RAYFIN_API const char* rayfin_best_isa() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512) return "avx512";
-  if (avx2) return "avx2";
-#endif
-  return "portable";
-}
+RAYFIN_API const char* rayfin_best_isa() { return best_isa(); }
 
 RAYFIN_API Pool* rayfin_pool_create(int threads) { return new (std::nothrow) Pool(threads); }
 RAYFIN_API void rayfin_pool_destroy(Pool* pool) { delete pool; }

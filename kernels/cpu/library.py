@@ -13,8 +13,8 @@ import os
 import sysconfig
 from pathlib import Path
 
-ISAS = ("portable", "avx2", "avx512")
-"""Instruction sets from the most common to the widest."""
+ISAS = ("portable", "avx2", "avx512", "amx")
+"""Instruction sets from the most common to the widest; amx is avx512 and Intel's matrix tiles."""
 
 FOLDER = Path(__file__).parent
 logger = logging.getLogger(__name__)

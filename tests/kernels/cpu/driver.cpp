@@ -13,6 +13,7 @@
 
 #include "../../../kernels/cpu/attention.h"
 #include "../../../kernels/cpu/decoder.h"
+#include "../../../kernels/cpu/isa.h"
 #include "../../../kernels/cpu/matmul.h"
 #include "../../../kernels/cpu/norms.h"
 
@@ -194,6 +195,7 @@ void pools() {
 }  // namespace
 
 int main() {
+  std::printf("this machine: %s\n", best_isa());  // which also asks for AMX's registers
   pools();
   matmuls();
   norms();

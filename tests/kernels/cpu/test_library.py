@@ -17,7 +17,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     if not library.path_of("portable").exists():
         pytest.skip("the CPU kernels are not built")
-    with pytest.raises(LibraryUnavailable, match="'sse9'.*portable, avx2, avx512"):
+    with pytest.raises(LibraryUnavailable, match="'sse9'.*portable, avx2, avx512, amx"):
         library.load("sse9")
     monkeypatch.setenv("RAYFIN_CPU_ISA", "sse9")
     with pytest.raises(LibraryUnavailable, match="'sse9'"):
