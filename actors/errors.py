@@ -11,6 +11,7 @@
     ├── Overloaded                     429  queue_full
     ├── DeadlineExceeded               408  deadline_exceeded       its time ran out
     └── EngineUnavailable              503  engine_unavailable      starting, draining or dead
+        └── RequestMoved               503  moved                   to be sent again, nobody died
 
 An error crosses actors by pickle, so each one keeps its arguments in ``args``.
 """
@@ -114,3 +115,12 @@ class EngineUnavailable(RayfinError):
     status = 503
     type = "server_error"
     code = "engine_unavailable"
+
+
+class RequestMoved(EngineUnavailable):
+    """The engine hands the request back unfinished (it drains): another one may go on with it.
+
+    No client sees it: whoever sent the request sends it again, with the tokens told so far.
+    """
+
+    code = "moved"

@@ -89,6 +89,15 @@ class BeamParams:
     early_stopping: bool | Literal["never"] = False
 
 
+@dataclass(slots=True, frozen=True)
+class Receipt:
+    """What an answer must have in common with an earlier one, to go on where that broke off."""
+
+    answer_id: str
+    created: int  # seconds since 1970
+    digest: bytes  # of the HTTP request's body
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """One prompt on its way to an engine. The server makes ``request_id``, never a client."""
@@ -108,6 +117,8 @@ class EngineRequest:
     sibling_of: int | None = None  # key of an earlier choice of the same prompt, to fork from
     beams: BeamParams | None = None
     satisfied: bool = False  # the client's: a stop string came, so to close its stream is no abort
+    deaths: int = 0  # of engines and runners, while they had it in flight
+    receipt: Receipt | None = None  # its tokens stay known for a while after its end, to go on from
 
 
 @dataclass(slots=True)
@@ -254,11 +265,12 @@ class TokenDeltas:
     ended: list[Ended] = field(default_factory=list)
     logprobs: Logprobs | None = None  # ``at`` is an index of ``tokens``
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by key
+    stats: "EngineStats | None" = None  # in a heartbeat
 
     @classmethod
-    def only(cls, ended: Ended) -> "TokenDeltas":
+    def only(cls, *ended: Ended) -> "TokenDeltas":
         """A message outside of any step."""
-        return cls(NO_STEP, NO_STEP, np.zeros(0, np.int64), np.zeros(0, np.int32), [ended])
+        return cls(NO_STEP, NO_STEP, np.zeros(0, np.int64), np.zeros(0, np.int32), list(ended))
 
 
 @dataclass(slots=True, frozen=True)
@@ -285,6 +297,18 @@ class TokenDelta:
 
 
 @dataclass(slots=True, frozen=True)
+class TokenLog:
+    """A request's tokens as its engine keeps them, also for a while after its end."""
+
+    receipt: Receipt
+    seed: int
+    tokens: list[int]
+    finish_reason: str | None = None  # None: it was not done
+    stop_reason: int | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True, frozen=True)
 class EngineInfo:
     """What an ingress must know about an engine to check requests at the door."""
 
@@ -304,6 +328,7 @@ class EngineStats:
     steps: int = 0
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0  # of prompts that wait for their first admission
     pages_total: int = 0
     pages_held: int = 0
     host_pages_total: int = 0  # of swap space
@@ -320,3 +345,4 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
     seconds_since_progress: float = 0.0  # 0 when idle
     last_step_seconds: float = 0.0
+    draining: bool = False  # it takes no new requests

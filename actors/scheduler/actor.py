@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,14 @@ from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.group import RunnerGroup
-from rayfin.actors.messages import Ended, EngineInfo, EngineRequest, EngineStats, TokenDeltas
+from rayfin.actors.messages import (
+    Ended,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    TokenDeltas,
+    TokenLog,
+)
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.subscriptions import Subscriptions
 
@@ -30,6 +38,8 @@ logger = logging.getLogger(__name__)
 MAX_CLIENTS = 64
 CLIENT_LEASE_SECONDS = 15.0
 """A client that has not been heard of for this long is gone, and its requests with it."""
+
+RECALL_SECONDS = 5.0  # that a question may wait for the loop
 
 OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
@@ -50,6 +60,15 @@ class _Mail:
     leaves: bool = False
 
 
+@dataclass(slots=True)
+class _Recall:
+    """A question to the loop."""
+
+    tenant: str
+    request_ids: list[str]
+    logs: Future[list[TokenLog | None]] = field(default_factory=Future)
+
+
 @ray.remote(**OPTIONS)
 class SchedulerActor:
     """One engine's scheduler, with the runners that it drives."""
@@ -57,7 +76,7 @@ class SchedulerActor:
     def __init__(self, name: str, client_lease: float = CLIENT_LEASE_SECONDS) -> None:
         self._name = name
         self._client_lease = client_lease
-        self._inbox: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Mail | _Recall] = queue.SimpleQueue()
         self._subscriptions = Subscriptions()
         self._engine: Engine | None = None
         self._group: RunnerGroup | None = None
@@ -125,17 +144,34 @@ class SchedulerActor:
         self._inbox.put(_Mail(client, requests, aborts, stopped or []))
 
     @ray.method(concurrency_group="streams")
-    def subscribe(self, client: str) -> Iterator[TokenDeltas]:
+    def subscribe(self, client: str, heartbeat: float | None = None) -> Iterator[TokenDeltas]:
         """The client's news as they come: one message per step that has any.
 
-        Ends when the client's lease runs out (``submit`` renews it) or it unsubscribes.
+        With ``heartbeat``, also one every so many seconds, with the engine's counters. Ends when
+        the client's lease runs out (``submit`` renews it) or it unsubscribes.
         """
-        yield from self._subscriptions.read(client)
+        yield from self._subscriptions.read(client, self._beat, heartbeat)
 
     @ray.method(concurrency_group="requests")
     def unsubscribe(self, client: str) -> None:
         """Ends the subscription and aborts what is left of the client's requests."""
         self._inbox.put(_Mail(client, leaves=True))
+
+    @ray.method(concurrency_group="control")
+    def recall(self, tenant: str, request_ids: list[str]) -> list[TokenLog | None]:
+        """What the tenant's requests have been told so far; None where nothing is known.
+
+        One that still runs is aborted: whoever asks goes on with it.
+        """
+        mail = _Recall(tenant, request_ids)
+        self._inbox.put(mail)
+        return mail.logs.result(RECALL_SECONDS)
+
+    def _beat(self) -> TokenDeltas:
+        message = TokenDeltas.only()
+        if self._engine is not None:
+            message.stats = self._engine.stats()
+        return message
 
     def _info(self) -> EngineInfo:
         config = self._running_engine().config
@@ -180,6 +216,9 @@ class SchedulerActor:
             except queue.Empty:
                 return
             block = False
+            if isinstance(mail, _Recall):
+                mail.logs.set_result(engine.recall(mail.tenant, mail.request_ids))
+                continue
             for key in mail.aborts:
                 engine.abort(mail.client, key)
             for key in mail.stopped:

@@ -24,6 +24,7 @@ from rayfin.actors.messages import (
     Logprobs,
     StepResult,
     TokenDeltas,
+    TokenLog,
 )
 from rayfin.actors.scheduler.beams import BeamGroups, as_it_runs
 from rayfin.actors.scheduler.deadlines import Deadlines, exceeded
@@ -38,6 +39,7 @@ from rayfin.actors.scheduler.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.starts import find_elder
 from rayfin.actors.scheduler.step_builder import Chunk, StepBuilder, StepRecord
 from rayfin.actors.scheduler.stopping import ended_requests
+from rayfin.actors.scheduler.token_logs import TokenLogs
 from rayfin.actors.scheduler.token_scheduler import TokenScheduler
 from rayfin.cache.prefix_index import HashChain
 
@@ -85,6 +87,7 @@ class Engine:
         self._last_progress = clock()
         self._restarts_without_progress = 0
         self._pace = Pace()
+        self._logs = TokenLogs(clock)
 
     @property
     def has_work(self) -> bool:
@@ -114,8 +117,9 @@ class Engine:
         now, ended = self._clock(), sum(self.lifecycle.num_finished.values())
         self._pace.observe(now, ended)
         newcomers = self.lifecycle.newcomers
-        retry_after = self._pace.seconds_until_half(newcomers.num_requests, now, ended)
-        newcomers.check(len(source.prompt), retry_after)
+        if not source.output:  # another engine had admitted it
+            retry_after = self._pace.seconds_until_half(newcomers.num_requests, now, ended)
+            newcomers.check(len(source.prompt), retry_after)
         if source.beams is not None:
             source = as_it_runs(source, self.config)
         elder = find_elder(source, self._live)
@@ -140,12 +144,21 @@ class Engine:
         if request is not None:
             self._deadlines.forget(request)
             self.lifecycle.finish(request, reason)
+            self._logs.keep(request)
 
     def abort_client(self, client: str) -> None:
         """Ends all requests of a client that is gone."""
         for owner, key in list(self._live):
             if owner == client:
                 self.abort(owner, key)
+
+    def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
+        """What the tenant's requests have been told so far; those that still run are aborted."""
+        wanted = set(request_ids)
+        for (client, key), request in list(self._live.items()):
+            if request.source.request_id in wanted and request.source.tenant == tenant:
+                self.abort(client, key)
+        return [self._logs.find(tenant, request_id) for request_id in request_ids]
 
     def step(self) -> dict[str, TokenDeltas]:
         """Schedule, run, update: keeps the pipeline full, takes in its oldest result.
@@ -183,6 +196,7 @@ class Engine:
             steps=stats.steps,
             running=len(lifecycle.running),
             waiting=len(lifecycle.waiting),
+            waiting_tokens=lifecycle.newcomers.num_tokens,
             pages_total=stats.pages_total,
             pages_held=lifecycle.tables.num_held,
             host_pages_total=self.config.num_host_pages,
@@ -283,6 +297,8 @@ class Engine:
         del self._live[source.client, source.key]
         self._deadlines.forget(request)
         self.lifecycle.finish(request, reason, spoiled=isinstance(error, RequestFailed))
+        if error is None:
+            self._logs.keep(request, reason, stop_reason)
         cached = request.cached_tokens
         self._outbox.end(
             source.client,

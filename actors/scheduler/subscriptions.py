@@ -30,10 +30,26 @@ class Subscriptions:
         """The client was heard of now."""
         self._subscription(client).heard = self._clock()
 
-    def read(self, client: str) -> Iterator[TokenDeltas]:
-        """The client's messages as they come, until it is closed."""
+    def read(
+        self, client: str, beat: Callable[[], TokenDeltas], seconds: float | None = None
+    ) -> Iterator[TokenDeltas]:
+        """The client's messages as they come, until it is closed; every ``seconds`` a ``beat``.
+
+        Beats come whether there are news or not: they prove that this process runs.
+        """
         messages = self._subscription(client).messages
-        while (message := messages.get()) is not None:
+        due = None if seconds is None else self._clock()
+        while True:
+            if due is not None and seconds is not None and (now := self._clock()) >= due:
+                due = now + seconds
+                yield beat()
+            try:
+                left = None if due is None else max(0.0, due - self._clock())
+                message = messages.get(timeout=left)
+            except queue.Empty:
+                continue
+            if message is None:
+                return
             yield message
 
     def post(self, messages: dict[str, TokenDeltas]) -> None:

@@ -131,5 +131,6 @@ def test_statuses() -> None:
         "Overloaded": 429,
         "DeadlineExceeded": 408,
         "EngineUnavailable": 503,
+        "RequestMoved": 503,
         "GroupFailed": 500,
     }

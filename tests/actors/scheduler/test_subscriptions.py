@@ -1,0 +1,56 @@
+"""Clients of an engine: their news, their heartbeats, their silence."""
+
+from rayfin.actors.messages import Ended, TokenDeltas
+from rayfin.actors.scheduler.subscriptions import Subscriptions
+
+BEAT = TokenDeltas.only()
+
+
+def news(key: int) -> TokenDeltas:
+    return TokenDeltas.only(Ended(key, "length"))
+
+
+def test_news_until_it_is_closed() -> None:
+    subscriptions = Subscriptions()
+    subscriptions.renew("a")
+    first, second = news(1), news(2)
+    subscriptions.post({"a": first, "b": news(3)})  # nobody has heard of b
+    subscriptions.post({"a": second})
+    reading = subscriptions.read("a", lambda: BEAT)
+    assert next(reading) is first and next(reading) is second
+    subscriptions.close("a")
+    assert list(reading) == []
+
+
+def test_beats_come_between_news() -> None:
+    """However many there are: one that is due goes first."""
+    now = 0.0
+    subscriptions = Subscriptions(lambda: now)
+    reading = subscriptions.read("a", lambda: BEAT, 10.0)
+    assert next(reading) is BEAT
+    first, second, third = news(1), news(2), news(3)
+    for message in (first, second, third):
+        subscriptions.post({"a": message})
+    assert next(reading) is first
+    now = 10.0
+    assert next(reading) is BEAT
+    assert next(reading) is second
+    now = 19.0
+    assert next(reading) is third
+
+
+def test_beats_come_without_news() -> None:
+    subscriptions = Subscriptions()
+    reading = subscriptions.read("a", lambda: BEAT, 0.001)
+    assert [next(reading) is BEAT for _ in range(3)] == [True] * 3
+
+
+def test_silence() -> None:
+    now = 0.0
+    subscriptions = Subscriptions(lambda: now)
+    subscriptions.renew("a")
+    now = 5.0
+    subscriptions.renew("b")
+    assert subscriptions.silent(4.0) == ["a"]
+    subscriptions.close("a")
+    assert subscriptions.silent(4.0) == []
