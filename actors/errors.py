@@ -9,6 +9,7 @@
     │   └── UnsupportedModel            -   an architecture outside what Rayfin serves
     ├── RequestFailed                  500  engine_error            this request alone failed
     ├── Overloaded                     429  queue_full
+    │   └── RateLimited                429  rate_limit_exceeded     the tenant's tokens are used up
     ├── DeadlineExceeded               408  deadline_exceeded       its time ran out
     └── EngineUnavailable              503  engine_unavailable      starting, draining or dead
         └── RequestMoved               503  moved                   to be sent again, nobody died
@@ -99,6 +100,23 @@ class Overloaded(RayfinError):
         super().__init__(message, param)
         self.args = (message, param, retry_after)
         self.retry_after = retry_after
+
+
+class RateLimited(Overloaded):
+    """The caller has used up what it may; ``headers`` tell how much that is."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        retry_after: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, param, retry_after)
+        self.args = (message, param, retry_after, headers)
+        self.headers = headers or {}
 
 
 class DeadlineExceeded(RayfinError):

@@ -24,6 +24,7 @@ from rayfin.deployments.engine_names import find_engine
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.observed_client import ObservedClient
 from rayfin.deployments.openai.errors import RETRY_SECONDS
+from rayfin.deployments.openai.quotas import TokenQuotas
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.ray_client import RayEngineClient
@@ -74,6 +75,7 @@ class IngressDeployment:
             chat_template=_template(server.chat_template),
             sampling_defaults=defaults,
             edge=edge,
+            quotas=_quotas(server),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -119,6 +121,12 @@ async def _first_info(client: RayEngineClient) -> EngineInfo:
             return await client.info()
         except EngineUnavailable:
             continue
+
+
+def _quotas(server: ServerArgs) -> TokenQuotas | None:
+    """This replica's share: requests come to all replicas alike, and none knows of the others."""
+    rate = server.tenant_token_rate
+    return None if rate is None else TokenQuotas(rate / server.ingress_replicas)
 
 
 def _template(value: str | None) -> str | None:

@@ -42,6 +42,9 @@ class ServerArgs:
         "auto", "auto: the model's sampling defaults; vllm or none: ignore them"
     )
     shutdown_timeout: float = _flag(30.0, "seconds that running requests get to finish at a stop")
+    tenant_token_rate: int | None = _flag(
+        None, "tokens a minute, of prompts and outputs, that each key's tenant may use"
+    )
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
 
     def __post_init__(self) -> None:
@@ -52,6 +55,11 @@ class ServerArgs:
         if self.max_body_bytes < 1:
             raise InvalidConfig(
                 f"max_body_bytes must be at least 1, got {self.max_body_bytes}", "max_body_bytes"
+            )
+        if self.tenant_token_rate is not None and self.tenant_token_rate < 1:
+            raise InvalidConfig(
+                f"tenant_token_rate must be at least 1, got {self.tenant_token_rate}",
+                "tenant_token_rate",
             )
         if self.ingress_replicas < 1:
             raise InvalidConfig(

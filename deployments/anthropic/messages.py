@@ -78,6 +78,7 @@ class MessagesHandler:
             priority=0,
             caller=Caller.of(request),
         )
+        headers |= generation.headers
         deltas = generation.run()
         if not self._body.stream:
             await while_connected(request, generation.finish(deltas))

@@ -64,6 +64,7 @@ class ChatHandler:
             theirs["max_tokens"] = "max_completion_tokens"
         with called(theirs):
             generation = await self._prepare(Caller.of(request))
+        headers |= generation.headers
         deltas = generation.run()
         if not body.stream:
             await while_connected(request, generation.finish(deltas))

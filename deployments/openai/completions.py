@@ -54,6 +54,7 @@ class CompletionHandler:
         # An echo is told of as the answer is.
         with called({"prompt_logprobs": "logprobs"} if body.prompt_logprobs is None else {}):
             generation, params = await self._prepare(Caller.of(request))
+        headers |= generation.headers
         for choice in generation.choices:
             choice.silent = body.scores_only
             if body.stream and params.prompt_logprobs is not None:  # each is echoed with its own

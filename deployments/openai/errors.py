@@ -10,7 +10,13 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from rayfin.actors.errors import EngineUnavailable, InvalidRequest, Overloaded, RayfinError
+from rayfin.actors.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    RateLimited,
+    RayfinError,
+)
 
 logger = logging.getLogger("rayfin.http")
 
@@ -25,6 +31,7 @@ HTTP_CODES = {
     404: "unknown_url",
     405: "method_not_allowed",
     408: "request_timeout",
+    409: "idempotency_key_reused",
     413: "request_too_large",
     414: "url_too_long",
     415: "unsupported_media_type",
@@ -52,7 +59,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 def error_response(error: Exception) -> JSONResponse:
     status = error.status if isinstance(error, RayfinError) else 500
-    headers = {}
+    headers = dict(error.headers) if isinstance(error, RateLimited) else {}
     if isinstance(error, Overloaded | EngineUnavailable):
         seconds = error.retry_after if isinstance(error, Overloaded) else None
         headers["Retry-After"] = str(seconds or RETRY_SECONDS)

@@ -21,6 +21,7 @@ from rayfin.deployments.edge.caller import NOBODY, Caller
 from rayfin.deployments.openai.beams import run_search
 from rayfin.deployments.openai.choice import Choice, Prompt
 from rayfin.deployments.openai.errors import ClientGone
+from rayfin.deployments.openai.quotas import metered
 from rayfin.deployments.openai.replies import PromptTokensDetails, Usage
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.sse import cancelled, until_disconnect
@@ -43,6 +44,7 @@ class Generation:
 
     Raises:
         InvalidRequest: a prompt or a setting that this engine cannot run.
+        RateLimited: the caller's tenant has no tokens left.
     """
 
     def __init__(
@@ -52,8 +54,13 @@ class Generation:
         requests: Sequence[Sequence[EngineRequest]],
         params: SamplingParams,
         search: BeamSearchParams | None = None,
+        caller: Caller = NOBODY,
     ) -> None:
         self._client = service.client
+        self._quotas, self._tenant = service.quotas, caller.tenant
+        self.headers: dict[str, str] = {}  # of the answer: what is left of the tenant's quota
+        if self._quotas is not None:
+            self.headers = self._quotas.admit(caller.tenant, sum(len(own.ids) for own in prompts))
         self._searches = search is not None
         self._wanted, count = params.n, num_candidates(params)  # choices of each prompt
         self.prompts = prompts
@@ -114,10 +121,17 @@ class Generation:
             request.tenant, request.timeout = caller.tenant, caller.timeout
         if num_candidates(params) > params.n:
             tell_logprobs(itertools.chain.from_iterable(requests))
-        return cls(service, prompts, requests, params, search)
+        return cls(service, prompts, requests, params, search, caller)
 
     def run(self) -> Deltas:
         """The news of all choices as they come; closing it aborts what still runs."""
+        deltas = self._run()
+        if self._quotas is None:
+            return deltas
+        prompt = sum(len(own.ids) for own in self.prompts)
+        return metered(deltas, self._quotas, self._tenant, prompt)
+
+    def _run(self) -> Deltas:
         if self._searches:
             return merged([run_search(self._client, group) for group in self._by_prompt()])
         if len(self.choices) == 1:

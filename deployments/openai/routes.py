@@ -11,6 +11,7 @@ from rayfin.deployments.openai.chat import ChatHandler
 from rayfin.deployments.openai.completions import CompletionHandler
 from rayfin.deployments.openai.errors import add_error_handlers
 from rayfin.deployments.openai.fields import checked, ignored_header, read_body
+from rayfin.deployments.openai.idempotency import Idempotency
 from rayfin.deployments.openai.json_body import read_json
 from rayfin.deployments.openai.load import LoadCounter
 from rayfin.deployments.openai.models import add_model_routes
@@ -33,6 +34,7 @@ def build_api(service: OpenAIService) -> FastAPI:
     )
     add_error_handlers(app)
     app.add_middleware(LoadCounter, load=service.load)
+    app.add_middleware(Idempotency, answers=service.answers)
     add_edge(app, service.edge)
     app.add_middleware(AnthropicErrors)
     add_completion_routes(app, service)

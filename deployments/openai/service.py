@@ -7,7 +7,9 @@ from typing import Any
 from rayfin.actors.errors import ModelNotFound
 from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_client import EngineClient
+from rayfin.deployments.openai.answers import AnswerStore
 from rayfin.deployments.openai.load import Load
+from rayfin.deployments.openai.quotas import TokenQuotas
 from rayfin.deployments.openai.responses.store import ResponseStore
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -25,6 +27,8 @@ class OpenAIService:
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     load: Load = field(default_factory=Load)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    answers: AnswerStore = field(default_factory=AnswerStore)
+    quotas: TokenQuotas | None = None  # None: everybody may use as many tokens as there are
     created: int = field(default_factory=lambda: int(time.time()))
 
     def served_name(self, name: str | None) -> str:

@@ -18,6 +18,7 @@ from rayfin.deployments.openai.errors import error_body
 logger = logging.getLogger("rayfin.http")
 
 DONE = "data: [DONE]\n\n"
+FAILURES = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
 
 
 def event(chunk: BaseModel) -> str:
@@ -35,6 +36,11 @@ async def closed_by_done(events: AsyncGenerator[str, None]) -> AsyncGenerator[st
                 logger.exception("A stream failed")
             yield f"data: {json.dumps(error_body(error))}\n\n"
         yield DONE
+
+
+def tells_failure(chunk: bytes) -> bool:
+    """Whether a piece of a stream is one of our ways to say that it went wrong."""
+    return chunk.startswith(FAILURES)
 
 
 class EventStream(Response):

@@ -48,6 +48,7 @@ class ResponseHandler:
         """
         body, store = self._body, self._service.responses
         state, generation = await self._prepare(Caller.of(request))
+        headers |= generation.headers
         if body.stored:
             store.add(state)
         ticks = drive(state, generation.run(), store.settle)

@@ -127,4 +127,5 @@ def test_the_books_are_empty_when_the_store_is() -> None:
         store.remove(state)
         store.remove(state)  # twice does nothing
         store.settle(state)
-    assert (store._states, store._sizes, store._births, store._bytes) == ({}, {}, {}, {})
+    books = store._states
+    assert (books._items, books._sizes, books._births, books._bytes) == ({}, {}, {}, {})

@@ -1,0 +1,124 @@
+"""What an ingress remembers for its tenants, bounded."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+
+class Held(Protocol):
+    """One thing in a store."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it may be dropped: what still grows may not."""
+        ...
+
+    def size(self) -> int:
+        """Bytes of memory, more or less."""
+        ...
+
+
+T = TypeVar("T", bound=Held)
+
+
+class TenantStore(Generic[T]):
+    """Things by id, each its tenant's own, bounded in number, bytes and age.
+
+    What is over a bound goes first where the most is held: the oldest thing that is done of the
+    tenant with the most bytes, so that no tenant can drive out another.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        max_bytes: int,
+        max_age: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._most = most
+        self._max_age = max_age  # seconds
+        self._clock = clock
+        self._items: dict[str, T] = {}  # oldest first
+        self._sizes: dict[str, int] = {}
+        self._births: dict[str, float] = {}
+        self._bytes: dict[str, int] = {}  # of each tenant
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._bytes.values())
+
+    def add(self, item: T) -> bool:
+        """Takes it in, unless the store is full of things that are not done."""
+        self._drop_old()
+        size = item.size()
+        self._make_room(1, size)
+        if len(self._items) >= self._most:
+            return False
+        self._items[item.id] = item
+        self._births[item.id] = self._clock()
+        self._sizes[item.id] = 0
+        self._resize(item, size)
+        return True
+
+    def get(self, item_id: str, tenant: str) -> T | None:
+        """That tenant's thing of that id; another tenant's is none."""
+        self._drop_old()
+        item = self._items.get(item_id)
+        return item if item is not None and item.tenant == tenant else None
+
+    def settle(self, item: T) -> None:
+        """Counts what a thing has become."""
+        if item.id in self._items:
+            self._resize(item, item.size())
+            self._make_room(0, 0)
+
+    def remove(self, item: T) -> None:
+        if self._items.get(item.id) is item:
+            del self._items[item.id]
+            self._resize(item, 0)
+            del self._sizes[item.id], self._births[item.id]
+
+    def _resize(self, item: T, size: int) -> None:
+        held = self._bytes.get(item.tenant, 0) + size - self._sizes[item.id]
+        self._sizes[item.id] = size
+        self._bytes[item.tenant] = held
+        if not held:
+            del self._bytes[item.tenant]
+
+    def _drop_old(self) -> None:
+        limit = self._clock() - self._max_age
+        old = itertools.takewhile(lambda pair: pair[1] <= limit, self._births.items())
+        for item in [self._items[item_id] for item_id, _ in old]:
+            if item.done:
+                self.remove(item)
+
+    def _make_room(self, more: int, size: int) -> None:
+        done = self._done_by_weight()
+        while len(self._items) + more > self._most or self.num_bytes + size > self.max_bytes:
+            victim = next(done, None)
+            if victim is None:
+                return
+            self.remove(victim)
+
+    def _done_by_weight(self) -> Iterator[T]:
+        """The things that may go, in the order in which they should."""
+        while self._items:
+            for tenant in sorted(self._bytes, key=self._bytes.__getitem__, reverse=True):
+                mine = (item for item in self._items.values() if item.tenant == tenant)
+                oldest = next((item for item in mine if item.done), None)
+                if oldest is not None:
+                    yield oldest
+                    break
+            else:
+                return
