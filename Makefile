@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels sanitize serve test simulate lint format bench bench-core demo-model
+.PHONY: help install kernels sanitize serve test simulate chaos soak lint format bench bench-core demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -44,6 +44,14 @@ test: $(INSTALLED)  ## lint, types, all tests (ARGS="-k scheduler ...")
 
 simulate: $(INSTALLED)  ## lives of the scheduler, without a model (SEEDS=10000 or REQUESTS=100000)
 	$(BIN)/python tests/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))
+
+CHAOS = --minutes $(or $(MINUTES),1) $(if $(SEED),--seed $(SEED)) $(if $(STREAMS),--streams $(STREAMS))
+
+chaos: $(INSTALLED)  ## break a running Rayfin in every known way: docs/reliability.md (CASES=a,b SEED= MINUTES= STREAMS=)
+	$(BIN)/python tests/chaos/run.py --write $(if $(CASES),--cases $(CASES)) $(CHAOS) $(ARGS)
+
+soak: $(INSTALLED)  ## faults at random for MINUTES=60, and what grows meanwhile
+	$(BIN)/python tests/chaos/soak.py $(CHAOS) $(ARGS)
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

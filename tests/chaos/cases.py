@@ -1,0 +1,257 @@
+"""The fault matrix: what is broken, when, and what a client may see of it.
+
+A case is a function that breaks things while a load runs. Whatever it does, the history checker
+holds (history.py); the case only says which requests may fail, and with which words.
+"""
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import faults
+from cluster import Layout
+from history import Record
+from load import Ask
+from nemesis import Nemesis
+
+ONE = Layout()
+TWO = Layout(engines=2)
+NODES = Layout(engines=2, ingresses=2, workers=2)
+REDIS = Layout(engines=1, redis=True)
+TIGHT = Layout(pages=96)  # about 1.2 of the longest requests
+SMALL_DISK = Layout(temp_bytes=48 * 1024**2, object_store=80 * 1024**2)
+MODEL = Layout(runner="model")
+BREAKS_OFF = ("broken",)
+REFUSED = ("engine_unavailable", "rate_limit_exceeded", "queue_full", "unavailable")
+
+
+def rpc_failures(method: str, percent: int, kinds: tuple[str, ...], count: int) -> Layout:
+    """Ray's own failures of calls: of the request, of the answer, of one that is under way."""
+    failures = {"num_failures": count} | {f"{kind}_failure_prob": percent for kind in kinds}
+    return Layout(variables=(("RAY_testing_rpc_failure", json.dumps({method: failures})),))
+
+
+PUSH = "CoreWorkerService.grpc_client.PushTask"
+LOST_REPLIES = rpc_failures(PUSH, 10, ("resp",), 40)
+LOST_CALLS = rpc_failures(PUSH, 8, ("req", "resp", "in_flight"), 40)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the matrix."""
+
+    name: str
+    row: str  # in the fault matrix
+    fault: str  # what the table calls it
+    act: Callable[[Nemesis], Awaitable[None]]
+    layout: Layout = ONE
+    may_fail: tuple[str, ...] = ()  # error codes; "broken": the connection breaks off
+    may_fail_asks: str = ""  # only requests whose names begin so may fail
+    streams: int = 16
+    rate: float = 8.0
+    after: float = 4.0  # seconds that the load goes on for after the last fault
+    idle: bool = False  # the fault comes while nothing runs
+    renews: bool = False  # the cluster is of no use afterwards
+    long: bool = False  # it takes the minutes that it is told
+
+    def allows(self, ask: Ask, record: Record) -> bool:
+        """Whether the failure of a request is one of those that this fault may cost."""
+        if not ask.name.startswith(self.may_fail_asks):
+            return False
+        why = "broken" if record.broken else record.error
+        return why in self.may_fail
+
+
+CASES = [
+    Case("runner-idle", "1", "runner killed, nothing runs", faults.kill_runner, idle=True),
+    Case(
+        "runner-prefill",
+        "2",
+        "runner killed while prompts are computed",
+        faults.kill_runner_in_prefill,
+    ),
+    Case("runner-decode", "3, 5", "the only runner killed mid-stream", faults.kill_runner),
+    Case("runner-decode-two", "3", "one of two runners killed mid-stream", faults.kill_runner, TWO),
+    Case(
+        "runner-reply",
+        "4",
+        "runner killed between compute and reply",
+        faults.kill_runner_before_reply,
+    ),
+    Case(
+        "runner-recovery",
+        "6",
+        "its successor killed too, twice",
+        faults.kill_runner_and_its_successor,
+    ),
+    Case("runner-often", "6", "runner killed every 5 s", faults.kill_runner_every_five_seconds),
+    Case("runner-paused", "7", "runner stopped for 2 s", faults.stop_runner_briefly),
+    Case("runner-stopped", "7", "runner stopped for 25 s, then woken", faults.stop_runner_for_long),
+    Case("runner-hangs", "8", "runner hangs for 20 s, its interpreter held", faults.hang_runner),
+    Case(
+        "row-fails",
+        "9",
+        "one request raises in the step",
+        faults.fail_row,
+        may_fail=("engine_error",),
+        may_fail_asks="poison",
+    ),
+    Case("step-fails", "10", "a whole step raises", faults.fail_step),
+    Case(
+        "device-lost",
+        "11",
+        "every step of a runner's process fails",
+        faults.fail_every_step_of_a_runner,
+    ),
+    Case("out-of-memory", "12", "a step runs out of memory", faults.run_out_of_memory),
+    Case(
+        "memory-limit",
+        "12",
+        "the runner may take no memory more",
+        faults.limit_memory_of_runner,
+        renews=True,
+    ),
+    Case("scheduler", "17", "scheduler killed", faults.kill_scheduler),
+    Case("scheduler-two", "17", "one of two schedulers killed", faults.kill_scheduler, TWO),
+    Case("scheduler-paused", "18", "scheduler stopped for 3 s", faults.stop_scheduler_briefly),
+    Case("scheduler-slow", "18", "scheduler 200 ms slower each turn", faults.slow_scheduler),
+    Case("scheduler-zombie", "19", "scheduler stopped for 25 s, then woken", faults.two_schedulers),
+    Case("supervisor", "17", "supervisor (Serve replica) killed", faults.kill_supervisor),
+    Case(
+        "ingress",
+        "20",
+        "one of two ingresses killed",
+        faults.kill_ingress,
+        NODES,
+        BREAKS_OFF + REFUSED,
+    ),
+    Case("proxy", "21", "one of three proxies killed", faults.kill_proxy, NODES, BREAKS_OFF),
+    Case("controller", "22", "Serve's controller killed", faults.kill_controller),
+    Case(
+        "raylet",
+        "23",
+        "raylet of a runner's node killed",
+        faults.kill_raylet_of_runner,
+        NODES,
+        BREAKS_OFF,
+        after=10,
+        renews=True,
+    ),
+    Case(
+        "node",
+        "28",
+        "a node with a runner lost",
+        faults.lose_node_of_runner,
+        NODES,
+        BREAKS_OFF,
+        after=10,
+        renews=True,
+    ),
+    Case("gcs", "24", "GCS killed, back in 10 s", faults.restart_gcs, REDIS),
+    Case(
+        "gcs-runner",
+        "25",
+        "a runner killed while the GCS is away",
+        faults.gcs_away_and_runner_killed,
+        REDIS,
+        after=8,
+    ),
+    Case("step-lost", "29, 30", "a step is lost on its way", faults.lose_step),
+    Case("answer-lost", "30", "an answer is lost on its way", faults.lose_answer),
+    Case("step-twice", "30", "a step is sent twice", faults.send_steps_twice),
+    Case(
+        "rpc-replies",
+        "30",
+        "10 % of Ray's task replies lost",
+        faults.wait_under_load,
+        LOST_REPLIES,
+        renews=True,
+    ),
+    Case(
+        "rpc",
+        "31",
+        "24 % of Ray's task calls fail",
+        faults.wait_under_load,
+        LOST_CALLS,
+        renews=True,
+    ),
+    Case("object-store", "33", "object store full", faults.fill_object_store, SMALL_DISK),
+    Case(
+        "disk",
+        "34",
+        "disk of logs and sockets full, runner killed",
+        faults.fill_disk,
+        SMALL_DISK,
+        renews=True,
+    ),
+    Case(
+        "files",
+        "35",
+        "no file descriptor left in the proxy for 3 s",
+        faults.run_out_of_files,
+        may_fail=BREAKS_OFF + REFUSED,
+        after=6,
+    ),
+    Case("straggler", "36", "runner 5 times slower", faults.slow_runner),
+    Case(
+        "poison",
+        "37",
+        "a request that kills its runner",
+        faults.poison,
+        may_fail=("engine_error", "request_quarantined"),
+        may_fail_asks="poison",
+    ),
+    Case(
+        "poison-loop",
+        "38",
+        "the same once a second",
+        faults.poison_again_and_again,
+        may_fail=("engine_error", "request_quarantined"),
+        may_fail_asks="poison",
+    ),
+    Case("update", "39", "rolling update under load", faults.update),
+    Case(
+        "bad-version",
+        "40, 41",
+        "update to a version that cannot load",
+        faults.update_to_a_bad_version,
+        may_fail=REFUSED,
+        renews=True,
+    ),
+    Case("scrape", "45", "21 scrapers of /metrics", faults.scrape),
+    Case("slow-readers", "46", "100 clients that read nothing", faults.slow_readers),
+    Case(
+        "herd", "47", "runner killed, 1000 clients at once", faults.herd, may_fail=REFUSED, after=8
+    ),
+    Case("disconnects", "48", "100 clients leave at random", faults.disconnects),
+    Case(
+        "preemptions",
+        "49",
+        "pages for 1.2 requests",
+        faults.wait_under_load,
+        TIGHT,
+        after=8,
+        streams=8,
+        rate=2,
+    ),
+]
+
+
+def headlines(minutes: float) -> list[Case]:
+    """The promise itself: a runner killed every 20 seconds, for long."""
+
+    async def kill_on(nemesis: Nemesis) -> None:
+        await nemesis.kill_every("runner", 20, 60 * minutes)
+
+    def case(name: str, engines: str, layout: Layout) -> Case:
+        fault = f"a runner killed every 20 s for {minutes:g} min, {engines}"
+        return Case(name, "6", fault, kill_on, layout, streams=32, after=10, long=True)
+
+    one, two = case("headline-one", "one engine", ONE), case("headline-two", "two engines", TWO)
+    model = case("headline-model", "one engine, the demo model", MODEL)
+    return [one, two, model]
+
+
+def all_cases(minutes: float = 1.0) -> list[Case]:
+    """Every case; the headlines take so long."""
+    return [*CASES, *headlines(minutes)]

@@ -1,0 +1,270 @@
+"""How each thing of the fault matrix is broken: functions that take a Nemesis and break it."""
+
+import asyncio
+import resource
+import signal
+
+from cluster import suppressed
+from nemesis import Nemesis
+
+POISON = 100
+"""A token that is in no other prompt, and that the hash runner never says."""
+
+
+async def kill_runner(nemesis: Nemesis) -> None:
+    nemesis.kill("runner")
+
+
+async def kill_runner_in_prefill(nemesis: Nemesis) -> None:
+    for _ in range(8):
+        nemesis.load.start(nemesis.load.asks.long_prompt(2000))
+    await asyncio.sleep(0.05)
+    nemesis.kill("runner")
+
+
+async def kill_runner_before_reply(nemesis: Nemesis) -> None:
+    nemesis.plant_once("runner.before_reply=exit@nth:5")
+    await asyncio.sleep(5)
+    nemesis.plant("")
+
+
+async def kill_runner_and_its_successor(nemesis: Nemesis) -> None:
+    """While the new one loads, and again."""
+    nemesis.plant_once("runner.load=exit", "runner.before_execute=exit")
+    nemesis.kill("runner")
+    await asyncio.sleep(8)
+    nemesis.plant("")
+
+
+async def kill_runner_every_five_seconds(nemesis: Nemesis) -> None:
+    await nemesis.kill_every("runner", 5, 20)
+
+
+async def stop_runner_briefly(nemesis: Nemesis) -> None:
+    await nemesis.pause("runner", 2)
+
+
+async def stop_runner_for_long(nemesis: Nemesis) -> None:
+    await nemesis.pause("runner", 25)
+
+
+async def hang_runner(nemesis: Nemesis) -> None:
+    nemesis.plant_once("runner.before_execute=hang:20")
+    await asyncio.sleep(22)
+    nemesis.plant("")
+
+
+async def fail_row(nemesis: Nemesis) -> None:
+    """One request whose row raises; the name of it is ``poison``."""
+    nemesis.plant(f"runner.row=raise@token:{POISON}")
+    nemesis.load.start(nemesis.load.asks.poison(POISON))
+    await asyncio.sleep(6)
+    nemesis.plant("")
+
+
+async def fail_step(nemesis: Nemesis) -> None:
+    nemesis.plant_once("runner.before_execute=raise@nth:3")
+    await asyncio.sleep(5)
+    nemesis.plant("")
+
+
+async def fail_every_step_of_a_runner(nemesis: Nemesis) -> None:
+    """As after an illegal memory access on a GPU: each later call of that process fails too."""
+    epochs = [stats.epoch for stats in nemesis.cluster.stats()]
+    nemesis.plant(f"runner.before_execute=raise@epoch:{max(epochs)}")
+    await asyncio.sleep(6)
+    nemesis.plant("")
+
+
+async def run_out_of_memory(nemesis: Nemesis) -> None:
+    nemesis.plant_once("runner.before_execute=oom@nth:2")
+    await asyncio.sleep(5)
+    nemesis.plant("")
+
+
+async def limit_memory_of_runner(nemesis: Nemesis) -> None:
+    """It may take no byte more of the address space."""
+    for pid in nemesis.cluster.pids("runner"):
+        nemesis.limit(pid, resource.RLIMIT_AS, 2**20)
+    await asyncio.sleep(8)
+
+
+async def kill_scheduler(nemesis: Nemesis) -> None:
+    nemesis.kill("scheduler")
+
+
+async def stop_scheduler_briefly(nemesis: Nemesis) -> None:
+    await nemesis.pause("scheduler", 3)
+
+
+async def slow_scheduler(nemesis: Nemesis) -> None:
+    nemesis.plant("scheduler.tick=sleep:0.2")
+    await asyncio.sleep(8)
+    nemesis.plant("")
+
+
+async def two_schedulers(nemesis: Nemesis) -> None:
+    """The old one is stopped until it has been replaced, and then wakes up."""
+    await nemesis.pause("scheduler", 25)
+
+
+async def kill_ingress(nemesis: Nemesis) -> None:
+    nemesis.kill("ingress")
+
+
+async def kill_proxy(nemesis: Nemesis) -> None:
+    nemesis.kill("proxy")
+
+
+async def kill_controller(nemesis: Nemesis) -> None:
+    nemesis.kill("controller")
+    await asyncio.sleep(5)
+
+
+async def kill_supervisor(nemesis: Nemesis) -> None:
+    nemesis.kill("engine")
+    await asyncio.sleep(5)
+
+
+async def kill_raylet_of_runner(nemesis: Nemesis) -> None:
+    nemesis.kill_raylet(_index_of(nemesis, "runner"))
+    await asyncio.sleep(15)
+
+
+async def lose_node_of_runner(nemesis: Nemesis) -> None:
+    nemesis.lose_node(_index_of(nemesis, "runner"))
+    await asyncio.sleep(15)
+
+
+async def restart_gcs(nemesis: Nemesis) -> None:
+    await nemesis.restart_gcs(10)
+    await asyncio.sleep(5)
+
+
+async def gcs_away_and_runner_killed(nemesis: Nemesis) -> None:
+    runner = nemesis.cluster.pids("runner")
+    restart = asyncio.create_task(nemesis.restart_gcs(10))
+    await asyncio.sleep(3)
+    nemesis.signal(runner, signal.SIGKILL)
+    await restart
+    await asyncio.sleep(10)
+
+
+async def lose_step(nemesis: Nemesis) -> None:
+    nemesis.plant_once("group.submit=drop@nth:5")
+    await asyncio.sleep(5)
+    nemesis.plant("")
+
+
+async def lose_answer(nemesis: Nemesis) -> None:
+    nemesis.plant_once("group.reply=drop@nth:5")
+    await asyncio.sleep(5)
+    nemesis.plant("")
+
+
+async def send_steps_twice(nemesis: Nemesis) -> None:
+    nemesis.plant_once("group.submit=duplicate@nth:5")
+    await asyncio.sleep(5)
+    nemesis.plant("")
+
+
+async def wait_under_load(nemesis: Nemesis) -> None:
+    """The layout is the fault."""
+    nemesis.strike()
+    await asyncio.sleep(8)
+
+
+async def fill_object_store(nemesis: Nemesis) -> None:
+    filler = nemesis.fill_object_store(300)
+    await asyncio.sleep(12)
+    filler.kill()
+    filler.wait()
+
+
+async def fill_disk(nemesis: Nemesis) -> None:
+    nemesis.fill_disk()
+    await asyncio.sleep(5)
+    nemesis.kill("runner")
+    await asyncio.sleep(5)
+
+
+async def run_out_of_files(nemesis: Nemesis) -> None:
+    """The proxy may open no file more, a socket included; then it may again."""
+    (pid, *_) = nemesis.cluster.pids("proxy")
+    before, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    nemesis.limit(pid, resource.RLIMIT_NOFILE, 64)
+    await asyncio.sleep(3)
+    nemesis.limit(pid, resource.RLIMIT_NOFILE, before)
+
+
+async def slow_runner(nemesis: Nemesis) -> None:
+    nemesis.plant("runner.before_execute=sleep:0.1")
+    await asyncio.sleep(8)
+    nemesis.plant("")
+
+
+async def poison(nemesis: Nemesis) -> None:
+    """A request that kills each runner that runs it."""
+    nemesis.plant(f"runner.before_execute=exit@token:{POISON}")
+    nemesis.load.start(nemesis.load.asks.poison(POISON))
+    await asyncio.sleep(20)
+    nemesis.plant("")
+
+
+async def poison_again_and_again(nemesis: Nemesis) -> None:
+    nemesis.plant(f"runner.before_execute=exit@token:{POISON}")
+    ask = nemesis.load.asks.poison(POISON)
+    for _ in range(15):
+        nemesis.load.start(ask)
+        await asyncio.sleep(1)
+    await asyncio.sleep(10)
+    nemesis.plant("")
+
+
+async def update(nemesis: Nemesis) -> None:
+    """The same application again, with another setting: new engines, new ingresses."""
+    nemesis.strike()
+    await asyncio.to_thread(nemesis.cluster.deploy, max_prefill_batch=8)
+    await asyncio.sleep(2)
+
+
+async def update_to_a_bad_version(nemesis: Nemesis) -> None:
+    """One whose runners cannot load; then back."""
+    nemesis.plant("runner.load=raise")
+    with suppressed():
+        await asyncio.wait_for(asyncio.to_thread(nemesis.cluster.deploy, max_prefill_batch=4), 40)
+    nemesis.plant("")
+    await asyncio.to_thread(nemesis.cluster.deploy)
+
+
+async def scrape(nemesis: Nemesis) -> None:
+    """Twenty-one readers of /metrics, each once a second."""
+    nemesis.strike()
+
+    async def read() -> None:
+        for _ in range(8):
+            with suppressed():
+                await asyncio.to_thread(nemesis.cluster.samples)
+            await asyncio.sleep(1)
+
+    await asyncio.gather(*(read() for _ in range(21)))
+
+
+async def slow_readers(nemesis: Nemesis) -> None:
+    await nemesis.slow_readers(100, 10)
+
+
+async def herd(nemesis: Nemesis) -> None:
+    nemesis.kill("runner")
+    await nemesis.herd(1000)
+
+
+async def disconnects(nemesis: Nemesis) -> None:
+    await nemesis.disconnects(100, 6)
+
+
+def _index_of(nemesis: Nemesis, what: str) -> int:
+    """The index of a worker node on which an actor of a kind runs."""
+    ids = nemesis.cluster.nodes_of(what)
+    nodes = nemesis.cluster.nodes
+    return next(i for i, node in enumerate(nodes) if i and node.node_id in ids)

@@ -1,0 +1,249 @@
+"""Clients: streams that are always open, and short requests at a steady rate, all written down.
+
+Open loop: a short request is sent when its time has come, whatever became of those before it.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from history import Event, Record
+
+VOCABULARY = range(259, 1999)  # of prompts: ids of the demo model's tokenizer that are whole words
+PATIENCE = 120.0  # seconds, of a client; the checker's is shorter
+STARTS = [[300 + (7 * i + 13 * k) % 1500 for i in range(96)] for k in range(4)]
+"""What prompts begin with: some pages are found in the cache, some are not."""
+STOPS = ["ing", " the", "er", "tion"]
+
+
+@dataclass(slots=True, frozen=True)
+class Ask:
+    """One request, and all that an oracle needs to know its answer."""
+
+    name: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    stream: bool = True
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)  # temperature, penalties
+
+    def body(self, model: str) -> dict[str, Any]:
+        """The body of POST /v1/completions."""
+        body = {
+            "model": model,
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "n": self.n,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **self.settings,
+        }
+        if self.stop:
+            body["stop"] = list(self.stop)
+        if self.stop_token_ids:
+            body["stop_token_ids"] = list(self.stop_token_ids)
+        if self.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
+
+
+class Asks:
+    """Requests of every kind, drawn from one seed."""
+
+    def __init__(self, seed: int, length: tuple[int, int] = (150, 450)) -> None:
+        self._random = random.Random(seed)
+        self._length = length
+        self._count = 0
+
+    def stream(self) -> Ask:
+        """A long one: greedy or sampled, with penalties, stops or two choices."""
+        draw = self._random
+        kind = draw.choice(["greedy", "greedy", "seeded", "penalties", "stop", "two"])
+        settings: dict[str, Any] = {"temperature": 0 if kind == "greedy" else 0.9}
+        if kind == "penalties":
+            settings |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
+        return self._ask(
+            kind,
+            draw.randint(*self._length),
+            n=2 if kind == "two" else 1,
+            stop=tuple(draw.sample(STOPS, 2)) if kind == "stop" else (),
+            stop_token_ids=(draw.choice(VOCABULARY),) if kind == "seeded" else (),
+            settings=settings,
+        )
+
+    def short(self) -> Ask:
+        """A short one, answered whole."""
+        return self._ask(
+            "short", self._random.randint(1, 12), stream=False, settings={"temperature": 0}
+        )
+
+    def long_prompt(self, tokens: int) -> Ask:
+        """One whose prompt takes several steps."""
+        own = tuple(self._random.choices(VOCABULARY, k=tokens))
+        return self._ask("prefill", 16, prompt=own, settings={"temperature": 0})
+
+    def endless(self) -> Ask:
+        """One whose answer is longer than anybody reads."""
+        return self._ask("endless", 4000, settings={"temperature": 0})
+
+    def poison(self, token: int) -> Ask:
+        """One whose prompt ends with a token that no other has."""
+        own = (*self._random.choices(VOCABULARY, k=8), token)
+        return self._ask("poison", 40, prompt=own, settings={"temperature": 0})
+
+    def _ask(self, kind: str, max_tokens: int, prompt: tuple[int, ...] = (), **wishes: Any) -> Ask:
+        draw = self._random
+        self._count += 1
+        if not prompt:
+            start = draw.choice(STARTS)[: draw.randint(0, 96)]
+            prompt = (*start, *draw.choices(VOCABULARY, k=draw.randint(1, 40)))
+        seed = draw.getrandbits(31) * 2  # a second choice takes the next one
+        return Ask(f"{kind}-{self._count}", prompt, max_tokens, seed, **wishes)
+
+
+class Load:
+    """Runs asks against a server and writes down what came; ``records`` is in order of start."""
+
+    def __init__(self, url: str, model: str, asks: Asks) -> None:
+        self.asks = asks
+        self.records: list[tuple[Ask, Record]] = []
+        self._url = url
+        self._model = model
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._http: httpx.AsyncClient | None = None
+
+    @asynccontextmanager
+    async def running(self, streams: int, rate: float) -> AsyncIterator["Load"]:
+        """``streams`` open at all times and ``rate`` short requests each second, meanwhile."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx.Timeout(PATIENCE, pool=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as http:
+            self._http = http
+            self._tasks = [asyncio.create_task(self._stream_on()) for _ in range(streams)]
+            self._tasks.append(asyncio.create_task(self._send_short(rate)))
+            try:
+                yield self
+            finally:
+                self._stopping.set()
+                await asyncio.wait(self._tasks, timeout=PATIENCE)
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def all_streaming(self, streams: int, seconds: float = PATIENCE) -> None:
+        """Until so many streams have had a token.
+
+        Raises:
+            TimeoutError: they never have.
+        """
+        async with asyncio.timeout(seconds):
+            while sum(bool(r.events) and r.ended is None for _, r in self.records) < streams:
+                await asyncio.sleep(0.05)
+
+    async def ask(self, ask: Ask) -> Record:
+        """Sends one request, and reads its answer to the end."""
+        record = Record(ask.name, time.monotonic(), ask.stream)
+        self.records.append((ask, record))
+        try:
+            await (self._read_stream if ask.stream else self._read_whole)(ask, record)
+        except httpx.HTTPError as error:
+            record.broken = f"{type(error).__name__}: {error}"
+        except asyncio.CancelledError:
+            record.left = True
+            raise
+        record.ended = time.monotonic()
+        return record
+
+    def start(self, ask: Ask) -> asyncio.Task[Record]:
+        """Sends one more, beside the others."""
+        task = asyncio.create_task(self.ask(ask))
+        self._tasks.append(task)
+        return task
+
+    async def _stream_on(self) -> None:
+        while not self._stopping.is_set():
+            record = await self.ask(self.asks.stream())
+            if record.failed:  # a client that is told to wait waits
+                await asyncio.sleep(0.5)
+
+    async def _send_short(self, rate: float) -> None:
+        sent: set[asyncio.Task[Record]] = set()
+        due = time.monotonic()
+        while rate and not self._stopping.is_set():
+            due += 1 / rate
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            sent.add(asyncio.create_task(self.ask(self.asks.short())))
+            sent = {task for task in sent if not task.done()}
+        if sent:
+            await asyncio.wait(sent)
+
+    async def _read_whole(self, ask: Ask, record: Record) -> None:
+        assert self._http is not None
+        reply = await self._http.post("/v1/completions", json=ask.body(self._model))
+        record.bytes_at.append(time.monotonic())
+        record.status, record.done = reply.status_code, True
+        answer = parsed(reply.text)
+        _take(record, answer)
+        if reply.status_code != 200:
+            record.error = error_code(answer)
+
+    async def _read_stream(self, ask: Ask, record: Record) -> None:
+        assert self._http is not None
+        body = ask.body(self._model)
+        async with self._http.stream("POST", "/v1/completions", json=body) as reply:
+            record.status = reply.status_code
+            if reply.status_code != 200:
+                record.error = error_code(parsed((await reply.aread()).decode()))
+                return
+            async for line in reply.aiter_lines():
+                record.bytes_at.append(time.monotonic())
+                if line == "data: [DONE]":
+                    record.done = True
+                elif line.startswith("data: "):
+                    _take(record, parsed(line[6:]))
+        if not record.done and record.error is None:
+            record.broken = "it ended without [DONE]"
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """A JSON object; an empty one for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def error_code(answer: dict[str, Any]) -> str | None:
+    """The code of an error body; None: it is no error of Rayfin's."""
+    error = answer.get("error")
+    return str(error.get("code") or error.get("type")) if isinstance(error, dict) else None
+
+
+def _take(record: Record, answer: dict[str, Any]) -> None:
+    now = time.monotonic()
+    if "error" in answer:
+        record.error = error_code(answer)
+    for choice in answer.get("choices", ()):
+        tokens = tuple(choice.get("token_ids") or ())
+        record.events.append(
+            Event(now, choice["index"], tokens, choice["text"], choice["finish_reason"])
+        )
+    if usage := answer.get("usage"):
+        record.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def shorts(records: list[tuple[Ask, Record]]) -> Iterator[Record]:
+    """The records of short requests."""
+    return (record for ask, record in records if not ask.stream)

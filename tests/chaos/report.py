@@ -1,0 +1,60 @@
+"""docs/reliability.md: the table of what was broken and what clients saw of it."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from results import Result
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- make chaos: begin -->", "<!-- make chaos: end -->"
+HEADER = ("row", "fault", "failed / all", "recovery s", "longest gap ms", "wrong", "leaked", "")
+
+
+def row_of(result: Result) -> list[str]:
+    """A result as the cells of its row."""
+    cells = [result.row, f"{result.fault} (`{result.name}`)"]
+    if result.skipped:
+        return [*cells, "", "", "", "", "", f"not run: {result.skipped}"]
+    recovery = "-" if result.recovery is None else f"{result.recovery:.1f}"
+    allowed = f" ({result.allowed} allowed)" if result.allowed else ""
+    return [
+        *cells,
+        f"{result.failed} / {result.total}{allowed}",
+        recovery,
+        f"{result.gap_ms:,.0f}",
+        str(result.wrong),
+        str(max(result.leaked, 0)),
+        "held" if result.held else "**broken**",
+    ]
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [HEADER, ["---"] * len(HEADER), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def merged(page: str, results: Sequence[Result], order: Sequence[str], how: str) -> str:
+    """The page with the rows of ``results`` in place of their old ones; others stay.
+
+    ``order`` are the names of all cases, as they stand in the table.
+    """
+    before, rest = page.split(BEGIN)
+    old, after = rest.split(END)
+    rows = {name_in(line): cells(line) for line in old.splitlines() if "`)" in line}
+    rows |= {result.name: row_of(result) for result in results}
+    kept = [rows[name] for name in order if name in rows]
+    return f"{before}{BEGIN}\n{how}\n\n{table(kept)}{END}{after}"
+
+
+def name_in(line: str) -> str:
+    """The name of the case that a row of the table is of."""
+    return line.split("(`")[1].split("`)")[0]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def write(results: Sequence[Result], order: Sequence[str], how: str, page: Path = PAGE) -> None:
+    page.write_text(merged(page.read_text(), results, order, how))

@@ -1,0 +1,91 @@
+"""What a case came to: figures, and whether it kept the promise."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cases import Case
+from history import Expected, Record, check, longest_gap
+from load import Ask
+
+WRONG = ("lost", "duplicated", "altered", "after")
+
+
+@dataclass(slots=True)
+class Result:
+    """One row of the table. Times in seconds but for the gap."""
+
+    name: str
+    row: str
+    fault: str
+    total: int = 0  # requests of clients that stayed
+    failed: int = 0
+    allowed: int = 0  # of those, the ones that the case says may fail
+    recovery: float | None = None  # longest from a fault to the first answer to a later request
+    gap_ms: float = 0.0  # longest time that an open stream had no byte
+    wrong: int = 0  # requests with a token lost, duplicated or altered
+    leaked: int = 0  # pages held when nothing runs; -1: nobody answers
+    violations: list[str] = field(default_factory=list)
+    skipped: str = ""  # why it was not run
+
+    @property
+    def held(self) -> bool:
+        return not self.violations and not self.skipped
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(
+    case: Case,
+    struck: Sequence[float],
+    asked: Sequence[tuple[Ask, Record]],
+    expected: Sequence[Expected],
+    leaked: int,
+    counted_successes: float | None,
+    until: float,
+) -> Result:
+    """All figures of a case that has run, and all that must not be in them.
+
+    Args:
+        struck: when faults happened.
+        expected: the oracle's answers to ``asked``, in its order.
+        counted_successes: by how much the server's count of them grew; None: it is not known.
+    """
+    result = Result(case.name, case.row, case.fault, leaked=leaked)
+    stayed = [(ask, record) for ask, record in asked if not record.left]
+    result.total = len(stayed)
+    for (ask, record), right in zip(asked, expected, strict=True):
+        violations = check(record, right, until)
+        result.wrong += any(violation.kind in WRONG for violation in violations)
+        result.violations += map(str, violations)
+        if record.failed:
+            result.failed += 1
+            allowed = case.allows(ask, record)
+            result.allowed += allowed
+            if not allowed:
+                why = record.broken or record.error or f"status {record.status}"
+                result.violations.append(f"{record.name}: failed: {why}")
+    streamed = [record for _, record in stayed if record.stream]
+    result.gap_ms = 1000 * max((longest_gap(record)[0] for record in streamed), default=0.0)
+    result.recovery = recovery(struck, [record for _, record in stayed])
+    if struck and result.recovery is None:
+        result.violations.append("never recovered: no later request was answered")
+    if leaked:
+        result.violations.append(f"{leaked} pages are held" if leaked > 0 else "no engine answers")
+    answered = sum(len(e.choices) for (_, r), e in zip(asked, expected, strict=True) if r.answered)
+    left = sum(len(e.choices) for (_, r), e in zip(asked, expected, strict=True) if r.left)
+    if counted_successes is not None and counted_successes > answered + left:
+        result.violations.append(f"{counted_successes:.0f} successes counted, {answered} answers")
+    return result
+
+
+def recovery(struck: Sequence[float], records: Sequence[Record]) -> float | None:
+    """Seconds from a fault to the first answer to a request that came after it; the longest."""
+    longest: float | None = None
+    for at in struck:
+        later = [r.ended for r in records if r.started >= at and r.answered and r.ended is not None]
+        if not later:
+            return None
+        longest = max(longest or 0.0, min(later) - at)
+    return longest

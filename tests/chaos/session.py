@@ -1,0 +1,135 @@
+"""One layout's cluster and the cases that run on it: the child process of run.py.
+
+Its environment is the layout's, which Ray reads when it is imported. Each result is a line of JSON
+at the end of the file that the last argument names, so that what has run counts if this one dies.
+"""
+
+import asyncio
+import json
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+
+from cases import Case
+from cluster import Cluster, Layout, Unavailable, suppressed
+from history import Expected, Record
+from load import Ask, Asks, Load
+from nemesis import Nemesis
+from oracle import HashOracle, ModelOracle, Oracle
+from results import Result, judge
+
+SUCCESSES = ("stop", "length")
+
+
+@dataclass(slots=True)
+class Session:
+    """Runs cases one after another, on a fresh cluster where the last one was broken."""
+
+    layout: Layout
+    folder: str
+    seed: int
+    streams: int | None  # None: as each case says
+    cluster: Cluster | None = None
+    oracle: Oracle | None = None
+
+    def run(self, case: Case) -> Result:
+        """One case.
+
+        Raises:
+            Unavailable: it cannot run on this machine.
+        """
+        cluster = self._cluster()
+        before = self._successes(cluster)
+        load, struck = asyncio.run(self._drive(case, cluster))
+        until = time.monotonic()
+        leaked = cluster.pages_left()
+        after = self._successes(cluster)
+        # A count that fell is an engine that was replaced, and says nothing of these requests.
+        grown = None if before is None or after is None or after < before else after - before
+        expected = self._expect([ask for ask, _ in load])
+        result = judge(case, struck, load, expected, leaked, grown, until)
+        if case.renews or leaked or not result.held:
+            self.close()
+        return result
+
+    def close(self) -> None:
+        if self.cluster is not None:
+            self.cluster.close()
+        self.cluster = None
+
+    def _cluster(self) -> Cluster:
+        if self.cluster is not None and not self.cluster.healthy():
+            self.close()
+        if self.cluster is None:
+            cluster = self.cluster = Cluster(self.layout, self.folder)
+            cluster.start()
+            cluster.wait_healthy()
+        return self.cluster
+
+    async def _drive(
+        self, case: Case, cluster: Cluster
+    ) -> tuple[list[tuple[Ask, Record]], list[float]]:
+        """The load with the faults in it: what clients saw, and when it was broken."""
+        load = Load(cluster.url, cluster.model, Asks(self.seed))
+        nemesis = Nemesis(cluster, load, self.seed)
+        streams = case.streams if self.streams is None else self.streams
+        cluster.plant("")
+        if case.idle:
+            await case.act(nemesis)
+        async with load.running(streams, case.rate):
+            await load.all_streaming(streams)
+            if not case.idle:
+                await asyncio.sleep(1)
+                await case.act(nemesis)
+            await asyncio.sleep(case.after)
+        cluster.plant("")
+        return load.records, nemesis.struck
+
+    def _successes(self, cluster: Cluster) -> float | None:
+        with suppressed():
+            samples = cluster.samples()
+            return sum(samples.get(f"rayfin_request_success_total/{r}", 0) for r in SUCCESSES)
+        return None
+
+    def _expect(self, asks: list[Ask]) -> list[Expected]:
+        if self.oracle is None:
+            self.oracle = HashOracle() if self.layout.runner == "hash" else ModelOracle("demo")
+        return self.oracle.expect(asks)
+
+
+def main(cases: list[Case], folder: str, seed: int, streams: int | None, path: str) -> None:
+    """Runs cases of one layout."""
+    session = Session(cases[0].layout, folder, seed, streams)
+    try:
+        for case in cases:
+            started = time.monotonic()
+            try:
+                result = session.run(case)
+            except Unavailable as reason:
+                result = Result(case.name, case.row, case.fault, skipped=str(reason))
+            except Exception as error:
+                traceback.print_exc()
+                result = Result(case.name, case.row, case.fault)
+                result.violations.append(f"{type(error).__name__}: {error}")
+                session.close()
+            with open(path, "a") as file:
+                print(json.dumps(result.as_dict()), file=file)
+            tell(result, time.monotonic() - started)
+    finally:
+        session.close()
+
+
+def tell(result: Result, seconds: float) -> None:
+    """A result on the terminal."""
+    state = f"not run: {result.skipped}" if result.skipped else "held" if result.held else "BROKEN"
+    recovery = "-" if result.recovery is None else f"{result.recovery:.1f} s"
+    print(
+        f"{result.name:20} {state}: {result.failed}/{result.total} failed, recovery {recovery}, "
+        f"longest gap {result.gap_ms:,.0f} ms, {result.wrong} wrong, {result.leaked} leaked "
+        f"({seconds:.0f} s)",
+        flush=True,
+    )
+    for violation in result.violations[:8]:
+        print(f"    {violation}", flush=True)
+    sys.stdout.flush()
