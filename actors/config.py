@@ -18,6 +18,7 @@ SchedulerName = Literal["v1", "v0"]
 Policy = Literal["fcfs", "priority", "fair"]
 Preemption = Literal["recompute", "swap"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["int8"]
 
 DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 DEFAULT_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -42,6 +43,9 @@ class EngineArgs:
     trust_remote_code: bool = _flag(False, "run the Python code that the model brings")
     dtype: Dtype = _flag(
         "auto", "of weights and cache; auto: float32 on a CPU, the model's on a GPU"
+    )
+    quantization: Quantization | None = _flag(
+        None, "int8: weights and the rows they multiply rounded to 8 bits, on a CPU; default: none"
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
     device: Device = _flag("auto", "auto takes a GPU where there is one")
@@ -97,6 +101,8 @@ class EngineArgs:
         }
         if self.preemption is not None:
             choices["preemption"] = Preemption
+        if self.quantization is not None:
+            choices["quantization"] = Quantization
         for name, literal in choices.items():
             if (value := getattr(self, name)) not in get_args(literal):
                 raise InvalidConfig(

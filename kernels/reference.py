@@ -23,7 +23,9 @@ from rayfin.kernels.sampling.sample import SamplingRows
 __all__ = [
     "combine_partials",
     "gelu_mul",
+    "int8_rows",
     "last_token_index",
+    "matmul_int8",
     "min_p_filter",
     "page_level_decode_attention",
     "page_level_prefill_attention",
@@ -146,6 +148,32 @@ def gelu_mul(gate_up: torch.Tensor, *, tanh: bool = True) -> torch.Tensor:
     else:
         gelu = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
     return (gelu * up).to(gate_up.dtype)
+
+
+def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as integers from -127 to 127 and a scale each, its largest magnitude over 127.
+
+    [M, K] -> [M, K] int8, [M] float32.
+    """
+    values, scales = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(len(x))
+    for row, numbers in enumerate(x.float()):
+        largest = numbers.abs().max()
+        if largest >= 1e-30:  # else the row is as good as zero
+            factor = torch.tensor(127.0) / largest  # 127 / largest would be 127 * (1 / largest)
+            values[row] = torch.round(numbers * factor).to(torch.int8)
+            scales[row] = largest / 127
+    return values, scales
+
+
+def matmul_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x W^T of rows and outputs rounded to 8 bits: sums of integers times both scales.
+
+    [M, K], [N, K] -> [M, N] float32.
+    """
+    rows, row_scales = int8_rows(x)
+    outputs, output_scales = int8_rows(weight)
+    sums = rows.int() @ outputs.int().T
+    return sums.float() * (row_scales.unsqueeze(1) * output_scales)
 
 
 # --- sampling -------------------------------------------------------------------------------------

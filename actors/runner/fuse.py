@@ -3,6 +3,7 @@
 The transformers model stays the authority. Its structure says which weights there are, a probe
 through it says how each layer attends and how the embedding is scaled, and in the end both compute
 the same prompt: if their logits differ, the fused one is dropped and the model runs as it is.
+A model that is to be quantised is held to that with its exact weights first.
 """
 
 import logging
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rayfin.actors.config import Quantization
 from rayfin.actors.runner.fuse_layers import LayerParts, NotRecognised, norm_weight, read_layer
 from rayfin.actors.runner.fused_model import FusedModel, rotary_tables
 from rayfin.actors.runner.paged_model import LAYER, PagedModel
@@ -36,11 +38,20 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """How far logits may be apart, as a share of the largest one."""
 
 
-def fuse(paged: PagedModel, kernels: CpuKernels) -> FusedModel | None:
-    """The model on compiled kernels with the same results, or None if it is not recognised."""
+WEIGHTS: dict[Quantization | None, torch.dtype | None] = {None: None, "int8": torch.int8}
+"""How weights are stored; None is as exactly as they came."""
+
+
+def fuse(
+    paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
+) -> FusedModel | None:
+    """The model on compiled kernels with the same results, or None if it is not recognised.
+
+    With ``quantization``, results are what rounding makes of them.
+    """
     name = type(paged.transformer).__name__
     try:
-        fused = _build(paged, kernels)
+        fused = _build(paged, kernels, None)
     except NotRecognised as reason:
         logger.info("%s is not fused: %s", name, reason)
         return None
@@ -48,6 +59,9 @@ def fuse(paged: PagedModel, kernels: CpuKernels) -> FusedModel | None:
     if difference > TOLERANCE[paged.dtype]:
         logger.warning("%s is not fused: logits would differ by %.1e", name, difference)
         return None
+    if quantization:
+        del fused  # its memory is needed
+        return _build(paged, kernels, WEIGHTS[quantization])
     return fused
 
 
@@ -97,7 +111,7 @@ class _Observer:
 
 
 @torch.inference_mode()
-def _build(paged: PagedModel, kernels: CpuKernels) -> FusedModel:
+def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) -> FusedModel:
     model: Any = paged.transformer
     config = model.config.get_text_config(decoder=True)
     decoder, layers, embedding = _backbone(model)
@@ -130,10 +144,10 @@ def _build(paged: PagedModel, kernels: CpuKernels) -> FusedModel:
     )
     _require_alike(parts, attending, shape)
     packed = [
-        _pack_layer(kernels, part, how, kinds[index])
+        _pack_layer(kernels, part, how, kinds[index], storage)
         for index, (part, how) in enumerate(zip(parts, attending, strict=True))
     ]
-    head = kernels.pack([model.lm_head.weight])
+    head = kernels.pack([model.lm_head.weight], storage=storage)
     tied = model.lm_head.weight.data_ptr() == embedding.weight.data_ptr()
     return FusedModel(
         PackedDecoder(
@@ -213,17 +227,25 @@ def _require_alike(
 
 
 def _pack_layer(
-    kernels: CpuKernels, part: LayerParts, how: _Attending, rotary: int
+    kernels: CpuKernels,
+    part: LayerParts,
+    how: _Attending,
+    rotary: int,
+    storage: torch.dtype | None,
 ) -> DecoderLayer:
     def vector(norm: nn.Module | None) -> torch.Tensor | None:
         weight = norm_weight(norm)
         return None if weight is None else weight[0]
 
+    def pack(linears: list[nn.Linear], paired: bool = False) -> Matrix:
+        weights = [linear.weight for linear in linears]
+        return kernels.pack(weights, paired=paired, storage=storage)
+
     return DecoderLayer(
-        qkv=_pack(kernels, part.query_key_value),
-        attention_out=_pack(kernels, [part.attention_out]),
-        gate_up=_pack(kernels, part.gate_up, paired=True),
-        down=_pack(kernels, [part.down]),
+        qkv=pack(part.query_key_value),
+        attention_out=pack([part.attention_out]),
+        gate_up=pack(part.gate_up, paired=True),
+        down=pack([part.down]),
         scale=how.scale,
         attention_norm=vector(part.attention_norm),
         attention_out_norm=vector(part.attention_out_norm),
@@ -240,10 +262,6 @@ def _pack_layer(
         softcap=how.softcap,
         rotary=rotary,
     )
-
-
-def _pack(kernels: CpuKernels, linears: list[nn.Linear], paired: bool = False) -> Matrix:
-    return kernels.pack([linear.weight for linear in linears], paired=paired)
 
 
 def _bias(linears: list[nn.Linear]) -> torch.Tensor | None:

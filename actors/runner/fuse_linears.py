@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from rayfin.actors.runner.fuse import TOLERANCE, probe_logits
+from rayfin.actors.config import Quantization
+from rayfin.actors.runner.fuse import TOLERANCE, WEIGHTS, probe_logits
 from rayfin.actors.runner.paged_model import PagedModel
 from rayfin.kernels.cpu.kernels import CpuKernels
 
@@ -21,11 +22,15 @@ class PackedLinear(nn.Module):
     """y = x W^T + b by the compiled kernels; takes and gives the dtype of x."""
 
     def __init__(
-        self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        kernels: CpuKernels,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        storage: torch.dtype | None,
     ) -> None:
         super().__init__()
         self._kernels = kernels
-        self._weight = kernels.pack([weight])
+        self._weight = kernels.pack([weight], storage=storage)
         self._bias = None if bias is None else bias.detach().float().contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,26 +41,31 @@ class PackedLinear(nn.Module):
 
 
 @torch.inference_mode()
-def pack_linears(paged: PagedModel, kernels: CpuKernels) -> None:
+def pack_linears(
+    paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
+) -> bool:
     """Replaces the linear layers of a model in place and frees their weights.
 
     A model that then computes something else, or reads a weight that is no longer there, gets its
-    own layers back.
+    own layers back: False. That is tried with exact weights, also if others are wanted.
     """
     expected = probe_logits(paged, paged)
     originals = list(_linears(paged.transformer))
     for owner, name, linear in originals:
-        setattr(owner, name, _packed(kernels, linear))
+        setattr(owner, name, _packed(kernels, linear, None))
     try:
         actual = probe_logits(paged, paged)
         difference = ((actual - expected).abs().max() / expected.abs().max()).item()
     except (AttributeError, RuntimeError) as error:
         logger.info("linear layers are not packed: %s", error)
         difference = float("inf")
-    if difference <= TOLERANCE[paged.dtype]:
-        return
+    same = difference <= TOLERANCE[paged.dtype]
     for owner, name, linear in originals:
-        setattr(owner, name, linear)
+        if not same:
+            setattr(owner, name, linear)
+        elif quantization:
+            setattr(owner, name, _packed(kernels, linear, WEIGHTS[quantization]))
+    return same
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
@@ -65,6 +75,8 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Con
                 yield owner, name, child
 
 
-def _packed(kernels: CpuKernels, linear: nn.Linear | Conv1D) -> PackedLinear:
+def _packed(
+    kernels: CpuKernels, linear: nn.Linear | Conv1D, storage: torch.dtype | None
+) -> PackedLinear:
     weight = linear.weight if isinstance(linear, nn.Linear) else linear.weight.T
-    return PackedLinear(kernels, weight, linear.bias)
+    return PackedLinear(kernels, weight, linear.bias, storage)

@@ -12,10 +12,11 @@ from rayfin.actors.config import (
     EngineArgs,
     EngineConfig,
     ModelFacts,
+    Quantization,
     resolve_limits,
     resolve_model_len,
 )
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig, UnsupportedModel
 from rayfin.actors.messages import NO_TOKEN, Logprobs, SchedulerInfo, StepResult
 from rayfin.actors.runner.batch import build_inputs, next_decode
 from rayfin.actors.runner.fuse import TOLERANCE, fuse
@@ -31,6 +32,7 @@ from rayfin.actors.runner.weights import load_config, load_model, max_position
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
+from rayfin.kernels.cpu.library import try_load
 
 ONE_THREAD_PARAMETERS = 32_000_000
 """Models with fewer parameters compute on one thread unless told otherwise."""
@@ -45,6 +47,8 @@ class ModelRunner:
     def __init__(self, args: EngineArgs) -> None:
         self._args = args
         self._device = pick_device(args.device)
+        if args.quantization:
+            _require_quantisable(args, self._device)
         self._hf_config = load_config(args)
         model = load_model(args, self._hf_config, self._device, ATTENTION)
         kernels = None
@@ -59,18 +63,25 @@ class ModelRunner:
         paged = PagedModel(model, kernel)
         self._model: PagedModel | FusedModel = paged
         if kernels and model.dtype in TOLERANCE:
-            self._model = self._on_kernels(paged, kernels)
+            self._model = self._on_kernels(paged, kernels, args.quantization)
         self._page_size = args.page_size
         self._epoch = -1
         self._next_step = 0
 
     @staticmethod
-    def _on_kernels(paged: PagedModel, kernels: CpuKernels) -> PagedModel | FusedModel:
+    def _on_kernels(
+        paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None
+    ) -> PagedModel | FusedModel:
         """The model with all of it, or its linear layers, on compiled kernels."""
-        if fused := fuse(paged, kernels):
+        if fused := fuse(paged, kernels, quantization):
             torch.set_num_threads(1)  # what is left to torch is small, its threads in the way
             return fused
-        pack_linears(paged, kernels)
+        packed = pack_linears(paged, kernels, quantization)
+        if quantization and not packed:
+            name = type(paged.transformer).__name__
+            raise UnsupportedModel(
+                f"{name} cannot be quantised: it reads its weights for itself", "quantization"
+            )
         return paged
 
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
@@ -195,6 +206,21 @@ def _planted(info: SchedulerInfo) -> list[int]:
         for row in range(len(info.ids))
         if failpoints.ACTIVE.hit("runner.row", **step, tokens=info.chunk_prompt(row)) == "nan"
     ]
+
+
+def _require_quantisable(args: EngineArgs, device: torch.device) -> None:
+    """Refuses quantization where its kernels do not run; says why."""
+    why = None
+    if device.type != "cpu":
+        why = f"is for a CPU, and the device is {device.type!r}"
+    elif args.attention not in ("auto", "cpu"):
+        why = f"runs on the compiled CPU kernels, not with attention {args.attention!r}"
+    elif args.dtype == "float16":
+        why = "wants dtype float32 or bfloat16, not 'float16'"
+    elif try_load() is None:
+        why = "runs on the compiled CPU kernels, and they are not built"
+    if why:
+        raise InvalidConfig(f"quantization {args.quantization!r} {why}", "quantization")
 
 
 def pick_device(name: str) -> torch.device:

@@ -6,6 +6,7 @@
 #include "heads.h"
 #include "isa.h"
 #include "matmul.h"
+#include "matmul_int8.h"
 #include "measure.h"
 #include "norms.h"
 
@@ -31,6 +32,12 @@ RAYFIN_API const char* rayfin_best_isa() { return best_isa(); }
 
 RAYFIN_API Pool* rayfin_pool_create(int threads) { return new (std::nothrow) Pool(threads); }
 RAYFIN_API void rayfin_pool_destroy(Pool* pool) { delete pool; }
+
+// Whether products of bytes use the machine's own instruction, if it has one; they do from the beginning.
+RAYFIN_API void rayfin_pool_use_vnni(Pool* pool, int use) {
+  Turn turn(pool);
+  pool->vnni = use && has_vnni();
+}
 
 RAYFIN_API Matrix* rayfin_matrix_create(int64_t outputs, int64_t inputs, int storage, int paired) {
   try {

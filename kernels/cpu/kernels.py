@@ -12,8 +12,8 @@ import torch
 
 from rayfin.kernels.cpu.library import LibraryUnavailable, load, try_load
 
-STORAGES = {torch.float32: 0, torch.bfloat16: 1}
-"""How weights and pages may be stored (Storage in matrix.h)."""
+STORAGES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""How weights and, but for int8, pages may be stored (Storage in matrix.h)."""
 
 
 class Activation(IntEnum):
@@ -49,7 +49,9 @@ class CpuKernels:
     ) -> "Matrix":
         """Packs weights [N_i, K] (float32 or bfloat16), one below the other, for ``matmul``.
 
-        ``storage`` None keeps them exact: bfloat16 if that holds every value, float32 if not.
+        ``storage`` None keeps them exact: bfloat16 if that holds every value, float32 if not. int8
+        gives each output a scale, and makes the matmul round its rows to 8 bits too: what
+        ``reference.matmul_int8`` says.
         ``paired`` wants a gate and an up projection of one shape, whose product the matmul makes.
         """
         weights = [weight.detach().contiguous() for weight in weights]
@@ -176,7 +178,7 @@ class Matrix:
         )
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The weights of some outputs [n] int64, as they are stored: [n, inputs] float32."""
+        """The weights of some outputs [n] int64, as they were rounded: [n, inputs] float32."""
         assert outputs.dtype == torch.int64 and outputs.is_contiguous()
         out = torch.empty(len(outputs), self.inputs)
         self._library.rayfin_matrix_rows(

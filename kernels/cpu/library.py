@@ -25,6 +25,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rayfin_best_isa": (ctypes.c_char_p, ()),
     "rayfin_pool_create": (_P, (_INT,)),
     "rayfin_pool_destroy": (None, (_P,)),
+    "rayfin_pool_use_vnni": (None, (_P, _INT)),
     "rayfin_matrix_create": (_P, (_I64, _I64, _INT, _INT)),
     "rayfin_matrix_destroy": (None, (_P,)),
     "rayfin_matrix_fill": (None, (_P, _I64, _I64, _P, _I64, _INT)),

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "epilogue.h"
+#include "matmul_int8.h"
 #include "register_tile.h"
 
 namespace rayfin {
@@ -123,6 +124,8 @@ void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, 
       return matmul_as<float>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
     case kBFloat16:
       return matmul_as<BFloat16>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+    case kInt8:
+      return matmul_int8(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
   }
 }
 

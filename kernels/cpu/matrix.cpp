@@ -1,10 +1,21 @@
 #include "matrix.h"
 
+#include <algorithm>
+#include <vector>
+
+#include "matmul_int8.h"
+
 namespace rayfin {
 
 namespace {
 
-size_t element_size(Storage storage) { return storage == kFloat32 ? 4 : 2; }
+constexpr int64_t kLine = 64;
+
+size_t element_size(Storage storage) { return storage == kFloat32 ? 4 : storage == kBFloat16 ? 2 : 1; }
+
+int64_t depth_of(int64_t inputs, Storage storage) {
+  return storage == kInt8 ? (inputs + kLine - 1) / kLine * kLine : inputs;
+}
 
 int64_t panels_of(int64_t outputs, bool paired) {
   int64_t columns = paired ? outputs / 2 : outputs;
@@ -18,8 +29,16 @@ int paired_lane(int lane) { return lane < kWidth ? 2 * lane : 2 * (lane - kWidth
 }  // namespace
 
 Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired)
-    : outputs(outputs), inputs(inputs), storage(storage), paired(paired), panels(panels_of(outputs, paired)) {
+    : outputs(outputs),
+      inputs(inputs),
+      depth(depth_of(inputs, storage)),
+      storage(storage),
+      paired(paired),
+      panels(panels_of(outputs, paired)) {
   data_ = Buffer(size_t(panels * panel_size()) * element_size(storage));
+  if (storage != kInt8) return;
+  scales_ = Buffer(size_t(panels * kPanel) * sizeof(float));
+  offsets_ = Buffer(size_t(panels * kPanel) * sizeof(int32_t));
 }
 
 Matrix::Place Matrix::place(int64_t output) const {
@@ -37,11 +56,32 @@ void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride
     if (storage == kFloat32) {
       float* out = data_.as<float>() + at.panel * panel_size() + at.lane;
       for (int64_t k = 0; k < inputs; ++k) out[k * kPanel] = widen(source[k]);
+    } else if (storage == kInt8) {
+      std::vector<float> wide(size_t(inputs), 0.0f);
+      for (int64_t k = 0; k < inputs; ++k) wide[size_t(k)] = widen(source[k]);
+      fill_int8(at, wide.data());
     } else {
       BFloat16* out = data_.as<BFloat16>() + at.panel * panel_size() + paired_lane(at.lane);
       for (int64_t k = 0; k < inputs; ++k) narrow(widen(source[k]), &out[k * kPanel]);
     }
   }
+}
+
+// Where depth step k of an output lies.
+int8_t* Matrix::int8_at(Place at, int64_t k) const {
+  return data_.as<int8_t>() + at.panel * panel_size() + k / 4 * (4 * kPanel) + at.lane * 4 + k % 4;
+}
+
+void Matrix::fill_int8(Place at, const float* weights) {
+  const Int8Scale found = int8_scale(weights, inputs);
+  int32_t total = 0;
+  for (int64_t k = 0; k < inputs; ++k) {
+    const long value = std::clamp(__builtin_lrintf(weights[k] * found.inverse), -127l, 127l);
+    *int8_at(at, k) = int8_t(value);
+    total += int32_t(value);
+  }
+  scales_.as<float>()[at.panel * kPanel + at.lane] = found.scale;
+  offsets_.as<int32_t>()[at.panel * kPanel + at.lane] = 128 * total;
 }
 
 template void Matrix::fill(int64_t, int64_t, const float*, int64_t);
@@ -52,6 +92,8 @@ void Matrix::read_row(int64_t output, float* weights) const {
   for (int64_t k = 0; k < inputs; ++k) {
     if (storage == kFloat32) {
       weights[k] = panel<float>(at.panel)[k * kPanel + at.lane];
+    } else if (storage == kInt8) {
+      weights[k] = float(*int8_at(at, k)) * scales()[at.panel * kPanel + at.lane];
     } else {
       weights[k] = widen(panel<BFloat16>(at.panel)[k * kPanel + paired_lane(at.lane)]);
     }

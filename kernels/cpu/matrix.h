@@ -4,6 +4,9 @@
 // side by side, so that one step along the depth is two vector loads and a panel is one straight
 // stream. A paired matrix holds two halves of a merged weight (gate, up): a panel's first vector is
 // of the gate, its second of the up projection, and the product of both is made in registers.
+//
+// 8-bit weights are integers from -127 to 127 times a scale of their output. Four depth steps of an output lie
+// side by side in 32 bits, and the depth is filled up with zeros to whole cache lines of a row.
 #pragma once
 
 #include "memory.h"
@@ -11,7 +14,7 @@
 
 namespace rayfin {
 
-enum Storage { kFloat32 = 0, kBFloat16 = 1 };
+enum Storage { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
 class Matrix {
  public:
@@ -21,16 +24,21 @@ class Matrix {
   template <class T>
   void fill(int64_t first, int64_t count, const T* weights, int64_t stride);
 
-  // The weights of one output, as they are stored.
+  // The weights of one output, as they are stored, times its scale if there is one.
   void read_row(int64_t output, float* weights) const;
 
   template <class T>
   const T* panel(int64_t index) const {
     return data_.as<T>() + index * panel_size();
   }
-  int64_t panel_size() const { return inputs * kPanel; }
+  int64_t panel_size() const { return depth * kPanel; }
+
+  // Of 8-bit weights, for each output in the order of the panels: its scale, and 128 times the sum of its weights.
+  const float* scales() const { return scales_.as<float>(); }
+  const int32_t* offsets() const { return offsets_.as<int32_t>(); }
 
   const int64_t outputs, inputs;
+  const int64_t depth;  // inputs, filled up if weights are of 8 bits
   const Storage storage;
   const bool paired;
   const int64_t panels;
@@ -41,8 +49,10 @@ class Matrix {
     int lane;
   };
   Place place(int64_t output) const;
+  void fill_int8(Place at, const float* weights);
+  int8_t* int8_at(Place at, int64_t k) const;
 
-  Buffer data_;
+  Buffer data_, scales_, offsets_;
 };
 
 }  // namespace rayfin

@@ -2,6 +2,8 @@
 
 #include <chrono>
 
+#include "matmul_int8.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -29,7 +31,8 @@ void pause() {
 
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads), scratch_(threads_), state_(kClosed) {
+Pool::Pool(int threads)
+    : vnni(has_vnni()), threads_(threads < 1 ? 1 : threads), scratch_(threads_), state_(kClosed) {
   for (int i = 1; i < threads_; ++i) workers_.emplace_back([this, i] { work(i); });
 }
 

@@ -48,6 +48,7 @@ class Pool {
   }
 
   std::mutex entry;  // held by the one operation that runs
+  bool vnni;         // whether products of bytes use the instruction made for them; a test may say no
 
  private:
   using Function = void (*)(const void* context, int64_t tile, int thread);

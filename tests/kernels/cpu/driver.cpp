@@ -54,7 +54,7 @@ void on_pools(const char* what, int64_t size, const std::function<void(Pool&, fl
 void matmuls() {
   for (int64_t rows : {1, 2, 3, 5, 7, 13, 30, 101}) {
     for (auto [outputs, inputs] : {std::pair<int64_t, int64_t>{1, 1}, {34, 19}, {66, 300}}) {
-      for (Storage storage : {kFloat32, kBFloat16}) {
+      for (Storage storage : {kFloat32, kBFloat16, kInt8}) {
         for (bool paired : {false, true}) {
           const int64_t total = paired ? 2 * outputs : outputs;
           Matrix weight(total, inputs, storage, paired);
@@ -65,9 +65,13 @@ void matmuls() {
           epilogue.residual = paired ? nullptr : residual.data();
           epilogue.residual_stride = outputs;
           epilogue.activation = paired ? kGelu : kNone;
-          on_pools("matmul", rows * outputs, [&](Pool& pool, float* out) {
-            matmul(pool, weight, x.data(), inputs, rows, out, outputs, epilogue);
-          });
+          for (bool vnni : {true, false}) {
+            on_pools("matmul", rows * outputs, [&](Pool& pool, float* out) {
+              pool.vnni = pool.vnni && vnni;
+              matmul(pool, weight, x.data(), inputs, rows, out, outputs, epilogue);
+            });
+            if (storage != kInt8) break;
+          }
         }
       }
     }

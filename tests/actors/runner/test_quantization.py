@@ -1,0 +1,113 @@
+"""Weights of 8 bits: what they change and what they do not, and where they are refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.runner.fuse import fuse, probe_logits
+from rayfin.actors.runner.fuse_linears import PackedLinear, pack_linears
+from rayfin.actors.runner.model_runner import ModelRunner, _require_quantisable
+from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
+from rayfin.deployments.demo.evaluate import MODEL_DIR
+from rayfin.kernels.attention.torch import paged_attention
+from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
+
+Make = Callable[..., Any]
+PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 1, 16, 9))]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuKernels:
+    found = try_kernels(1)
+    if found is None:
+        pytest.skip("the CPU kernels are not built")
+    return found
+
+
+def load(folder: Path) -> PagedModel:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=ATTENTION
+    )
+    return PagedModel(model.eval().requires_grad_(False), paged_attention)
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def test_the_demo_model_stays_near(kernels: CpuKernels) -> None:
+    """Logits within 5 % of the exact ones (3.5 % once measured), most often the same token."""
+    paged = load(MODEL_DIR)
+    expected = probe_logits(paged, paged)
+    fused = fuse(paged, kernels, "int8")
+    assert fused is not None and fused._decoder.embedding.storage == torch.int8
+    logits = probe_logits(fused, paged)
+    assert 0.005 < error(logits, expected) < 0.05
+    assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_linear_layers_that_are_packed_alone(
+    family: str, tiny_model: Make, kernels: CpuKernels
+) -> None:
+    paged = load(tiny_model(family).folder)
+    expected = probe_logits(paged, paged)
+    assert pack_linears(paged, kernels, "int8")
+    packed = [part for part in paged.transformer.modules() if isinstance(part, PackedLinear)]
+    assert packed and all(part._weight.storage == torch.int8 for part in packed)
+    assert 0.001 < error(probe_logits(paged, paged), expected) < 0.2
+
+
+def test_tokens_do_not_depend_on_company(
+    kernels: CpuKernels, tiny_model: Make, served: Make, request_of: Make
+) -> None:
+    folder = tiny_model("qwen3").folder
+    alone: dict[int, list[int]] = {}
+    for key, prompt in enumerate(PROMPTS):
+        engine = served(folder, quantization="int8")
+        alone |= engine.run(request_of(key, prompt, 12))
+    together = served(folder, quantization="int8")
+    assert together.run(*(request_of(key, p, 12) for key, p in enumerate(PROMPTS))) == alone
+    staggered = served(folder, quantization="int8", max_batch_tokens=9)
+    requests = [request_of(key, prompt, 12) for key, prompt in enumerate(PROMPTS)]
+    assert staggered.run(*requests, stagger=2) == alone
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [({"attention": "torch"}, "attention 'torch'"), ({"dtype": "float16"}, "float16")],
+)
+def test_refused(changes: dict[str, Any], why: str, tiny_model: Make, engine_args: Make) -> None:
+    args = engine_args(tiny_model("llama").folder, quantization="int8", **changes)
+    with pytest.raises(InvalidConfig, match=why) as caught:
+        ModelRunner(args)
+    assert caught.value.param == "quantization"
+
+
+def test_refused_on_a_gpu(engine_args: Make) -> None:
+    args = engine_args("x", quantization="int8", device="cuda")
+    with pytest.raises(InvalidConfig, match="is for a CPU, and the device is 'cuda'") as caught:
+        _require_quantisable(args, torch.device("cuda"))
+    assert caught.value.param == "quantization"
+
+
+def test_refused_without_kernels(
+    tiny_model: Make, engine_args: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayfin.actors.runner.model_runner.try_load", lambda: None)
+    with pytest.raises(InvalidConfig, match="not built"):
+        ModelRunner(engine_args(tiny_model("llama").folder, quantization="int8"))
+
+
+def test_a_model_that_reads_its_weights(tiny_model: Make, kernels: CpuKernels) -> None:
+    paged = load(tiny_model("gpt2").folder)
+    block = paged.transformer.transformer.h[0].mlp
+    forward = block.forward
+    block.forward = lambda x: forward(x) * block.c_fc.weight.abs().mean()
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel cannot be quantised"):
+        ModelRunner._on_kernels(paged, kernels, "int8")
