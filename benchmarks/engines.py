@@ -1,12 +1,16 @@
 """Rayfin and other engines on the same model and the same jobs, taking turns.
 
     python benchmarks/engines.py --peer vllm_cpu=/opt/vllm/bin/python [--only W1 W2] [--rounds 3]
+    python benchmarks/engines.py --weights bfloat16 ...     as nearly all published checkpoints are
+    python benchmarks/engines.py --shape 0.6b --only W1 W2 ...
 
-Writes docs/benchmarks/engines.md. Rayfin runs under this Python; a peer is a script of peers/ and
-the Python of its own environment (``rayfin bench compare --help``).
+Writes docs/benchmarks/engines.md, or engines_bf16.md, engines_0.6b.md. Rayfin runs under this
+Python; a peer is a script of peers/ and the Python of its own environment (``rayfin bench compare
+--help``). Rayfin in other settings is a peer, too: --peer int8:rayfin_engine=PYTHON,threads=2,...
 """
 
 import argparse
+import os
 import platform
 import sys
 import tempfile
@@ -17,7 +21,7 @@ from typing import Any
 
 import torch
 from core_report import Report
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rayfin.deployments.demo
 from rayfin.deployments.bench.measures import Figures, Timeline, figures
@@ -34,24 +38,43 @@ from rayfin.deployments.bench.workload import (
 )
 
 PEERS = Path(__file__).with_name("peers")
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "engines.md"
+PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
 OURS = "rayfin"
 VOCABULARY = 2000
-SHAPE = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
+SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "135m": (
+        "The 135M Llama shape",
+        "llama",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "0.6b": (
+        "The shape of Qwen3-0.6B",
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
 }
+BATCH = {"135m": 64, "0.6b": 16}
+"""Requests of W1: what a minute is enough for."""
 
 
-def batch() -> list[Job]:
+def batch(count: int) -> list[Job]:
     """W1: everything at once."""
-    return random_jobs(64, Lengths(50, 400), Lengths(20, 120), vocabulary=VOCABULARY)
+    return random_jobs(count, Lengths(50, 400), Lengths(20, 120), vocabulary=VOCABULARY)
 
 
 def one_stream() -> list[Job]:
@@ -73,7 +96,6 @@ def shared_prefix() -> list[Job]:
 
 
 WORKLOADS: dict[str, tuple[str, Callable[[], list[Job]]]] = {
-    "W1": ("64 requests at once, prompts 50-400, outputs 20-120", batch),
     "W2": ("one stream, 128 tokens in, 128 out", one_stream),
     "W3": ("8 streams while two prompts of 3,000 tokens arrive", interference),
     "W4": ("32 requests that share a prefix of 1,000 tokens", shared_prefix),
@@ -87,11 +109,17 @@ def poisson(throughput: Sequence[Figures]) -> list[Job]:
     return arriving(jobs, arrivals(60, rate, seed=2))
 
 
-def make_model(folder: Path) -> None:
-    """The 135M Llama shape with random weights in fp32, and the demo model's tokenizer."""
+def make_model(folder: Path, shape: str, weights: str) -> None:
+    """Random weights in fp32, of values that ``weights`` can hold, and the demo's tokenizer."""
     torch.manual_seed(0)
-    make_config: Any = LlamaConfig  # transformers leaves its constructor without types
-    LlamaForCausalLM(make_config(**SHAPE)).save_pretrained(folder)
+    _, architecture, sizes = SHAPES[shape]
+    config = AutoConfig.for_model(
+        architecture, max_position_embeddings=4096, tie_word_embeddings=True, **sizes
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if weights == "bfloat16":
+        model.to(torch.bfloat16).to(torch.float32)
+    model.save_pretrained(folder)
     (demo,) = rayfin.deployments.demo.__path__
     AutoTokenizer.from_pretrained(Path(demo) / "model").save_pretrained(folder)
 
@@ -113,13 +141,18 @@ def table(runs: Mapping[str, Sequence[Sequence[Timeline]]]) -> list[list[str]]:
                 1000 * median([run.itl.p99 or 0.0 for run in own]),
             ]
         )
-    first = rows[0][0]
+    first = rows[0]
     return [
-        [name, *(f"{value:.1f}" for value in row), f"{first / row[0]:.2f}"]
+        [
+            name,
+            *(f"{value:.1f}" for value in row),
+            *(f"{first[column] / max(row[column], 1e-9):.2f}" for column in (0, 2, 3, 4)),
+        ]
         for name, row in zip(runs, rows, strict=True)
     ]
 
 
+NAMES = ["W1", *WORKLOADS, "W5"]
 HEADER = (
     "engine",
     "output tokens/s",
@@ -127,7 +160,10 @@ HEADER = (
     "TTFT p99, ms",
     "TPOT p50, ms",
     "ITL p99, ms",
-    "Rayfin / it",
+    "Rayfin / it: tokens/s",
+    "TTFT p99",
+    "TPOT",
+    "ITL p99",
 )
 
 
@@ -137,44 +173,74 @@ def main() -> None:
     )
     parser.add_argument("--peer", action="append", default=[], help="[LABEL:]NAME=PYTHON,key=value")
     parser.add_argument("--settings", default="threads=2", help="of Rayfin: key=value,...")
-    parser.add_argument("--only", nargs="+", choices=[*WORKLOADS, "W5"], default=[*WORKLOADS, "W5"])
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--page", type=Path)
     options = parser.parse_args()
     if "W5" in options.only and "W1" not in options.only:
         parser.error("--only: W5 arrives at half of what W1 measures, so it needs W1")
     ours = f"{OURS}:rayfin_engine={sys.executable},max_model_len=4096,{options.settings}"
     specs = [PeerSpec.parse(text, PEERS) for text in (ours, *options.peer)]
-    report = Report(options.page.parent, draw=False)
+    page = options.page or PAGES / page_name(options.shape, options.weights)
+    report = Report(page.parent, draw=False)
     report.heading("Engines on one CPU", 1)
     versions: list[str] = []
-    saturated: list[Figures] = []
-    sections: list[tuple[str, list[list[str]]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "llama-135m"
-        make_model(model)
-        for name in options.only:
-            title, jobs = WORKLOADS.get(name, ("60 Poisson arrivals at half of saturation", list))
-            work = jobs() if name in WORKLOADS else poisson(saturated)
-            runs = take_turns(specs, model, work, options.rounds, versions.append)
-            if name == "W1":
-                saturated = [figures(own) for own in runs[OURS]]
-            sections.append((f"{name}: {title}", table(runs)))
-            print(*(" ".join(row) for row in sections[-1][1]), sep="\n", flush=True)
+        model = Path(folder) / f"model-{options.shape}"
+        make_model(model, options.shape, options.weights)
+        sections = measured(options, specs, model, versions.append)
+    exact = ", all of them exact in bf16" if options.weights == "bfloat16" else ""
     report.text(
-        f"The 135M Llama shape with random weights, fp32, {torch.get_num_threads()} cores of a "
-        f"{processor()}; greedy, outputs to their full length; medians of {options.rounds} rounds "
-        "in which the engines took turns, each on tokens that no cache has seen."
+        f"{SHAPES[options.shape][0]} with random weights{exact}, computed in fp32, "
+        f"{os.cpu_count()} cores of a {processor()}; greedy, outputs to their full length; medians "
+        f"of {options.rounds} rounds in which the engines took turns, each on tokens that no cache "
+        "has seen. The last columns divide our figure by theirs."
     )
     report.code(
-        f"python benchmarks/engines.py --rounds {options.rounds}"
+        f"python benchmarks/engines.py --shape {options.shape} --weights {options.weights} "
+        + f"--rounds {options.rounds} --only {' '.join(options.only)}"
         + " --peer ..." * len(options.peer)
     )
     report.table(["engine"], [[line] for line in sorted({v.rsplit(",", 1)[0] for v in versions})])
     for title, rows in sections:
         report.heading(title)
         report.table(HEADER, rows)
-    options.page.write_text(report.markdown)
+    page.write_text(report.markdown)
+
+
+def measured(
+    options: argparse.Namespace,
+    specs: Sequence[PeerSpec],
+    model: Path,
+    say: Callable[[str], object],
+) -> list[tuple[str, list[list[str]]]]:
+    """A title and a table for each workload."""
+    count = BATCH[options.shape]
+    saturated: list[Figures] = []
+    kinds = {
+        "W1": (f"{count} requests at once, prompts 50-400, outputs 20-120", lambda: batch(count)),
+        **WORKLOADS,
+        "W5": ("60 Poisson arrivals at half of saturation", lambda: poisson(saturated)),
+    }
+    sections = []
+    for name in options.only:
+        title, jobs = kinds[name]
+        runs = take_turns(specs, model, jobs(), options.rounds, say)
+        if name == "W1":
+            saturated += [figures(own) for own in runs[OURS]]
+        sections.append((f"{name}: {title}", table(runs)))
+        print(name, *(" ".join(row) for row in sections[-1][1]), sep="\n", flush=True)
+    return sections
+
+
+def page_name(shape: str, weights: str) -> str:
+    """Of the page that holds the figures of a model."""
+    parts = ["engines"]
+    parts += [shape] if shape != "135m" else []
+    parts += ["bf16"] if weights == "bfloat16" else []
+    return "_".join(parts) + ".md"
 
 
 def processor() -> str:

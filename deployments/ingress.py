@@ -18,6 +18,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics import IngressMetrics
+from rayfin.actors.priority import step_behind_runners
 from rayfin.deployments.edge.request_id import REQUEST_ID
 from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_names import find_engine
@@ -51,6 +52,7 @@ class IngressDeployment:
         edge: EdgeSettings,
         engine: DeploymentHandle[Any],
     ) -> None:
+        step_behind_runners()
         context = serve.get_replica_context()
         name = server.served_model_name or engine_args.model
         client = RayEngineClient(

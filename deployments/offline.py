@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
 from rayfin.actors.messages import Ended, EngineInfo, EngineRequest, EngineStats, TokenDeltas
+from rayfin.actors.priority import keep_workers_equal
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.supervisor import Supervisor
 
@@ -102,6 +103,7 @@ class RayEngine:
     def __init__(self, args: EngineArgs) -> None:
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
+            keep_workers_equal()
             ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
         number = next(_engine_numbers)
         self._client = f"offline-{os.getpid()}-{number}"

@@ -17,6 +17,7 @@ from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
+from rayfin.actors.priority import keep_workers_equal
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.preflight import check_model
@@ -78,6 +79,7 @@ def _cluster(verbose: bool) -> Iterator[bool]:
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray.serve").setLevel(level)
     output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    keep_workers_equal()
     os.environ.setdefault(CALLBACK, CALLBACK_PATH)  # what a new Ray's processes inherit
     try:
         ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)

@@ -30,6 +30,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.priority import step_behind_runners
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.subscriptions import Subscriptions
 
@@ -74,6 +75,7 @@ class SchedulerActor:
     """One engine's scheduler, with the runners that it drives."""
 
     def __init__(self, name: str, client_lease: float = CLIENT_LEASE_SECONDS) -> None:
+        step_behind_runners()
         self._name = name
         self._client_lease = client_lease
         self._inbox: queue.SimpleQueue[_Mail | _Recall] = queue.SimpleQueue()

@@ -1,0 +1,200 @@
+"""llama.cpp through its C interface (`pip install llama-cpp-python gguf safetensors`).
+
+llama.cpp leaves batching to its caller, so this peer brings the loop of its server: a token for
+each running request and chunks of prompts until the batch is full. The model is written to GGUF on
+first use, beside its folder: of Llama and Qwen3 kinds, in f32, f16 or q8_0 (``precision``).
+``repack=false`` leaves weights as they are: with 0.3.36 the AMX kernels of q8_0 crash.
+"""
+
+import ctypes
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp as llama
+import numpy as np
+from peer import serve
+from safetensors import safe_open
+
+MAX_SEQUENCES = 64
+TYPES = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "f16": gguf.GGMLQuantizationType.F16,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+}
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+ENDS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+@dataclass(slots=True)
+class Stream:
+    """A request in a sequence of the cache; ``pending`` are its tokens that are not in it yet."""
+
+    index: int
+    sequence: int
+    pending: list[int]
+    missing: int
+    length: int = 0
+    logits_at: int = field(default=-1)
+
+
+class LlamaCpp:
+    """``llama_decode`` over batches of tokens, greedy."""
+
+    version = f"llama-cpp-python {version('llama-cpp-python')}"
+
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        llama.llama_backend_init()
+        path = converted(Path(model), settings.get("precision", "f32"))
+        loading = llama.llama_model_default_params()
+        loading.use_extra_bufts = bool(settings.get("repack", True))
+        self._model = llama.llama_load_model_from_file(str(path).encode(), loading)
+        self._batch_tokens = int(settings.get("max_batch_tokens", 512))
+        params = llama.llama_context_default_params()
+        params.n_ctx = int(settings.get("cache_tokens", 40960))
+        params.n_batch = params.n_ubatch = self._batch_tokens
+        params.n_seq_max = MAX_SEQUENCES
+        params.n_threads = params.n_threads_batch = int(settings.get("threads", 2))
+        params.kv_unified = True
+        params.type_k = params.type_v = TYPES["f32" if path.stem.endswith("f32") else "f16"]
+        self._context = llama.llama_new_context_with_model(self._model, params)
+        self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
+        self._batch = llama.llama_batch_init(self._batch_tokens, 0, 1)
+        self._free = list(range(MAX_SEQUENCES))
+        self._waiting: list[tuple[int, list[int], int]] = []
+        self._running: list[Stream] = []
+
+    def add(self, index: int, prompt: list[int], output_tokens: int) -> None:
+        self._waiting.append((index, prompt, output_tokens))
+
+    def step(self) -> Iterable[tuple[int, int]]:
+        while self._waiting and self._free:
+            index, prompt, count = self._waiting.pop(0)
+            self._running.append(Stream(index, self._free.pop(), list(prompt), count))
+        self._fill()
+        if llama.llama_decode(self._context, self._batch):
+            raise RuntimeError("llama_decode failed")
+        for stream in self._running:
+            if stream.logits_at >= 0:
+                stream.pending = [self._best(stream.logits_at)]
+                stream.missing -= 1
+                yield stream.index, 1
+        memory = llama.llama_get_memory(self._context)
+        for stream in [own for own in self._running if not own.missing]:
+            llama.llama_memory_seq_rm(memory, stream.sequence, -1, -1)
+            self._free.append(stream.sequence)
+            self._running.remove(stream)
+
+    def _fill(self) -> None:
+        """Who decodes first, then prompts, as many tokens as the batch holds."""
+        batch, used = self._batch, 0
+        for stream in sorted(self._running, key=lambda own: len(own.pending) > 1):
+            count = min(len(stream.pending), self._batch_tokens - used)
+            for token in stream.pending[:count]:
+                batch.token[used], batch.pos[used] = token, stream.length
+                batch.n_seq_id[used], batch.seq_id[used][0] = 1, stream.sequence
+                batch.logits[used] = 0
+                stream.length += 1
+                used += 1
+            del stream.pending[:count]
+            stream.logits_at = used - 1 if count and not stream.pending else -1
+            if stream.logits_at >= 0:
+                batch.logits[stream.logits_at] = 1
+        batch.n_tokens = used
+
+    def _best(self, at: int) -> int:
+        logits = llama.llama_get_logits_ith(self._context, at)
+        address = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
+        return int(np.ctypeslib.as_array(address, (self._vocabulary,)).argmax())
+
+
+def converted(model: Path, precision: str) -> Path:
+    """The model as a GGUF file without a tokenizer."""
+    path = model.with_name(f"{model.name}-{precision}.gguf")
+    if not path.exists():
+        config = json.loads((model / "config.json").read_text())
+        writer = gguf.GGUFWriter(str(path), config["model_type"])
+        describe(writer, config)
+        for shard in sorted(model.glob("*.safetensors")):
+            with safe_open(shard, "np") as tensors:
+                for name in tensors.keys():
+                    add_tensor(writer, config, name, tensors.get_tensor(name), TYPES[precision])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return path
+
+
+def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+
+
+def add_tensor(
+    writer: gguf.GGUFWriter,
+    config: dict[str, Any],
+    name: str,
+    weights: Any,
+    kind: gguf.GGMLQuantizationType,
+) -> None:
+    stem = name.removesuffix(".weight")
+    if stem.startswith("model.layers."):
+        number, _, part = stem.removeprefix("model.layers.").partition(".")
+        target = f"blk.{number}.{NAMES[part]}.weight"
+        if config["model_type"] == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            key_heads, heads = config["num_key_value_heads"], config["num_attention_heads"]
+            weights = interleaved(weights, key_heads if part.endswith("k_proj") else heads)
+    else:
+        target = f"{ENDS[stem]}.weight"
+    if weights.ndim == 1 or kind == TYPES["f32"]:
+        writer.add_tensor(target, weights.astype(np.float32))
+    else:
+        writer.add_tensor(
+            target, gguf.quants.quantize(weights.astype(np.float32), kind), raw_dtype=kind
+        )
+
+
+def interleaved(weights: Any, heads: int) -> Any:
+    """llama.cpp turns neighbours of a Llama's head, transformers its two halves."""
+    rows, inputs = weights.shape
+    halves = weights.reshape(heads, 2, rows // heads // 2, inputs)
+    return halves.swapaxes(1, 2).reshape(rows, inputs)
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp)
