@@ -24,6 +24,11 @@ BIAS_LIMIT = 100.0  # larger ones are cut to it
 SEED_BITS = 63
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 NO_SEED = -1
+NO_BUDGET = -1
+UNSERVED = (
+    *("extra_args", "flat_logprobs", "logprob_token_ids", "structured_outputs"),
+    *("thinking_token_budget", "repetition_detection"),
+)
 WHOLE_VOCABULARY = -1  # as a number of log probabilities
 
 
@@ -63,7 +68,13 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     truncate_prompt_tokens: int | None = None  # keep so many; -1: as many as fit the context
+    # As in vLLM, and refused unless they ask for nothing
     extra_args: dict[str, Any] | None = field(default=None)
+    flat_logprobs: bool = False
+    logprob_token_ids: Sequence[int] | None = None
+    structured_outputs: Any = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -97,8 +108,13 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids must not be empty.", "allowed_token_ids")
         self._check_truncation()
-        if self.extra_args:
-            raise InvalidRequest("extra_args is not supported.", "extra_args")
+        for name in UNSERVED:
+            if getattr(self, name) not in (None, False, {}, [], NO_BUDGET):
+                raise InvalidRequest(
+                    f"{name} is not supported by this version of Rayfin.",
+                    name,
+                    "unsupported_parameter",
+                )
         self._settle_temperature()
         if self.top_k == -1:
             self.top_k = 0

@@ -9,6 +9,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.deployments.edge.settings import Cors, EdgeSettings
 from rayfin.deployments.engine import EngineDeployment
 from rayfin.deployments.ingress import IngressDeployment
+from rayfin.deployments.keeper import KeeperDeployment
 from rayfin.deployments.models import model_path
 from rayfin.deployments.server_args import (
     AppArgs,
@@ -45,8 +46,10 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
         num_replicas=server.ingress_replicas, graceful_shutdown_timeout_s=drain
     )
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
+    keeper_class: Any = KeeperDeployment
+    keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
     app: Application = ingress.bind(
-        replace(server, api_key=None, api_key_file=None), engine_args, edge, engine
+        replace(server, api_key=None, api_key_file=None), engine_args, edge, engine, keeper
     )
     return app
 

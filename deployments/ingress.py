@@ -22,10 +22,13 @@ from rayfin.actors.priority import step_behind_runners
 from rayfin.deployments.edge.request_id import REQUEST_ID
 from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_names import find_engine
+from rayfin.deployments.keeper import keeper_calls
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.observed_client import ObservedClient
 from rayfin.deployments.openai.errors import RETRY_SECONDS
 from rayfin.deployments.openai.quotas import TokenQuotas
+from rayfin.deployments.openai.responses.kept import OwnResponses
+from rayfin.deployments.openai.responses.shared import SharedResponses
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.ray_client import RayEngineClient
@@ -43,7 +46,10 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 )
 @serve.ingress()
 class IngressDeployment:
-    """One HTTP replica. ``engine`` is only bound so that Serve deploys it with this one."""
+    """One HTTP replica. ``engine`` is only bound so that Serve deploys it with this one.
+
+    ``keeper`` holds the responses that several replicas share.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -51,6 +57,7 @@ class IngressDeployment:
         engine_args: EngineArgs,
         edge: EdgeSettings,
         engine: DeploymentHandle[Any],
+        keeper: DeploymentHandle[Any] | None = None,
     ) -> None:
         step_behind_runners()
         context = serve.get_replica_context()
@@ -78,6 +85,9 @@ class IngressDeployment:
             sampling_defaults=defaults,
             edge=edge,
             quotas=_quotas(server),
+            responses=OwnResponses()
+            if keeper is None
+            else SharedResponses(context.replica_id.unique_id, keeper_calls(keeper)),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -28,9 +28,24 @@ UNSERVED: dict[
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "logprob_token_ids": (),
-    "thinking_token_budget": (),
+    "logprob_token_ids": ([],),
+    "prompt_logprob_token_ids": ([],),
+    "flat_logprobs": (False,),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "vllm_xargs": ({},),
+    "extra_args": ({},),
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "skip_reading_prefix_cache": (False,),
+    "routed_experts_prompt_start": (),
+    "trace_decode_token_ids": ([],),
+    "return_weight_versions": (False,),
+    "return_token_offsets": (False,),
+    "mm_payload": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "chat_template": (),
     "documents": ([],),
     "functions": ([],),
@@ -94,6 +109,8 @@ class GenerationBody(BaseModel):
     request_id: str | None = None  # a label: the last part of the answer's id
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
+    stream_interval: int | None = None  # tokens in a chunk, the first and the last one apart
+    session_id: str | None = None  # a label; nothing is looked up by it
 
     def ignored_fields(self) -> list[str]:
         return [name for name in self.model_extra or {} if name not in UNSERVED]
@@ -158,6 +175,12 @@ class GenerationBody(BaseModel):
             )
         if self.priority is not None and self.priority not in PRIORITIES:
             raise InvalidRequest("priority must fit 32 bits.", "priority")
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise InvalidRequest(
+                f"stream_interval must be at least 1, got {self.stream_interval}.",
+                "stream_interval",
+                "integer_below_min_value",
+            )
         _check_bias(self.logit_bias or {})
         _check_stop(self.stop)
 
@@ -208,6 +231,8 @@ class ChatCompletionRequest(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None  # no model's reasoning is told apart
+    return_prompt_text: bool | None = None
 
     def token_limit(self) -> int | None:
         """The caller's limit under either name; None fills the context."""

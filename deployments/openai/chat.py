@@ -19,6 +19,7 @@ from rayfin.deployments.openai.generation import (
     Generation,
     after,
     first_of,
+    in_groups,
     while_connected,
 )
 from rayfin.deployments.openai.logprobs import (
@@ -71,7 +72,7 @@ class ChatHandler:
             reply = await generation.written(self._reply)
             return Response(reply, 200, headers, "application/json")
         first = await first_of(request, deltas)
-        events = self._events(generation, after(first, deltas))
+        events = self._events(generation, in_groups(after(first, deltas), body.stream_interval))
         return EventStream(closed_by_done(events), deltas, headers)
 
     async def _prepare(self, caller: Caller) -> Generation:
@@ -143,6 +144,7 @@ class ChatHandler:
                 for choice in generation.choices
             ],
             usage=generation.usage(),
+            prompt_text=self._prompt_text(generation),
             prompt_token_ids=generation.prompts[0].ids if with_ids else None,
             prompt_logprobs=self._prompt_logprobs(generation),
         ).model_dump_json()
@@ -151,6 +153,7 @@ class ChatHandler:
         chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=[])
         continuous = self._body.continuous_usage
         with_tokens = self._body.return_token_ids or self._body.logprobs
+        chunk.prompt_text = self._prompt_text(generation)
         started: set[int] = set()
         async for choice, delta in deltas:
             if choice.index not in started:
@@ -161,7 +164,7 @@ class ChatHandler:
                 if self._body.return_token_ids:
                     chunk.prompt_token_ids = generation.prompts[0].ids
                 yield event(chunk)
-                chunk.prompt_token_ids = None
+                chunk.prompt_token_ids = chunk.prompt_text = None
                 if choice.prompt.echo:
                     said = ChatDelta(content=choice.prompt.echo)
                     chunk.choices = [ChatChunkChoice(index=choice.index, delta=said)]
@@ -187,6 +190,12 @@ class ChatHandler:
 
     def _logprobs(self, ids: list[int], told: list[TokenLogprob]) -> ChatLogprobs | None:
         return self._writer.chat(ids, told) if self._body.logprobs else None
+
+    def _prompt_text(self, generation: Generation) -> str | None:
+        """What the chat template made of the conversation, special tokens included."""
+        if not self._body.return_prompt_text:
+            return None
+        return self._service.tokenizer.decode(generation.prompts[0].ids, False)
 
     def _prompt_logprobs(self, generation: Generation) -> PromptLogprobs | None:
         asked, prompt = self._body.prompt_logprobs, generation.prompts[0]

@@ -19,6 +19,7 @@ from rayfin.deployments.openai.generation import (
     Generation,
     after,
     first_of,
+    in_groups,
     while_connected,
 )
 from rayfin.deployments.openai.logprobs import (
@@ -65,7 +66,7 @@ class CompletionHandler:
             reply = await generation.written(self._reply)
             return Response(reply, 200, headers, "application/json")
         first = await first_of(request, deltas)
-        events = self._events(generation, after(first, deltas))
+        events = self._events(generation, in_groups(after(first, deltas), body.stream_interval))
         return EventStream(closed_by_done(events), deltas, headers)
 
     async def _prepare(self, caller: Caller) -> tuple[Generation, SamplingParams]:

@@ -261,6 +261,23 @@ async def after(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, No
         yield item
 
 
+def in_groups(deltas: Deltas, interval: int | None) -> Deltas:
+    """Deltas of ``interval`` tokens or more; the first and the last of a choice never wait."""
+    return deltas if (interval or 1) == 1 else _grouped(deltas, interval or 1)
+
+
+async def _grouped(deltas: Deltas, interval: int) -> Deltas:
+    waiting: dict[int, TextDelta] = {}  # by choice
+    async with aclosing(deltas):
+        async for choice, delta in deltas:
+            first = choice.index not in waiting
+            held = waiting.setdefault(choice.index, TextDelta())
+            held.append(delta)
+            if first or len(held.token_ids) >= interval or delta.finish_reason is not None:
+                waiting[choice.index] = TextDelta()
+                yield choice, held
+
+
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled when the client leaves.
 

@@ -69,6 +69,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_text: str | None = _optional()
     prompt_token_ids: list[int] | None = _optional()
     prompt_logprobs: PromptLogprobs | None = _optional()
 
@@ -88,10 +89,13 @@ class ChatChunkChoice(BaseModel):
 
 
 class ChatChunk(BaseModel):
+    """``prompt_text`` and ``prompt_token_ids`` stand in the first one."""
+
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = _optional()
+    prompt_text: str | None = _optional()
     prompt_token_ids: list[int] | None = _optional()

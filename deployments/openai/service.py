@@ -10,7 +10,7 @@ from rayfin.deployments.engine_client import EngineClient
 from rayfin.deployments.openai.answers import AnswerStore
 from rayfin.deployments.openai.load import Load
 from rayfin.deployments.openai.quotas import TokenQuotas
-from rayfin.deployments.openai.responses.store import ResponseStore
+from rayfin.deployments.openai.responses.kept import OwnResponses, Responses
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 
@@ -26,7 +26,7 @@ class OpenAIService:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     load: Load = field(default_factory=Load)
-    responses: ResponseStore = field(default_factory=ResponseStore)
+    responses: Responses = field(default_factory=OwnResponses)
     answers: AnswerStore = field(default_factory=AnswerStore)
     quotas: TokenQuotas | None = None  # None: everybody may use as many tokens as there are
     created: int = field(default_factory=lambda: int(time.time()))

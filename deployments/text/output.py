@@ -22,6 +22,16 @@ class TextDelta:
     offsets: list[int] = field(default_factory=list)  # with them: characters before each token
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
 
+    def append(self, other: "TextDelta") -> None:
+        """Takes in the one that follows."""
+        self.text += other.text
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+        self.token_ids += other.token_ids
+        self.cached_tokens = other.cached_tokens
+        self.logprobs += other.logprobs
+        self.offsets += other.offsets
+        self.prompt_logprobs |= other.prompt_logprobs
+
 
 class OutputText:
     """Detokenizes one request and ends it at a stop string.

@@ -74,7 +74,12 @@ NAN, INF = float("nan"), float("inf")
         ("truncate_prompt_tokens", 0, "integer_below_min_value"),
         ("truncate_prompt_tokens", -2, "integer_below_min_value"),
         ("truncate_prompt_tokens", 2.0, "invalid_type"),
-        ("extra_args", {"x": 1}, "invalid_value"),
+        ("extra_args", {"x": 1}, "unsupported_parameter"),
+        ("flat_logprobs", True, "unsupported_parameter"),
+        ("logprob_token_ids", [3], "unsupported_parameter"),
+        ("structured_outputs", {"regex": "a"}, "unsupported_parameter"),
+        ("thinking_token_budget", 5, "unsupported_parameter"),
+        ("repetition_detection", {"min_count": 2}, "unsupported_parameter"),
     ],
 )
 def test_refused(name: str, value: Any, code: str) -> None:
@@ -102,6 +107,7 @@ def test_refused(name: str, value: Any, code: str) -> None:
         {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
         {"logprobs": -1, "prompt_logprobs": 0},
         {"logit_bias": {}, "bad_words": [], "extra_args": {}},
+        {"flat_logprobs": False, "logprob_token_ids": [], "thinking_token_budget": -1},
         {"bad_words": [str(i) for i in range(500)]},  # counted once they are tokens
         {"allowed_token_ids": [0], "truncate_prompt_tokens": -1},
         {"presence_penalty": 0, "repetition_penalty": 1, "frequency_penalty": 0.0},

@@ -1,5 +1,7 @@
 """What clients send to /v1/responses."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -16,8 +18,6 @@ MAX_VALUE = 512
 UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for nothing
     "tools": ([],),
     "tool_choice": ("auto", "none"),
-    "include": ([],),
-    "top_logprobs": (0,),
     "prompt": (),
     "conversation": (),
     "context_management": ([],),
@@ -27,12 +27,23 @@ UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for noth
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (  # the others are parts of items that no response here has
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("skip_special_tokens", "include_stop_str_in_output"),
 )
-OUR_NAMES = {"max_tokens": "max_output_tokens"}
+OUR_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
 class ResponseStreamOptions(BaseModel):
@@ -111,6 +122,12 @@ class ResponseRequest(ResponsePromptBody):
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None  # so many of the likeliest tokens, where they are included
+
+    @property
+    def tells_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
     @property
     def stored(self) -> bool:
@@ -126,7 +143,8 @@ class ResponseRequest(ResponsePromptBody):
         shared = {name: getattr(self, name) for name in (*SAMPLING, "priority", "cache_salt")}
         shared |= {name: extra[name] for name in UNSERVED_ANYWHERE if name in extra}
         with called(OUR_NAMES):
-            return GenerationBody(**shared).sampling_params(defaults, self.max_output_tokens)
+            params = GenerationBody(**shared).sampling_params(defaults, self.max_output_tokens)
+            return replace(params, logprobs=self.top_logprobs or 0 if self.tells_logprobs else None)
 
     def check(self) -> None:
         super().check()
@@ -134,7 +152,25 @@ class ResponseRequest(ResponsePromptBody):
             raise InvalidRequest("stream_options needs stream to be true.", "stream_options")
         if self.background and not self.stored:
             raise InvalidRequest("background needs store to be true.", "background")
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise InvalidRequest(
+                f"top_logprobs must be at least 0, got {self.top_logprobs}.",
+                "top_logprobs",
+                "integer_below_min_value",
+            )
+        check_include(self.include or ())
         _check_metadata(self.metadata or {})
+
+
+def check_include(names: Sequence[str]) -> None:
+    """Refuses what no response has.
+
+    Raises:
+        InvalidRequest: ``param`` is the path of the name.
+    """
+    for i, name in enumerate(names):
+        if name not in INCLUDABLE:
+            raise InvalidRequest(f"include: there is no {name[:64]!r}.", f"include[{i}]")
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

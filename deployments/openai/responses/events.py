@@ -45,7 +45,11 @@ def events_from(state: ResponseState, number: int) -> Iterator[Event]:
         number += 1
     for piece in state.pieces[number - len(opening) :]:
         yield TextDeltaEvent(
-            type=TEXT_DELTA, sequence_number=number, item_id=state.output_id, delta=piece
+            type=TEXT_DELTA,
+            sequence_number=number,
+            item_id=state.output_id,
+            delta=piece.text,
+            logprobs=piece.logprobs,
         )
         number += 1
     for kind in _closing(state)[max(0, number - first_closing) :]:
@@ -95,12 +99,14 @@ def _event(state: ResponseState, kind: str, number: int) -> Event:
         return ItemEvent(type=kind, sequence_number=number, item=item)
     if kind == ITEM_DONE:
         return ItemEvent(type=kind, sequence_number=number, item=state.message())
-    text = "".join(state.pieces) if kind != PART_ADDED else ""
+    text, logprobs = ("", []) if kind == PART_ADDED else (state.text, state.logprobs)
     if kind in (PART_ADDED, PART_DONE):
-        part = OutputText(text=text)
+        part = OutputText(text=text, logprobs=logprobs)
         return PartEvent(type=kind, sequence_number=number, item_id=item_id, part=part)
     if kind == TEXT_DONE:
-        return TextDoneEvent(type=kind, sequence_number=number, item_id=item_id, text=text)
+        return TextDoneEvent(
+            type=kind, sequence_number=number, item_id=item_id, text=text, logprobs=logprobs
+        )
     early = {CREATED: state.created.status, QUEUED: "queued", IN_PROGRESS: "in_progress"}
     response = state.response()
     if kind in early:

@@ -16,12 +16,13 @@ from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.choice import Prompt
 from rayfin.deployments.openai.fields import called
 from rayfin.deployments.openai.generation import Generation, first_of, while_connected
+from rayfin.deployments.openai.logprobs import LogprobsWriter
 from rayfin.deployments.openai.responses.bodies import OUR_NAMES, ResponseRequest
 from rayfin.deployments.openai.responses.drive import drive
-from rayfin.deployments.openai.responses.events import events_from, follow, sse
+from rayfin.deployments.openai.responses.events import events_from, sse
 from rayfin.deployments.openai.responses.items import input_items
 from rayfin.deployments.openai.responses.prompt import history_of, prompt_ids
-from rayfin.deployments.openai.responses.replies import Response
+from rayfin.deployments.openai.responses.replies import Event, Response
 from rayfin.deployments.openai.responses.state import ResponseState
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.sse import EventStream
@@ -50,18 +51,21 @@ class ResponseHandler:
         state, generation = await self._prepare(Caller.of(request))
         headers |= generation.headers
         if body.stored:
-            store.add(state)
-        ticks = drive(state, generation.run(), store.settle)
+            await store.add(state)
+        ticks = drive(state, generation.run(), store.settle, self._writer())
         if body.background:
             state.task = asyncio.create_task(self._run(ticks))
-            return event_stream(state, 0, headers) if body.stream else reply(state, headers)
+            if body.stream:
+                return event_stream(store.follow(state, 0), headers)
+            return reply(state, headers)
         try:
             if body.stream:
                 await first_of(request, ticks)
             else:
                 await while_connected(request, _run_out(ticks))
         except BaseException:
-            store.remove(state)  # nobody has been told its id
+            if body.stored:
+                store.forget(state)  # nobody has been told its id
             raise
         if body.stream:
             return EventStream(_events(state, ticks), ticks, headers)
@@ -73,7 +77,7 @@ class ResponseHandler:
         body.check()
         params = body.sampling_params(service.sampling_defaults)
         items = input_items(body.input)
-        history = history_of(service, body, self._tenant)
+        history = await history_of(service, body, self._tenant)
         ids = await prompt_ids(service, body, history + items, body.max_output_tokens or 1)
         with called(OUR_NAMES):
             generation = await Generation.prepare(
@@ -86,6 +90,12 @@ class ResponseHandler:
             )
         state = ResponseState(self._created(params), self._tenant, history, items, len(ids))
         return state, generation
+
+    def _writer(self) -> LogprobsWriter | None:
+        body = self._body
+        if not body.tells_logprobs:
+            return None
+        return LogprobsWriter(self._service.tokenizer, body.top_logprobs)
 
     def _created(self, params: SamplingParams) -> Response:
         body = self._body
@@ -106,6 +116,7 @@ class ResponseHandler:
             store=body.stored,
             temperature=params.temperature,
             tool_choice=body.tool_choice or "auto",
+            top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,
             truncation=body.truncation or "disabled",
             user=body.user,
@@ -126,10 +137,9 @@ def reply(state: ResponseState, headers: dict[str, str] | None = None) -> HttpRe
 
 
 def event_stream(
-    state: ResponseState, number: int, headers: dict[str, str] | None = None
+    events: AsyncGenerator[Event, None], headers: dict[str, str] | None = None
 ) -> EventStream:
-    """The events from that number on; the response goes on whether or not they are read."""
-    events = follow(state, number)
+    """The events of a response that goes on whether or not they are read."""
     return EventStream((sse(event) async for event in events), events, headers)
 
 

@@ -8,7 +8,9 @@ from rayfin.deployments.openai.responses.replies import Message
 from rayfin.deployments.openai.service import OpenAIService
 
 
-def history_of(service: OpenAIService, body: ResponsePromptBody, tenant: str) -> list[Message]:
+async def history_of(
+    service: OpenAIService, body: ResponsePromptBody, tenant: str
+) -> list[Message]:
     """The items of the responses that this one follows.
 
     Raises:
@@ -18,7 +20,7 @@ def history_of(service: OpenAIService, body: ResponsePromptBody, tenant: str) ->
     if body.previous_response_id is None:
         return []
     param = "previous_response_id"
-    previous = service.responses.get(body.previous_response_id, tenant, param)
+    previous = await service.responses.get(body.previous_response_id, tenant, param)
     if not previous.done:
         raise InvalidRequest("The previous response is still in progress.", param)
     return previous.conversation()

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from rayfin.deployments.openai.logprobs import ChatTokenLogprob
+
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 
@@ -16,7 +18,7 @@ class OutputText(BaseModel):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field(default_factory=list)
-    logprobs: list[Any] = Field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = Field(default_factory=list)
 
 
 class Message(BaseModel):
@@ -144,7 +146,7 @@ class TextDeltaEvent(Event):
     output_index: int = 0
     content_index: int = 0
     delta: str
-    logprobs: list[Any] = Field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = Field(default_factory=list)
 
 
 class TextDoneEvent(Event):
@@ -152,4 +154,4 @@ class TextDoneEvent(Event):
     output_index: int = 0
     content_index: int = 0
     text: str
-    logprobs: list[Any] = Field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = Field(default_factory=list)

@@ -1,13 +1,16 @@
 """OpenAI's Responses API; https://platform.openai.com/docs/api-reference/responses."""
 
-import asyncio
 from itertools import islice
 
 from fastapi import FastAPI, Request, Response
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.openai.fields import ignored_header, read_body
-from rayfin.deployments.openai.responses.bodies import ResponsePromptBody, ResponseRequest
+from rayfin.deployments.openai.responses.bodies import (
+    ResponsePromptBody,
+    ResponseRequest,
+    check_include,
+)
 from rayfin.deployments.openai.responses.handler import ResponseHandler, event_stream, reply
 from rayfin.deployments.openai.responses.items import input_items
 from rayfin.deployments.openai.responses.prompt import history_of, prompt_ids
@@ -21,8 +24,8 @@ MAX_DIGITS = 12  # of a number in a query
 
 
 def add_response_routes(app: FastAPI, service: OpenAIService) -> None:
-    def find(request: Request, response_id: str) -> ResponseState:
-        return service.responses.get(response_id, _tenant(request))
+    async def find(request: Request, response_id: str) -> ResponseState:
+        return await service.responses.get(response_id, _tenant(request))
 
     @app.post("/v1/responses")
     async def create(request: Request) -> Response:
@@ -36,42 +39,38 @@ def add_response_routes(app: FastAPI, service: OpenAIService) -> None:
         body.check()
         service.served_name(body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
-        items = history_of(service, body, _tenant(request)) + input_items(body.input)
+        items = await history_of(service, body, _tenant(request)) + input_items(body.input)
         return InputTokens(
             input_tokens=len(await prompt_ids(service, body, items, any_length=True))
         )
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
-        state = find(request, response_id)
-        if {"include", "include[]"} & request.query_params.keys():
-            raise InvalidRequest("include is not supported.", "include", "unsupported_parameter")
+        state = await find(request, response_id)
+        for name in ("include", "include[]"):  # what there is of these is there anyway
+            check_include(request.query_params.getlist(name))
         after = _number(request, "starting_after", -1, 0)
         if _choice(request, "stream", ("false", "true")) == "true":
-            return event_stream(state, after + 1)
+            return event_stream(service.responses.follow(state, after + 1))
         return reply(state)
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> Deleted:
-        state = find(request, response_id)
-        service.responses.remove(state)
-        if state.task is not None:
-            state.task.cancel()
+        state = await find(request, response_id)
+        await service.responses.remove(state)
         return Deleted(id=state.id)
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
-        state = find(request, response_id)
-        if state.task is None:
+        state = await find(request, response_id)
+        if not state.created.background:
             raise InvalidRequest("Only background responses can be cancelled.", "response_id")
-        state.task.cancel()
-        await asyncio.wait({state.task})
-        state.finish("cancelled")  # where it had not even begun
+        await service.responses.cancel(state)
         return reply(state)
 
     @app.get("/v1/responses/{response_id}/input_items")
     async def list_input_items(request: Request, response_id: str) -> ItemList:
-        return _page(request, find(request, response_id))
+        return _page(request, await find(request, response_id))
 
 
 def _tenant(request: Request) -> str:

@@ -3,10 +3,13 @@
 import asyncio
 import sys
 import time
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 from rayfin.actors.errors import Overloaded
 from rayfin.deployments.openai.errors import error_body
+from rayfin.deployments.openai.logprobs import ChatTokenLogprob
 from rayfin.deployments.openai.responses.items import message_id
 from rayfin.deployments.openai.responses.replies import (
     IncompleteDetails,
@@ -20,7 +23,30 @@ from rayfin.deployments.openai.responses.replies import (
 )
 
 OVERHEAD = 2048  # bytes of a response beside its texts, and of each item
+LOGPROB = 768  # bytes of a log probability
 DONE: frozenset[Status] = frozenset({"completed", "incomplete", "cancelled", "failed"})
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """What one delta added to the text."""
+
+    text: str
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)  # where asked for
+
+
+@dataclass(slots=True, frozen=True)
+class Change:
+    """How a response stands, and its pieces from number ``since`` on."""
+
+    since: int
+    pieces: list[Piece]
+    status: Status
+    started: bool
+    output_tokens: int
+    cached_tokens: int
+    error: ResponseError | None
+    ended_at: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +62,7 @@ class ResponseState:
     items: list[Message]  # of its own input
     input_tokens: int
     status: Status = "queued"
-    pieces: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     started: bool = False  # the engine has given a first token
     output_id: str = field(default_factory=message_id)
     output_tokens: int = 0
@@ -57,12 +83,26 @@ class ResponseState:
     def done(self) -> bool:
         return self.status in DONE
 
-    def take(self, text: str, output_tokens: int, cached_tokens: int) -> None:
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def logprobs(self) -> list[ChatTokenLogprob]:
+        return [own for piece in self.pieces for own in piece.logprobs]
+
+    def take(
+        self,
+        text: str,
+        output_tokens: int,
+        cached_tokens: int,
+        logprobs: Sequence[ChatTokenLogprob] = (),
+    ) -> None:
         """More text, which may be none yet; the counts are totals."""
         self.started, self.status = True, "in_progress"
         self.output_tokens, self.cached_tokens = output_tokens, cached_tokens
-        if text:
-            self.pieces.append(text)
+        if text or logprobs:
+            self.pieces.append(Piece(text, list(logprobs)))
         self._tell()
 
     def finish(self, status: Status, error: ResponseError | None = None) -> None:
@@ -79,6 +119,34 @@ class ResponseState:
                 message=error_body(error)["error"]["message"],
             ),
         )
+
+    def snapshot(self) -> "ResponseState":
+        """A copy that can travel; nobody runs it."""
+        own = copy(self)
+        own.pieces, own.task, own._news = list(self.pieces), None, None
+        return own
+
+    def change(self, since: int) -> Change:
+        """What has happened since there were so many pieces."""
+        return Change(
+            since=since,
+            pieces=self.pieces[since:],
+            status=self.status,
+            started=self.started,
+            output_tokens=self.output_tokens,
+            cached_tokens=self.cached_tokens,
+            error=self.error,
+            ended_at=self.ended_at,
+        )
+
+    def apply(self, change: Change) -> None:
+        """Makes a copy of the response stand as the response does."""
+        if not self.done:
+            self.pieces[change.since :] = change.pieces
+            self.status, self.started, self.error = change.status, change.started, change.error
+            self.output_tokens, self.cached_tokens = change.output_tokens, change.cached_tokens
+            self.ended_at = change.ended_at
+            self._tell()
 
     def news(self) -> asyncio.Event:
         """Is set at the next change."""
@@ -108,19 +176,22 @@ class ResponseState:
     def message(self) -> Message:
         """The output as it stands."""
         status = self.status if self.status in ("completed", "in_progress") else "incomplete"
-        text = OutputText(text="".join(self.pieces))
+        text = OutputText(text=self.text, logprobs=self.logprobs)
         return Message(id=self.output_id, status=status, role="assistant", content=[text])
 
     def conversation(self) -> list[Message]:
-        """All items up to and with the output."""
-        return [*self.history, *self.items, *([self.message()] if self.started else [])]
+        """All items up to and with the output, of which only the text goes on."""
+        output = self.message().model_copy(update={"content": [OutputText(text=self.text)]})
+        return [*self.history, *self.items, *([output] if self.started else [])]
 
     def size(self) -> int:
         """Bytes of memory, more or less; what it shares with earlier responses is counted too."""
         items = [*self.history, *self.items]
         texts = [part.text for item in items for part in item.content]
-        texts += [*self.pieces, self.created.instructions or ""]
-        return OVERHEAD * (1 + len(items)) + sum(map(sys.getsizeof, texts))
+        texts += [*(piece.text for piece in self.pieces), self.created.instructions or ""]
+        told = sum(1 + len(own.top_logprobs) for own in self.logprobs)
+        overhead = OVERHEAD * (1 + len(items)) + LOGPROB * told
+        return overhead + sum(map(sys.getsizeof, texts))
 
     def _tell(self) -> None:
         if self._news is not None:

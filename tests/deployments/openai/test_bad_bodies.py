@@ -116,6 +116,16 @@ COMPLETIONS: list[tuple[Any, str | None, str]] = [
     ({"prompt_embeds": "AAAA"}, "prompt_embeds", UNSERVED),
     ({"response_format": {"type": "json_object"}}, "response_format", UNSERVED),
     ({"priority": 2**40}, "priority", VALUE),
+    ({"stream_interval": 0}, "stream_interval", LOW),
+    ({"stream_interval": "2"}, "stream_interval", TYPE),
+    ({"session_id": 5}, "session_id", TYPE),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids", UNSERVED),
+    ({"flat_logprobs": True}, "flat_logprobs", UNSERVED),
+    ({"thinking_token_budget": 5}, "thinking_token_budget", UNSERVED),
+    ({"repetition_detection": {"min_count": 2}}, "repetition_detection", UNSERVED),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs", UNSERVED),
+    ({"return_token_offsets": True}, "return_token_offsets", UNSERVED),
+    ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", UNSERVED),
     ({"user": 5}, "user", TYPE),
     ({"model": 5}, "model", TYPE),
 ]
@@ -311,6 +321,10 @@ async def test_harmless_values_of_unserved_fields(http: httpx.AsyncClient) -> No
         "stream": False,
         "stop": [],
         "top_k": 2**40,
+        "vllm_xargs": {},
+        "thinking_token_budget": -1,
+        "flat_logprobs": False,
+        "session_id": "s",
     }
     response = await http.post(
         "/v1/completions",

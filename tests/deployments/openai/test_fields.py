@@ -155,3 +155,58 @@ async def test_a_response_has_its_salt(http: httpx.AsyncClient, engine: Any) -> 
     reply = await http.post("/v1/responses", json={"input": "hello", "cache_salt": "/"})
     assert len(engine.seen) == 1 and engine.seen[0].extra_keys
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "cache_salt"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("lease", [1, 2, 7])
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_stream_interval(
+    http: httpx.AsyncClient, engine: Any, path: str, lease: int, logprobs: bool
+) -> None:
+    """Chunks of so many tokens; together they say what single ones do."""
+    engine.lease = lease
+    body: dict[str, Any] = {**BODIES[path], "max_tokens": 45, "n": 2, "stream": True, "seed": 3}
+    body |= {"return_token_ids": True, "temperature": 1}
+    if logprobs:
+        body["logprobs"] = 2 if path == "/v1/completions" else True
+    said: list[dict[int, tuple[Any, ...]]] = []
+    for interval in (None, 5):
+        reply = await http.post(path, json={**body, "stream_interval": interval})
+        lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line[6:])["choices"][0] for line in lines]
+        said.append({index: together(choices, index) for index in (0, 1)})
+        for index in (0, 1):
+            counts = [len(c.get("token_ids") or ()) for c in choices if c["index"] == index]
+            first, *rest = [count for count in counts if count]
+            assert first == lease and sum(counts) == 45
+            if interval is not None:
+                assert all(interval <= count < interval + lease for count in rest[:-1])
+                assert len(rest) > 1
+    assert said[0] == said[1]
+
+
+def together(choices: list[dict[str, Any]], index: int) -> tuple[Any, ...]:
+    """Text, tokens, tokens with log probabilities, and the reasons of one choice."""
+    own = [choice for choice in choices if choice["index"] == index]
+    texts = [c["text"] if "text" in c else c["delta"].get("content") or "" for c in own]
+    told = [c["logprobs"] or {} for c in own]
+    return (
+        "".join(texts),
+        [token for c in own for token in c.get("token_ids") or ()],
+        [entry for one in told for entry in one.get("tokens", one.get("content", ()))],
+        [offset for one in told for offset in one.get("text_offset", ())],
+        [c["finish_reason"] for c in own if c["finish_reason"]],
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompt_text(http: httpx.AsyncClient, tokenizer: Tokenizer, stream: bool) -> None:
+    body = {"messages": USER, "return_prompt_text": True, "stream": stream, "max_tokens": 3}
+    reply = await http.post("/v1/chat/completions", json=body)
+    expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    if not stream:
+        assert reply.json()["prompt_text"] == expected
+        return
+    lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
+    texts = [json.loads(line[6:]).get("prompt_text") for line in lines]
+    assert texts == [expected, *[None] * (len(texts) - 1)]

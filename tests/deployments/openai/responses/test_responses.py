@@ -11,6 +11,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from rayfin.actors.errors import Overloaded, RequestFailed
 
 pytestmark = pytest.mark.anyio
+LOGPROBS = "message.output_text.logprobs"
 REPLY = "Sure — here you go: 👩‍👩‍👧 مرحبا.\n\nEND of it"
 TYPES = [
     "response.created",
@@ -120,6 +121,57 @@ async def test_an_empty_answer_has_its_events(openai: AsyncOpenAI, engine: Any) 
     events = [event async for event in stream]
     assert kinds(events) == [kind for kind in TYPES if not kind.endswith("delta")]
     assert events[-1].response.output_text == ""
+
+
+@pytest.mark.parametrize("top", [None, 0, 2])
+async def test_log_probabilities(
+    openai: AsyncOpenAI, engine: Any, tokenizer: Any, top: int | None
+) -> None:
+    """Of every token, the last one included, whole, streamed and read again."""
+    wanted: Any = {"model": "tiny", "input": "hello", "include": [LOGPROBS]}
+    if top is not None:
+        wanted["top_logprobs"] = top
+    reply = await openai.responses.create(**wanted)
+    told = reply.output[0].content[0].logprobs
+    tokens = [*engine.reply, engine.eos]
+    assert [own.token for own in told] == [tokenizer.token_text(token) for token in tokens]
+    assert b"".join(bytes(own.bytes) for own in told[:-1]).decode() == REPLY
+    assert reply.top_logprobs == engine.seen[0].sampling.logprobs == (top or 0)
+    likeliest = [(5, -0.25), (6, -0.5)][: top or 0]
+    for own in told:
+        assert -10 <= own.logprob < 0
+        assert [(other.token, other.logprob) for other in own.top_logprobs] == [
+            (tokenizer.token_text(token), logprob) for token, logprob in likeliest
+        ]
+    again = await openai.responses.retrieve(reply.id, include=[LOGPROBS])
+    assert again.output[0].content[0].logprobs == told
+
+    engine.lease = 3
+    stream = await openai.responses.create(**wanted, stream=True)
+    events = [event async for event in stream]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    text_done, part_done, item_done, completed = events[-4:]
+    told = completed.response.output[0].content[0].logprobs
+    assert [own.token for own in told] == [tokenizer.token_text(token) for token in tokens]
+    assert [own.token for event in deltas for own in event.logprobs] == [own.token for own in told]
+    assert "".join(event.delta for event in deltas) == REPLY
+    assert len(text_done.logprobs) == len(tokens)
+    assert len(part_done.part.logprobs) == len(tokens)
+    assert item_done.item.content[0].logprobs == told
+    following = await openai.responses.create(
+        model="tiny", input="on", previous_response_id=reply.id
+    )
+    assert following.output[0].content[0].logprobs == []
+
+
+async def test_log_probabilities_are_told_where_they_are_included(
+    openai: AsyncOpenAI, engine: Any
+) -> None:
+    reply = await openai.responses.create(
+        model="tiny", input="hi", top_logprobs=3, include=["reasoning.encrypted_content"]
+    )
+    assert reply.output[0].content[0].logprobs == [] and reply.top_logprobs == 3
+    assert engine.seen[0].sampling.logprobs is None
 
 
 async def test_messages_as_input(openai: AsyncOpenAI, engine: Any, tokenizer: Any) -> None:
