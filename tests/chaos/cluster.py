@@ -112,21 +112,22 @@ class Cluster:
         )
         self.deploy()
 
-    def deploy(self, **settings: Any) -> None:
-        """Deploys the application, anew if it runs; ``settings`` are more of its engines'."""
+    def deploy(self, engines: int | None = None, **settings: Any) -> None:
+        """Deploys the application, anew if it runs.
+
+        Args:
+            engines: how many; None: as the layout has it.
+            settings: more of its engines'.
+        """
         layout = self.layout
-        engine: dict[str, Any] = {
-            "model": self.model,
-            "threads": 1,
-            **dict(layout.engine),
-            **settings,
-        }
+        engine: dict[str, Any] = {"model": self.model, "threads": 1, **dict(layout.engine)}
         server: dict[str, Any] = {"ingress_replicas": layout.ingresses, **dict(layout.server)}
-        if layout.engines > 1:
-            server["data_parallel_size"] = layout.engines
+        if (number := engines or layout.engines) > 1:
+            server["data_parallel_size"] = number
         per_page = 1024 if layout.runner == "hash" else 16 * 1024
         engine.setdefault("kv_cache_memory", (layout.pages or 4096) * per_page)
-        serve.run(bind_app(ServerArgs(**server), EngineArgs(**engine)), name=APP, route_prefix="/")
+        app = bind_app(ServerArgs(**server), EngineArgs(**engine | settings))
+        serve.run(app, name=APP, route_prefix="/")
 
     def add_node(self, folder: str, cpus: int, redis_port: int | None = None) -> Node:
         """One more raylet; the first one is the head, and has the GCS."""

@@ -57,8 +57,7 @@ async def hang_runner(nemesis: Nemesis) -> None:
 async def fail_row(nemesis: Nemesis) -> None:
     """One request whose row raises; the name of it is ``poison``."""
     nemesis.plant(f"runner.row=raise@token:{POISON}")
-    nemesis.load.start(nemesis.load.asks.poison(POISON))
-    await asyncio.sleep(6)
+    await nemesis.must_fail(nemesis.load.asks.poison(POISON))
     nemesis.plant("")
 
 
@@ -131,6 +130,14 @@ async def kill_raylet_of_runner(nemesis: Nemesis) -> None:
     await asyncio.sleep(15)
 
 
+async def terminate_raylet_of_runner(nemesis: Nemesis) -> None:
+    """SIGTERM, as a pod gets it."""
+    node = nemesis.cluster.nodes[_index_of(nemesis, "runner")]
+    (raylet,) = node.all_processes["raylet"]
+    nemesis.signal([raylet.process.pid], signal.SIGTERM)
+    await asyncio.sleep(15)
+
+
 async def lose_node_of_runner(nemesis: Nemesis) -> None:
     nemesis.lose_node(_index_of(nemesis, "runner"))
     await asyncio.sleep(15)
@@ -183,9 +190,18 @@ async def fill_object_store(nemesis: Nemesis) -> None:
 
 async def fill_disk(nemesis: Nemesis) -> None:
     nemesis.fill_disk()
-    await asyncio.sleep(5)
+    await asyncio.sleep(8)
+    nemesis.empty_disk()
+
+
+async def fill_disk_and_kill_runner(nemesis: Nemesis) -> None:
+    """No process can be started until there is room again."""
+    nemesis.fill_disk()
+    await asyncio.sleep(1)
     nemesis.kill("runner")
-    await asyncio.sleep(5)
+    await asyncio.sleep(8)
+    nemesis.empty_disk()
+    await asyncio.sleep(8)
 
 
 async def run_out_of_files(nemesis: Nemesis) -> None:
@@ -203,21 +219,25 @@ async def slow_runner(nemesis: Nemesis) -> None:
     nemesis.plant("")
 
 
+async def slow_runner_of_two(nemesis: Nemesis) -> None:
+    await nemesis.slow_down("runner", 12)
+
+
 async def poison(nemesis: Nemesis) -> None:
     """A request that kills each runner that runs it."""
     nemesis.plant(f"runner.before_execute=exit@token:{POISON}")
-    nemesis.load.start(nemesis.load.asks.poison(POISON))
-    await asyncio.sleep(20)
+    await nemesis.must_fail(nemesis.load.asks.poison(POISON))
     nemesis.plant("")
 
 
 async def poison_again_and_again(nemesis: Nemesis) -> None:
     nemesis.plant(f"runner.before_execute=exit@token:{POISON}")
     ask = nemesis.load.asks.poison(POISON)
+    asked = []
     for _ in range(15):
-        nemesis.load.start(ask)
+        asked.append(asyncio.create_task(nemesis.must_fail(ask)))
         await asyncio.sleep(1)
-    await asyncio.sleep(10)
+    await asyncio.gather(*asked)
     nemesis.plant("")
 
 
@@ -226,6 +246,16 @@ async def update(nemesis: Nemesis) -> None:
     nemesis.strike()
     await asyncio.to_thread(nemesis.cluster.deploy, max_prefill_batch=8)
     await asyncio.sleep(2)
+
+
+async def scale(nemesis: Nemesis) -> None:
+    """One engine less, and one more again."""
+    nemesis.strike()
+    await asyncio.to_thread(nemesis.cluster.deploy, 1)
+    await asyncio.sleep(3)
+    nemesis.strike()
+    await asyncio.to_thread(nemesis.cluster.deploy, 2)
+    await asyncio.sleep(3)
 
 
 async def update_to_a_bad_version(nemesis: Nemesis) -> None:

@@ -114,12 +114,14 @@ class Asks:
 class Load:
     """Runs asks against a server and writes down what came; ``records`` is in order of start."""
 
-    def __init__(self, url: str, model: str, asks: Asks) -> None:
+    def __init__(self, url: str, model: str, asks: Asks, patience: float = PATIENCE) -> None:
         self.asks = asks
         self.records: list[tuple[Ask, Record]] = []
         self._url = url
         self._model = model
+        self._patience = patience
         self._stopping = asyncio.Event()
+        self._over = False  # nobody waits for anything any more
         self._tasks: list[asyncio.Task[Any]] = []
         self._http: httpx.AsyncClient | None = None
 
@@ -127,7 +129,7 @@ class Load:
     async def running(self, streams: int, rate: float) -> AsyncIterator["Load"]:
         """``streams`` open at all times and ``rate`` short requests each second, meanwhile."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx.Timeout(PATIENCE, pool=None)
+        timeout = httpx.Timeout(2 * self._patience, pool=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as http:
             self._http = http
             self._tasks = [asyncio.create_task(self._stream_on()) for _ in range(streams)]
@@ -136,7 +138,8 @@ class Load:
                 yield self
             finally:
                 self._stopping.set()
-                await asyncio.wait(self._tasks, timeout=PATIENCE)
+                await asyncio.wait(self._tasks, timeout=self._patience)
+                self._over = True
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -160,7 +163,7 @@ class Load:
         except httpx.HTTPError as error:
             record.broken = f"{type(error).__name__}: {error}"
         except asyncio.CancelledError:
-            record.left = True
+            record.left = not self._over  # at the very end it is a stream that never ended
             raise
         record.ended = time.monotonic()
         return record

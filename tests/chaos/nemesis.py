@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 from cluster import Cluster, eventually
 from history import Record
-from load import Load
+from load import Ask, Load
 
 
 class Nemesis:
@@ -28,6 +28,7 @@ class Nemesis:
         self.load = load
         self.random = random.Random(seed)
         self.struck: list[float] = []  # time.monotonic() of each fault
+        self.complaints: list[str] = []  # what a fault itself saw that must not be
 
     def strike(self) -> None:
         """A fault happens now."""
@@ -61,6 +62,16 @@ class Nemesis:
             except ProcessLookupError:
                 continue
 
+    async def slow_down(self, what: str, seconds: float, share: float = 0.2) -> None:
+        """One process gets only this share of the time."""
+        pids, end = self._some(what, 1), time.monotonic() + seconds
+        self.strike()
+        while time.monotonic() < end:
+            for number, turn in ((signal.SIGSTOP, 1 - share), (signal.SIGCONT, share)):
+                for pid in pids:
+                    os.kill(pid, number)
+                await asyncio.sleep(turn / 10)
+
     async def kill_every(self, what: str, pause: float, seconds: float) -> None:
         """Kills one, again and again; none that is being started, which has no process yet."""
         end = time.monotonic() + seconds
@@ -79,6 +90,15 @@ class Nemesis:
         marks = [tempfile.mktemp(prefix="once-", dir=self.cluster.folder) for _ in faults]
         pairs = zip(faults, marks, strict=True)
         self.plant(";".join(f"{fault}@once:{mark}" for fault, mark in pairs))
+
+    async def must_fail(self, ask: Ask, seconds: float = 40) -> None:
+        """A request that no engine can run: it alone is refused, and soon."""
+        task = self.load.start(ask)
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            self.complaints.append(f"{ask.name} is still open after {seconds} s")
+        elif not task.result().error:
+            self.complaints.append(f"{ask.name} was not refused")
 
     async def until(self, probe: Callable[[], object], what: str, seconds: float = 60) -> None:
         """Waits, with the load going on."""
@@ -131,13 +151,20 @@ class Nemesis:
     def fill_disk(self) -> None:
         """Writes to the folder of Ray's sessions until nothing more fits."""
         self.strike()
-        path = os.path.join(self.cluster.ray_folder, "filler")
-        with open(path, "wb", buffering=0) as filler:
+        with open(self._filler, "wb", buffering=0) as filler:
             try:
                 while True:
                     filler.write(b"\0" * 2**16)
             except OSError:
                 return
+
+    def empty_disk(self) -> None:
+        """Gives back what ``fill_disk`` took."""
+        os.unlink(self._filler)
+
+    @property
+    def _filler(self) -> str:
+        return os.path.join(self.cluster.ray_folder, "filler")
 
     async def slow_readers(self, count: int, seconds: float) -> None:
         """Clients that ask for long answers and read nothing of them."""

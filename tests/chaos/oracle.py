@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import tokenizers
 from history import Choice, Expected
 from load import Ask
 
-from rayfin import LLM, SamplingParams
-from rayfin.actors.config import EngineArgs
-from rayfin.deployments.models import model_path
-from rayfin.deployments.text.tokenizer import Tokenizer
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.models import DEMO_FOLDER
+from rayfin.deployments.text.detokenizer import IncrementalDetokenizer
 
 FIRST, VOCAB_SIZE = 259, 2048
 """The hash runner's tokens (worker/hash_runner.py): whole words of the demo model's tokenizer."""
@@ -27,7 +27,7 @@ class HashOracle:
     """Of the hash runner: the next token is a hash of the context and the choice's seed."""
 
     def __init__(self) -> None:
-        self._tokenizer = Tokenizer.load(model_path("demo"), None, False)
+        self._backend = tokenizers.Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
 
     def expect(self, asks: Sequence[Ask]) -> list[Expected]:
         return [
@@ -56,15 +56,16 @@ class HashOracle:
         return text[: min(ends)[1]] if ends else None
 
     def _text(self, ask: Ask, tokens: list[int]) -> str:
-        return self._tokenizer.detokenizer(ask.prompt, True).whole(tokens)
+        return IncrementalDetokenizer(self._backend, ask.prompt).whole(tokens)
 
 
 class ModelOracle:
     """Of a real model: the same engine in this process, with nothing between it and its answers."""
 
     def __init__(self, model: str) -> None:
-        args = EngineArgs(model=model, threads=1)
-        self._llm = LLM(model=args.model, threads=1, kv_cache_memory=256 * 1024**2)
+        from rayfin import LLM  # torch loads only where it is used
+
+        self._llm = LLM(model=model, threads=1, kv_cache_memory=256 * 1024**2)
 
     def expect(self, asks: Sequence[Ask]) -> list[Expected]:
         prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]

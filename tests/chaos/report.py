@@ -7,12 +7,12 @@ from results import Result
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- make chaos: begin -->", "<!-- make chaos: end -->"
-HEADER = ("row", "fault", "failed / all", "recovery s", "longest gap ms", "wrong", "leaked", "")
+HEADER = ("fault", "failed / all", "recovery s", "longest gap ms", "wrong", "leaked", "")
 
 
 def row_of(result: Result) -> list[str]:
     """A result as the cells of its row."""
-    cells = [result.row, f"{result.fault} (`{result.name}`)"]
+    cells = [f"{result.fault} (`{result.name}`)"]
     if result.skipped:
         return [*cells, "", "", "", "", "", f"not run: {result.skipped}"]
     recovery = "-" if result.recovery is None else f"{result.recovery:.1f}"

@@ -73,9 +73,11 @@ def judge(
         result.violations.append("never recovered: no later request was answered")
     if leaked:
         result.violations.append(f"{leaked} pages are held" if leaked > 0 else "no engine answers")
-    answered = sum(len(e.choices) for (_, r), e in zip(asked, expected, strict=True) if r.answered)
-    left = sum(len(e.choices) for (_, r), e in zip(asked, expected, strict=True) if r.left)
-    if counted_successes is not None and counted_successes > answered + left:
+    pairs = list(zip((record for _, record in asked), expected, strict=True))
+    answered = sum(len(right.choices) for record, right in pairs if record.answered)
+    # Whoever left, or was cut off, may have been answered without knowing.
+    unknown = sum(len(right.choices) for record, right in pairs if record.left or record.broken)
+    if counted_successes is not None and counted_successes > answered + unknown:
         result.violations.append(f"{counted_successes:.0f} successes counted, {answered} answers")
     return result
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cases import Case
 from cluster import Cluster, Layout, Unavailable, suppressed
-from history import Expected, Record
+from history import Expected
 from load import Ask, Asks, Load
 from nemesis import Nemesis
 from oracle import HashOracle, ModelOracle, Oracle
@@ -41,14 +41,15 @@ class Session:
         """
         cluster = self._cluster()
         before = self._successes(cluster)
-        load, struck = asyncio.run(self._drive(case, cluster))
+        load, nemesis = asyncio.run(self._drive(case, cluster))
         until = time.monotonic()
         leaked = cluster.pages_left()
         after = self._successes(cluster)
         # A count that fell is an engine that was replaced, and says nothing of these requests.
         grown = None if before is None or after is None or after < before else after - before
-        expected = self._expect([ask for ask, _ in load])
-        result = judge(case, struck, load, expected, leaked, grown, until)
+        expected = self._expect([ask for ask, _ in load.records])
+        result = judge(case, nemesis.struck, load.records, expected, leaked, grown, until)
+        result.violations += nemesis.complaints
         if case.renews or leaked or not result.held:
             self.close()
         return result
@@ -67,10 +68,8 @@ class Session:
             cluster.wait_healthy()
         return self.cluster
 
-    async def _drive(
-        self, case: Case, cluster: Cluster
-    ) -> tuple[list[tuple[Ask, Record]], list[float]]:
-        """The load with the faults in it: what clients saw, and when it was broken."""
+    async def _drive(self, case: Case, cluster: Cluster) -> tuple[Load, Nemesis]:
+        """The load with the faults in it."""
         load = Load(cluster.url, cluster.model, Asks(self.seed))
         nemesis = Nemesis(cluster, load, self.seed)
         streams = case.streams if self.streams is None else self.streams
@@ -84,7 +83,7 @@ class Session:
                 await case.act(nemesis)
             await asyncio.sleep(case.after)
         cluster.plant("")
-        return load.records, nemesis.struck
+        return load, nemesis
 
     def _successes(self, cluster: Cluster) -> float | None:
         with suppressed():

@@ -1,0 +1,100 @@
+"""What clients write down of servers that answer, refuse, break off and fall silent."""
+
+import asyncio
+import json
+
+import pytest
+from history import Record, check
+from load import Ask, Asks, Load
+from oracle import HashOracle
+
+REFUSAL = json.dumps({"error": {"message": "no", "type": "server_error", "code": "queue_full"}})
+
+
+def head(status: str, body: str = "", kind: str = "application/json") -> bytes:
+    length = f"Content-Length: {len(body)}\r\n" if body else ""
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n{length}Connection: close\r\n\r\n{body}"
+    ).encode()
+
+
+def chunk(tokens: list[int], text: str, reason: str | None = None) -> bytes:
+    choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": reason}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+
+async def told(*parts: bytes, silent: bool = False, leave: bool = False) -> tuple[Ask, Record]:
+    """What a client writes down of a server that sends ``parts`` and closes the connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        if not silent:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    load = Load(f"http://127.0.0.1:{port}", "m", Asks(1), patience=0.2)
+    ask = load.asks.long_prompt(4)
+    async with load.running(0, 0):
+        task = load.start(ask)
+        if leave:
+            while not load.records or not load.records[0][1].events:
+                await asyncio.sleep(0.01)
+            task.cancel()
+        elif not silent:
+            await task
+    server.close()
+    return load.records[0]
+
+
+def kinds(ask: Ask, record: Record) -> list[str]:
+    (expected,) = HashOracle().expect([ask])
+    return [violation.kind for violation in check(record, expected, record.started + 1)]
+
+
+@pytest.fixture(scope="module")
+def answer() -> list[bytes]:
+    """The right answer, in two events and a last one."""
+    ask = Asks(1).long_prompt(4)
+    (expected,) = HashOracle().expect([ask])
+    (choice,) = expected.choices
+    half = len(choice.text) // 2
+    return [
+        head("200 OK", kind="text/event-stream"),
+        chunk(choice.tokens[:9], choice.text[:half]),
+        chunk(choice.tokens[9:], choice.text[half:], "length"),
+        b"data: [DONE]\n\n",
+    ]
+
+
+def test_an_answer(answer: list[bytes]) -> None:
+    ask, record = asyncio.run(told(*answer))
+    assert record.answered and kinds(ask, record) == []
+
+
+def test_a_refusal() -> None:
+    ask, record = asyncio.run(told(head("429 Too Many Requests", REFUSAL)))
+    assert (record.failed, record.error, kinds(ask, record)) == (True, "queue_full", [])
+
+
+def test_an_error_without_a_body() -> None:
+    ask, record = asyncio.run(told(head("500 Internal Server Error", "oh")))
+    assert record.failed and kinds(ask, record) == ["unclear"]
+
+
+def test_a_connection_that_breaks_off(answer: list[bytes]) -> None:
+    ask, record = asyncio.run(told(*answer[:2]))
+    assert record.failed and record.broken and kinds(ask, record) == []
+
+
+def test_a_stream_that_never_ends_is_no_client_that_left(answer: list[bytes]) -> None:
+    ask, record = asyncio.run(told(*answer[:2], silent=True))
+    assert record.failed and kinds(ask, record) == ["open"]
+
+
+def test_a_client_that_leaves(answer: list[bytes]) -> None:
+    ask, record = asyncio.run(told(*answer[:2], silent=True, leave=True))
+    assert record.left and kinds(ask, record) == []
