@@ -4,7 +4,7 @@ Actors count in plain fields (``EngineStats``); nothing here is on a step's path
 closed: model name and engine are the operator's, finish reasons are Rayfin's own words.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,6 +15,7 @@ from rayfin.actors.messages import EngineStats
 
 PREFIX = "rayfin_"
 FINISH_REASONS = ("stop", "length", "abort", "error")
+REPLAY_REASONS = ("lost", "moved")
 TIME_TO_FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -73,29 +74,33 @@ COUNTERS = (
 
 
 class EngineCollector(Collector):
-    """Renders the last snapshot of one engine."""
+    """Renders the last snapshot of each engine."""
 
     def __init__(self, model_name: str) -> None:
-        self.stats = EngineStats()
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self.stats = {"0": EngineStats()}  # by engine
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
+        names = ["model_name", "engine"]
         for series in GAUGES:
             gauge = GaugeMetricFamily(PREFIX + series.name, series.help, labels=names)
-            gauge.add_metric(values, series.value(self.stats))
+            for engine, stats in self.stats.items():
+                gauge.add_metric([self._model_name, engine], series.value(stats))
             yield gauge
         for series in COUNTERS:
             counter = CounterMetricFamily(PREFIX + series.name, series.help, labels=names)
-            counter.add_metric(values, series.value(self.stats))
+            for engine, stats in self.stats.items():
+                counter.add_metric([self._model_name, engine], series.value(stats))
             yield counter
         finished = CounterMetricFamily(
             PREFIX + "request_success",
             "Requests that ended, by how.",
             labels=[*names, "finished_reason"],
         )
-        for reason in FINISH_REASONS:
-            finished.add_metric([*values, reason], self.stats.finished.get(reason, 0))
+        for engine, stats in self.stats.items():
+            for reason in FINISH_REASONS:
+                labels = [self._model_name, engine, reason]
+                finished.add_metric(labels, stats.finished.get(reason, 0))
         yield finished
 
 
@@ -124,11 +129,17 @@ class IngressMetrics:
             labels,
             registry=self._registry,
         ).labels(model_name)
+        replays = Counter(
+            PREFIX + "request_replays",
+            "Times that a request was sent again, its engine lost or the request handed back.",
+            [*labels, "reason"],
+            registry=self._registry,
+        )
+        self.replays = {reason: replays.labels(model_name, reason) for reason in REPLAY_REASONS}
 
-    def render(self, stats: EngineStats | None) -> bytes:
-        """The Prometheus text; without fresh ``stats`` the last known ones stand."""
-        if stats is not None:
-            self.engine.stats = stats
+    def render(self, stats: Mapping[str, EngineStats]) -> bytes:
+        """The Prometheus text; of engines without fresh ``stats`` the last known ones stand."""
+        self.engine.stats |= stats
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:

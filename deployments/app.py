@@ -39,18 +39,19 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
     engine_class: Any = EngineDeployment  # Ray's stubs lose what @serve.deployment adds
     ingress_class: Any = IngressDeployment
     drain = server.shutdown_timeout
-    engine = engine_class.options(graceful_shutdown_timeout_s=drain + SHUTDOWN_SECONDS).bind(
-        replace(engine_args, model=model_path(engine_args.model)), drain
-    )
+    engine = engine_class.options(
+        num_replicas=server.data_parallel_size,
+        graceful_shutdown_timeout_s=drain + SHUTDOWN_SECONDS,
+    ).bind(replace(engine_args, model=model_path(engine_args.model)), drain)
     ingress = ingress_class.options(
         num_replicas=server.ingress_replicas, graceful_shutdown_timeout_s=drain
     )
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
     keeper_class: Any = KeeperDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
-    app: Application = ingress.bind(
-        replace(server, api_key=None, api_key_file=None), engine_args, edge, engine, keeper
-    )
+    # Serve replaces ingresses whose settings change: not for another number of engines.
+    own = replace(server, api_key=None, api_key_file=None, data_parallel_size=1)
+    app: Application = ingress.bind(own, engine_args, edge, engine, keeper)
     return app
 
 

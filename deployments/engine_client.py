@@ -1,9 +1,9 @@
 """What an ingress needs of an engine, whatever carries it: actor handles, or a fake in a test."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta
+from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta, TokenLog
 
 
 class EngineClient(Protocol):
@@ -25,12 +25,20 @@ class EngineClient(Protocol):
 
         Raises:
             InvalidRequest: the engine cannot ever run it (for instance more pages than exist).
-            RequestFailed, Overloaded, EngineUnavailable: as named.
+            RequestFailed, Overloaded, EngineUnavailable: as named. An engine that is lost is no
+                error: the stream pauses, and goes on at another one.
+        """
+        ...
+
+    async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
+        """What the tenant's requests of these ids were told so far; None where nothing is known.
+
+        Those that still run are aborted: whoever asks goes on with them.
         """
         ...
 
     async def check_health(self) -> None:
-        """Returns when the engine makes progress (or is idle and answers).
+        """Returns when an engine makes progress (or is idle and answers).
 
         Raises:
             EngineUnavailable: with the reason.

@@ -1,5 +1,6 @@
-"""How engines are called in Ray's actor registry, and how an ingress finds one."""
+"""How engines are called in Ray's actor registry, and how an ingress finds them."""
 
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -13,15 +14,20 @@ def engine_name(app: str, replica: str) -> str:
     return f"{_prefix(app)}{replica}"
 
 
-def find_engine(app: str) -> Any | None:
-    """The scheduler's handle of an engine of the application, None while there is none."""
+def find_engines(app: str) -> dict[str, Any]:
+    """The handles of the application's schedulers, by name."""
+    found: dict[str, Any] = {}
     for actor in list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(_prefix(app)):
-            try:
-                return ray.get_actor(actor["name"], namespace=NAMESPACE)
-            except ValueError:  # it died between the two calls
-                continue
-    return None
+        name = actor["name"]
+        if actor["namespace"] == NAMESPACE and name.startswith(_prefix(app)):
+            with suppress(ValueError):  # it died between the two calls
+                found[name] = ray.get_actor(name, namespace=NAMESPACE)
+    return found
+
+
+def find_engine(app: str) -> Any | None:
+    """One of them, None while there is none."""
+    return next(iter(find_engines(app).values()), None)
 
 
 def _prefix(app: str) -> str:

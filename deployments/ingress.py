@@ -21,7 +21,7 @@ from rayfin.actors.metrics import IngressMetrics
 from rayfin.actors.priority import step_behind_runners
 from rayfin.deployments.edge.request_id import REQUEST_ID
 from rayfin.deployments.edge.settings import EdgeSettings
-from rayfin.deployments.engine_names import find_engine
+from rayfin.deployments.engine_names import find_engines
 from rayfin.deployments.keeper import keeper_calls
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.observed_client import ObservedClient
@@ -31,7 +31,7 @@ from rayfin.deployments.openai.responses.kept import OwnResponses
 from rayfin.deployments.openai.responses.shared import SharedResponses
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
-from rayfin.deployments.ray_client import RayEngineClient
+from rayfin.deployments.ray_client import Patience, RayEngineClient
 from rayfin.deployments.requests import sampling_defaults
 from rayfin.deployments.server_args import ServerArgs
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -64,7 +64,8 @@ class IngressDeployment:
         name = server.served_model_name or engine_args.model
         client = RayEngineClient(
             f"ingress-{context.replica_id.unique_id}-{os.getpid()}",
-            partial(find_engine, context.app_name),
+            partial(find_engines, context.app_name),
+            patience=Patience(server.engine_timeout, server.replay_timeout),
         )
         tokenizer = await asyncio.to_thread(
             Tokenizer.load,

@@ -2,11 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from rayfin.actors.errors import EngineUnavailable
-from rayfin.actors.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
+from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta, TokenLog
 from rayfin.actors.metrics import IngressMetrics
 from rayfin.deployments.ray_client import RayEngineClient
 
@@ -17,6 +16,7 @@ class ObservedClient:
     def __init__(self, client: RayEngineClient, metrics: IngressMetrics) -> None:
         self._client = client
         self._metrics = metrics
+        client.on_replay = lambda reason: metrics.replays[reason].inc()
 
     async def info(self) -> EngineInfo:
         return await self._client.info()
@@ -50,10 +50,8 @@ class ObservedClient:
     async def check_health(self) -> None:
         await self._client.check_health()
 
+    async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
+        return await self._client.recall(tenant, request_ids)
+
     async def metrics(self) -> bytes:
-        stats: EngineStats | None = None
-        try:
-            stats = await self._client.stats()
-        except EngineUnavailable:  # the last known numbers stand; alerts watch health and epochs
-            stats = None
-        return self._metrics.render(stats)
+        return self._metrics.render(await self._client.stats())

@@ -1,182 +1,257 @@
-"""An engine's client over plain Ray actor handles: batches out, one message per step back."""
+"""The engines of an application behind one ``EngineClient``: streams outlive the engines."""
 
 import asyncio
-import contextvars
+import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
+import random
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.exceptions import RayError
-
-from rayfin.actors.errors import EngineUnavailable
-from rayfin.actors.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta, TokenDeltas
+from rayfin.actors.errors import EngineUnavailable, Overloaded, RequestMoved
+from rayfin.actors.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta, TokenLog
 from rayfin.actors.supervisor import check_progress
-from rayfin.deployments.deltas import split_deltas
+from rayfin.deployments.engine_link import EngineLink, EngineLost, News
+from rayfin.deployments.replay import Replay
+from rayfin.deployments.router import LeastLoaded, Router
 
 logger = logging.getLogger(__name__)
 
-RENEW_SECONDS = 4.0  # under a third of the scheduler's client lease
-CONNECT_SECONDS = 10.0
-RETRY_SECONDS = 0.25
-STATS_SECONDS = 5.0
+REFRESH_SECONDS = 2.0  # between looks at the registry
+SEARCH_SECONDS = 0.25  # while there is no engine
+BACKOFF_SECONDS = (0.1, 2.0)  # first and longest pause of a replay that a full queue refuses
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long requests wait for an engine while there is none, in seconds."""
+
+    newcomer: float = 25.0  # one that no engine has had yet
+    stream: float = 120.0  # one that has lost its engine
 
 
 class RayEngineClient:
-    """One process' connection to one engine.
+    """One process' connections to the engines of an application.
 
-    ``find`` returns the scheduler's handle, or None while there is none; it is asked again whenever
-    the connection is lost. Requests of one event loop turn travel in one call; all tokens of a step
-    come back in one message of a streaming generator. No Serve handle, no call per token.
+    ``find`` returns the schedulers' handles by name; it is asked again and again, in a thread. A
+    request goes to the engine that ``router`` picks. When that is lost, the request goes on at the
+    next one as prompt + tokens so far: whoever reads its stream sees a pause and nothing else.
     """
 
-    def __init__(self, client: str, find: Callable[[], Any | None]) -> None:
-        self._client = client
+    def __init__(
+        self,
+        client: str,
+        find: Callable[[], Mapping[str, Any]],
+        router: Router | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self._clients = (f"{client}.{number}" for number in itertools.count())
         self._find = find
-        self._scheduler: Any = None
-        self._info: EngineInfo | None = None
-        self._connected = asyncio.Event()
-        self._streams: dict[int, asyncio.Queue[TokenDelta | Exception]] = {}
-        self._request_ids: dict[int, str] = {}
-        self._outgoing: list[EngineRequest] = []
-        self._aborts: list[int] = []
-        self._stopped: list[int] = []  # by a stop string
-        self._flush_planned = False
-        # Ray cancels the calls that a cancelled request has made. What is sent belongs to all
-        # requests, the abort of a cancelled one included: it is sent in a context that is nobody's.
-        self._context = contextvars.copy_context()
-        self._tasks = [
-            asyncio.create_task(self._receive()),
-            asyncio.create_task(self._keep_alive()),
-        ]
+        self._router: Router = LeastLoaded() if router is None else router
+        self._patience = Patience() if patience is None else patience
+        self._links: dict[str, EngineLink] = {}
+        self._labels: dict[str, str] = {}  # in metrics, by engine
+        self._limits: EngineInfo | None = None
+        self._homes: dict[int, EngineLink] = {}  # of elders that run: siblings go there too
+        self._any_ready = asyncio.Event()
+        self.on_replay: Callable[[str], None] = lambda reason: None  # of REPLAY_REASONS
+        self._refreshing = asyncio.create_task(self._refresh())
 
     async def info(self) -> EngineInfo:
-        """The engine's limits; waits a little for an engine that is about to be ready.
+        """Limits that hold at every engine; waits a little for the first one to be ready.
 
         Raises:
-            EngineUnavailable: there is none.
+            EngineUnavailable: there has been none.
         """
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):  # wait_for may lose a cancellation (3.11)
-                await self._connected.wait()
-        except TimeoutError:
-            raise EngineUnavailable("no engine is ready") from None
-        assert self._info is not None
-        return self._info
-
-    async def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters.
-
-        Raises:
-            EngineUnavailable: no engine, or one that does not answer.
-        """
-        if self._scheduler is None:
+        if self._limits is None:
+            await self._until_ready(self._patience.newcomer)
+        if self._limits is None:
             raise EngineUnavailable("no engine is ready")
-        try:
-            stats: EngineStats = await asyncio.wait_for(
-                self._scheduler.stats.remote(), STATS_SECONDS
-            )
-        except (RayError, TimeoutError) as error:
-            raise EngineUnavailable(f"the engine does not answer: {error}") from None
-        return stats
+        return self._limits
+
+    async def stats(self) -> dict[str, EngineStats]:
+        """The counters of the engines that are connected, by a short name that metrics can bear."""
+        links = [link for link in self._links.values() if link.connected]
+        stats = await asyncio.gather(*(link.fresh_stats() for link in links))
+        return {self._label(link.name): own for link, own in zip(links, stats, strict=True)}
 
     async def check_health(self) -> None:
-        """See ``EngineClient.check_health``."""
-        check_progress(await self.stats())
+        """See ``EngineClient.check_health``; never waits for an engine."""
+        reason = EngineUnavailable("no engine is ready")
+        for link in self._links.values():
+            if not link.connected:
+                continue
+            try:
+                check_progress(link.stats)
+                return
+            except EngineUnavailable as error:
+                reason = error
+        raise reason
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """See ``EngineClient.stream``."""
-        await self.info()
+        replay = Replay(request, _now())
+        failures = 0  # in a row
+        refused: set[str] = set()  # engines whose queues are full
+        link: EngineLink | None = None
         key = request.key
-        news: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
-        self._streams[key] = news
-        self._request_ids[key] = request.request_id
-        self._send(replace(request, client=self._client))
         try:
             while True:
-                delta = await news.get()
-                if isinstance(delta, Exception):
-                    raise delta
-                if delta.finish_reason is not None:
-                    self._forget(key)
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+                link = await self._place(request, replay, refused)
+                attempt = replay.attempt(_now())
+                key = attempt.key
+                self._homes[request.key] = link
+                news = link.open(attempt)
+                try:
+                    while True:
+                        delta = replay.take(await _next(news), _now())
+                        failures = 0
+                        refused.clear()
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+                except EngineUnavailable as error:
+                    replay.lost(_now())
+                    self._note_loss(request, replay, error)
+                except Overloaded:
+                    refused.add(link.name)
+                    if self._ready(refused):
+                        continue
+                    if replay.attempts == len(refused):  # it is new: the queue limits are for it
+                        raise
+                    refused.clear()
+                    failures += 1
+                    await self._pause(replay, failures)
         finally:
-            if key in self._streams:
-                self._forget(key)
-                (self._stopped if request.satisfied else self._aborts).append(key)
-                self._plan_flush()
+            self._homes.pop(request.key, None)
+            if link is not None:
+                link.drop(key, stopped=request.satisfied)
+
+    async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
+        """See ``EngineClient.recall``; of engines that know a request, the one that has most."""
+        known = await asyncio.gather(
+            *(link.recall(tenant, request_ids) for link in self._links.values())
+        )
+        if not known:
+            return [None] * len(request_ids)
+        return [
+            max(filter(None, logs), key=lambda log: len(log.tokens), default=None)
+            for logs in zip(*known, strict=True)
+        ]
 
     def close(self) -> None:
-        """Leaves the engine; what is still open is aborted there."""
-        for task in self._tasks:
-            task.cancel()
-        if self._scheduler is not None:
-            self._scheduler.unsubscribe.remote(self._client)
+        """Leaves the engines; what is still open is aborted there."""
+        self._refreshing.cancel()
+        for link in self._links.values():
+            link.close()
 
-    def _send(self, request: EngineRequest) -> None:
-        self._outgoing.append(request)
-        self._plan_flush()
+    def _ready(self, refused: Iterable[str] = ()) -> list[EngineLink]:
+        return [link for link in self._links.values() if link.ready and link.name not in refused]
 
-    def _plan_flush(self) -> None:
-        if not self._flush_planned:
-            self._flush_planned = True
-            asyncio.get_running_loop().call_soon(self._flush, context=self._context)
+    async def _place(
+        self, request: EngineRequest, replay: Replay, refused: Iterable[str]
+    ) -> EngineLink:
+        """The engine to run the request; waits until there is one.
 
-    def _flush(self) -> None:
-        """One call for all that came up in this turn of the event loop."""
-        self._flush_planned = False
-        requests, aborts, stopped = self._outgoing, self._aborts, self._stopped
-        self._outgoing, self._aborts, self._stopped = [], [], []
-        if self._scheduler is not None:
-            self._scheduler.submit.remote(self._client, requests, aborts, stopped)
+        Raises:
+            EngineUnavailable: there was none for too long.
+            DeadlineExceeded: for longer than the request has time.
+        """
+        while not (ready := self._ready(refused) or self._ready()):
+            await self._until_ready(self._seconds_left(replay))
+        home = self._homes.get(request.sibling_of) if request.sibling_of is not None else None
+        if home in ready:
+            return home
+        picked = self._router.pick(request, [link.candidate() for link in ready])
+        return self._links[picked.name]
 
-    def _forget(self, key: int) -> None:
-        self._streams.pop(key, None)
-        self._request_ids.pop(key, None)
+    def _note_loss(self, request: EngineRequest, replay: Replay, error: EngineUnavailable) -> None:
+        """The engine has not finished the request, and that was no fault of the request's."""
+        moved = isinstance(error, RequestMoved)
+        if not moved and (not isinstance(error, EngineLost) or error.crashed):
+            replay.died()
+        self.on_replay("moved" if moved else "lost")
+        logger.info("request %s is sent again: %s", request.request_id, error)
 
-    async def _receive(self) -> None:
-        """Connects, reads the subscription to its end, and again."""
+    async def _pause(self, replay: Replay, failures: int) -> None:
+        """Before a queue that was full is asked again."""
+        first, longest = BACKOFF_SECONDS
+        seconds = min(longest, first * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+        await asyncio.sleep(min(seconds, self._seconds_left(replay)))
+
+    def _seconds_left(self, replay: Replay) -> float:
+        """How long the request may wait for an engine.
+
+        Raises:
+            EngineUnavailable: no longer.
+            DeadlineExceeded: no longer, by its own deadline.
+        """
+        now = _now()
+        patience = self._patience.stream if replay.attempts else self._patience.newcomer
+        left = replay.waiting_since + patience - now
+        own = replay.left(now)
+        if left <= 0:
+            raise EngineUnavailable(f"no engine has taken the request for {patience:g} s")
+        return left if own is None else min(left, own)
+
+    async def _until_ready(self, seconds: float) -> None:
+        """Returns when an engine is ready, or after so many seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):  # wait_for may lose a cancellation (3.11)
+                await self._any_ready.wait()
+
+    async def _refresh(self) -> None:
         while True:
             try:
-                await self._connect()
-                stream = self._scheduler.subscribe.options(num_returns="streaming")
-                async for ref in stream.remote(self._client):
-                    self._dispatch(await ref)
-                reason = "the engine closed the connection"
-            except (RayError, EngineUnavailable) as error:
-                reason = f"the engine is gone: {type(error).__name__}"
-            self._disconnect(reason)
-            await asyncio.sleep(RETRY_SECONDS)
+                found = await asyncio.to_thread(self._find)
+            except Exception as error:  # Ray's own, whatever it is: the registry is away
+                logger.warning("cannot look for engines: %s", error)
+            else:
+                self._update_links(found)
+            await asyncio.sleep(REFRESH_SECONDS if self._any_ready.is_set() else SEARCH_SECONDS)
 
-    async def _connect(self) -> None:
-        while (scheduler := self._find()) is None:
-            await asyncio.sleep(RETRY_SECONDS)
-        self._info = await scheduler.info.remote()
-        self._scheduler = scheduler
-        self._connected.set()
+    def _update_links(self, found: Mapping[str, Any]) -> None:
+        for name, link in list(self._links.items()):
+            gone = name not in found and not link.connected
+            if gone or (name in found and link.scheduler != found[name]):
+                del self._links[name]
+                link.close()
+        for name, scheduler in found.items():
+            if name not in self._links:
+                self._links[name] = EngineLink(self._clients, name, scheduler, self._changed)
 
-    def _disconnect(self, reason: str) -> None:
-        if self._connected.is_set():
-            logger.warning("client %s: %s", self._client, reason)
-        self._connected.clear()
-        self._scheduler = None
-        for key, news in list(self._streams.items()):
-            self._forget(key)
-            news.put_nowait(EngineUnavailable(reason))
+    def _changed(self) -> None:
+        """A link is ready now, or no longer is."""
+        ready = self._ready()
+        infos = [link.info for link in ready if link.info is not None]
+        if infos:
+            self._limits = replace(
+                infos[0],
+                max_model_len=min(info.max_model_len for info in infos),
+                num_pages=min(info.num_pages for info in infos),
+            )
+            self._any_ready.set()
+        else:
+            self._any_ready.clear()
 
-    def _dispatch(self, message: TokenDeltas) -> None:
-        for key, delta in split_deltas(message, self._request_ids):
-            if (news := self._streams.get(key)) is not None:
-                news.put_nowait(delta)
-        for ended in message.ended:
-            if ended.error is not None and (news := self._streams.get(ended.key)) is not None:
-                self._forget(ended.key)
-                news.put_nowait(ended.error)
+    def _label(self, name: str) -> str:
+        """The end of the engine's name if that is a number, else the first number not taken."""
+        if name not in self._labels:
+            self._labels = {own: n for own, n in self._labels.items() if own in self._links}
+            last = name.rpartition("/")[2]
+            taken = set(self._labels.values())
+            free = next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
+            self._labels[name] = last if last.isdecimal() else free
+        return self._labels[name]
 
-    async def _keep_alive(self) -> None:
-        while True:
-            await asyncio.sleep(RENEW_SECONDS)
-            if self._scheduler is not None:
-                self._scheduler.submit.remote(self._client, [], [])
+
+async def _next(news: News) -> TokenDelta:
+    item = await news.get()
+    if isinstance(item, Exception):
+        raise item
+    return item
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -46,6 +46,13 @@ class ServerArgs:
         None, "tokens a minute, of prompts and outputs, that each key's tenant may use"
     )
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
+    data_parallel_size: int = _flag(1, "engines, each with its own copy of the model")
+    engine_timeout: float = _flag(
+        25.0, "seconds that a new request waits for an engine while there is none"
+    )
+    replay_timeout: float = _flag(
+        120.0, "seconds that an open stream waits for another engine when its own is lost"
+    )
 
     def __post_init__(self) -> None:
         check_generation_config(self.generation_config)
@@ -61,16 +68,12 @@ class ServerArgs:
                 f"tenant_token_rate must be at least 1, got {self.tenant_token_rate}",
                 "tenant_token_rate",
             )
-        if self.ingress_replicas < 1:
-            raise InvalidConfig(
-                f"ingress_replicas must be at least 1, got {self.ingress_replicas}",
-                "ingress_replicas",
-            )
-        if self.shutdown_timeout < 0:
-            raise InvalidConfig(
-                f"shutdown_timeout must not be negative, got {self.shutdown_timeout}",
-                "shutdown_timeout",
-            )
+        for name in ("ingress_replicas", "data_parallel_size"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
+        for name in ("shutdown_timeout", "engine_timeout", "replay_timeout"):
+            if (value := getattr(self, name)) < 0:
+                raise InvalidConfig(f"{name} must not be negative, got {value}", name)
         if self.chat_template is not None and "{" not in self.chat_template:
             if not Path(self.chat_template).is_file():
                 raise InvalidConfig(f"there is no file {self.chat_template}", "chat_template")

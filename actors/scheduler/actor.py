@@ -171,8 +171,7 @@ class SchedulerActor:
 
     def _beat(self) -> TokenDeltas:
         message = TokenDeltas.only()
-        if self._engine is not None:
-            message.stats = self._engine.stats()
+        message.stats = self._running_engine().stats()
         return message
 
     def _info(self) -> EngineInfo:

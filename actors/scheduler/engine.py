@@ -153,11 +153,11 @@ class Engine:
                 self.abort(owner, key)
 
     def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
-        """What the tenant's requests have been told so far; those that still run are aborted."""
+        """What the tenant's requests have been told so far; those that still run end as aborted."""
         wanted = set(request_ids)
-        for (client, key), request in list(self._live.items()):
+        for request in list(self._live.values()):
             if request.source.request_id in wanted and request.source.tenant == tenant:
-                self.abort(client, key)
+                self._end(request, "abort")
         return [self._logs.find(tenant, request_id) for request_id in request_ids]
 
     def step(self) -> dict[str, TokenDeltas]:
@@ -298,7 +298,7 @@ class Engine:
         self._deadlines.forget(request)
         self.lifecycle.finish(request, reason, spoiled=isinstance(error, RequestFailed))
         if error is None:
-            self._logs.keep(request, reason, stop_reason)
+            self._logs.keep(request, None if reason == "abort" else reason, stop_reason)
         cached = request.cached_tokens
         self._outbox.end(
             source.client,

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayfin.actors.messages import TokenLogprob
+from rayfin.actors.messages import Receipt, TokenLogprob
 from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.beams import search_params, text_params
 from rayfin.deployments.openai.bodies import ChatCompletionRequest
@@ -37,6 +37,7 @@ from rayfin.deployments.openai.replies import (
     ChatDelta,
     ChatMessage,
 )
+from rayfin.deployments.openai.resume import Cursor, digest_of
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.sse import EventStream, closed_by_done, event
 from rayfin.deployments.prompts import truncated
@@ -64,18 +65,23 @@ class ChatHandler:
         if body.max_tokens is None:
             theirs["max_tokens"] = "max_completion_tokens"
         with called(theirs):
-            generation = await self._prepare(Caller.of(request))
+            cursor = Cursor.of(request, "chatcmpl", bool(body.stream))
+            generation = await self._prepare(Caller.of(request), cursor.request_id)
         headers |= generation.headers
         deltas = generation.run()
         if not body.stream:
             await while_connected(request, generation.finish(deltas))
             reply = await generation.written(self._reply)
             return Response(reply, 200, headers, "application/json")
+        receipt = Receipt(self._id, self._created, await digest_of(request))
+        receipt = await cursor.open(request, self._service.client, generation.choices, receipt)
+        self._id, self._created = receipt.answer_id, receipt.created
         first = await first_of(request, deltas)
-        events = self._events(generation, in_groups(after(first, deltas), body.stream_interval))
+        fresh = in_groups(cursor.untold(after(first, deltas)), body.stream_interval)
+        events = self._events(generation, fresh, cursor)
         return EventStream(closed_by_done(events), deltas, headers)
 
-    async def _prepare(self, caller: Caller) -> Generation:
+    async def _prepare(self, caller: Caller, request_id: str) -> Generation:
         """What will run, all of it checked."""
         body, service = self._body, self._service
         search = search_params(body, body.token_limit())
@@ -90,7 +96,7 @@ class ChatHandler:
             service,
             [Prompt(ids, "messages", self._echo(), body.cache_salt)],
             params,
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",  # the server's own
+            request_id=request_id,
             priority=body.priority or 0,
             caller=caller,
             search=search,
@@ -149,12 +155,14 @@ class ChatHandler:
             prompt_logprobs=self._prompt_logprobs(generation),
         ).model_dump_json()
 
-    async def _events(self, generation: Generation, deltas: Deltas) -> AsyncGenerator[str, None]:
+    async def _events(
+        self, generation: Generation, deltas: Deltas, cursor: Cursor
+    ) -> AsyncGenerator[str, None]:
         chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=[])
         continuous = self._body.continuous_usage
         with_tokens = self._body.return_token_ids or self._body.logprobs
-        chunk.prompt_text = self._prompt_text(generation)
-        started: set[int] = set()
+        started = cursor.begun()
+        chunk.prompt_text = None if started else self._prompt_text(generation)
         async for choice, delta in deltas:
             if choice.index not in started:
                 started.add(choice.index)
@@ -163,20 +171,23 @@ class ChatHandler:
                 chunk.usage = generation.usage() if continuous else None
                 if self._body.return_token_ids:
                     chunk.prompt_token_ids = generation.prompts[0].ids
-                yield event(chunk)
-                chunk.prompt_token_ids = chunk.prompt_text = None
                 if choice.prompt.echo:
+                    yield event(chunk)
+                    chunk.prompt_token_ids = chunk.prompt_text = None
                     said = ChatDelta(content=choice.prompt.echo)
                     chunk.choices = [ChatChunkChoice(index=choice.index, delta=said)]
-                    yield event(chunk)
+                yield cursor.opening(chunk, choice)
+                chunk.prompt_token_ids = chunk.prompt_text = None
+            cursor.take(choice, delta)
             if not (delta.text or delta.finish_reason or with_tokens):
                 continue
             chunk.choices = [self._choice(choice, delta)]
             chunk.usage = generation.usage() if continuous else None
-            yield event(chunk)
+            yield cursor.event(chunk, choice)
         if self._body.include_usage:
             chunk.choices, chunk.usage = [], generation.usage()
-            yield event(chunk)
+            if (last := cursor.usage(chunk)) is not None:
+                yield last
 
     def _choice(self, choice: Choice, delta: TextDelta) -> ChatChunkChoice:
         return ChatChunkChoice(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from rayfin.actors.messages import EngineRequest, TokenLogprob
+from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.deployments.best_of import Likelihood
 from rayfin.deployments.text.output import OutputText, TextDelta
 
@@ -34,6 +34,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # with them
     silent: bool = False  # only the prompt is wanted of it
+    earlier: list[TokenDelta] = field(default_factory=list)  # of a stream that it goes on from
 
     def take(self, delta: TextDelta) -> None:
         """Adds ``delta``, which loses its tokens here where the choice is silent."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayfin.actors.messages import Receipt
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.beams import search_params, text_params
@@ -29,8 +30,9 @@ from rayfin.deployments.openai.logprobs import (
 )
 from rayfin.deployments.openai.prompts import written_ids
 from rayfin.deployments.openai.replies import Completion, CompletionChoice
+from rayfin.deployments.openai.resume import Cursor, digest_of
 from rayfin.deployments.openai.service import OpenAIService
-from rayfin.deployments.openai.sse import EventStream, closed_by_done, event
+from rayfin.deployments.openai.sse import EventStream, closed_by_done
 from rayfin.deployments.prompts import WrittenPrompt, truncated
 from rayfin.deployments.text.output import TextDelta
 
@@ -54,7 +56,8 @@ class CompletionHandler:
         body = self._body
         # An echo is told of as the answer is.
         with called({"prompt_logprobs": "logprobs"} if body.prompt_logprobs is None else {}):
-            generation, params = await self._prepare(Caller.of(request))
+            cursor = Cursor.of(request, "cmpl", bool(body.stream))
+            generation, params = await self._prepare(Caller.of(request), cursor.request_id)
         headers |= generation.headers
         for choice in generation.choices:
             choice.silent = body.scores_only
@@ -65,11 +68,16 @@ class CompletionHandler:
             await while_connected(request, generation.finish(deltas))
             reply = await generation.written(self._reply)
             return Response(reply, 200, headers, "application/json")
+        receipt = Receipt(self._id, self._created, await digest_of(request))
+        receipt = await cursor.open(request, self._service.client, generation.choices, receipt)
+        self._id, self._created = receipt.answer_id, receipt.created
+        self._started = cursor.begun()
         first = await first_of(request, deltas)
-        events = self._events(generation, in_groups(after(first, deltas), body.stream_interval))
+        fresh = in_groups(cursor.untold(after(first, deltas)), body.stream_interval)
+        events = self._events(generation, fresh, cursor)
         return EventStream(closed_by_done(events), deltas, headers)
 
-    async def _prepare(self, caller: Caller) -> tuple[Generation, SamplingParams]:
+    async def _prepare(self, caller: Caller, request_id: str) -> tuple[Generation, SamplingParams]:
         """What will run, all of it checked."""
         body, service = self._body, self._service
         search = search_params(body, body.token_limit())
@@ -82,7 +90,7 @@ class CompletionHandler:
             service,
             await self._prompts(params),
             params,
-            request_id=f"cmpl-{uuid.uuid4().hex}",  # the server's own, whatever the client's is
+            request_id=request_id,
             priority=body.priority or 0,
             caller=caller,
             search=search,
@@ -131,10 +139,13 @@ class CompletionHandler:
             reply.prompt_logprobs = prompt_logprobs(prompt.ids, prompt.scores, asked, tokenizer)
         return reply
 
-    async def _events(self, generation: Generation, deltas: Deltas) -> AsyncGenerator[str, None]:
+    async def _events(
+        self, generation: Generation, deltas: Deltas, cursor: Cursor
+    ) -> AsyncGenerator[str, None]:
         chunk = Completion(id=self._id, created=self._created, model=self._model, choices=[])
         with_tokens = self._body.return_token_ids or self._body.logprobs is not None
         async for choice, delta in deltas:
+            cursor.take(choice, delta)
             if not (delta.text or delta.finish_reason or delta.token_ids):
                 continue  # part of its prompt is computed
             first = choice.index not in self._started
@@ -146,10 +157,11 @@ class CompletionHandler:
             reply.logprobs = self._logprobs(choice, delta, first)
             chunk.choices = [reply]
             chunk.usage = generation.usage() if self._body.continuous_usage else None
-            yield event(chunk)
+            yield cursor.event(chunk, choice)
         if self._body.include_usage:
             chunk.choices, chunk.usage = [], generation.usage()
-            yield event(chunk)
+            if (last := cursor.usage(chunk)) is not None:
+                yield last
 
     def _choice(self, choice: Choice, text: str, last: TextDelta, first: bool) -> CompletionChoice:
         with_ids = bool(self._body.return_token_ids)

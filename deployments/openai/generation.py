@@ -23,6 +23,7 @@ from rayfin.deployments.openai.choice import Choice, Prompt
 from rayfin.deployments.openai.errors import ClientGone
 from rayfin.deployments.openai.quotas import metered
 from rayfin.deployments.openai.replies import PromptTokensDetails, Usage
+from rayfin.deployments.openai.resume import answered
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.sse import cancelled, until_disconnect
 from rayfin.deployments.requests import build_requests
@@ -175,7 +176,7 @@ class Generation:
         return [every[i : i + count] for i in range(0, len(every), count)]
 
     async def _run_choice(self, choice: Choice) -> Deltas:
-        async with aclosing(self._client.stream(choice.request)) as deltas:
+        async with aclosing(answered(self._client, choice)) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "error":
                     break

@@ -18,11 +18,14 @@ from rayfin.deployments.openai.errors import error_body
 logger = logging.getLogger("rayfin.http")
 
 DONE = "data: [DONE]\n\n"
+COMMENT = ": waiting\n\n"
+COMMENT_SECONDS = 10.0  # proxies give up connections that are silent for longer
 FAILURES = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
 
 
-def event(chunk: BaseModel) -> str:
-    return f"data: {chunk.model_dump_json()}\n\n"
+def event(chunk: BaseModel, event_id: str | None = None) -> str:
+    last = "" if event_id is None else f"id: {event_id}\n"
+    return f"data: {chunk.model_dump_json()}\n{last}\n"
 
 
 async def closed_by_done(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
@@ -75,7 +78,7 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         try:
-            async for text in self._events:
+            async for text in with_comments(self._events):
                 async with asyncio.timeout(STALLED_SECONDS):
                     await send(
                         {"type": "http.response.body", "body": text.encode(), "more_body": True}
@@ -83,6 +86,23 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (OSError, TimeoutError):
             logger.info("A client left its stream")
+
+
+async def with_comments(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """``events``, and a comment every few seconds without one: an engine may be slow, or lost."""
+    async with aclosing(events):
+        while True:
+            coming = asyncio.ensure_future(anext(events, None))
+            try:
+                while not (await asyncio.wait({coming}, timeout=COMMENT_SECONDS))[0]:
+                    yield COMMENT
+            finally:
+                if not coming.done():
+                    await cancelled(coming)
+            text = coming.result()
+            if text is None:
+                return
+            yield text
 
 
 async def until_disconnect(receive: Receive) -> None:

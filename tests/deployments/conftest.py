@@ -1,16 +1,32 @@
-"""A small OpenAI server on a real socket, whose answers a test chooses by what it asks."""
+"""A small OpenAI server on a real socket, and schedulers without Ray on runners without a model."""
 
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from ray.exceptions import ActorDiedError
+
+from rayfin.actors.errors import EngineUnavailable, RayfinError, RequestMoved
+from rayfin.actors.messages import (
+    Ended,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    TokenDeltas,
+    TokenLog,
+)
+from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.fake_stream import Stream
+
+VOCABULARY = 50
 
 
 @dataclass
@@ -83,3 +99,180 @@ def fake_server() -> Iterator[FakeServer]:
     yield fake
     server.should_exit = True
     thread.join(10)
+
+
+class Method:
+    """``method.remote(...)``, and ``method.options(...).remote(...)``."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+    def options(self, **options: Any) -> "Method":
+        return self
+
+
+class Scheduler:
+    """A SchedulerActor without Ray: an engine that steps as the event loop turns."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.alive = True
+        self.frozen = False  # no step, no heartbeat, and calls wait
+        self.draining = False
+        self.refusal: RayfinError | None = None  # of every newcomer
+        self.taken: list[EngineRequest] = []
+        self.steps_left = -1  # then it stands still; it still beats
+        self._mail: list[Callable[[], None]] = []
+        self._readers: dict[str, asyncio.Queue[TokenDeltas | None]] = {}
+        for name in ("info", "stats", "submit", "subscribe", "unsubscribe", "recall"):
+            setattr(self, name, Method(getattr(self, f"_{name}")))
+        self._task = asyncio.create_task(self._run())
+
+    def die(self) -> None:
+        self.alive = False
+        self._task.cancel()
+        for messages in self._readers.values():
+            messages.put_nowait(None)
+
+    def hand_back(self) -> None:
+        """A drain: whatever runs ends as moved."""
+        self.draining = True
+        for request in list(self.engine._live.values()):
+            self.engine._end(request, "error", error=RequestMoved("the engine drains"))
+        self._post(self.engine._outbox.take(0, 0))
+
+    def fail(self) -> None:
+        """Its runners cannot be replaced: all requests end, and so does every subscription."""
+        self.alive = False
+        self._task.cancel()
+        for client, messages in self._readers.items():
+            keys = [key for owner, key in self.engine._live if owner == client]
+            error = EngineUnavailable("the engine cannot go on")
+            ended = [Ended(key, "error", error=error) for key in keys]
+            messages.put_nowait(TokenDeltas.only(*ended))
+
+    async def _run(self) -> None:
+        try:
+            await self._steps()
+        except Exception:
+            self.die()  # rather than to leave the test waiting
+            raise
+
+    async def _steps(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            if self.frozen:
+                continue
+            mail, self._mail = self._mail, []
+            for read in mail:
+                read()
+            if self.steps_left:
+                self.steps_left -= self.engine.has_work
+                self._post(self.engine.step())
+
+    def _post(self, messages: dict[str, TokenDeltas]) -> None:
+        for client, message in messages.items():
+            if client in self._readers:
+                self._readers[client].put_nowait(message)
+
+    async def _info(self) -> EngineInfo:
+        await self._awake()
+        config = self.engine.config
+        return EngineInfo("fake", config.max_model_len, VOCABULARY, config.num_pages, 4)
+
+    async def _stats(self) -> EngineStats:
+        await self._awake()
+        stats = self.engine.stats()
+        stats.draining = self.draining
+        return stats
+
+    async def _recall(self, tenant: str, request_ids: list[str]) -> list[TokenLog | None]:
+        await self._awake()
+        return self.engine.recall(tenant, request_ids)
+
+    def _submit(
+        self, client: str, requests: list[EngineRequest], aborts: list[int], stopped: Any = ()
+    ) -> None:
+        def read() -> None:
+            for key in [*aborts, *stopped]:
+                self.engine.abort(client, key)
+            for request in requests:
+                self._add(request)
+
+        self._mail.append(read)
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            if self.refusal is not None:
+                raise self.refusal
+            self.engine.add(request)
+            self.taken.append(request)
+            if request.beams is not None:  # the fake model must know what is searched for
+                executor: Any = self.engine._executor
+                executor.streams[request.sampling.seed] = Stream(request, VOCABULARY)
+        except RayfinError as error:
+            refusal = TokenDeltas.only(Ended(request.key, "error", error=error))
+            self._post({request.client: refusal})
+
+    def _unsubscribe(self, client: str) -> None:
+        def leave() -> None:
+            self.engine.abort_client(client)
+            if (messages := self._readers.pop(client, None)) is not None:
+                messages.put_nowait(None)
+
+        self._mail.append(leave)
+
+    async def _subscribe(
+        self, client: str, heartbeat: float
+    ) -> AsyncIterator[Awaitable[TokenDeltas]]:
+        messages = self._readers[client] = asyncio.Queue()
+        while self.alive or not messages.empty():
+            message: TokenDeltas | None = None
+            try:
+                async with asyncio.timeout(heartbeat):
+                    message = await messages.get()
+                    if message is None:
+                        break
+            except TimeoutError:
+                if self.frozen:
+                    continue
+                message = TokenDeltas.only()
+                message.stats = await self._stats()
+            future: asyncio.Future[TokenDeltas] = asyncio.Future()
+            future.set_result(message)
+            yield future
+        if not self.alive:
+            raise ActorDiedError()
+
+    async def _awake(self) -> None:
+        if not self.alive:
+            raise ActorDiedError()
+        while self.frozen:
+            await asyncio.sleep(0.001)
+
+
+class World:
+    """The engines of an application, and what its registry says."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self.registered: dict[str, Scheduler] = {}
+        self.all: list[Scheduler] = []
+
+    def start(self, name: str, **settings: Any) -> Scheduler:
+        config = {"vocab_size": VOCABULARY, "max_model_len": 128, **settings}
+        scheduler = Scheduler(self._make(**config).engine)
+        self.registered[name] = scheduler
+        self.all.append(scheduler)
+        return scheduler
+
+    def kill(self, name: str) -> None:
+        self.registered.pop(name).die()
+
+
+@pytest.fixture
+async def world(simulate: ModuleType, anyio_backend: str) -> AsyncIterator[World]:
+    world = World(simulate.make_harness)
+    yield world
+    for scheduler in world.all:
+        scheduler.die()

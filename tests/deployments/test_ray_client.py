@@ -21,8 +21,8 @@ from rayfin.actors.messages import (
     TokenDelta,
     TokenDeltas,
 )
-from rayfin.deployments import ray_client
-from rayfin.deployments.ray_client import RayEngineClient
+from rayfin.deployments import engine_link, ray_client
+from rayfin.deployments.ray_client import Patience, RayEngineClient
 
 pytestmark = pytest.mark.anyio
 INFO = EngineInfo("fake", 128, 100, 10, 16)
@@ -72,6 +72,12 @@ class FakeScheduler:
         self.dead = True
         self.messages.put_nowait(None)
 
+    def beat(self) -> None:
+        """A heartbeat with the current counters."""
+        message = TokenDeltas.only()
+        message.stats = self.current
+        self.messages.put_nowait(message)
+
     def say(self, *tokens: tuple[int, int], ended: tuple[Ended, ...] = ()) -> None:
         """One step's news: (key, token) pairs, and what ended."""
         keys = np.array([key for key, _ in tokens], np.int64)
@@ -93,12 +99,14 @@ class FakeScheduler:
         aborts: list[int],
         stopped: list[int] | None = None,
     ) -> None:
-        assert client == "edge"
+        assert client.startswith("edge.")
         self.calls.append((requests, aborts, stopped or []))
         self.callers.append(CALLER.get())
 
-    async def _subscribe(self, client: str) -> AsyncIterator[Awaitable[TokenDeltas]]:
-        assert client == "edge"
+    async def _subscribe(
+        self, client: str, heartbeat: float
+    ) -> AsyncIterator[Awaitable[TokenDeltas]]:
+        assert client.startswith("edge.") and heartbeat == engine_link.HEARTBEAT_SECONDS
         while (message := await self.messages.get()) is not None:
             future: asyncio.Future[TokenDeltas] = asyncio.Future()
             future.set_result(message)
@@ -125,9 +133,14 @@ def engines() -> list[FakeScheduler]:
 async def client(
     engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> AsyncIterator[RayEngineClient]:
-    monkeypatch.setattr(ray_client, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(ray_client, "CONNECT_SECONDS", 0.2)
-    client = RayEngineClient("edge", lambda: engines[0] if engines else None)
+    for name in ("REFRESH_SECONDS", "SEARCH_SECONDS"):
+        monkeypatch.setattr(ray_client, name, 0.01)
+    monkeypatch.setattr(engine_link, "RETRY_SECONDS", 0.01)
+    client = RayEngineClient(
+        "edge",
+        lambda: {"app/engine/0": engines[0]} if engines else {},
+        patience=Patience(newcomer=0.2, stream=5.0),
+    )
     yield client
     client.close()
 
@@ -157,7 +170,7 @@ async def test_requests_of_one_turn_travel_in_one_call(
     ((requests, aborts, _),) = engines[0].calls
     assert [one.request_id for one in requests] == ["a", "b", "c"] and not aborts
     assert len({one.key for one in requests}) == 3
-    assert {one.client for one in requests} == {"edge"}
+    assert {one.client for one in requests} == {"edge.0"}
     a, b, c = (one.key for one in requests)
     engines[0].say((a, 10), (c, 30))
     engines[0].say((c, 31), (a, 11), (b, 20), ended=(Ended(a, "stop", 11), Ended(b, "length")))
@@ -259,58 +272,79 @@ async def test_refusal_is_raised_to_its_request_alone(
 
 
 @pytest.mark.parametrize("dies", [True, False])
-async def test_lost_engine_ends_the_streams_and_the_next_one_is_found(
+async def test_lost_engine_is_a_pause(
     client: RayEngineClient, engines: list[FakeScheduler], dies: bool
 ) -> None:
-    """It died, or closed the connection of a client that it took for gone."""
+    """It died, or closed the connection of a client that it took for gone: the next one goes on."""
     lost = engines[0]
     reading = asyncio.create_task(read(client, "a"))
     await until(lambda: lost.calls)
+    first = lost.requests[0]
+    lost.say((first.key, 3), (first.key, 4))
+    await until(lambda: lost.messages.empty())
     engines[0] = FakeScheduler()
     lost.die() if dies else lost.messages.put_nowait(None)
-    with pytest.raises(EngineUnavailable):
-        await reading
-    again = asyncio.create_task(read(client, "b"))
     await until(lambda: engines[0].calls)
-    key = engines[0].requests[0].key
-    engines[0].say((key, 3), ended=(Ended(key, "length"),))
-    assert [delta.tokens for delta in await again] == [[3]]
-    assert engines[0].aborts == []
+    (second,) = engines[0].requests
+    assert second.output == [3, 4] and second.key != first.key
+    assert second.deaths == int(dies)
+    assert second.client != first.client
+    engines[0].say((first.key, 9), (second.key, 5), ended=(Ended(second.key, "length"),))
+    assert [delta.tokens for delta in await reading] == [[3, 4], [5]]
+    assert engines[0].aborts == lost.aborts == []
 
 
 async def test_no_engine(client: RayEngineClient, engines: list[FakeScheduler]) -> None:
-    await client.info()
+    assert await client.info() == INFO
     lost = engines.pop()
     lost.die()
-    await until(lambda: client._scheduler is None)
-    with pytest.raises(EngineUnavailable, match="no engine is ready"):
+    await until(lambda: not client._links)
+    assert await client.info() == INFO  # what is asked for is checked, and then waits
+    with pytest.raises(EngineUnavailable, match="no engine has taken the request for 0.2 s"):
         await read(client, "a")
-    with pytest.raises(EngineUnavailable):
-        await client.stats()
+    with pytest.raises(EngineUnavailable, match="no engine is ready"):
+        await client.check_health()
+    assert await client.stats() == {}
+
+
+async def test_there_never_was_an_engine(anyio_backend: str) -> None:
+    client = RayEngineClient("edge", dict, patience=Patience(newcomer=0.01))
+    with pytest.raises(EngineUnavailable, match="no engine is ready"):
+        await client.info()
+    client.close()
 
 
 async def test_health_is_progress(client: RayEngineClient, engines: list[FakeScheduler]) -> None:
     await client.info()
+    (link,) = client._links.values()
+
+    async def beat(stats: EngineStats) -> None:
+        engines[0].current = stats
+        engines[0].beat()
+        await until(lambda: link.stats is stats)
+
     await client.check_health()
-    engines[0].current = EngineStats(running=3, seconds_since_progress=1000.0)
+    await beat(EngineStats(running=3, seconds_since_progress=1000.0))
     with pytest.raises(EngineUnavailable, match="no step finished for 1000 s with 3 requests"):
         await client.check_health()
-    engines[0].current = EngineStats(seconds_since_progress=1000.0, last_step_seconds=100.0)
+    await beat(EngineStats(seconds_since_progress=1000.0, last_step_seconds=100.0))
     await client.check_health()  # its steps are that slow
-    engines[0].dead = True
-    with pytest.raises(EngineUnavailable, match="does not answer"):
+    engines[0].die()
+    await until(lambda: not link.connected)
+    with pytest.raises(EngineUnavailable, match="no engine is ready"):
         await client.check_health()
 
 
 async def test_lease_is_renewed(
     engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_client, "RENEW_SECONDS", 0.01)
-    client = RayEngineClient("edge", lambda: engines[0])
+    monkeypatch.setattr(engine_link, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "RENEW_SECONDS", 0.01)
+    client = RayEngineClient("edge", lambda: {"app/engine/0": engines[0]})
     await until(lambda: len(engines[0].calls) > 3)
     assert engines[0].calls[:3] == [([], [], [])] * 3
     client.close()
     await asyncio.sleep(0.02)
     calls = len(engines[0].calls)
     await asyncio.sleep(0.05)
-    assert len(engines[0].calls) == calls and engines[0].left == ["edge"]
+    assert len(engines[0].calls) == calls and engines[0].left == ["edge.0"]

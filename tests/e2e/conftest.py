@@ -103,13 +103,11 @@ class Deployed:
         return stats
 
     def samples(self) -> dict[str, float]:
-        """What /metrics says now, one number for each series: labels but the reason left out."""
+        """What /metrics says now, one number for each series: labels but reasons left out."""
         with self.client() as http:
             text = http.get("/metrics").raise_for_status().text
         return {
-            "/".join([sample.name, *filter(None, [sample.labels.get("finished_reason")])]): (
-                sample.value
-            )
+            "/".join([sample.name, *reasons(sample.labels)]): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if "le" not in sample.labels
@@ -127,7 +125,7 @@ class Deployed:
                 assert not (done and line), f"after [DONE]: {line}"
                 if line == "data: [DONE]":
                     done = True
-                elif line:
+                elif line.startswith("data: "):
                     yield json.loads(line.removeprefix("data: "))
             assert done, "the stream broke off"
 
@@ -306,6 +304,10 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
             return driver
 
         yield start
+
+
+def reasons(labels: dict[str, str]) -> list[str]:
+    return [labels[name] for name in ("finished_reason", "reason") if name in labels]
 
 
 def short_folder() -> "tempfile.TemporaryDirectory[str]":

@@ -70,8 +70,8 @@ def test_http_streams_and_this_process_agree(name: str, app: Any, solo: LLM) -> 
         choice = http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]
         stream = http.post("/v1/completions", json={**body, "stream": True}).text
     assert (choice["text"], choice["token_ids"]) == (expected.text, expected.token_ids)
-    events = [event.removeprefix("data: ") for event in stream.strip().split("\n\n")][:-1]
-    pieces = [json.loads(event)["choices"][0] for event in events]
+    lines = [line for line in stream.splitlines() if line.startswith("data: {")]
+    pieces = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
     assert "".join(piece["text"] for piece in pieces) == expected.text
     assert [token for piece in pieces for token in piece["token_ids"]] == expected.token_ids
 

@@ -78,6 +78,8 @@ def test_engine_recalls_what_ended_and_takes_back_what_runs(harness: Make, sched
     assert runs == TokenLog(RECEIPT, 3, told[hash("runs")], None)
     assert other is None
     assert h.engine.recall("you", ["done", "runs"]) == [None, None]
+    (ended,) = h.engine.step()["a"].ended  # whoever reads it still is not left waiting
+    assert (ended.key, ended.finish_reason) == (hash("runs"), "abort")
     while h.engine.has_work:  # steps in flight
         assert h.engine.step() == {}
     h.engine.check_integrity()

@@ -1,7 +1,7 @@
 """A fake engine behind the real HTTP layer; no sockets."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 
 import httpx
@@ -19,6 +19,7 @@ from rayfin.actors.messages import (
     EngineRequest,
     Hypothesis,
     TokenDelta,
+    TokenLog,
     TokenLogprob,
 )
 from rayfin.deployments.openai.routes import build_api
@@ -49,6 +50,7 @@ class FakeEngine:
         self.failure: tuple[int, Exception] | None = None  # raised after so many deltas
         self.unhealthy: RayfinError | None = None
         self.seen: list[EngineRequest] = []
+        self.logs: dict[str, TokenLog] = {}  # by request id
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.limits = EngineInfo("engine", 128, tokenizer.vocab_size, 1000, 4)
@@ -62,6 +64,7 @@ class FakeEngine:
             raise self.refusal
         self.open.add(request.request_id)
         done = False
+        said = list(request.output)
         try:
             if self.gate is not None:
                 await self.gate.wait()
@@ -73,11 +76,28 @@ class FakeEngine:
                     await self.pause_after[1].wait()
                 done = delta.finish_reason is not None
                 self.taken += 1
+                said += delta.tokens
+                self._log(request, said, delta)
                 yield delta
         finally:
             self.open.discard(request.request_id)
             if not done:
                 self.aborted.append(request.request_id)
+
+    def _log(self, request: EngineRequest, said: list[int], last: TokenDelta) -> None:
+        if request.receipt is not None:
+            self.logs[request.request_id] = TokenLog(
+                request.receipt,
+                request.sampling.seed,
+                list(said),
+                last.finish_reason,
+                last.stop_reason,
+                last.cached_tokens,
+            )
+
+    async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
+        assert tenant == ""
+        return [self.logs.get(request_id) for request_id in request_ids]
 
     def _deltas(self, request: EngineRequest) -> list[TokenDelta]:
         rules = request.stopping
@@ -91,6 +111,7 @@ class FakeEngine:
                 tokens, reason = tokens[: i + 1], "stop"
                 stop = None if token in rules.eos_token_ids else token
                 break
+        tokens = tokens[len(request.output) :]
         groups = [tokens[i : i + self.lease] for i in range(0, len(tokens), self.lease)]
         deltas = [TokenDelta(request.request_id, group, cached_tokens=2) for group in groups]
         deltas[-1].finish_reason, deltas[-1].stop_reason = reason, stop

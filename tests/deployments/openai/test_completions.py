@@ -15,7 +15,7 @@ ALL = {"model": "tiny", "max_tokens": 100}
 
 
 def chunks(text: str) -> list[dict[str, Any]]:
-    events = text.removesuffix("\n\n").split("\n\n")
+    events = [event.split("\nid: ")[0] for event in text.removesuffix("\n\n").split("\n\n")]
     assert all(event.startswith("data: ") for event in events)
     assert events[-1] == "data: [DONE]"
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]

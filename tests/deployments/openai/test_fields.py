@@ -131,7 +131,7 @@ async def test_a_chat_echoes_the_message_that_it_goes_on_with(
     body = {"messages": messages, "max_tokens": 4, "stream": stream, **extra}
     response = await http.post("/v1/chat/completions", json=body)
     if stream:
-        events = response.text.strip().split("\n\n")[:-1]
+        events = [line for line in response.text.splitlines() if line.startswith("data: {")]
         choices = [json.loads(event[6:])["choices"][0] for event in events]
         said = "".join(choice["delta"].get("content") or "" for choice in choices)
         assert choices[0]["delta"] == {"role": "assistant", "content": ""}

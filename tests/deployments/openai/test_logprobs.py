@@ -21,8 +21,8 @@ LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def chunks(text: str) -> list[dict[str, Any]]:
-    events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
-    return [json.loads(event) for event in events if event != "[DONE]"]
+    lines = [line for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 async def completion(http: httpx.AsyncClient, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,0 +1,333 @@
+"""Streams that outlive their engines: real schedulers on runners without a model, no Ray."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorUnavailableError
+
+from rayfin.actors.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    Overloaded,
+    RayfinError,
+    RequestFailed,
+)
+from rayfin.actors.messages import (
+    BeamParams,
+    EngineRequest,
+    Receipt,
+    Sampling,
+    StopRules,
+    TokenDelta,
+)
+from rayfin.actors.scheduler.fake_stream import Stream
+from rayfin.deployments import engine_link, ray_client
+from rayfin.deployments.ray_client import Patience, RayEngineClient
+
+pytestmark = pytest.mark.anyio
+VOCABULARY = 50
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def client(
+    world: Any, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
+) -> AsyncIterator[RayEngineClient]:
+    for name in ("REFRESH_SECONDS", "SEARCH_SECONDS"):
+        monkeypatch.setattr(ray_client, name, 0.001)
+    monkeypatch.setattr(ray_client, "BACKOFF_SECONDS", (0.001, 0.01))
+    monkeypatch.setattr(engine_link, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(engine_link, "HEARTBEAT_SECONDS", 0.005)
+    monkeypatch.setattr(engine_link, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "SILENT_SECONDS", 0.1)
+    client = RayEngineClient("edge", lambda: world.registered, patience=Patience(1.0, 5.0))
+    yield client
+    client.close()
+
+
+NUMBERS: Iterator[int] = iter(range(1000, 10**6))
+
+
+def request(max_tokens: int = 30, **settings: Any) -> EngineRequest:
+    number = next(NUMBERS)
+    prompt = np.array([number % VOCABULARY, 3, 5, number % 7, 11, 13], np.int32)
+    asked = {name: settings.pop(name, None) for name in ("logprobs", "prompt_logprobs")}
+    stops = frozenset(settings.pop("stops", ()))
+    return EngineRequest(
+        f"r{number}",
+        prompt,
+        Sampling(seed=number, **asked),
+        StopRules(max_tokens, stops),
+        key=number,
+        **settings,
+    )
+
+
+async def until(happened: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not happened():
+            await asyncio.sleep(0)
+
+
+class Reader:
+    """Reads one stream, and holds it against the fake model."""
+
+    def __init__(self, client: RayEngineClient, source: EngineRequest) -> None:
+        self.source = source
+        self.deltas: list[TokenDelta] = []
+        self.task = asyncio.create_task(self._read(client))
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.tokens]
+
+    async def _read(self, client: RayEngineClient) -> None:
+        async for delta in client.stream(self.source):
+            self.deltas.append(delta)
+
+    async def check(self) -> None:
+        """It has ended, with every token and log probability just once."""
+        async with asyncio.timeout(20):
+            await self.task
+        oracle = Stream(self.source, VOCABULARY)
+        tokens, reason, stop = oracle.outcome()
+        assert self.tokens == tokens[len(self.source.output) :]
+        assert (self.deltas[-1].finish_reason, self.deltas[-1].stop_reason) == (reason, stop)
+        assert [delta for delta in self.deltas[:-1] if delta.finish_reason] == []
+        oracle.tokens = tokens
+        for delta in self.deltas:
+            oracle.logprobs += delta.logprobs or []
+            for position, entry in delta.prompt_logprobs.items():
+                assert position == len(oracle.prompt_logprobs) + 1, "told twice, or not at all"
+                oracle.prompt_logprobs.append(entry)
+        oracle.check_logprobs()
+
+
+def mixed() -> list[EngineRequest]:
+    elder = request()
+    younger = [request(sibling_of=elder.key) for _ in range(2)]
+    for own in younger:
+        own.prompt = elder.prompt
+    return [
+        elder,
+        *younger,
+        request(),
+        request(60, stops=range(5)),
+        request(logprobs=2),
+        request(prompt_logprobs=1),
+        request(output=[1, 2, 3]),
+        request(timeout=100.0),
+    ]
+
+
+@pytest.mark.parametrize("how", ["dies", "fails", "closes", "freezes", "hands back"])
+@pytest.mark.parametrize("after", [0, 1, 7])
+async def test_every_token_once(world: Any, client: RayEngineClient, how: str, after: int) -> None:
+    """Whatever becomes of their engine, and however far it got."""
+    first = world.start("app/engine/0", num_pages=200)
+    readers = [Reader(client, source) for source in mixed()]
+    await until(lambda: first.taken)
+    await until(lambda: sum(len(reader.tokens) > after for reader in readers) > 2)
+    second = world.start("app/engine/1", num_pages=200)
+    if how == "dies":
+        world.kill("app/engine/0")
+    elif how == "fails":
+        first.fail()
+        del world.registered["app/engine/0"]
+    elif how == "closes":
+        for name in list(first._readers):
+            first._unsubscribe(name)
+    elif how == "freezes":
+        first.frozen = True
+    else:
+        first.hand_back()
+    for reader in readers:
+        await reader.check()
+    if how in ("dies", "fails", "freezes", "hands back"):
+        assert second.taken
+    deaths = {own.deaths for own in second.taken if own.output}
+    assert deaths <= ({1} if how in ("dies", "fails") else {0})
+    assert not second.engine.has_work
+    second.engine.check_integrity()
+
+
+async def test_frozen_engine_that_wakes_up_is_not_believed(
+    world: Any, client: RayEngineClient
+) -> None:
+    """Its late tokens are dropped, what it still held is aborted, and it may serve again."""
+    first = world.start("app/engine/0")
+    reader = Reader(client, request(60))
+    await until(lambda: len(reader.tokens) > 5)
+    first.frozen = True
+    await until(lambda: not client._any_ready.is_set())
+    second = world.start("app/engine/1")
+    await until(lambda: second.taken)
+    second.steps_left = 3
+    first.frozen = False
+    await until(lambda: client._links["app/engine/0"].ready)
+    await until(lambda: not first.engine.has_work)
+    assert first.engine.stats().finished == {"abort": 1}
+    second.steps_left = -1
+    await reader.check()
+
+
+async def test_no_other_engine(world: Any, client: RayEngineClient) -> None:
+    """Streams wait for the next one, and so do newcomers."""
+    world.start("app/engine/0")
+    reader = Reader(client, request(50))
+    await until(lambda: len(reader.tokens) > 3)
+    world.kill("app/engine/0")
+    await until(lambda: not client._any_ready.is_set())
+    newcomer = Reader(client, request())
+    await asyncio.sleep(0.05)
+    assert not newcomer.deltas and not reader.task.done()
+    world.start("app/engine/2")
+    await reader.check()
+    await newcomer.check()
+
+
+async def test_waiting_ends(world: Any, client: RayEngineClient) -> None:
+    """With an error, after the patience for streams or the request's own deadline."""
+    client._patience = Patience(newcomer=60.0, stream=0.2)
+    first = world.start("app/engine/0")
+    first.steps_left = 8
+    stream = Reader(client, request(50))
+    hasty = Reader(client, request(50, timeout=0.1))
+    await until(lambda: stream.tokens and (hasty.tokens or hasty.task.done()))
+    world.kill("app/engine/0")
+    with pytest.raises(DeadlineExceeded):
+        await hasty.task
+    with pytest.raises(EngineUnavailable, match=r"no engine has taken the request for 0\.2 s"):
+        await stream.task
+    assert client._homes == {}
+
+
+@pytest.mark.parametrize("error", [RequestFailed("poison"), DeadlineExceeded("late", "timeout")])
+async def test_the_requests_own_fault_is_told(
+    world: Any, client: RayEngineClient, error: RayfinError
+) -> None:
+    world.start("app/engine/0").refusal = error
+    other = world.start("app/engine/1")
+    other.refusal = error
+    with pytest.raises(type(error)):
+        await Reader(client, request()).task
+
+
+async def test_full_queue(world: Any, client: RayEngineClient) -> None:
+    """A newcomer tries every engine once; a stream that lost its own is not turned away."""
+    full = world.start("app/engine/0")
+    full.refusal = Overloaded("full", retry_after=7)
+    with pytest.raises(Overloaded) as caught:
+        await Reader(client, request()).task
+    assert caught.value.retry_after == 7
+    free = world.start("app/engine/1")
+    await until(lambda: len(client._ready()) == 2)
+    readers = [Reader(client, request(60)) for _ in range(4)]
+    await until(lambda: all(reader.tokens for reader in readers))
+    world.kill("app/engine/1")
+    await until(lambda: not client._links["app/engine/0"]._streams)
+    await asyncio.sleep(0.05)
+    assert free.taken and not full.taken and not any(reader.task.done() for reader in readers)
+    full.refusal = None
+    for reader in readers:
+        await reader.check()
+
+
+async def test_siblings_stay_together_and_others_spread(
+    world: Any, client: RayEngineClient
+) -> None:
+    engines = [world.start(f"app/engine/{n}") for n in range(2)]
+    await until(lambda: len(client._ready()) == 2)
+    elder = request()
+    younger = [request(sibling_of=elder.key) for _ in range(3)]
+    for own in younger:
+        own.prompt = elder.prompt
+    readers = [Reader(client, source) for source in (elder, *younger, request(), request())]
+    for reader in readers:
+        await reader.check()
+    ids = [{own.request_id for own in engine.taken} for engine in engines]
+    family = {own.request_id for own in (elder, *younger)}
+    assert sorted(ids, key=len) == [{own.source.request_id for own in readers[4:]}, family]
+
+
+async def test_draining_engine_gets_nothing_new(world: Any, client: RayEngineClient) -> None:
+    drains, other = world.start("app/engine/0"), world.start("app/engine/1")
+    await until(lambda: len(client._ready()) == 2)
+    drains.draining = True
+    await until(lambda: len(client._ready()) == 1)
+    for reader in [Reader(client, request()) for _ in range(4)]:
+        await reader.check()
+    assert not drains.taken and len(other.taken) == 4
+
+
+async def test_beam_search_starts_again(world: Any, client: RayEngineClient) -> None:
+    search = request(6, beams=BeamParams(width=2))
+    first = world.start("app/engine/0")
+    first.steps_left = 4
+    reader = Reader(client, search)
+    await until(lambda: first.taken and not first.steps_left)
+    assert not reader.deltas
+    world.kill("app/engine/0")
+    world.start("app/engine/0")
+    await reader.task
+    (delta,) = reader.deltas
+    assert delta.hypotheses == Stream(search, VOCABULARY).search[0]
+
+
+async def test_every_token_once_through_many_deaths(world: Any, client: RayEngineClient) -> None:
+    world.start("app/engine/0")
+    readers = [Reader(client, source) for source in mixed()]
+    for number in range(1, 8):
+        before = sum(len(reader.tokens) for reader in readers)
+        await until(
+            lambda before=before: (
+                sum(len(reader.tokens) for reader in readers) > before + 6
+                or all(reader.task.done() for reader in readers)
+            )
+        )
+        world.kill(f"app/engine/{number - 1}")
+        world.start(f"app/engine/{number}")
+    for reader in readers:
+        await reader.check()
+
+
+async def test_recall_takes_the_longest_log(world: Any, client: RayEngineClient) -> None:
+    """An engine that was taken for lost may know less of a request than the one that went on."""
+    first, second = world.start("app/engine/0"), world.start("app/engine/1")
+    await until(lambda: len(client._ready()) == 2)
+    receipt = Receipt("cmpl-1", 1, b"")
+    old = request(9, tenant="me", receipt=receipt, client="other")
+    new = request(9, tenant="me", receipt=receipt, client="other")
+    new.request_id = old.request_id
+    new.output = [4, 5, 6]
+    first.engine.add(old)
+    second.engine.add(new)
+    (log, unknown) = await client.recall("me", [old.request_id, "r0"])
+    assert log is not None and log.tokens[:3] == [4, 5, 6] and unknown is None
+    await until(lambda: not first.engine.has_work and not second.engine.has_work)
+    assert await client.recall("you", [old.request_id]) == [None]
+
+
+async def test_registry_that_is_away_costs_nothing(
+    world: Any, client: RayEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.start("app/engine/0")
+    await until(client._ready)
+    asked = 0
+
+    def fail() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        raise ActorUnavailableError("no registry", None)
+
+    monkeypatch.setattr(client, "_find", fail)
+    await until(lambda: asked > 2)
+    await Reader(client, request()).check()
