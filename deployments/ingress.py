@@ -19,6 +19,7 @@ from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics import IngressMetrics
 from rayfin.actors.priority import step_behind_runners
+from rayfin.deployments.edge.flow import ReplicaFlow
 from rayfin.deployments.edge.request_id import REQUEST_ID
 from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_names import find_engines
@@ -93,6 +94,7 @@ class IngressDeployment:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = build_api(self._service)
+        app.add_middleware(ReplicaFlow)
         app.add_middleware(BehindServe)
         return app
 

@@ -6,7 +6,6 @@ environment variable CALLBACK names; ``rayfin serve`` sets it for a Ray of its o
 for a cluster. Everything holds without it but what docs/security.md says.
 """
 
-import asyncio
 import logging
 from typing import Any
 
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.deployments.anthropic.errors import AnthropicErrors
 from rayfin.deployments.edge.failures import Failures
-from rayfin.deployments.edge.limits import STALLED_SECONDS
+from rayfin.deployments.edge.flow import ProxyFlow
 from rayfin.deployments.edge.request_id import RequestIds
 from rayfin.deployments.edge.transport import TransportLimits
 from rayfin.deployments.openai.errors import RETRY_SECONDS, http_error_response
@@ -37,10 +36,19 @@ MESSAGES = {
 
 
 def middlewares() -> list[Middleware]:
-    """The layers, the innermost one first, as Serve wants them."""
+    """The layers, the innermost one first, as Serve wants them; and our HTTP below all of them.
+
+    Serve calls this in the proxy before it asks uvicorn for a server.
+    """
+    try:
+        from rayfin.deployments.edge import protocol
+    except ImportError as error:  # uvicorn's modules are not where they were, or httptools is not
+        logger.warning("uvicorn speaks HTTP its own way (docs/security.md): %s", error)
+    else:
+        protocol.install()
     layers: tuple[Any, ...] = (
-        *(ServeAnswers, ServeDoor, TransportLimits, Failures, RequestIds),
-        *(AnthropicErrors, StalledWrites),
+        *(ProxyFlow, ServeAnswers, ServeDoor, TransportLimits, Failures, RequestIds),
+        AnthropicErrors,
     )
     return [Middleware(layer) for layer in layers]
 
@@ -96,43 +104,6 @@ class ServeAnswers:
                 headers["Retry-After"] = told.get("retry-after", str(RETRY_SECONDS))
             message = MESSAGES.get(status, "The server cannot answer this request.")
             await http_error_response(status, message, headers)(scope, receive, send)
-
-
-class StalledWrites:
-    """ASGI: a client that takes nothing for so long has left, as far as the app can tell."""
-
-    def __init__(self, app: ASGIApp, seconds: float = STALLED_SECONDS) -> None:
-        self._app = app
-        self._seconds = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        gone = asyncio.Event()
-
-        async def receive_or_gone() -> Message:
-            waits: list[asyncio.Task[Any]] = [
-                asyncio.ensure_future(receive()),
-                asyncio.create_task(gone.wait()),
-            ]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                return {"type": "http.disconnect"} if gone.is_set() else waits[0].result()
-            finally:
-                for wait in waits:
-                    wait.cancel()
-
-        async def timed(message: Message) -> None:
-            if gone.is_set():
-                return await asyncio.sleep(0)  # lets those run who wait for it
-            try:
-                async with asyncio.timeout(self._seconds):
-                    await send(message)
-            except TimeoutError:
-                logger.info("%s: a client takes nothing of its answer", scope["path"])
-                gone.set()
-
-        await self._app(scope, receive_or_gone, timed)
 
 
 def _is_serves_own(start: Message) -> bool:

@@ -1,12 +1,14 @@
 """What is refused before a byte of the body: the address, the headers, the kind of connection."""
 
 import re
+from http import HTTPMethod
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rayfin.deployments.edge.limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_URL
 
+METHODS = frozenset(HTTPMethod)
 HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
@@ -14,8 +16,8 @@ class TransportLimits:
     """ASGI: raises what is wrong with a request's first lines.
 
     Raises:
-        HTTPException: 400 no host, two or a malformed one, a path that is none, a WebSocket;
-            414 a long URL; 431 many or long headers.
+        HTTPException: 400 no host, two or a malformed one, a path that is none, a method that is
+            none of HTTP's own, a WebSocket; 414 a long URL; 431 many or long headers.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -29,6 +31,8 @@ class TransportLimits:
                 raise HTTPException(400, "The request's target must be a path.")
             if scope["type"] == "websocket":
                 raise HTTPException(400, "There are no WebSockets here.")
+            if scope["method"] not in METHODS:
+                raise HTTPException(400, "This is no method of HTTP.")
         await self._app(scope, receive, send)
 
 

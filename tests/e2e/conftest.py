@@ -49,6 +49,7 @@ except RayfinError as error:
 SETTINGS: dict[str, Any] = {"model": MODEL, "threads": 1, "kv_cache_memory": 64 * 1024**2}
 
 T = TypeVar("T")
+Held = dict[str, tuple[int, int]]  # actor -> its open files, its unfinished tasks
 
 
 def _eventually(probe: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
@@ -325,3 +326,28 @@ def http(app: Any) -> Iterator[httpx.Client]:
 def client(app: Any) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def held(app: Deployed) -> Callable[[], Held]:
+    """What Serve's proxy, which has the sockets, and the ingress hold now."""
+
+    def count(_: Any) -> tuple[int, int]:
+        import asyncio
+        import gc
+        import os
+
+        found = [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]
+        return len(os.listdir("/proc/self/fd")), sum(not task.done() for task in found)
+
+    holders = ("SERVE_PROXY_ACTOR", f"SERVE_REPLICA::{app.name}#ingress#")
+    named = ray.util.list_named_actors(all_namespaces=True)
+    actors = {
+        each["name"]: ray.get_actor(each["name"], each["namespace"])
+        for each in named
+        if each["name"].startswith(holders)
+    }
+    assert len(actors) == 2, named
+    return lambda: {
+        name: ray.get(actor.__ray_call__.remote(count)) for name, actor in actors.items()
+    }

@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import ray
 
 from rayfin import LLM, SamplingParams
 
@@ -22,8 +21,6 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 MOMENTS = ["upload", "first byte", "whole", "middle", "end"]
 FILES, TASKS = 12, 2  # more than before: what Ray opens and starts by itself
 LASTING = 30.0  # seconds that what is left of a storm may last
-
-Held = dict[str, tuple[int, int]]  # actor -> its open files, its unfinished tasks
 
 
 class Leaver:
@@ -85,35 +82,10 @@ def alone(solo: LLM) -> dict[str, tuple[str, list[int]]]:
     return {p: (out.text, out.token_ids) for p, out in zip(PROMPTS, outputs, strict=True)}
 
 
-@pytest.fixture
-def held(app: Any) -> Callable[[], Held]:
-    """What Serve's proxy, which has the sockets, and the ingress hold now."""
-
-    def count(_: Any) -> tuple[int, int]:
-        import asyncio
-        import gc
-        import os
-
-        found = [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]
-        return len(os.listdir("/proc/self/fd")), sum(not task.done() for task in found)
-
-    holders = ("SERVE_PROXY_ACTOR", f"SERVE_REPLICA::{app.name}#ingress#")
-    named = ray.util.list_named_actors(all_namespaces=True)
-    actors = {
-        each["name"]: ray.get_actor(each["name"], each["namespace"])
-        for each in named
-        if each["name"].startswith(holders)
-    }
-    assert len(actors) == 2, named
-    return lambda: {
-        name: ray.get(actor.__ray_call__.remote(count)) for name, actor in actors.items()
-    }
-
-
 def test_a_storm_of_disconnects_hurts_nobody(
     app: Any,
     alone: dict[str, tuple[str, list[int]]],
-    held: Callable[[], Held],
+    held: Callable[[], dict[str, tuple[int, int]]],
     eventually: Callable[..., Any],
 ) -> None:
     """Who stays is answered as if alone, and of those who left nothing is left."""

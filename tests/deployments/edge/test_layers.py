@@ -17,11 +17,6 @@ from rayfin.deployments.openai.errors import add_error_handlers
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def application(**settings: Any) -> FastAPI:
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     add_error_handlers(app)

@@ -1,0 +1,189 @@
+"""The two ends of the window, with a stand-in for Serve between them, and a real socket."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rayfin.deployments.edge import flow
+from rayfin.deployments.edge.flow import OFFER, TAKEN, ProxyFlow, ReplicaFlow
+from rayfin.deployments.edge.limits import WINDOW_BYTES
+
+pytestmark = pytest.mark.anyio
+PATIENCE = 30.0  # seconds; only a failure waits so long
+PIECE = b"x" * 1000
+GET = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+EXPECT = b"Host: a\r\nContent-Length: 3\r\nExpect: 100-Continue\r\nConnection: close\r\n\r\n"
+
+
+class Serve:
+    """ASGI: takes all that the replica says at once, and asks for the body by itself."""
+
+    def __init__(self, replica: Any) -> None:
+        self._replica = replica
+        self.held = self.most_held = 0  # bytes of answers on their way
+        self.heard: list[str] = []  # kinds of messages to the replica
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        requests: asyncio.Queue[Any] = asyncio.Queue()
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def listen() -> None:
+            kind = ""
+            while kind != "http.disconnect":
+                message = await receive()
+                kind = message["type"]
+                self.heard.append(kind)
+                requests.put_nowait(message)
+
+        async def take(message: Any) -> None:
+            self.held += len(message.get("body", b""))
+            self.most_held = max(self.most_held, self.held)
+            answers.put_nowait(message)
+
+        async def answer() -> None:
+            await self._replica(scope, requests.get, take)
+            answers.put_nowait(None)
+
+        tasks = [asyncio.create_task(listen()), asyncio.create_task(answer())]
+        try:
+            while (message := await answers.get()) is not None:
+                await send(message)
+                self.held -= len(message.get("body", b""))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+class Stream:
+    """ASGI: a start and as many pieces, unless the client leaves first."""
+
+    def __init__(self, pieces: int) -> None:
+        self.left = asyncio.Event()
+        self._pieces = pieces
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def leaving() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
+
+        listening = asyncio.create_task(leaving())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(self._pieces):
+            await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+            await asyncio.sleep(0)
+            if self.left.is_set():
+                break
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        listening.cancel()
+
+
+async def body(scope: Any, receive: Any, send: Any) -> None:
+    """ASGI: answers with the request's body."""
+    got = await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": got["body"]})
+
+
+async def refusal(scope: Any, receive: Any, send: Any) -> None:
+    """ASGI: wants no body."""
+    await send({"type": "http.response.start", "status": 413, "headers": []})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+FULL = WINDOW_BYTES * 3 // 4  # a message counts for a little more than its body
+ENOUGH = 16 * WINDOW_BYTES // len(PIECE)  # pieces, many times what kernels keep of small windows
+
+
+async def test_all_of_a_long_answer_arrives(listening: Any) -> None:
+    serve = Serve(ReplicaFlow(Stream(ENOUGH)))
+    async with listening(ProxyFlow(serve)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    assert answer.count(PIECE) == ENOUGH and answer.endswith(b"0\r\n\r\n")
+    assert serve.heard.count(TAKEN) >= 16
+    assert serve.most_held <= WINDOW_BYTES
+
+
+async def test_a_client_that_takes_nothing_counts_as_gone(listening: Any) -> None:
+    """Row 31. Little waits for it meanwhile, and one that reads slowly is left alone."""
+    stream = Stream(10**9)
+    serve = Serve(ReplicaFlow(stream))
+    async with listening(ProxyFlow(serve, seconds=0.3)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
+        writer.write(GET)
+        for _ in range(3):
+            assert await reader.read(1000)
+            assert not stream.left.is_set()
+        await asyncio.wait_for(stream.left.wait(), PATIENCE)
+        writer.close()
+    assert FULL <= serve.most_held <= WINDOW_BYTES
+
+
+@pytest.mark.parametrize("reset", [True, False])
+async def test_a_client_that_leaves_while_its_stream_waits(listening: Any, reset: bool) -> None:
+    stream = Stream(10**9)
+    serve = Serve(ReplicaFlow(stream))
+    async with listening(ProxyFlow(serve)) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
+        writer.write(GET)
+        while serve.held < FULL:
+            await asyncio.sleep(0)
+        if reset:
+            writer.transport.abort()
+        writer.close()
+        await asyncio.wait_for(stream.left.wait(), PATIENCE)
+
+
+async def test_an_application_without_the_layer_is_told_nothing(listening: Any) -> None:
+    serve = Serve(Stream(ENOUGH))
+    async with listening(ProxyFlow(serve)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    assert answer.count(PIECE) == ENOUGH
+    assert TAKEN not in serve.heard
+
+
+async def test_without_the_proxys_end_nothing_waits(listening: Any) -> None:
+    serve = Serve(ReplicaFlow(Stream(ENOUGH)))
+    async with listening(serve) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET.replace(b"Host", OFFER.encode() + b": {}\r\nHost"))  # no header offers it
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    assert answer.count(PIECE) == ENOUGH
+
+
+@pytest.mark.parametrize(
+    ("app", "heads"),
+    [
+        (ReplicaFlow(body), [b"HTTP/1.1 100 Continue", b"HTTP/1.1 200 OK"]),
+        (ReplicaFlow(refusal), [b"HTTP/1.1 413 Content Too Large"]),
+        (body, [b"HTTP/1.1 100 Continue", b"HTTP/1.1 200 OK"]),
+        (refusal, [b"HTTP/1.1 413 Content Too Large"]),
+    ],
+    ids=["asks", "refuses", "asks without the layer", "refuses without the layer"],
+)
+async def test_continue_is_said_when_the_application_asks(
+    listening: Any, app: Any, heads: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 34. An application that cannot tell is not waited for."""
+    with_layer = isinstance(app, ReplicaFlow)
+    monkeypatch.setattr(flow, "CONTINUE_SECONDS", 3600 if with_layer or app is refusal else 0.1)
+    async with listening(ProxyFlow(Serve(app))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\n" + EXPECT)
+        said = b""
+        for head in heads:
+            told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
+            assert told.startswith(head[:13])
+            if head.startswith(b"HTTP/1.1 100"):
+                writer.write(b"abc")
+        said = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    assert (b"abc" in said) == (len(heads) == 2)
