@@ -27,7 +27,8 @@ OFFER = "rayfin.flow"
 CONTINUE = "rayfin.continue"
 WINDOWED = "rayfin.windowed"
 TAKEN = "rayfin.taken"
-TELL_BYTES = WINDOW_BYTES // 8  # taken, from which on the proxy's end tells
+TELL_BYTES = WINDOW_BYTES // 2  # taken, from which on the proxy's end tells; it costs a call
+SLOW_SECONDS = 0.5  # that a client has taken for a message, after which it tells at once
 EXTRA = 64  # bytes that a message counts for beside its own
 
 
@@ -135,6 +136,8 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self._windowed = message.pop(WINDOWED, False)
             self._asked.set()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             async with asyncio.timeout(self._seconds):
                 await self._send(message)
@@ -142,7 +145,8 @@ class _Exchange:
             logger.info("a client takes nothing of its answer")
             self._left = True
         self._taken += _cost(message)
-        if self._left or (self._windowed and self._taken >= TELL_BYTES):
+        due = self._taken >= TELL_BYTES or loop.time() - began > SLOW_SECONDS
+        if self._left or (self._windowed and due):
             self._news.set()
 
     def close(self) -> None:

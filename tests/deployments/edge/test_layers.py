@@ -82,6 +82,7 @@ async def raw(app: Any, scope: dict[str, Any], inbox: list[Any] | None = None) -
 
 
 async def test_a_long_url_and_large_headers() -> None:
+    """Row 28."""
     async with client_of(application()) as http:
         check(await http.get("/health?" + "x" * MAX_URL), 414, "url_too_long")
         check(await http.get("/" + "x" * MAX_URL), 414, "url_too_long")
@@ -113,17 +114,27 @@ HOST = b"host"
     ],
 )
 async def test_hosts(headers: Any, version: str, status: int) -> None:
+    """Row 6."""
     sent = await raw(application(), {"headers": headers, "http_version": version})
     assert sent[0]["status"] == status
 
 
+@pytest.mark.parametrize("method", ["FOO", "PROPFIND", "get"])
+async def test_what_is_no_method_of_http(method: str) -> None:
+    """Row 8."""
+    sent = await raw(application(), {"method": method})
+    assert sent[0]["status"] == 400
+
+
 async def test_a_target_that_is_no_path() -> None:
+    """Row 6."""
     sent = await raw(application(), {"path": "@evil", "raw_path": b"@evil"})
     assert sent[0]["status"] == 400
 
 
 @pytest.mark.parametrize("keys", [None, "secret"])
 async def test_websockets_are_refused(keys: str | None) -> None:
+    """Row 37."""
     app = application(keys=ApiKeys.load([keys]) if keys else None)
     scope = {"type": "websocket", "extensions": {"websocket.http.response": {}}}
     sent = await raw(app, {**scope, "path": "/v1"}, [{"type": "websocket.connect"}])
@@ -132,6 +143,8 @@ async def test_websockets_are_refused(keys: str | None) -> None:
 
 
 async def test_bodies_are_counted() -> None:
+    """Row 24."""
+
     async def chunks(count: int) -> Any:
         for _ in range(count):
             yield b"x" * 10
@@ -146,6 +159,7 @@ async def test_bodies_are_counted() -> None:
 
 
 async def test_a_declared_size_is_refused_before_the_body_is_asked_for() -> None:
+    """Rows 24 and 34."""
     headers = [(HOST, b"a"), (b"content-length", b"101"), (b"expect", b"100-continue")]
     scope = {"method": "POST", "path": "/echo", "headers": headers}
 
@@ -162,6 +176,7 @@ async def test_a_declared_size_is_refused_before_the_body_is_asked_for() -> None
 
 
 async def test_a_slow_body_is_not_waited_for() -> None:
+    """Rows 25 and 30."""
     inbox = [{"type": "http.request", "body": b"{", "more_body": True}]  # and then nothing
     app = application(body_seconds=0.05)
     sent = await raw(app, {"method": "POST", "path": "/echo"}, inbox)
@@ -170,6 +185,7 @@ async def test_a_slow_body_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "identity, gzip"])
 async def test_compressed_bodies_are_refused(encoding: str) -> None:
+    """Row 26."""
     async with client_of(application()) as http:
         answer = await http.post("/echo", content=b"x", headers={"Content-Encoding": encoding})
         check(answer, 415, "unsupported_media_type")
@@ -182,6 +198,7 @@ async def test_compressed_bodies_are_refused(encoding: str) -> None:
     + ["/health;x", "/health%00", "/.//health", "/x/health"],
 )
 async def test_only_health_is_open(path: str) -> None:
+    """Rows 7 and 38."""
     scope = {"path": unquote(path), "raw_path": path.encode()}  # as uvicorn has it
     sent = await raw(application(keys=ApiKeys.load(["secret"])), scope)
     assert sent[0]["status"] == 401
@@ -209,6 +226,7 @@ async def test_a_route_knows_the_tenant() -> None:
 
 
 async def test_request_ids_are_labels() -> None:
+    """Row 35."""
     async with client_of(application()) as http:
         one, two = [await http.get("/whoami") for _ in range(2)]
         made = one.headers["x-request-id"]
@@ -224,12 +242,14 @@ async def test_request_ids_are_labels() -> None:
     "values", [[b""], [b"x" * 129], [b"a b"], [b"\xff"], [b"a", b"a"], [b"a/b"], [b"a\n"]]
 )
 async def test_odd_request_ids_are_refused(values: list[bytes]) -> None:
+    """Row 36."""
     headers = [(HOST, b"a"), *((b"x-request-id", value) for value in values)]
     sent = await raw(application(), {"headers": headers})
     assert sent[0]["status"] == 400
 
 
 async def test_failures_show_nothing_and_are_of_one_form() -> None:
+    """Rows 8 and 9, among others."""
     async with client_of(application()) as http:
         known = await http.get("/fails?kind=known")
         check(known, 429, "queue_full")

@@ -83,6 +83,7 @@ async def test_health_tells_why_not(http: httpx.AsyncClient, engine: Any, path: 
     ],
 )
 async def test_api_key(service: OpenAIService, headers: Any, status: int) -> None:
+    """Rows 1 to 5 of the list of bad inputs, and 7."""
     service.edge.keys = ApiKeys.load(["secret"])
     transport = httpx.ASGITransport(build_api(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as client:
