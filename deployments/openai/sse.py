@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from pydantic import BaseModel
@@ -64,45 +64,43 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._source = source
+        self._writing = asyncio.Lock()
+        self._written = 0  # events and comments
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
             sending = asyncio.create_task(self._send(send))
+            commenting = asyncio.create_task(self._comment(send))
             leaving = asyncio.create_task(until_disconnect(receive))
             try:
                 await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                await cancelled(sending, leaving)
+                await cancelled(sending, commenting, leaving)
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         try:
-            async for text in with_comments(self._events):
-                async with asyncio.timeout(STALLED_SECONDS):
-                    await send(
-                        {"type": "http.response.body", "body": text.encode(), "more_body": True}
-                    )
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async for text in self._events:
+                await self._write(send, text)
+            async with self._writing:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (OSError, TimeoutError):
             logger.info("A client left its stream")
 
+    async def _comment(self, send: Send) -> None:
+        """A comment whenever nothing else was said for a while: an engine may be slow, or lost."""
+        with suppress(OSError, TimeoutError):  # the next event finds that out as well
+            while True:
+                written = self._written
+                await asyncio.sleep(COMMENT_SECONDS)
+                if written and written == self._written:
+                    await self._write(send, COMMENT)
 
-async def with_comments(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """``events``, and a comment every few seconds without one: an engine may be slow, or lost."""
-    async with aclosing(events):
-        while True:
-            coming = asyncio.ensure_future(anext(events, None))
-            try:
-                while not (await asyncio.wait({coming}, timeout=COMMENT_SECONDS))[0]:
-                    yield COMMENT
-            finally:
-                if not coming.done():
-                    await cancelled(coming)
-            text = coming.result()
-            if text is None:
-                return
-            yield text
+    async def _write(self, send: Send, text: str) -> None:
+        async with self._writing, asyncio.timeout(STALLED_SECONDS):
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            self._written += 1
 
 
 async def until_disconnect(receive: Receive) -> None:

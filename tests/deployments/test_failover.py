@@ -331,3 +331,17 @@ async def test_registry_that_is_away_costs_nothing(
     monkeypatch.setattr(client, "_find", fail)
     await until(lambda: asked > 2)
     await Reader(client, request()).check()
+
+
+async def test_engines_have_short_names_in_metrics(world: Any, client: RayEngineClient) -> None:
+    """The number at the end of the name, or the first one that is free."""
+    for name in ("app/engine/k3x9", "app/engine/1", "app/engine/zz"):
+        world.start(name)
+        await until(lambda name=name: name in client._links and client._links[name].ready)
+        assert set(await client.stats()) <= {"0", "1", "2"}
+    assert set(await client.stats()) == {"0", "1", "2"}
+    world.kill("app/engine/k3x9")
+    await until(lambda: "app/engine/k3x9" not in client._links)
+    world.start("app/engine/new")
+    await until(lambda: len(client._ready()) == 3)
+    assert set(await client.stats()) == {"0", "1", "2"}

@@ -172,3 +172,30 @@ async def test_engine_numbers(observed: ObservedClient, engine: FakeClient) -> N
         engine.current = current
         found = await samples(observed)
         assert {name: found[f"rayfin_{name}"] for name in expected} == expected
+
+
+async def test_every_engine_has_its_own(observed: ObservedClient, engine: FakeClient) -> None:
+    numbers = {"0": EngineStats(running=3), "1": EngineStats(running=4)}
+
+    async def stats() -> dict[str, EngineStats]:
+        return numbers
+
+    engine.stats = stats  # type: ignore[method-assign]
+    for known in (2, 1):  # one of them is away: its last numbers stand
+        numbers = dict(list(numbers.items())[:known])
+        text = (await observed.metrics()).decode()
+        lines = [line for line in text.splitlines() if line.startswith("rayfin_num_requests_run")]
+        assert [('engine="0"' in line, line[-3:]) for line in lines] == [
+            (True, "3.0"),
+            (False, "4.0"),
+        ]
+
+
+async def test_replays_are_counted(observed: ObservedClient, engine: FakeClient) -> None:
+    client: Any = engine
+    client.on_replay("lost")
+    client.on_replay("moved")
+    client.on_replay("lost")
+    text = (await observed.metrics()).decode()
+    lines = [line for line in text.splitlines() if line.startswith("rayfin_request_replays_total")]
+    assert sorted(line[-3:] for line in lines) == ["1.0", "2.0"]
