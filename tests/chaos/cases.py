@@ -52,6 +52,7 @@ class Case:
     after: float = 4.0  # seconds that the load goes on for after the last fault
     idle: bool = False  # the fault comes while nothing runs
     renews: bool = False  # the cluster is of no use afterwards
+    resumes: bool = False  # clients go on with streams that broke off (Last-Event-ID)
     long: bool = False  # it takes the minutes that it is told
 
     def allows(self, ask: Ask, record: Record) -> bool:
@@ -124,8 +125,19 @@ CASES = [
         faults.kill_ingress,
         NODES,
         BREAKS_OFF + REFUSED,
+        "short",
+        resumes=True,
     ),
-    Case("proxy", "21", "one of three proxies killed", faults.kill_proxy, NODES, BREAKS_OFF),
+    Case(
+        "proxy",
+        "21",
+        "one of three proxies killed",
+        faults.kill_proxy,
+        NODES,
+        BREAKS_OFF + REFUSED,
+        "short",
+        resumes=True,
+    ),
     Case("controller", "22", "Serve's controller killed", faults.kill_controller),
     Case(
         "raylet",
@@ -133,7 +145,9 @@ CASES = [
         "raylet of a runner's node killed",
         faults.kill_raylet_of_runner,
         NODES,
-        BREAKS_OFF,
+        BREAKS_OFF + REFUSED,
+        "short",
+        resumes=True,
         after=10,
         renews=True,
     ),
@@ -143,7 +157,9 @@ CASES = [
         "SIGTERM to the raylet of a runner's node",
         faults.terminate_raylet_of_runner,
         NODES,
-        BREAKS_OFF,
+        BREAKS_OFF + REFUSED,
+        "short",
+        resumes=True,
         after=10,
         renews=True,
     ),
@@ -153,7 +169,9 @@ CASES = [
         "a node with a runner lost",
         faults.lose_node_of_runner,
         NODES,
-        BREAKS_OFF,
+        BREAKS_OFF + REFUSED,
+        "short",
+        resumes=True,
         after=10,
         renews=True,
     ),

@@ -99,7 +99,7 @@ class Cluster:
         cpus = layout.engines if not layout.workers else 0
         self.add_node(ray_folder, cpus, redis_port)
         for _ in range(layout.workers):
-            self.add_node(ray_folder, -(-layout.engines // layout.workers))
+            self.add_node(ray_folder, layout.engines)  # room for all where one node is lost
         ray.init(
             address=self.nodes[0].gcs_address,
             namespace="chaos",

@@ -53,6 +53,7 @@ class Record:
     status: int | None = None  # HTTP's; None: no answer
     error: str | None = None  # the code of an error that the server told
     broken: str | None = None  # why the connection ended early
+    last_id: str = ""  # of the last event
     done: bool = False  # the end of the stream was told: [DONE]
     left: bool = False  # the client closed it
     ended: float | None = None

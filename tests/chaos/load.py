@@ -19,6 +19,7 @@ VOCABULARY = range(259, 1999)  # of prompts: ids of the demo model's tokenizer t
 PATIENCE = 120.0  # seconds, of a client; the checker's is shorter
 STARTS = [[300 + (7 * i + 13 * k) % 1500 for i in range(96)] for k in range(4)]
 """What prompts begin with: some pages are found in the cache, some are not."""
+RESUME_SECONDS = 0.5  # before a client asks for the rest of a stream that broke off
 STOPS = ["ing", " the", "er", "tion"]
 
 
@@ -114,8 +115,16 @@ class Asks:
 class Load:
     """Runs asks against a server and writes down what came; ``records`` is in order of start."""
 
-    def __init__(self, url: str, model: str, asks: Asks, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        asks: Asks,
+        patience: float = PATIENCE,
+        resumes: bool = False,
+    ) -> None:
         self.asks = asks
+        self._resumes = resumes  # whether clients go on with streams that broke off
         self.records: list[tuple[Ask, Record]] = []
         self._url = url
         self._model = model
@@ -159,14 +168,25 @@ class Load:
         record = Record(ask.name, time.monotonic(), ask.stream)
         self.records.append((ask, record))
         try:
-            await (self._read_stream if ask.stream else self._read_whole)(ask, record)
-        except httpx.HTTPError as error:
-            record.broken = f"{type(error).__name__}: {error}"
+            await self._try(ask, record)
+            end = time.monotonic() + self._patience
+            while self._resumes and ask.stream and record.failed and time.monotonic() < end:
+                await asyncio.sleep(RESUME_SECONDS)
+                record.broken = record.error = None
+                await self._try(ask, record)
         except asyncio.CancelledError:
             record.left = not self._over  # at the very end it is a stream that never ended
             raise
-        record.ended = time.monotonic()
         return record
+
+    async def _try(self, ask: Ask, record: Record) -> None:
+        """Asks, or asks for the rest, until that is over one way or the other."""
+        record.ended = None
+        try:
+            await (self._read_stream if ask.stream else self._read_whole)(ask, record)
+        except httpx.HTTPError as error:
+            record.broken = f"{type(error).__name__}: {error}"
+        record.ended = time.monotonic()
 
     def start(self, ask: Ask) -> asyncio.Task[Record]:
         """Sends one more, beside the others."""
@@ -204,14 +224,18 @@ class Load:
     async def _read_stream(self, ask: Ask, record: Record) -> None:
         assert self._http is not None
         body = ask.body(self._model)
-        async with self._http.stream("POST", "/v1/completions", json=body) as reply:
+        headers = {"Last-Event-ID": record.last_id} if record.last_id else {}
+        posted = self._http.stream("POST", "/v1/completions", json=body, headers=headers)
+        async with posted as reply:
             record.status = reply.status_code
             if reply.status_code != 200:
                 record.error = error_code(parsed((await reply.aread()).decode()))
                 return
             async for line in reply.aiter_lines():
                 record.bytes_at.append(time.monotonic())
-                if line == "data: [DONE]":
+                if line.startswith("id: "):
+                    record.last_id = line[4:]
+                elif line == "data: [DONE]":
                     record.done = True
                 elif line.startswith("data: "):
                     _take(record, parsed(line[6:]))

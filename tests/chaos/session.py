@@ -70,7 +70,7 @@ class Session:
 
     async def _drive(self, case: Case, cluster: Cluster) -> tuple[Load, Nemesis]:
         """The load with the faults in it."""
-        load = Load(cluster.url, cluster.model, Asks(self.seed))
+        load = Load(cluster.url, cluster.model, Asks(self.seed), resumes=case.resumes)
         nemesis = Nemesis(cluster, load, self.seed)
         streams = case.streams if self.streams is None else self.streams
         cluster.plant("")

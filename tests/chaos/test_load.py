@@ -23,12 +23,21 @@ def chunk(tokens: list[int], text: str, reason: str | None = None) -> bytes:
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
 
 
-async def told(*parts: bytes, silent: bool = False, leave: bool = False) -> tuple[Ask, Record]:
-    """What a client writes down of a server that sends ``parts`` and closes the connection."""
+async def told(
+    *parts: bytes,
+    silent: bool = False,
+    leave: bool = False,
+    rest: dict[str, list[bytes]] | None = None,
+) -> tuple[Ask, Record]:
+    """What a client writes down of a server that sends ``parts`` and closes the connection.
+
+    Asked again with an id of ``rest`` it sends what is there instead.
+    """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        for part in parts:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        ids = [line[15:] for line in head.splitlines() if line.startswith("Last-Event-ID: ")]
+        for part in (rest or {})[ids[0]] if ids else parts:
             writer.write(part)
             await writer.drain()
         if not silent:
@@ -36,7 +45,9 @@ async def told(*parts: bytes, silent: bool = False, leave: bool = False) -> tupl
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    load = Load(f"http://127.0.0.1:{port}", "m", Asks(1), patience=0.2)
+    load = Load(
+        f"http://127.0.0.1:{port}", "m", Asks(1), patience=0.2 if silent else 5, resumes=bool(rest)
+    )
     ask = load.asks.long_prompt(4)
     async with load.running(0, 0):
         task = load.start(ask)
@@ -98,3 +109,15 @@ def test_a_stream_that_never_ends_is_no_client_that_left(answer: list[bytes]) ->
 def test_a_client_that_leaves(answer: list[bytes]) -> None:
     ask, record = asyncio.run(told(*answer[:2], silent=True, leave=True))
     assert record.left and kinds(ask, record) == []
+
+
+def test_a_stream_that_is_gone_on_with(answer: list[bytes]) -> None:
+    first = [answer[0], b"id: a:9\n" + answer[1]]
+    ask, record = asyncio.run(told(*first, rest={"a:9": [answer[0], *answer[2:]]}))
+    assert record.answered and kinds(ask, record) == []
+
+
+def test_a_rest_that_says_something_again(answer: list[bytes]) -> None:
+    first = [answer[0], b"id: a:9\n" + answer[1]]
+    ask, record = asyncio.run(told(*first, rest={"a:9": answer}))
+    assert kinds(ask, record) == ["duplicated"]
