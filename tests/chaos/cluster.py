@@ -34,6 +34,7 @@ from rayfin.deployments.server_args import ServerArgs
 APP = "chaos"
 NAMESPACE = "rayfin"
 PATIENCE = 120.0
+NODE_TRIES = 3
 WORKER = Path(__file__).parent / "worker"
 SOURCE = Path(__file__).parents[2] / "src"
 CLASSES = {
@@ -146,7 +147,13 @@ class Cluster:
             redis_address=None if redis_port is None else f"127.0.0.1:{redis_port}",
             gcs_address=None if head else self.nodes[0].gcs_address,
         )
-        node = Node(params, head=head, shutdown_at_exit=False, spawn_reaper=False)
+        for tries in range(NODE_TRIES):
+            try:
+                node = Node(params, head=head, shutdown_at_exit=False, spawn_reaper=False)
+                break
+            except Exception:  # Ray's own: its agent has 30 s to start, which a busy machine takes
+                if head or tries == NODE_TRIES - 1:
+                    raise
         self.nodes.append(node)
         return node
 
