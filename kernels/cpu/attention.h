@@ -1,4 +1,9 @@
 // Attention over paged keys and values, for a step of decoding rows and prompt chunks.
+//
+// What a token gets is the same to the last bit whatever rows are beside it, however pages are shared, on any
+// number of threads; for a prompt's token also however the prompt is cut into chunks of two tokens and more. A
+// chunk of one token among the decoding rows is computed by other means than the same token in a longer chunk:
+// they agree to a few units in the last place, no better. Nor do instruction sets.
 #pragma once
 
 #include "pool.h"
@@ -33,12 +38,21 @@ struct Attention {
 
 void attention(Pool& pool, const Attention& a);
 
-// A run of one decoding row's keys: all heads, so that pages are read straight through.
+// What one decoding row's query makes of a run of keys: a part of its result.
+struct DecodePart {
+  int64_t row;
+  float* most;   // [heads] the largest score
+  float* total;  // [heads] sum of exp(score - most)
+  float* mixed;  // [heads, padded_values] sum of exp(score - most) * value, dims as load_panel gives them
+};
+inline int64_t padded_values(const Attention& a) { return (a.value_dim + kPanel - 1) / kPanel * kPanel; }
+
+// The keys first .. last - 1, all heads, for rows that have them in the same pages: each key and value is read
+// from memory once for all of them. A row's part is the same, to the last bit, whichever rows share the tile.
 struct DecodeTile {
-  int64_t row, first, last;  // keys
-  float* most;               // [heads] the largest score
-  float* total;              // [heads] sum of exp(score - most)
-  float* mixed;              // [heads, value_dim] sum of exp(score - most) * value
+  int64_t first, last;
+  const DecodePart* parts;
+  int64_t count;
 };
 template <class Stored>
 void decode_tile(const Attention& a, const DecodeTile& tile, Pool& pool, int thread);

@@ -1,7 +1,9 @@
-// One query against many keys: bound by memory. Pages hold all heads of a token side by side, so a tile
-// takes all heads of its keys and reads memory straight through. Each line is fetched before its turn, across
-// page borders too, which the hardware does not do: each key's line beside the same line of an earlier key.
-// (Fetching the same lines in the order of their addresses was a fifth slower.)
+// One query a row against many keys: bound by memory. What was measured, and made this file what it is:
+// * One stream of addresses gets half of what four get side by side: the hardware fetches ahead within a 4 KiB
+//   page, a few lines for each stream. So four keys are multiplied at once that lie a quarter of the tile apart,
+//   and each quarter is read straight through, all heads of a token, then the next token.
+// * It does not fetch across page borders: each line is asked for a few KiB before its turn in its stream.
+// * Sixteen bits are widened in pairs (load_panel), two vectors from one load: half the instructions.
 #include <algorithm>
 
 #include "attention.h"
@@ -11,37 +13,43 @@ namespace rayfin {
 
 namespace {
 
-constexpr int kKeys = 4;     // keys multiplied at once: their sums fill the FMA pipes
-constexpr int64_t kAheadBytes = 16 << 10;
-constexpr int kValues = 16;  // values added up between two visits to the outputs
+constexpr int kStreams = 4;  // keys multiplied at once: their sums fill the FMA pipes
+constexpr int64_t kAheadBytes = 3 << 10;  // in each stream
+constexpr int kMostHeads = kWidth == 16 ? 6 : 3;  // whose sums fit into registers
+constexpr int64_t kSharedValues = 16;  // values added up between two visits to the outputs, if several rows read them
 
 template <class Stored>
 RAYFIN_INLINE void fetch(const Stored* p) {
-  __builtin_prefetch(p, 0, 2);  // not to the first level: 16 values a power of two apart would drive each other out
+  __builtin_prefetch(p, 0, 2);
 }
 
-// scores[g][0 .. 3] = query g . key 0 .. 3, for kG heads that share the keys.
+// scores[g][0 .. 3] = query g . key 0 .. 3, for kG heads that share the keys. `next`: what to fetch, or null.
 template <int kG, class Stored>
-RAYFIN_INLINE void score_keys(const float* query, const Stored* const* keys, const Stored* const* next,
-                              int64_t offset, int64_t dim, float* scores, int64_t score_stride) {
-  Vec acc[kG][kKeys] = {};
+RAYFIN_INLINE void score_keys(const float* query, int64_t query_stride, const Stored* const* keys,
+                              const Stored* const* next, int64_t offset, int64_t dim, float* scores,
+                              int64_t score_stride) {
   constexpr int64_t kLine = 64 / int64_t(sizeof(Stored));
-  int64_t d = 0;
-  for (; d + kWidth <= dim; d += kWidth) {
-    if (d % kLine == 0)
-      for (int j = 0; j < kKeys; ++j) fetch(next[j] + offset + d);
-    Vec k[kKeys];
-    for (int j = 0; j < kKeys; ++j) k[j] = load(keys[j] + offset + d);
+  Vec acc[kG][kStreams] = {};
+  auto add = [&](int64_t d, const Vec* low, const Vec* high) {
     for (int g = 0; g < kG; ++g) {
-      const Vec q = load(query + g * dim + d);
-      for (int j = 0; j < kKeys; ++j) acc[g][j] += q * k[j];
+      const Vec first = load(query + g * query_stride + d), second = load(query + g * query_stride + d + kWidth);
+      for (int j = 0; j < kStreams; ++j) acc[g][j] += first * low[j];
+      for (int j = 0; j < kStreams; ++j) acc[g][j] += second * high[j];
     }
+  };
+  int64_t d = 0;
+  for (; d + kPanel <= dim; d += kPanel) {
+    if (next && d % kLine == 0)
+      for (int j = 0; j < kStreams; ++j)
+        for (int64_t line = 0; line < kPanel; line += kLine) fetch(next[j] + offset + d + line);
+    Vec low[kStreams], high[kStreams];
+    for (int j = 0; j < kStreams; ++j) load_panel(keys[j] + offset + d, low[j], high[j]);
+    add(d, low, high);
   }
   if (d < dim) {
-    const int rest = int(dim - d);
-    for (int g = 0; g < kG; ++g)
-      for (int j = 0; j < kKeys; ++j)
-        acc[g][j] += load_some(query + g * dim + d, rest) * load_some(keys[j] + offset + d, rest);
+    Vec low[kStreams], high[kStreams];
+    for (int j = 0; j < kStreams; ++j) load_panel_some(keys[j] + offset + d, int(dim - d), low[j], high[j]);
+    add(d, low, high);
   }
   for (int g = 0; g < kG; ++g) {
     const Vec4 four = sums(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
@@ -49,46 +57,65 @@ RAYFIN_INLINE void score_keys(const float* query, const Stored* const* keys, con
   }
 }
 
-// mixed[g] += weights[g][j] * value j for kG heads and kV vectors of the head's dims, `rest` lanes in the last
-// vector if it is not whole.
-template <int kG, int kV, bool kWhole, class Stored>
-RAYFIN_INLINE void add_values(const float* weights, int64_t weight_stride, const Stored* const* values,
+// mixed[g] += weights[g][j] * value j for kG heads and kP panels of the head's dims, `rest` dims in the last
+// panel if it is not whole.
+template <int kG, int kP, bool kWhole, class Stored>
+RAYFIN_INLINE void add_panels(const float* weights, int64_t weight_stride, const Stored* const* values,
                               const Stored* const* next, int64_t offset, int64_t count, int rest, float* mixed,
                               int64_t mixed_stride) {
-  constexpr int kVectorsPerLine = 64 / (kWidth * int(sizeof(Stored)));
-  Vec acc[kG][kV];
+  constexpr int64_t kLine = 64 / int64_t(sizeof(Stored));
+  Vec acc[kG][2 * kP];
   for (int g = 0; g < kG; ++g)
-    for (int v = 0; v < kV; ++v) acc[g][v] = load(mixed + g * mixed_stride + v * kWidth);
+    for (int v = 0; v < 2 * kP; ++v) acc[g][v] = load(mixed + g * mixed_stride + v * kWidth);
   for (int64_t j = 0; j < count; ++j) {
-    for (int v = 0; v < kV; v += kVectorsPerLine) fetch(next[j] + offset + v * kWidth);
-    Vec x[kV];
-    for (int v = 0; v < kV; ++v) {
-      const Stored* at = values[j] + offset + v * kWidth;
-      x[v] = kWhole ? load(at) : load_some(at, rest);
+    if (next)
+      for (int64_t line = 0; line < kP * kPanel; line += kLine) fetch(next[j] + offset + line);
+    Vec x[2 * kP];
+    for (int p = 0; p < kP; ++p) {
+      const Stored* at = values[j] + offset + p * kPanel;
+      if (kWhole) {
+        load_panel(at, x[2 * p], x[2 * p + 1]);
+      } else {
+        load_panel_some(at, rest, x[2 * p], x[2 * p + 1]);
+      }
     }
     for (int g = 0; g < kG; ++g) {
       const Vec w = broadcast(weights[g * weight_stride + j]);
-      for (int v = 0; v < kV; ++v) acc[g][v] += w * x[v];
+      for (int v = 0; v < 2 * kP; ++v) acc[g][v] += w * x[v];
     }
   }
   for (int g = 0; g < kG; ++g)
-    for (int v = 0; v < kV; ++v) store(mixed + g * mixed_stride + v * kWidth, acc[g][v]);
+    for (int v = 0; v < 2 * kP; ++v) store(mixed + g * mixed_stride + v * kWidth, acc[g][v]);
 }
 
-// All dims of one head group, for a block of values.
+// All dims of kG heads, for a block of values.
 template <int kG, class Stored>
-void add_head_values(const float* weights, int64_t weight_stride, const Stored* const* values,
-                     const Stored* const* next, int64_t offset, int64_t dim, int64_t count, float* mixed,
-                     int64_t mixed_stride) {
+RAYFIN_INLINE void add_values(const float* weights, int64_t weight_stride, const Stored* const* values,
+                              const Stored* const* next, int64_t offset, int64_t dim, int64_t count, float* mixed,
+                              int64_t mixed_stride) {
   int64_t d = 0;
-  for (; d + 4 * kWidth <= dim; d += 4 * kWidth)  // 3 heads x 4 vectors: a third fewer instructions than x 2
-    add_values<kG, 4, true>(weights, weight_stride, values, next, offset + d, count, 0, mixed + d, mixed_stride);
-  for (; d < dim; d += kWidth) {
-    const int rest = int(std::min<int64_t>(kWidth, dim - d));
-    if (rest == kWidth) {
-      add_values<kG, 1, true>(weights, weight_stride, values, next, offset + d, count, 0, mixed + d, mixed_stride);
-    } else {
-      add_values<kG, 1, false>(weights, weight_stride, values, next, offset + d, count, rest, mixed + d, mixed_stride);
+  for (; d + 2 * kPanel <= dim; d += 2 * kPanel)
+    add_panels<kG, 2, true>(weights, weight_stride, values, next, offset + d, count, 0, mixed + d, mixed_stride);
+  for (; d + kPanel <= dim; d += kPanel)
+    add_panels<kG, 1, true>(weights, weight_stride, values, next, offset + d, count, 0, mixed + d, mixed_stride);
+  if (d < dim)
+    add_panels<kG, 1, false>(weights, weight_stride, values, next, offset + d, count, int(dim - d), mixed + d,
+                             mixed_stride);
+}
+
+// Calls f(first head, heads as a compile-time constant) for the heads that share a key head, in even parts.
+template <class F>
+RAYFIN_INLINE void each_part(int64_t group, const F& f) {
+  const int64_t parts = (group + kMostHeads - 1) / kMostHeads;
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t first = group * part / parts;
+    switch (group * (part + 1) / parts - first) {
+      case 1: f(first, std::integral_constant<int, 1>()); break;
+      case 2: f(first, std::integral_constant<int, 2>()); break;
+      case 3: f(first, std::integral_constant<int, 3>()); break;
+      case 4: if constexpr (kMostHeads >= 4) f(first, std::integral_constant<int, 4>()); break;
+      case 5: if constexpr (kMostHeads >= 5) f(first, std::integral_constant<int, 5>()); break;
+      case 6: if constexpr (kMostHeads >= 6) f(first, std::integral_constant<int, 6>()); break;
     }
   }
 }
@@ -96,45 +123,71 @@ void add_head_values(const float* weights, int64_t weight_stride, const Stored* 
 // A thread's memory for one tile.
 template <class Stored>
 struct Scratch {
-  const Stored** keys;    // [pointers] where each key lies, the last one repeated
+  const Stored** keys;    // [pointers] where each key lies, in the order of work, the last one repeated
   const Stored** values;  // [pointers]
   const Stored** later;   // [pointers] what to fetch while each key is multiplied
-  float* scores;          // [heads, score_stride]
-  float* mixed;           // [heads, mixed_stride]
-  int64_t score_stride, mixed_stride;
+  const Stored** later_values;
+  float* query;           // [count, heads, query_stride] in the order of dims that load_panel gives
+  float* scores;          // [count, heads, score_stride]
+  int64_t query_stride, score_stride;
 
-  Scratch(const Attention& a, int64_t count, Pool& pool, int thread) {
-    const int64_t pointers = count + 2 * kValues;
-    score_stride = rounded_up(count, 16);
-    mixed_stride = rounded_up(a.value_dim, kWidth);
-    const int64_t floats = a.heads * (score_stride + mixed_stride);
-    char* memory = pool.scratch<char>(thread, floats * int64_t(sizeof(float)) + 3 * pointers * int64_t(sizeof(void*)));
-    keys = reinterpret_cast<const Stored**>(memory);
+  Scratch(const Attention& a, const DecodeTile& tile, Pool& pool, int thread) {
+    const int64_t keys_count = tile.last - tile.first, pointers = keys_count + kStreams, heads = tile.count * a.heads;
+    query_stride = rounded_up(a.key_dim, kPanel);
+    score_stride = rounded_up(keys_count, 16);
+    const int64_t floats = heads * (query_stride + score_stride);
+    char* memory = pool.scratch<char>(thread, floats * int64_t(sizeof(float)) + 4 * pointers * int64_t(sizeof(void*)));
+    query = reinterpret_cast<float*>(memory);
+    scores = query + heads * query_stride;
+    keys = reinterpret_cast<const Stored**>(scores + heads * score_stride);
     values = keys + pointers;
     later = values + pointers;
-    scores = reinterpret_cast<float*>(later + pointers);
-    mixed = scores + a.heads * score_stride;
+    later_values = later + pointers;
   }
 };
 
+// A head's dims in the order that load_panel gives them, padded with zeros.
 template <class Stored>
-void find_tokens(const Attention& a, const DecodeTile& tile, int64_t count, const Scratch<Stored>& s) {
+void to_panels(const float* dims, int64_t count, float* out) {
+  std::copy_n(dims, count, out);
+  std::fill(out + count, out + rounded_up(count, kPanel), 0.0f);
+  if (sizeof(Stored) == sizeof(float)) return;
+  for (int64_t d = 0; d < count; d += kPanel) {
+    float even[kWidth], odd[kWidth];
+    for (int i = 0; i < kWidth; ++i) even[i] = out[d + 2 * i], odd[i] = out[d + 2 * i + 1];
+    store(out + d, load(even));
+    store(out + d + kWidth, load(odd));
+  }
+}
+
+template <class Stored>
+void find_tokens(const Attention& a, const DecodeTile& tile, const Scratch<Stored>& s) {
   const int64_t key_size = a.kv_heads * a.key_dim, value_size = a.kv_heads * a.value_dim;
-  const int32_t* page = a.page_tables + tile.row * a.table_stride + tile.first / a.page_size;
+  const int64_t count = tile.last - tile.first, quarter = count / kStreams;
+  const int32_t* page = a.page_tables + tile.parts[0].row * a.table_stride + tile.first / a.page_size;
   int64_t offset = tile.first % a.page_size;
+  int64_t at = 0, step = quarter ? kStreams : 1;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t slot = *page * a.page_size + offset;
-    s.keys[i] = static_cast<const Stored*>(a.k_pages) + slot * key_size;
-    s.values[i] = static_cast<const Stored*>(a.v_pages) + slot * value_size;
+    s.keys[at] = static_cast<const Stored*>(a.k_pages) + slot * key_size;
+    s.values[at] = static_cast<const Stored*>(a.v_pages) + slot * value_size;
     if (++offset == a.page_size) ++page, offset = 0;
+    at += step;
+    if (at >= kStreams * quarter && step > 1) {  // the next quarter, then the up to three keys that are left
+      at -= kStreams * quarter - 1;
+      if (at == kStreams) at = kStreams * quarter, step = 1;
+    }
   }
-  std::fill_n(s.keys + count, 2 * kValues, s.keys[count - 1]);
-  std::fill_n(s.values + count, 2 * kValues, s.values[count - 1]);
-  // Memory answers after a hundred nanoseconds, in which several small keys are multiplied.
-  const int64_t ahead = std::clamp<int64_t>(kAheadBytes / (key_size * int64_t(sizeof(Stored))), kKeys, 64);
-  for (int64_t i = 0; i < count + kKeys; ++i) {
-    const int64_t target = i + ahead;
+  std::fill_n(s.keys + count, kStreams, s.keys[count - 1]);
+  std::fill_n(s.values + count, kStreams, s.values[count - 1]);
+  auto ahead = [](int64_t size) {
+    return kStreams * std::clamp<int64_t>((kAheadBytes - 1) / (size * int64_t(sizeof(Stored))) + 1, 1, 16);
+  };
+  const int64_t keys_ahead = ahead(key_size), values_ahead = ahead(value_size);
+  for (int64_t i = 0; i < count + kStreams; ++i) {
+    const int64_t target = i + keys_ahead;
     s.later[i] = target < count ? s.keys[target] : s.values[std::min(target - count, count - 1)];
+    s.later_values[i] = s.values[std::min(i + values_ahead, count - 1)];
   }
 }
 
@@ -142,60 +195,52 @@ void find_tokens(const Attention& a, const DecodeTile& tile, int64_t count, cons
 
 template <class Stored>
 void decode_tile(const Attention& a, const DecodeTile& tile, Pool& pool, int thread) {
-  const int64_t count = tile.last - tile.first, group = a.group();
-  const Scratch<Stored> s(a, count, pool, thread);
-  find_tokens(a, tile, count, s);
-  const float* query = a.query + a.query_start[tile.row] * a.query_stride;
+  const int64_t count = tile.last - tile.first, group = a.group(), heads = a.heads;
+  const Scratch<Stored> s(a, tile, pool, thread);
+  find_tokens(a, tile, s);
+  for (int64_t r = 0; r < tile.count; ++r) {
+    const float* query = a.query + a.query_start[tile.parts[r].row] * a.query_stride;
+    for (int64_t head = 0; head < heads; ++head)
+      to_panels<Stored>(query + head * a.key_dim, a.key_dim, s.query + (r * heads + head) * s.query_stride);
+  }
 
-  for (int64_t i = 0; i < count; i += kKeys) {
+  for (int64_t i = 0; i < count; i += kStreams) {
     for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
-      const int64_t offset = kv_head * a.key_dim;
-      for (int64_t g = 0; g < group;) {
-        const int64_t head = kv_head * group + g, left = group - g;
-        const float* q = query + head * a.key_dim;
-        float* out = s.scores + head * s.score_stride + i;
-        if (left >= 3) {
-          score_keys<3>(q, s.keys + i, s.later + i, offset, a.key_dim, out, s.score_stride), g += 3;
-        } else if (left == 2) {
-          score_keys<2>(q, s.keys + i, s.later + i, offset, a.key_dim, out, s.score_stride), g += 2;
-        } else {
-          score_keys<1>(q, s.keys + i, s.later + i, offset, a.key_dim, out, s.score_stride), g += 1;
-        }
+      for (int64_t r = 0; r < tile.count; ++r) {
+        each_part(group, [&](int64_t first, auto part) {
+          const int64_t head = r * heads + kv_head * group + first;
+          const Stored* const* next = r + first == 0 ? s.later + i : nullptr;
+          score_keys<part.value>(s.query + head * s.query_stride, s.query_stride, s.keys + i, next,
+                                 kv_head * a.key_dim, a.key_dim, s.scores + head * s.score_stride + i, s.score_stride);
+        });
       }
     }
   }
-  for (int64_t head = 0; head < a.heads; ++head) {
-    float* scores = s.scores + head * s.score_stride;
-    tile.most[head] = scale_scores(scores, count, a.scale, a.softcap);
-    tile.total[head] = exp_scores(scores, count, tile.most[head]);
+  for (int64_t r = 0; r < tile.count; ++r) {
+    const DecodePart& part = tile.parts[r];
+    for (int64_t head = 0; head < heads; ++head) {
+      float* scores = s.scores + (r * heads + head) * s.score_stride;
+      part.most[head] = scale_scores(scores, count, a.scale, a.softcap);
+      part.total[head] = exp_scores(scores, count, part.most[head]);
+    }
   }
-  std::memset(s.mixed, 0, size_t(a.heads * s.mixed_stride) * sizeof(float));
-  for (int64_t i = 0; i < count; i += kValues) {
-    const int64_t n = std::min<int64_t>(kValues, count - i);
+  const int64_t mixed_stride = padded_values(a);
+  for (int64_t r = 0; r < tile.count; ++r) std::fill_n(tile.parts[r].mixed, heads * mixed_stride, 0.0f);
+  const int64_t block = tile.count == 1 ? kStreams : kSharedValues;
+  for (int64_t i = 0; i < count; i += block) {
+    const int64_t n = std::min(block, count - i);
     for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
-      const int64_t offset = kv_head * a.value_dim;
-      for (int64_t g = 0; g < group;) {
-        const int64_t head = kv_head * group + g, left = group - g;
-        const float* weights = s.scores + head * s.score_stride + i;
-        float* mixed = s.mixed + head * s.mixed_stride;
-        const Stored* const* values = s.values + i;
-        const Stored* const* next = values + kValues;
-        if (left >= 3) {
-          add_head_values<3>(weights, s.score_stride, values, next, offset, a.value_dim, n, mixed, s.mixed_stride);
-          g += 3;
-        } else if (left == 2) {
-          add_head_values<2>(weights, s.score_stride, values, next, offset, a.value_dim, n, mixed, s.mixed_stride);
-          g += 2;
-        } else {
-          add_head_values<1>(weights, s.score_stride, values, next, offset, a.value_dim, n, mixed, s.mixed_stride);
-          g += 1;
-        }
+      for (int64_t r = 0; r < tile.count; ++r) {
+        each_part(group, [&](int64_t first, auto part) {
+          const int64_t head = r * heads + kv_head * group + first;
+          const Stored* const* next = r + first == 0 ? s.later_values + i : nullptr;
+          add_values<part.value>(s.scores + head * s.score_stride + i, s.score_stride, s.values + i, next,
+                                 kv_head * a.value_dim, a.value_dim, n,
+                                 tile.parts[r].mixed + (head - r * heads) * mixed_stride, mixed_stride);
+        });
       }
     }
   }
-  for (int64_t head = 0; head < a.heads; ++head)
-    std::memcpy(tile.mixed + head * a.value_dim, s.mixed + head * s.mixed_stride,
-                size_t(a.value_dim) * sizeof(float));
 }
 
 template void decode_tile<float>(const Attention&, const DecodeTile&, Pool&, int);

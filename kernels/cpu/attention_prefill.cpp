@@ -181,7 +181,8 @@ void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int t
   const int64_t cached = a.kv_len[tile.row] - (a.query_start[tile.row + 1] - a.query_start[tile.row]);
   const int64_t position = cached + tile.first - a.query_start[tile.row];  // of the first query
   const int64_t end = position + (tile.last - tile.first);
-  const int64_t begin = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
+  // Blocks lie at the same keys whatever the chunk, so that a query's sums have one order.
+  const int64_t begin = a.window ? std::max<int64_t>(0, position - a.window + 1) / kKeys * kKeys : 0;
   const Scratch s(a, rows, pool, thread);
   start(a, tile, rows, s);
   for (int64_t first = begin; first < end; first += kKeys) {

@@ -105,6 +105,20 @@ RAYFIN_INLINE void load_panel(const BFloat16* p, Vec& low, Vec& high) {
   high = bit_cast<Vec>(pairs & 0xffff0000u);
 }
 
+// The same of what is no whole panel: `count` weights and then zeros; reads nothing past them.
+template <class T>
+RAYFIN_INLINE void load_panel_some(const T* p, int count, Vec& low, Vec& high) {
+  T lanes[kPanel] = {};
+  std::memcpy(lanes, p, size_t(count) * sizeof(T));
+  load_panel(lanes, low, high);
+}
+
+// Where load_panel puts the i-th of what it reads.
+template <class T>
+RAYFIN_INLINE int64_t panel_place(int64_t i) {
+  return sizeof(T) == sizeof(float) ? i : (i & -int64_t(kPanel)) + i % 2 * kWidth + i % kPanel / 2;
+}
+
 RAYFIN_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 RAYFIN_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
@@ -134,11 +148,19 @@ RAYFIN_INLINE Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
 }
 
 RAYFIN_INLINE float maximum(Vec v) {
-  float lanes[kWidth];
-  store(lanes, v);
-  float most = lanes[0];
-  for (int i = 1; i < kWidth; ++i) most = lanes[i] > most ? lanes[i] : most;
-  return most;
+#if defined(__AVX512F__)
+  Vec8 low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
+  Vec8 high = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  Vec8 half = low > high ? low : high;
+  Vec4 a = __builtin_shufflevector(half, half, 0, 1, 2, 3), b = __builtin_shufflevector(half, half, 4, 5, 6, 7);
+#elif defined(__AVX2__)
+  Vec4 a = __builtin_shufflevector(v, v, 0, 1, 2, 3), b = __builtin_shufflevector(v, v, 4, 5, 6, 7);
+#else
+  Vec4 a = v, b = v;
+#endif
+  Vec4 four = a > b ? a : b;
+  float left = four[0] > four[2] ? four[0] : four[2], right = four[1] > four[3] ? four[1] : four[3];
+  return left > right ? left : right;
 }
 
 }  // namespace rayfin

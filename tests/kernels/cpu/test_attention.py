@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from rayfin.kernels import reference
 from rayfin.kernels.attention.cpu import CpuAttention
+from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.cpu.kernels import CpuKernels
 
 Case = Callable[..., Any]
@@ -116,3 +118,75 @@ def test_a_decoding_row_is_the_same_in_any_company(paged_case: Case, attend: Cpu
         alone.v_pages[target] = case.v_pages[source]
     out = attend(case.query[:1], alone.k_pages, alone.v_pages, alone.batch, scale=0.3)
     assert torch.equal(out, every[:1])
+
+
+def batch_of(tables: list[list[int]], lengths: list[int], chunk: int = 1) -> PagedBatch:
+    """Rows whose last ``chunk`` tokens are computed, on pages of 16."""
+    widest = max(len(pages) for pages in tables)
+    padded = [pages + [0] * (widest - len(pages)) for pages in tables]
+    starts = np.arange(len(tables) + 1, dtype=np.int32) * chunk
+    none = torch.empty(0, dtype=torch.int64)
+    return PagedBatch(
+        query_start=torch.from_numpy(starts),
+        kv_len=torch.tensor(lengths, dtype=torch.int32),
+        page_tables=torch.tensor(padded, dtype=torch.int32),
+        slots=none,
+        positions=none,
+        query_start_cpu=starts,
+        kv_len_cpu=lengths,
+        decoding=len(tables) if chunk == 1 else 0,
+        page_size=16,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(9, 3, 64), (16, 2, 40)])
+def test_rows_that_share_pages(
+    attend: CpuAttention,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    """Common prefixes of several depths: right, and the same to the last bit as each row alone."""
+    torch.manual_seed(0)
+    fresh = iter(torch.randperm(600).tolist())
+    system = [next(fresh) for _ in range(12)]
+    tenants = [system + [next(fresh) for _ in range(9)] for _ in range(2)]
+    tables, lengths = [], []
+    for row in range(25):
+        prefix = system if row % 5 == 0 else tenants[row % 2]
+        tables.append(prefix + [next(fresh) for _ in range(1 + row % 3)])
+        lengths.append(16 * len(tables[-1]) - row % 7)
+    tables.append(tables[0])  # the very same pages
+    lengths.append(lengths[0])
+    k_pages, v_pages = torch.randn(2, 600, 16, kv_heads, dim).to(dtype)
+    query = torch.randn(len(tables), heads, dim)
+    arguments: dict[str, Any] = {"scale": 0.2, "window": window}
+    batch = batch_of(tables, lengths)
+    out = attend(query, k_pages, v_pages, batch, **arguments)
+    expected = reference.paged_attention(
+        query, k_pages.float(), v_pages.float(), batch, **arguments
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    for row, (pages, length) in enumerate(zip(tables, lengths, strict=True)):
+        own = batch_of([pages], [length])
+        alone = attend(query[row : row + 1], k_pages, v_pages, own, **arguments)
+        assert torch.equal(alone[0], out[row])
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_prompt_is_the_same_however_it_is_cut(attend: CpuAttention, window: int | None) -> None:
+    torch.manual_seed(0)
+    pages = torch.randperm(30)[:20].tolist()
+    k_pages, v_pages = torch.randn(2, 30, 16, 2, 24)
+    query = torch.randn(300, 6, 24)
+    arguments: dict[str, Any] = {"scale": 0.2, "window": window}
+    whole = attend(query, k_pages, v_pages, batch_of([pages], [300], 300), **arguments)
+    for size in (2, 50, 100, 150):
+        for end in range(size, 301, size):
+            batch = batch_of([pages], [end], size)
+            part = attend(query[end - size : end], k_pages, v_pages, batch, **arguments)
+            assert torch.equal(part, whole[end - size : end])
