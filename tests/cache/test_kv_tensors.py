@@ -2,7 +2,7 @@
 
 import torch
 
-from rayfin.cache.kv_tensors import KVLayout, KVTensors, page_bytes
+from rayfin.cache.kv_tensors import HUGE_BYTES, KVLayout, KVTensors, page_bytes
 
 
 def test_page_bytes() -> None:
@@ -20,3 +20,15 @@ def test_tensors_are_zero_and_of_the_bytes_promised() -> None:
     assert cache.keys[0].shape == (5, 4, 2, 8) and cache.values[0].shape == (5, 4, 2, 12)
     assert not any(tensor.any() for tensor in tensors)
     assert sum(tensor.nbytes for tensor in tensors) == 5 * page_bytes(layouts, 4, torch.float32)
+
+
+def test_large_tensors_are_zero_and_outlive_their_maker() -> None:
+    pages = HUGE_BYTES // (4 * 2 * 8 * 2) + 3
+    cache = KVTensors([KVLayout(2, 8, 4)], pages, 4, torch.bfloat16, torch.device("cpu"))
+    keys, values = cache.keys[0], cache.values[0]
+    assert keys.shape == (pages, 4, 2, 8) and keys.is_contiguous() and keys.nbytes >= HUGE_BYTES
+    assert values.shape == (pages, 4, 2, 4) and values.nbytes < HUGE_BYTES
+    assert not keys.any()
+    del cache
+    keys[-1] = 1.0
+    assert keys.sum() == 4 * 2 * 8
