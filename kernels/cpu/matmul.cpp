@@ -123,7 +123,11 @@ void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, 
     case kFloat32:
       return matmul_as<float>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
     case kBFloat16:
+#if defined(__AMX_TILE__)
+      return matmul_tiles(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+#else
       return matmul_as<BFloat16>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+#endif
     case kInt8:
       return matmul_int8(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
   }

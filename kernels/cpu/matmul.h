@@ -18,8 +18,14 @@ struct Epilogue {
 // x [M, inputs] and y [M, outputs] (outputs / 2 if paired), rows `x_stride`, `y_stride` apart.
 //
 // Each output is one chain of FMAs in the order of its inputs, whatever M is: a row's result does
-// not depend on the rows beside it. Nor does it with 8-bit weights (matmul_int8.h).
+// not depend on the rows beside it. Nor does it with 8-bit weights (matmul_int8.h) or on AMX tiles.
 void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
             int64_t y_stride, const Epilogue& epilogue);
+
+#if defined(__AMX_TILE__)
+// The same for 16-bit weights (matmul_amx.cpp); rows > 0.
+void matmul_tiles(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
+                  int64_t y_stride, const Epilogue& epilogue);
+#endif
 
 }  // namespace rayfin

@@ -14,7 +14,11 @@ constexpr int64_t kLine = 64;
 size_t element_size(Storage storage) { return storage == kFloat32 ? 4 : storage == kBFloat16 ? 2 : 1; }
 
 int64_t depth_of(int64_t inputs, Storage storage) {
-  return storage == kInt8 ? (inputs + kLine - 1) / kLine * kLine : inputs;
+  if (storage == kInt8) return (inputs + kLine - 1) / kLine * kLine;
+#if defined(__AMX_TILE__)
+  if (storage == kBFloat16) return (inputs + kStep - 1) / kStep * kStep;
+#endif
+  return inputs;
 }
 
 int64_t panels_of(int64_t outputs, bool paired) {
@@ -22,9 +26,6 @@ int64_t panels_of(int64_t outputs, bool paired) {
   int64_t width = paired ? kWidth : kPanel;
   return (columns + width - 1) / width;
 }
-
-// Where a lane's weight lies in one depth step of a 16-bit panel: see load_panel.
-int paired_lane(int lane) { return lane < kWidth ? 2 * lane : 2 * (lane - kWidth) + 1; }
 
 }  // namespace
 
@@ -61,8 +62,7 @@ void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride
       for (int64_t k = 0; k < inputs; ++k) wide[size_t(k)] = widen(source[k]);
       fill_int8(at, wide.data());
     } else {
-      BFloat16* out = data_.as<BFloat16>() + at.panel * panel_size() + paired_lane(at.lane);
-      for (int64_t k = 0; k < inputs; ++k) narrow(widen(source[k]), &out[k * kPanel]);
+      for (int64_t k = 0; k < inputs; ++k) narrow(widen(source[k]), half_at(at, k));
     }
   }
 }
@@ -70,6 +70,16 @@ void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride
 // Where depth step k of an output lies.
 int8_t* Matrix::int8_at(Place at, int64_t k) const {
   return data_.as<int8_t>() + at.panel * panel_size() + k / 4 * (4 * kPanel) + at.lane * 4 + k % 4;
+}
+
+BFloat16* Matrix::half_at(Place at, int64_t k) const {
+  BFloat16* panel = data_.as<BFloat16>() + at.panel * panel_size();
+#if defined(__AMX_TILE__)
+  const int64_t pair = (k / kStep * 2 + at.lane / kWidth) * (kStep / 2) + k % kStep / 2;
+  return panel + pair * kPanel + at.lane % kWidth * 2 + k % 2;
+#else  // in pairs of outputs: see load_panel
+  return panel + k * kPanel + (at.lane < kWidth ? 2 * at.lane : 2 * (at.lane - kWidth) + 1);
+#endif
 }
 
 void Matrix::fill_int8(Place at, const float* weights) {
@@ -95,7 +105,7 @@ void Matrix::read_row(int64_t output, float* weights) const {
     } else if (storage == kInt8) {
       weights[k] = float(*int8_at(at, k)) * scales()[at.panel * kPanel + at.lane];
     } else {
-      weights[k] = widen(panel<BFloat16>(at.panel)[k * kPanel + paired_lane(at.lane)]);
+      weights[k] = widen(*half_at(at, k));
     }
   }
 }

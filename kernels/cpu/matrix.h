@@ -5,6 +5,9 @@
 // stream. A paired matrix holds two halves of a merged weight (gate, up): a panel's first vector is
 // of the gate, its second of the up projection, and the product of both is made in registers.
 //
+// With AMX a panel of 16-bit weights is cut along its depth into steps of kStep inputs, filled up with zeros, and a
+// step into two tiles of 16 outputs; a row of a tile is a pair of inputs of each (amx.h).
+//
 // 8-bit weights are integers from -127 to 127 times a scale of their output. Four depth steps of an output lie
 // side by side in 32 bits, and the depth is filled up with zeros to whole cache lines of a row.
 #pragma once
@@ -13,6 +16,8 @@
 #include "simd.h"
 
 namespace rayfin {
+
+constexpr int64_t kStep = 32;
 
 enum Storage { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
@@ -38,7 +43,7 @@ class Matrix {
   const int32_t* offsets() const { return offsets_.as<int32_t>(); }
 
   const int64_t outputs, inputs;
-  const int64_t depth;  // inputs, filled up if weights are of 8 bits
+  const int64_t depth;  // inputs, filled up where the storage wants it
   const Storage storage;
   const bool paired;
   const int64_t panels;
@@ -51,6 +56,7 @@ class Matrix {
   Place place(int64_t output) const;
   void fill_int8(Place at, const float* weights);
   int8_t* int8_at(Place at, int64_t k) const;
+  BFloat16* half_at(Place at, int64_t k) const;
 
   Buffer data_, scales_, offsets_;
 };

@@ -52,7 +52,7 @@ void on_pools(const char* what, int64_t size, const std::function<void(Pool&, fl
 }
 
 void matmuls() {
-  for (int64_t rows : {1, 2, 3, 5, 7, 13, 30, 101}) {
+  for (int64_t rows : {1, 2, 3, 5, 7, 13, 30, 101, 530}) {
     for (auto [outputs, inputs] : {std::pair<int64_t, int64_t>{1, 1}, {34, 19}, {66, 300}}) {
       for (Storage storage : {kFloat32, kBFloat16, kInt8}) {
         for (bool paired : {false, true}) {

@@ -93,11 +93,25 @@ def test_no_rows(kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_a_row_is_the_same_in_any_company(kernels: CpuKernels, half: bool) -> None:
-    weight, x = normal(70, 700), normal(200, 700)
+    weight, x = normal(70, 700), normal(600, 700)
     matrix = kernels.pack([weight.bfloat16() if half else weight])
     every = kernels.matmul(x, matrix)
-    for rows in (1, 2, 4, 6, 7, 12, 13, 50):
-        assert torch.equal(kernels.matmul(x[:rows], matrix), every[:rows])
+    for rows in range(1, 201):
+        assert torch.equal(kernels.matmul(x[:rows], matrix), every[:rows]), rows
+    for first in (1, 15, 16, 511, 512, 599):
+        assert torch.equal(kernels.matmul(x[first : first + 1], matrix), every[first : first + 1])
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("inputs", [31, 576, 1537])
+def test_as_exact_as_float32(kernels: CpuKernels, half: bool, inputs: int) -> None:
+    """Products of parts (kernels/cpu/matmul_amx.cpp) leave out nothing that float32 would show."""
+    scale = 2.0 ** (torch.arange(inputs) % 81 - 40)
+    weight, x = normal(40, inputs) * scale, normal(30, inputs, seed=1) / scale
+    weight = weight.bfloat16().float() if half else weight
+    exact, size = x.double() @ weight.double().T, x.abs().double() @ weight.abs().double().T
+    error = (kernels.matmul(x, kernels.pack([weight])).double() - exact).abs()
+    assert (error <= 2.0**-22 * size).all(), (error / size).max()
 
 
 def test_special_values_stay_in_their_row(kernels: CpuKernels) -> None:
