@@ -4,7 +4,8 @@
 
 Every figure is the best of many short runs: on a machine that does other things as well, the best
 is what the code can do and the mean is what the neighbours let it. A share of 1.00 is the machine's
-measured read bandwidth or its FMA peak, whichever an operation meets first.
+measured read bandwidth or its FMA peak (four times that with 8-bit weights), whichever an operation
+meets first.
 """
 
 import argparse
@@ -83,13 +84,14 @@ def matmuls(kernels: CpuKernels, machine: Machine, shape: str, seconds: float) -
                 continue
             operations = 2 * rows * weight.numel()
             torch_time = time_torch(weight, rows, seconds)
-            for storage in (torch.bfloat16, torch.float32):
+            for storage in (torch.int8, torch.bfloat16, torch.float32):
                 size = weight.numel() * storage.itemsize
+                peak = 4 if storage == torch.int8 else 1  # times that of FMAs, with VNNI
                 took = time_matmul(kernels, weight, storage, rows, name == "gate, up", seconds)
                 print(
                     f"| {name} {outputs}x{inputs} | {rows} | {str(storage)[6:]} "
                     f"| {operations / took / 1e9:.0f} | {size / took / 1e9:.1f} "
-                    f"| {machine.floor(size, operations) / took:.2f} "
+                    f"| {machine.floor(size, operations / peak) / took:.2f} "
                     f"| {operations / torch_time / 1e9:.0f} |",
                     flush=True,
                 )

@@ -22,6 +22,7 @@ from rayfin.kernels.sampling.sample import SamplingRows
 
 __all__ = [
     "combine_partials",
+    "experts",
     "gelu_mul",
     "int8_rows",
     "last_token_index",
@@ -148,6 +149,26 @@ def gelu_mul(gate_up: torch.Tensor, *, tanh: bool = True) -> torch.Tensor:
     else:
         gelu = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
     return (gelu * up).to(gate_up.dtype)
+
+
+def experts(
+    x: torch.Tensor,  # [T, H]
+    gate_up: torch.Tensor,  # [E, 2 F, H]
+    down: torch.Tensor,  # [E, H, F]
+    chosen: torch.Tensor,  # [T, K] int64
+    weights: torch.Tensor,  # [T, K]
+) -> torch.Tensor:
+    """Each row's experts (SwiGLU), one after the other, weighted and added up: [T, H].
+
+    An expert that does not exist counts for nothing.
+    """
+    out = torch.zeros_like(x)
+    for row in range(len(x)):
+        for expert, weight in zip(chosen[row].tolist(), weights[row], strict=True):
+            if 0 <= expert < len(down):
+                inner = silu_mul(gate_up[expert] @ x[row])
+                out[row] += weight * (down[expert] @ inner)
+    return out
 
 
 def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

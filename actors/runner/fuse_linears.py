@@ -1,19 +1,21 @@
-"""Packed linear layers in a model that is not fused whole: mixtures of experts, GPT-2, GPT-NeoX.
+"""Packed linear layers and experts in a model that is not fused whole: Mixtral, GPT-2, GPT-NeoX.
 
 Small products of few rows are most of a decode step, and where torch on a CPU is slowest.
 """
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rayfin.actors.config import Quantization
-from rayfin.actors.runner.fuse import TOLERANCE, WEIGHTS, probe_logits
+from rayfin.actors.runner.fuse import ACTIVATIONS, TOLERANCE, WEIGHTS, probe_logits
 from rayfin.actors.runner.paged_model import PagedModel
-from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.cpu.experts import PackedExperts
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +42,39 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
 
 
+class PackedExpertsModule(nn.Module):
+    """In the place of transformers' experts: same arguments, one call of the compiled kernels."""
+
+    def __init__(self, experts: PackedExperts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [T, H]
+        top_k_index: torch.Tensor,  # [T, K] int64
+        top_k_weights: torch.Tensor,  # [T, K]
+    ) -> torch.Tensor:
+        """[T, H] in the dtype of ``hidden_states``."""
+        out = self.experts.run(hidden_states.float(), top_k_index, top_k_weights.float())
+        return out.to(hidden_states.dtype)
+
+
 @torch.inference_mode()
 def pack_linears(
     paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
 ) -> bool:
-    """Replaces the linear layers of a model in place and frees their weights.
+    """Replaces the linear layers and experts of a model in place and frees their weights.
 
     A model that then computes something else, or reads a weight that is no longer there, gets its
     own layers back: False. That is tried with exact weights, also if others are wanted.
     """
     expected = probe_logits(paged, paged)
-    originals = list(_linears(paged.transformer))
-    for owner, name, linear in originals:
-        setattr(owner, name, _packed(kernels, linear, None))
+    config = paged.transformer.config.get_text_config(decoder=True)
+    activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
+    originals = list(_packable(paged.transformer, activation))
+    for owner, name, module in originals:
+        setattr(owner, name, _packed(kernels, module, activation, None))
     try:
         actual = probe_logits(paged, paged)
         difference = ((actual - expected).abs().max() / expected.abs().max()).item()
@@ -60,23 +82,45 @@ def pack_linears(
         logger.info("linear layers are not packed: %s", error)
         difference = float("inf")
     same = difference <= TOLERANCE[paged.dtype]
-    for owner, name, linear in originals:
+    for owner, name, module in originals:
         if not same:
-            setattr(owner, name, linear)
+            setattr(owner, name, module)
         elif quantization:
-            setattr(owner, name, _packed(kernels, linear, WEIGHTS[quantization]))
+            setattr(owner, name, _packed(kernels, module, activation, WEIGHTS[quantization]))
     return same
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+def _packable(
+    model: nn.Module, activation: Activation | None
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
-            if type(child) is nn.Linear or type(child) is Conv1D:
+            linear = type(child) is nn.Linear or type(child) is Conv1D
+            if linear or (activation is not None and _is_experts(child)):
                 yield owner, name, child
 
 
+def _is_experts(module: nn.Module) -> bool:
+    """Whether it holds gate and up projections [E, 2 F, H], down projections [E, H, F], no more.
+
+    That is how transformers keeps them in Mixtral, Qwen 2 and 3, OLMoE, DeepSeek, Granite and more.
+    """
+    weights = dict(module.named_parameters(recurse=False))
+    if set(weights) != {"gate_up_proj", "down_proj"} or any(w.dim() != 3 for w in weights.values()):
+        return False
+    count, hidden, intermediate = weights["down_proj"].shape
+    return weights["gate_up_proj"].shape == (count, 2 * intermediate, hidden)
+
+
 def _packed(
-    kernels: CpuKernels, linear: nn.Linear | Conv1D, storage: torch.dtype | None
-) -> PackedLinear:
-    weight = linear.weight if isinstance(linear, nn.Linear) else linear.weight.T
-    return PackedLinear(kernels, weight, linear.bias, storage)
+    kernels: CpuKernels,
+    module: Any,
+    activation: Activation | None,
+    storage: torch.dtype | None,
+) -> nn.Module:
+    if _is_experts(module):
+        assert activation is not None
+        weights = (module.gate_up_proj, module.down_proj)
+        return PackedExpertsModule(PackedExperts(kernels, *weights, activation, storage))
+    weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+    return PackedLinear(kernels, weight, module.bias, storage)

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "decoder.h"
+#include "experts.h"
 #include "heads.h"
 #include "isa.h"
 #include "matmul.h"
@@ -107,6 +108,16 @@ RAYFIN_API int64_t rayfin_decoder_workspace(const Decoder* decoder, int64_t toke
 RAYFIN_API void rayfin_decoder_run(Pool* pool, const Decoder* decoder, const Step* step) {
   Turn turn(pool);
   run_decoder(*pool, *decoder, *step);
+}
+
+RAYFIN_API int64_t rayfin_experts_workspace(const Experts* experts, int64_t rows, int64_t top_k) {
+  return experts_workspace_floats(*experts, rows, top_k);
+}
+
+RAYFIN_API void rayfin_experts_run(Pool* pool, const Experts* experts, const Routing* routing, const float* x,
+                                   float* workspace, float* y) {
+  Turn turn(pool);
+  run_experts(*pool, *experts, *routing, x, workspace, y);
 }
 
 RAYFIN_API float rayfin_read_all(Pool* pool, const Matrix* data) {

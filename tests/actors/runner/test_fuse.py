@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfin.actors.runner import fuse as module
 from rayfin.actors.runner.fuse import fuse
 from rayfin.actors.runner.fuse_layers import NotRecognised, norm_weight
-from rayfin.actors.runner.fuse_linears import PackedLinear, pack_linears
+from rayfin.actors.runner.fuse_linears import PackedExpertsModule, PackedLinear, pack_linears
 from rayfin.actors.runner.fused_model import FusedModel
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
 from rayfin.kernels.attention.torch import paged_attention
@@ -101,6 +101,56 @@ def test_linear_layers_are_packed(family: str, tiny_model: Make, kernels: CpuKer
     pack_linears(paged, kernels)
     kinds = {type(part) for part in paged.transformer.modules()}
     assert PackedLinear in kinds and torch.nn.Linear not in kinds
+    torch.testing.assert_close(module.probe_logits(paged, paged), expected, rtol=1e-4, atol=1e-5)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_packed(family: str, kernels: CpuKernels) -> None:
+    """In one call of each layer, the router and what experts share beside it."""
+    torch.manual_seed(3)
+    sizes = {"num_experts_per_tok": 2, "initializer_range": 0.2, **MIXTURES[family]}
+    config = AutoConfig.for_model(family, **{**tiny_sizes(), **sizes})
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=ATTENTION
+    )
+    paged = PagedModel(model.eval().requires_grad_(False), paged_attention)
+    expected = module.probe_logits(paged, paged)
+    assert pack_linears(paged, kernels)
+    packed = [m for m in paged.transformer.modules() if isinstance(m, PackedExpertsModule)]
+    assert len(packed) == (1 if family == "qwen2_moe" else 2)
+    torch.testing.assert_close(module.probe_logits(paged, paged), expected, rtol=1e-4, atol=1e-5)
+
+
+def tiny_sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    }
+
+
+def test_experts_of_another_form_stay(tiny_model: Make, kernels: CpuKernels) -> None:
+    paged = load(tiny_model("gpt_oss").folder)  # other layout, biases, limits
+    expected = module.probe_logits(paged, paged)
+    assert pack_linears(paged, kernels)
+    assert not any(isinstance(m, PackedExpertsModule) for m in paged.transformer.modules())
     torch.testing.assert_close(module.probe_logits(paged, paged), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -13,6 +13,7 @@
 
 #include "../../../kernels/cpu/attention.h"
 #include "../../../kernels/cpu/decoder.h"
+#include "../../../kernels/cpu/experts.h"
 #include "../../../kernels/cpu/isa.h"
 #include "../../../kernels/cpu/matmul.h"
 #include "../../../kernels/cpu/norms.h"
@@ -173,6 +174,29 @@ void decoders() {
   });
 }
 
+void mixtures() {
+  const int64_t count = 5, hidden = 19, inner = 33, rows = 23, top_k = 3;
+  for (Storage storage : {kBFloat16, kInt8}) {
+    std::vector<std::unique_ptr<Matrix>> matrices;
+    std::vector<const Matrix*> gate_up, down;
+    for (int64_t i = 0; i < 2 * count; ++i) {
+      const bool gate = i < count;
+      const int64_t outputs = gate ? 2 * inner : hidden, inputs = gate ? hidden : inner;
+      matrices.push_back(std::make_unique<Matrix>(outputs, inputs, storage, gate));
+      matrices.back()->fill(0, outputs, floats(outputs * inputs).data(), inputs);
+      (gate ? gate_up : down).push_back(matrices.back().get());
+    }
+    const Experts experts{gate_up.data(), down.data(), count, hidden, inner, kSilu};
+    const auto x = floats(rows * hidden), weights = floats(rows * top_k);
+    std::vector<int64_t> chosen;
+    for (int64_t i = 0; i < rows * top_k; ++i) chosen.push_back(i * i % (count + 2) - 1);  // some do not exist
+    std::vector<float> workspace(size_t(experts_workspace_floats(experts, rows, top_k)));
+    on_pools("experts", rows * hidden, [&](Pool& pool, float* out) {
+      run_experts(pool, experts, {chosen.data(), weights.data(), rows, top_k}, x.data(), workspace.data(), out);
+    });
+  }
+}
+
 // Threads that sleep, wake and end while operations come from two callers.
 void pools() {
   for (int round = 0; round < 20; ++round) {
@@ -206,5 +230,6 @@ int main() {
   attentions<float>(kFloat32, floats);
   attentions<BFloat16>(kBFloat16, halves);
   decoders();
+  mixtures();
   std::puts("every operation ran clean");
 }
