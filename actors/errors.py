@@ -8,6 +8,8 @@
     ├── InvalidConfig                   -   a flag or a model that cannot be served
     │   └── UnsupportedModel            -   an architecture outside what Rayfin serves
     ├── RequestFailed                  500  engine_error            this request alone failed
+    │   ├── NumericalError             500  numerical_error         its logits were not finite
+    │   └── RequestQuarantined         500  request_quarantined     it killed its runners
     ├── Overloaded                     429  queue_full
     │   └── RateLimited                429  rate_limit_exceeded     the tenant's tokens are used up
     ├── DeadlineExceeded               408  deadline_exceeded       its time ran out
@@ -85,6 +87,18 @@ class RequestFailed(RayfinError):
 
     type = "server_error"
     code = "engine_error"
+
+
+class NumericalError(RequestFailed):
+    """The model's logits for this request were not finite: there is no token to sample."""
+
+    code = "numerical_error"
+
+
+class RequestQuarantined(RequestFailed):
+    """The request killed its runners more than once, or has the prompt of one that did."""
+
+    code = "request_quarantined"
 
 
 class Overloaded(RayfinError):

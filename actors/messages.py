@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rayfin.actors.errors import RayfinError
+from rayfin.actors.errors import RayfinError, RequestFailed
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -226,8 +226,9 @@ class StepResult:
     epoch: int
     step: int
     tokens: Int32Array  # [R, L]
-    errors: dict[int, str] = field(default_factory=dict)  # row -> why that row alone failed
+    errors: dict[int, RequestFailed] = field(default_factory=dict)  # row -> why it alone failed
     seconds: float = 0.0  # time in the runner
+    out_of_memory: bool = False  # it had to be computed in parts
     logprobs: Logprobs | None = None  # of the rows that ask; ``at`` is row * L + column
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row; ``at`` is the
     # prompt position [1, P) of the token
@@ -252,6 +253,7 @@ class Ended:
     error: RayfinError | None = None
     cached_tokens: int = 0  # prompt tokens that were not computed
     hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
+    deaths: int = 0  # of runners that had it in flight, of which it has not been cleared
 
 
 @dataclass(slots=True)
@@ -346,3 +348,5 @@ class EngineStats:
     seconds_since_progress: float = 0.0  # 0 when idle
     last_step_seconds: float = 0.0
     draining: bool = False  # it takes no new requests
+    seconds_since_tick: float = 0.0  # since the scheduler's loop turned
+    generation: int = 0  # how often its scheduler was replaced

@@ -1,44 +1,86 @@
-"""Starts one engine and watches it: a plain class that a Serve replica or an ``LLM`` holds."""
+"""Starts one engine or adopts one, watches it, and repairs it in place.
+
+A plain class that a Serve replica or an ``LLM`` holds. Under Serve the actors are detached: they
+outlive their supervisor, the next one claims them, and streams never notice.
+
+    the scheduler dies, hangs, or has failed   it is replaced under its name; the new one takes the
+                                               runners over with the model that they have loaded
+    the supervisor dies                        the next one of the same application and settings
+                                               claims the engine when its pulse has stopped
+    both die                                   the next supervisor finds runners that have no
+                                               scheduler, and starts one for them
+    nobody comes                               scheduler and runners exit when their leases run out
+"""
 
 import asyncio
 import logging
 import time
+import uuid
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.util import list_named_actors
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError
-from rayfin.actors.group import describe
+from rayfin.actors.group import NAMESPACE, describe, end_process, runner_name, when_name_is_free
 from rayfin.actors.messages import EngineInfo, EngineStats
-from rayfin.actors.scheduler.actor import SchedulerActor
+from rayfin.actors.processes import Process, is_stopped
+from rayfin.actors.scheduler.actor import Claim, NotOwner, SchedulerActor, Start
+from rayfin.actors.scheduler.executor import GroupFailed
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "rayfin"
-"""Ray namespace in which the scheduler actors are registered, so that every ingress finds them."""
+PULSE_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+MISSED_PULSES = 3
+"""A scheduler that misses so many pulses in a row is hung; one that was stopped is so at once."""
 
+TICK_SECONDS = 20.0
+"""... and so is one whose loop has not turned for so long; it turns while it waits for runners."""
+
+MAX_FAILURES = 3
+"""Failed attempts in a row to repair an engine, after which Serve shall replace the replica."""
+
+MAX_BACKOFF_SECONDS = 30.0
 DRAIN_POLL_SECONDS = 0.1
+EVICT_SECONDS = 3.0
 STALL_SECONDS = 60.0
 STALL_STEPS = 100
 """An engine has stalled when it has work and finished no step for this long, or this many steps."""
 
 
 class Supervisor:
-    """One engine's placement group and scheduler actor (which owns the runners).
+    """One engine's placement group, scheduler actor and runners.
 
-    Everything it starts belongs to the process that holds it and dies with it.
+    Args:
+        name: of the engine; where ``detached``, what its name begins with: it ends with the
+            smallest number that is free.
+        detached: the actors outlive this process, and this one may adopt those of another.
+            Otherwise they die with it.
     """
 
-    def __init__(self, args: EngineArgs, name: str) -> None:
+    def __init__(self, args: EngineArgs, name: str, *, detached: bool = False) -> None:
         self.name = name
         self._args = replace(args, device=pick_cluster_device(args.device))
+        self._id = uuid.uuid4().hex if detached else None
         self._placement: PlacementGroup | None = None
         self._scheduler: Any = None
+        self._processes: list[Process] = []  # of the scheduler, then of the runners
+        self._generation = 0
+        self._missed = 0
+        self._failures = 0
+        self._trouble: str | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def scheduler(self) -> Any:
@@ -46,22 +88,95 @@ class Supervisor:
         return self._scheduler
 
     async def start(self) -> EngineInfo:
-        """Places and starts the engine; returns when it takes requests.
+        """Adopts or starts the engine; returns when it takes requests.
 
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
             EngineUnavailable: the cluster has no room, or something died on the way.
         """
+        try:
+            if self._id is None:
+                self._place(self.name)
+                return await self._launch()
+            info = await self._adopt()
+            if info is None:
+                await asyncio.to_thread(self._place_first_free)
+                info = await self._launch()
+        except BaseException:
+            self.stop()
+            raise
+        self._watching = asyncio.create_task(self._watch())
+        return info
+
+    def check(self) -> None:
+        """Whether the engine is well, or about to be repaired; waits for nothing.
+
+        Raises:
+            EngineUnavailable: several repairs in a row have failed.
+        """
+        if failpoints.ACTIVE:
+            failpoints.ACTIVE.hit("supervisor.check")
+        if self._failures >= MAX_FAILURES:
+            raise EngineUnavailable(f"engine {self.name}: {self._trouble}")
+
+    async def drain(self, seconds: float) -> None:
+        """Sends new requests elsewhere, lets the others finish for ``seconds``, then moves them.
+
+        Returns when nothing is left, or when the engine is dead.
+        """
+        try:
+            await self._scheduler.drain.remote()
+            if not await self._idle(seconds):
+                await self._scheduler.evict.remote()
+                await self._idle(EVICT_SECONDS)
+        except RayError as error:
+            logger.warning("engine %s is gone before it has drained: %s", self.name, error)
+
+    def stop(self) -> None:
+        """Kills scheduler and runners, and gives the resources back."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._scheduler is None:
+            return
+        ray.kill(self._scheduler)
+        kill_named(runner_name(self.name))
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+
+    def _place(self, name: str) -> None:
+        """Takes the engine's name, and asks for its resources."""
+        self.name = name
+        self._scheduler = self._new_scheduler()
+        options = {} if self._id is None else {"name": name, "lifetime": "detached"}
         bundle = {"CPU": 1.0, "GPU": 1.0} if self._args.device == "cuda" else {"CPU": 1.0}
-        self._placement = placement_group([bundle], strategy="STRICT_PACK")
-        actor_class: Any = SchedulerActor  # Ray's stubs lose `options` on a decorated class
-        options = {"name": self.name, "namespace": NAMESPACE}
-        self._scheduler = actor_class.options(**options).remote(self.name)
+        self._placement = placement_group([bundle], strategy="STRICT_PACK", **options)
+
+    def _place_first_free(self) -> None:
+        """The first number whose name is free, and that left no placement group behind."""
+        prefix, number = self.name, 0
+        while True:
+            name = f"{prefix}{number}"
+            try:
+                if find_actor(runner_name(name)) is None:
+                    self._place(name)
+                    return
+            except ValueError:  # the name is taken
+                logger.debug("engine %s is another supervisor's", name)
+            number += 1
+
+    async def _launch(self) -> EngineInfo:
+        """Starts the engine of the scheduler at hand."""
+        assert self._placement is not None
+        runner = self._processes[1] if len(self._processes) > 1 else None
+        start = Start(self._args, self._placement, self._id, self._generation, runner)
         try:
             await self._placement.ready()
-            info: EngineInfo = await self._scheduler.start.remote(self._args, self._placement)
+            process = await self._scheduler.process.remote()
+            self._processes[:1] = [process]
+            info: EngineInfo = await self._scheduler.start.remote(start)
+            self._processes[1:] = await self._scheduler.runners.remote()
         except RayTaskError as error:
-            if isinstance(error.cause, RayfinError):
+            if isinstance(error.cause, RayfinError) and not isinstance(error.cause, GroupFailed):
                 raise error.cause from None
             raise EngineUnavailable(describe(error)) from error
         except RayError as error:
@@ -69,41 +184,156 @@ class Supervisor:
         logger.info("engine %s is ready: %s", self.name, info)
         return info
 
-    async def check(self, timeout: float = 5.0) -> EngineStats:
-        """Asks for progress, never for a step.
+    def _new_scheduler(self) -> Any:
+        """A scheduler actor under the engine's name.
 
         Raises:
-            EngineUnavailable: the engine is dead, or has work and does not advance.
+            ValueError: the name is taken.
         """
-        if failpoints.ACTIVE:
-            failpoints.ACTIVE.hit("supervisor.check")
-        try:
-            stats: EngineStats = await asyncio.wait_for(self._scheduler.stats.remote(), timeout)
-        except RayTaskError as error:
-            raise EngineUnavailable(str(error.cause)) from None
-        except (RayError, TimeoutError) as error:
-            raise EngineUnavailable(f"engine {self.name} does not answer: {error}") from None
-        check_progress(stats)
-        return stats
+        actor_class: Any = SchedulerActor  # Ray's stubs lose `options` on a decorated class
+        options = {"name": self.name, "namespace": NAMESPACE}
+        if self._id is not None:
+            options["lifetime"] = "detached"
+        return actor_class.options(**options).remote(self.name)
 
-    async def drain(self, seconds: float) -> None:
-        """Returns when nothing runs or waits, or after ``seconds``, or when the engine is dead."""
+    async def _adopt(self) -> EngineInfo | None:
+        """An engine of the same settings that nobody supervises any more; None: there is none.
+
+        One whose supervisor has died recently is waited for: its lease has yet to run out.
+        """
+        while True:
+            waiting = False
+            for name in await asyncio.to_thread(engine_names, self.name):
+                claim = await self._claim(name)
+                if claim is not None and claim.granted:
+                    return await self._take(name, claim)
+                waiting |= claim is not None and claim.compatible and claim.silence > PULSE_SECONDS
+            if not waiting:
+                return await self._adopt_runners()
+            await asyncio.sleep(PULSE_SECONDS / 2)
+
+    async def _claim(self, name: str) -> Claim | None:
+        scheduler = find_actor(name)
+        if scheduler is None:
+            return None
+        try:
+            ask = scheduler.claim.remote(self._id, self._args)
+            claim: Claim = await asyncio.wait_for(ask, ANSWER_SECONDS)
+        except (RayError, TimeoutError) as error:
+            logger.warning("engine %s cannot be claimed: %s", name, error)
+            return None
+        if claim.granted:
+            self._scheduler = scheduler
+        return claim
+
+    async def _take(self, name: str, claim: Claim) -> EngineInfo:
+        assert claim.info is not None and claim.process is not None
+        self.name, self._placement = name, claim.placement
+        self._processes = [claim.process, *await self._scheduler.runners.remote()]
+        logger.warning("adopted engine %s", name)
+        return claim.info
+
+    async def _adopt_runners(self) -> EngineInfo | None:
+        """An engine that has lost supervisor and scheduler, but not yet its runners."""
+        prefix = self.name
+        for name in await asyncio.to_thread(engine_names, prefix):
+            try:
+                if find_actor(name) is None and find_actor(runner_name(name)) is not None:
+                    self._placement = get_placement_group(name)
+                    self.name = name
+                    self._scheduler = self._new_scheduler()
+                    return await self._launch()
+            except ValueError as error:  # another was faster, or the placement group is gone
+                logger.warning("the runners of %s cannot be adopted: %s", name, error)
+            self.name = prefix
+        return None
+
+    async def _watch(self) -> None:
+        """Looks after the engine for ever, or until another supervisor does."""
+        while True:
+            await asyncio.sleep(PULSE_SECONDS)
+            try:
+                trouble = await self._pulse()
+                if trouble is not None:
+                    await self._repair(trouble)
+            except NotOwner as error:
+                logger.error("this supervisor was taken for dead: %s", error)
+                self._scheduler = None  # not ours to stop
+                self._failures, self._trouble = MAX_FAILURES, str(error)
+                return
+            except Exception as error:
+                self._failures += 1
+                self._trouble = str(error)
+                logger.exception("engine %s cannot be repaired", self.name)
+                await asyncio.sleep(min(2.0**self._failures, MAX_BACKOFF_SECONDS))
+
+    async def _pulse(self) -> str | None:
+        """What is wrong with the scheduler; None: nothing, so far."""
+        try:
+            pulse = self._scheduler.pulse.remote(self._id)
+            stats: EngineStats = await asyncio.wait_for(pulse, ANSWER_SECONDS)
+        except RayTaskError as error:
+            if isinstance(error.cause, NotOwner):
+                raise error.cause from None
+            return str(error.cause)
+        except ActorDiedError as error:
+            return describe(error)
+        except (RayError, TimeoutError):
+            self._missed += 1
+        else:
+            self._missed = 0
+            self._generation = stats.generation
+            if stats.seconds_since_tick > TICK_SECONDS:
+                return f"its loop has not turned for {stats.seconds_since_tick:.0f} s"
+            self._failures = 0
+        if self._missed and self._processes and is_stopped(self._processes[0]):
+            return "its process is stopped"
+        return f"{self._missed} pulses missed" if self._missed >= MISSED_PULSES else None
+
+    async def _repair(self, trouble: str) -> None:
+        """A new scheduler under the same name, a generation later."""
+        logger.error("engine %s: %s; its scheduler is replaced", self.name, trouble)
+        self._trouble = trouble
+        await asyncio.to_thread(self._end_scheduler)
+        self._missed = 0
+        self._generation += 1
+        self._scheduler = await asyncio.to_thread(when_name_is_free, self._new_scheduler)
+        await self._launch()
+
+    def _end_scheduler(self) -> None:
+        if self._processes and not end_process(self._processes[0]):
+            raise EngineUnavailable(f"the old scheduler cannot be killed: {self._processes[0]}")
+        ray.kill(self._scheduler)
+
+    async def _idle(self, seconds: float) -> bool:
+        """Waits until nothing runs or waits; False after ``seconds``."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            try:
-                stats = await self.check()
-            except EngineUnavailable:
-                return
+            stats: EngineStats = await self._scheduler.stats.remote()
             if not stats.running + stats.waiting:
-                return
+                return True
             await asyncio.sleep(DRAIN_POLL_SECONDS)
+        return False
 
-    def stop(self) -> None:
-        """Kills the scheduler, and with it the runners, and gives the resources back."""
-        if self._scheduler is not None:
-            ray.kill(self._scheduler)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
+
+def engine_names(prefix: str) -> list[str]:
+    """Engines whose names begin so, of which a scheduler or a runner is registered."""
+    actors = list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+    return sorted({name.partition("/runner/")[0] for name in names if name.startswith(prefix)})
+
+
+def find_actor(name: str) -> Any | None:
+    """The handle of a named actor, None where there is none."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def kill_named(name: str) -> None:
+    if (actor := find_actor(name)) is not None:
+        ray.kill(actor)
 
 
 def check_progress(stats: EngineStats) -> None:

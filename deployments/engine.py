@@ -7,7 +7,7 @@ from ray import serve
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.supervisor import Supervisor
-from rayfin.deployments.engine_names import engine_name
+from rayfin.deployments.engine_names import engine_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -21,25 +21,26 @@ logger = logging.getLogger(__name__)
     max_constructor_retry_count=2,
 )
 class EngineDeployment:
-    """One replica = the supervisor of one engine, found by ingresses in Ray's actor registry."""
+    """One replica = the supervisor of one engine, found by ingresses in Ray's actor registry.
+
+    The engine does not die with the replica: the next one adopts it.
+    """
 
     async def __init__(self, args: EngineArgs, drain_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
         self._drain_seconds = drain_seconds
-        context = serve.get_replica_context()
-        self._supervisor = Supervisor(
-            args, engine_name(context.app_name, context.replica_id.unique_id)
-        )
+        app = serve.get_replica_context().app_name
+        self._supervisor = Supervisor(args, engine_prefix(app), detached=True)
         await self._supervisor.start()
 
     async def check_health(self) -> None:
-        """Serve replaces the replica, and the engine with it, after three failures in a row."""
+        """Fails when the engine cannot be repaired in place: then Serve replaces the replica."""
         try:
-            await self._supervisor.check()
+            self._supervisor.check()
         except EngineUnavailable as error:
             logger.error("%s", error)
             raise
 
     async def __del__(self) -> None:
-        """Serve's last call: what runs may finish, then the engine goes."""
+        """Serve's last call: what runs may finish or is moved, then the engine goes."""
         await self._supervisor.drain(self._drain_seconds)
         self._supervisor.stop()

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rayfin.actors.errors import InvalidRequest, Overloaded
+from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
 from rayfin.actors.messages import COPY, BeamParams
 from rayfin.actors.scheduler.fake_stream import Stream
 from rayfin.actors.scheduler.harness import make_harness
@@ -34,6 +34,7 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.num_refused = 0
+        self.num_quarantined = 0  # for the prompt of one that was convicted
         self.harness = make_harness(**self._settings())
         self.refused = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -93,6 +94,9 @@ class Life:
         for _ in range(draw.choice([0, 0, 0, 1, 2, 3])):
             kind = draw.choice([executor.fail_at, executor.fail_submit_at, executor.stale_at])
             kind.add(draw.randint(0, 40))
+        if draw.random() < 0.2:
+            executor.poison.update(draw.sample(range(15), draw.randint(1, 2)))
+            executor.poison_raises = draw.random() < 0.5
         for _ in range(draw.choice([0, 0, 1, 2])):
             executor.errors.add((draw.randint(0, 9), draw.randint(0, 8)))
         for _ in range(draw.choice([0, 0, 3])):
@@ -126,6 +130,7 @@ class Life:
             "extra_keys": draw.choice([(), (), (), ("salt",)]),
             "logprobs": draw.choice([None, None, None, 0, 3]),
             "prompt_logprobs": draw.choice([None, None, None, None, 2]),
+            "deaths": draw.choice([0] * 12 + [1]),
         }
         if draw.random() < 0.12:
             settings["beams"] = BeamParams(
@@ -160,6 +165,14 @@ class Life:
         )
         try:
             stream = self.harness.add(prompt, max_tokens, **wishes)
+        except RequestQuarantined:
+            assert any(
+                own.source.prompt.tolist() == prompt
+                for own in self.harness.streams.values()
+                if own.ended is not None and isinstance(own.ended.error, RequestQuarantined)
+            ), "refused for another's prompt"
+            self.num_quarantined += 1
+            return None
         except Overloaded:
             assert full, "refused without need"
             self.num_refused += 1
@@ -305,6 +318,11 @@ def account(life: Life) -> Counter[str]:
     happened["pages swapped in"] = stats.swapped_in
     happened["queue full"] = life.num_refused
     happened["restarts"] = harness.executor.epoch
+    happened["poisons found"] = sum(
+        stream.ended is not None and isinstance(stream.ended.error, RequestQuarantined)
+        for stream in harness.streams.values()
+    )
+    happened["prompts blocked"] = life.num_quarantined
     happened["prefix hits"] = stats.prefix_hits
     happened["searches refused"] = life.refused
     return happened

@@ -1,12 +1,32 @@
 """The Ray shell of a ModelRunner."""
 
+import logging
 import os
+from dataclasses import dataclass
 
 import ray
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
+from rayfin.actors.lifeline import Lifeline
 from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.processes import Process, this_process
+
+logger = logging.getLogger(__name__)
+
+RUNNER_LEASE_SECONDS = 20.0
+"""A runner that got no step and no ping for this long has no scheduler any more, and exits."""
+
+GENERATION_BITS = 20
+"""epoch = generation << GENERATION_BITS | restarts: each scheduler counts its own restarts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """What a scheduler must know of the runner that it takes over."""
+
+    config: EngineConfig
+    epoch: int
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
@@ -16,32 +36,69 @@ class ModelRunnerActor:
     Ray retries nothing here: a step that may or may not have run is for the scheduler to replay.
     """
 
+    def __init__(self, lease: float = RUNNER_LEASE_SECONDS) -> None:
+        self._args: EngineArgs | None = None
+        self._config: EngineConfig | None = None
+        self._epoch = -1
+        self._lifeline = Lifeline(lease, _exit)
+        self._lifeline.watch()
+
+    def process(self) -> Process:
+        """Who this is, for those who must see it gone."""
+        return this_process(ray.get_runtime_context().get_node_id())
+
     def load(self, args: EngineArgs) -> tuple[ModelFacts, BatchLimits]:
         """Loads the weights and measures the memory left for pages.
 
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
         """
-        if failpoints.ACTIVE:
-            failpoints.ACTIVE.hit("runner.load")
-        # Imported here, where the device is: the scheduler's process sees this class, and no torch.
-        from rayfin.actors.runner.model_runner import ModelRunner
+        with self._lifeline.work():  # to import torch may take longer than the lease
+            if failpoints.ACTIVE:
+                failpoints.ACTIVE.hit("runner.load")
+            # Here, where the device is: the scheduler's process sees this class, and no torch.
+            from rayfin.actors.runner.model_runner import ModelRunner
 
-        self._runner = ModelRunner(args)
-        return self._runner.profile()
+            self._args = args
+            self._runner = ModelRunner(args)
+            return self._runner.profile()
 
     def start(self, config: EngineConfig, epoch: int) -> None:
         """Allocates the pages."""
-        self._runner.start(config, epoch)
+        with self._lifeline.work():
+            self._runner.start(config, epoch)
+            self._config, self._epoch = config, epoch
+
+    def adopt(self, args: EngineArgs, generation: int) -> Adoption | None:
+        """Forgets all requests, and belongs to another scheduler from now on; the model stays.
+
+        Steps of the one before are refused: the new epoch is of a later generation, at least
+        ``generation``. None where there is nothing to adopt: other settings, or no model yet.
+        """
+        if self._config is None or args != self._args:
+            return None
+        generation = max(generation, (self._epoch >> GENERATION_BITS) + 1)
+        self.start(self._config, generation << GENERATION_BITS)
+        return Adoption(self._config, self._epoch)
 
     def execute(self, info: SchedulerInfo) -> StepResult:
         """Runs a step; its answer is an object ref in the scheduler's hands meanwhile."""
-        if failpoints.ACTIVE is None:
-            return self._runner.execute(info)
-        failpoints.ACTIVE.hit_step("runner.before_execute", info)
-        result = self._runner.execute(info)
-        failpoints.ACTIVE.hit_step("runner.before_reply", info)
-        return result
+        with self._lifeline.work():
+            if failpoints.ACTIVE is None:
+                return self._runner.execute(info)
+            failpoints.ACTIVE.hit_step("runner.before_execute", info)
+            result = self._runner.execute(info)
+            failpoints.ACTIVE.hit_step("runner.before_reply", info)
+            return result
+
+    def ping(self) -> None:
+        """Somebody wants this runner still."""
+        self._lifeline.heard()
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def _exit() -> None:
+    logger.warning("no scheduler wants this runner: it exits")
+    os._exit(0)

@@ -1,5 +1,6 @@
 """Everything that happens on a device happens here: load, profile, execute one step at a time."""
 
+import logging
 import os
 import time
 
@@ -22,6 +23,7 @@ from rayfin.actors.runner.batch import build_inputs, next_decode
 from rayfin.actors.runner.fuse import TOLERANCE, fuse
 from rayfin.actors.runner.fuse_linears import pack_linears
 from rayfin.actors.runner.fused_model import FusedModel
+from rayfin.actors.runner.isolate import is_out_of_memory, isolate
 from rayfin.actors.runner.memory import available_bytes
 from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
@@ -29,10 +31,16 @@ from rayfin.actors.runner.profiling import largest_step
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampler import Sampled, Sampler
 from rayfin.actors.runner.weights import load_config, load_model, max_position
+from rayfin.actors.scheduler.executor import Fenced
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Steps in a row of which no row could be computed: then it is the runner, which is replaced."""
 
 ONE_THREAD_PARAMETERS = 32_000_000
 """Models with fewer parameters compute on one thread unless told otherwise."""
@@ -67,6 +75,7 @@ class ModelRunner:
         self._page_size = args.page_size
         self._epoch = -1
         self._next_step = 0
+        self._failed_steps = 0  # in a row, of which no row could be computed
 
     @staticmethod
     def _on_kernels(
@@ -119,8 +128,11 @@ class ModelRunner:
         """Runs one step: moves pages, takes in its news, computes, samples.
 
         Raises:
-            EngineUnavailable: the step is of another epoch, or not the next one.
+            Fenced: the step is of an epoch that is over.
+            EngineUnavailable: it is of another epoch, or not the next one.
         """
+        if info.epoch < self._epoch:
+            raise Fenced(f"step {info.epoch}.{info.step} refused: this runner is at {self._epoch}")
         if (info.epoch, info.step) != (self._epoch, self._next_step):
             raise EngineUnavailable(
                 f"step {info.epoch}.{info.step} refused: this runner is at "
@@ -136,7 +148,7 @@ class ModelRunner:
         result = StepResult(info.epoch, info.step, tokens)
         logprobs: list[Logprobs] = []
         for column in range(lease):
-            sampled = self._advance(info)
+            sampled = self._advance(info, result)
             tokens[rows, column] = sampled.tokens
             result.errors |= {int(rows[row]): error for row, error in sampled.errors.items()}
             result.prompt_logprobs |= sampled.prompt_logprobs  # only where rows are still all
@@ -154,9 +166,38 @@ class ModelRunner:
         result.seconds = time.perf_counter() - started
         return result
 
+    def _advance(self, info: SchedulerInfo, result: StepResult) -> Sampled:
+        """One forward, and one token for each row that samples; a row at fault fails alone.
+
+        Raises:
+            Exception: the model's own; a step of several rows fails as a whole, or steps of one row
+                have failed again and again: it is not the requests' fault.
+        """
+        try:
+            return self._compute(info)
+        except Exception as error:
+            self._leave_broken_device(error)
+            result.out_of_memory |= is_out_of_memory(error)
+            self._failed_steps += 1
+            if self._failed_steps > MAX_FAILED_STEPS:
+                raise
+            sampled = isolate(self._compute, info, error)
+            if len(sampled.errors) < len(info.ids):
+                self._failed_steps = 0
+            return sampled
+
+    def _leave_broken_device(self, error: Exception) -> None:
+        """After some errors a CUDA context fails every call: only a new process helps."""
+        if self._device.type != "cuda" or is_out_of_memory(error):
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            logger.exception("the device is broken: this runner exits")
+            os._exit(1)
+
     @torch.inference_mode()
-    def _advance(self, info: SchedulerInfo) -> Sampled:
-        """One forward, and one token for each row that samples."""
+    def _compute(self, info: SchedulerInfo) -> Sampled:
         inputs = build_inputs(info, self._slots, self._page_size, self._device)
         wanted = self._sampler.wanted(info, inputs)
         spoiled = _planted(info) if failpoints.ACTIVE else []

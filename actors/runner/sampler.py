@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rayfin.actors.errors import NumericalError, RequestFailed
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Logprobs, SchedulerInfo
 from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.logits_processors import LogitsProcessors
@@ -13,7 +14,7 @@ from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.sampling.sample import find_bad_rows, sample
 
 NO_TOKEN_LEFT = "no token is left that allowed_token_ids, bad_words and min_tokens let through"
-NOT_FINITE = "numerical_error: the model's logits are not finite"
+NOT_FINITE = "the model's logits are not finite"
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class Sampled:
     """What one forward gave; rows are those of its step."""
 
     tokens: Int32Array  # [R], NO_TOKEN where nothing was sampled
-    errors: dict[int, str] = field(default_factory=dict)  # by row
+    errors: dict[int, RequestFailed] = field(default_factory=dict)  # by row
     logprobs: Logprobs | None = None  # ``at`` is a row
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row
 
@@ -59,11 +60,11 @@ class Sampler:
         bad = find_bad_rows(raw).cpu().numpy()
         if processed is not raw:
             empty = find_bad_rows(processed).cpu().numpy() & ~bad
-            result.errors = {row: NO_TOKEN_LEFT for row in rows[empty].tolist()}
+            result.errors = {row: RequestFailed(NO_TOKEN_LEFT) for row in rows[empty].tolist()}
             tokens[empty] = NO_TOKEN
         tokens[bad] = NO_TOKEN
         result.tokens[rows] = tokens
-        result.errors |= {row: NOT_FINITE for row in rows[bad].tolist()}
+        result.errors |= {row: NumericalError(NOT_FINITE) for row in rows[bad].tolist()}
         asked = self._slots.logprobs[slots]
         if (most := int(asked.max())) != NO_LOGPROBS:
             asking = asked != NO_LOGPROBS

@@ -2,26 +2,31 @@
 
     submit      requests and aborts come in                   (concurrency group "requests")
     subscribe   one client's news, a message per step         ("streams", a thread per client)
-    the others  start, info, stats: never wait for a step     ("control")
+    the others  start, claim, pulse, ...: never wait for a step  ("control")
 
-The doors only touch queues; the engine is the loop thread's alone.
+The doors only touch queues; the engine is the loop thread's alone. A supervisor owns this actor as
+long as its pulse comes; then the next one may claim it, and in the end the actor leaves by itself
+and takes its runners along.
 """
 
 import logging
+import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, RayfinError
-from rayfin.actors.group import RunnerGroup
+from rayfin.actors.errors import EngineUnavailable, RayfinError, RequestMoved
+from rayfin.actors.group import NAMESPACE, RunnerGroup
+from rayfin.actors.lifeline import Lifeline
 from rayfin.actors.messages import (
     Ended,
     EngineInfo,
@@ -31,7 +36,10 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 from rayfin.actors.priority import step_behind_runners
+from rayfin.actors.processes import Process, this_process
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.executor import Fenced, GroupFailed
+from rayfin.actors.scheduler.keeper import Keeper
 from rayfin.actors.scheduler.subscriptions import Subscriptions
 
 logger = logging.getLogger(__name__)
@@ -42,12 +50,24 @@ CLIENT_LEASE_SECONDS = 15.0
 
 RECALL_SECONDS = 5.0  # that a question may wait for the loop
 
+CLAIM_SECONDS = 5.0
+"""A supervisor without a pulse for this long may be replaced by another."""
+
+SUPERVISOR_LEASE_SECONDS = 60.0
+"""... and after this long nobody wants the engine any more."""
+
 OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
     "num_cpus": 0,
-    "concurrency_groups": {"requests": 1, "streams": MAX_CLIENTS, "control": 4},
+    "concurrency_groups": {"requests": 1, "streams": MAX_CLIENTS, "control": 6},
 }
+
+
+class NotOwner(EngineUnavailable):
+    """A supervisor's pulse at an engine that another one has claimed meanwhile."""
+
+    code = "not_owner"
 
 
 @dataclass(slots=True)
@@ -59,6 +79,9 @@ class _Mail:
     aborts: list[int] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)
     leaves: bool = False
+    drain: bool = False  # take no more requests
+    evict: bool = False  # send those that are left elsewhere
+    broken: str | None = None  # the runners died while nothing ran
 
 
 @dataclass(slots=True)
@@ -70,33 +93,110 @@ class _Recall:
     logs: Future[list[TokenLog | None]] = field(default_factory=Future)
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a scheduler is to start its engine."""
+
+    args: EngineArgs
+    placement: PlacementGroup | None = None
+    owner: str | None = None  # the supervisor whose pulse it needs; None: it lives with its creator
+    generation: int = 0
+    runner: Process | None = None  # of the scheduler before this one
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a supervisor that looks for an engine is told."""
+
+    granted: bool
+    compatible: bool  # it could be granted, if the owner falls silent
+    silence: float = 0.0  # seconds since the owner's last pulse
+    info: EngineInfo | None = None
+    placement: PlacementGroup | None = None
+    process: Process | None = None
+
+
 @ray.remote(**OPTIONS)
 class SchedulerActor:
     """One engine's scheduler, with the runners that it drives."""
 
-    def __init__(self, name: str, client_lease: float = CLIENT_LEASE_SECONDS) -> None:
+    def __init__(
+        self,
+        name: str,
+        client_lease: float = CLIENT_LEASE_SECONDS,
+        supervisor_lease: float = SUPERVISOR_LEASE_SECONDS,
+        claim_after: float = CLAIM_SECONDS,
+    ) -> None:
         step_behind_runners()
         self._name = name
         self._client_lease = client_lease
         self._inbox: queue.SimpleQueue[_Mail | _Recall] = queue.SimpleQueue()
         self._subscriptions = Subscriptions()
+        self._lifeline = Lifeline(supervisor_lease, self._leave)
+        self._claims = threading.Lock()
+        self._claim_after = claim_after
+        self._started = Start(EngineArgs())
         self._engine: Engine | None = None
         self._group: RunnerGroup | None = None
         self._failure: str | None = None
+        self._ticked = time.monotonic()
+        self._leaving = False
 
     @ray.method(concurrency_group="control")
-    def start(self, args: EngineArgs, placement: PlacementGroup | None = None) -> EngineInfo:
-        """Starts the runners, loads the model, then steps for ever; returns when it is ready.
+    def start(self, start: Start) -> EngineInfo:
+        """Starts or adopts the runners, then steps for ever; returns when it is ready.
 
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
         """
         if failpoints.ACTIVE:
             failpoints.ACTIVE.hit("scheduler.start")
-        self._group = RunnerGroup(args, placement)
-        self._engine = Engine(self._group.start(), self._group)
+        self._started = start
+        if start.owner is not None:
+            self._lifeline.watch()
+        with self._lifeline.work():
+            self._group = RunnerGroup(
+                start.args,
+                self._name,
+                start.placement,
+                generation=start.generation,
+                known=start.runner,
+                detached=start.owner is not None,
+                on_wait=self._tick,
+                may_restart=self._is_current,
+            )
+            self._engine = Engine(self._group.start(), self._group)
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
+        Keeper(self._group, self._engine, self._report_broken).watch()
         return self._info()
+
+    @ray.method(concurrency_group="control")
+    def claim(self, owner: str, args: EngineArgs) -> Claim:
+        """A supervisor asks for this engine: it gets it if the one before has fallen silent."""
+        with self._claims:
+            silence = self._lifeline.silence
+            start = self._started
+            if self._engine is None or self._failure or args != start.args or start.owner is None:
+                return Claim(False, False)
+            if silence < self._claim_after:
+                return Claim(False, True, silence)
+            logger.warning("supervisor %s takes over from %s", owner, start.owner)
+            self._started = replace(start, owner=owner)
+            self._lifeline.heard()
+        return Claim(True, True, silence, self._info(), start.placement, _process())
+
+    @ray.method(concurrency_group="control")
+    def pulse(self, owner: str) -> EngineStats:
+        """The supervisor lives, and asks how the engine does.
+
+        Raises:
+            NotOwner: it has another supervisor.
+            EngineUnavailable: it has failed.
+        """
+        if owner != self._started.owner:
+            raise NotOwner(f"engine {self._name} has another supervisor")
+        self._lifeline.heard()
+        return self._stats(self._running_engine())
 
     @ray.method(concurrency_group="control")
     def info(self) -> EngineInfo:
@@ -114,7 +214,7 @@ class SchedulerActor:
         Raises:
             EngineUnavailable: it has not started, or has failed.
         """
-        return self._running_engine().stats()
+        return self._stats(self._running_engine())
 
     @ray.method(concurrency_group="control")
     def check_integrity(self) -> None:
@@ -126,9 +226,29 @@ class SchedulerActor:
         self._running_engine().check_integrity()
 
     @ray.method(concurrency_group="control")
+    def process(self) -> Process:
+        """Who this is, for those who must see it gone."""
+        return _process()
+
+    @ray.method(concurrency_group="control")
+    def runners(self) -> list[Process]:
+        """The runners' processes."""
+        return self._runners()
+
+    @ray.method(concurrency_group="control")
     def runner_pids(self) -> list[int]:
         """Process ids of the runners, for operators and fault tests."""
-        return self._group.pids() if self._group is not None else []
+        return [process.pid for process in self._runners()]
+
+    @ray.method(concurrency_group="control")
+    def drain(self) -> None:
+        """New requests are sent elsewhere from now on; what is here may finish."""
+        self._inbox.put(_Mail("", drain=True))
+
+    @ray.method(concurrency_group="control")
+    def evict(self) -> None:
+        """Time is up: what is still here is sent elsewhere, with all the tokens it has."""
+        self._inbox.put(_Mail("", drain=True, evict=True))
 
     @ray.method(concurrency_group="requests")
     def submit(
@@ -169,10 +289,20 @@ class SchedulerActor:
         self._inbox.put(mail)
         return mail.logs.result(RECALL_SECONDS)
 
+    def _runners(self) -> list[Process]:
+        process = self._group.process if self._group else None
+        return [] if process is None else [process]
+
     def _beat(self) -> TokenDeltas:
         message = TokenDeltas.only()
-        message.stats = self._running_engine().stats()
+        message.stats = self._stats(self._running_engine())
         return message
+
+    def _stats(self, engine: Engine) -> EngineStats:
+        stats = engine.stats()
+        stats.seconds_since_tick = time.monotonic() - self._ticked
+        stats.generation = self._group.generation if self._group else 0
+        return stats
 
     def _info(self) -> EngineInfo:
         config = self._running_engine().config
@@ -198,15 +328,31 @@ class SchedulerActor:
             while True:
                 if failpoints.ACTIVE:
                     failpoints.ACTIVE.hit("scheduler.tick")
+                self._tick()
                 self._read_mail(engine)
                 self._subscriptions.post(engine.step())
                 for client in self._subscriptions.silent(self._client_lease):
                     logger.warning("client %s has gone; its requests are aborted", client)
                     self._drop(engine, client)
+        except Fenced as fenced:
+            logger.error("engine %s: %s; this scheduler exits", self._name, fenced)
+            os._exit(1)
         except Exception as error:
             logger.exception("engine %s cannot go on", self._name)
             self._failure = f"{type(error).__name__}: {error}"
-            self._subscriptions.post(engine.fail_all(error))
+            moved = RequestMoved(f"engine {self._name} failed: {error}")
+            lost = moved if isinstance(error, GroupFailed) else EngineUnavailable(str(error))
+            self._subscriptions.post(engine.fail_all(lost))
+        while True:
+            mail = self._inbox.get()
+            if isinstance(mail, _Recall):
+                mail.logs.set_result(engine.recall(mail.tenant, mail.request_ids))
+                continue
+            for request in mail.requests:
+                self._refuse(request, RequestMoved(f"engine {self._name} has failed"))
+
+    def _tick(self) -> None:
+        self._ticked = time.monotonic()
 
     def _read_mail(self, engine: Engine) -> None:
         """Takes in all mail; sleeps until there is some when the engine is idle."""
@@ -228,14 +374,55 @@ class SchedulerActor:
                 self._add(engine, request)
             if mail.leaves:
                 self._drop(engine, mail.client)
+            if mail.drain:
+                engine.drain()
+            if mail.evict:
+                moved = RequestMoved(f"engine {self._name} is being stopped")
+                self._subscriptions.post(engine.fail_all(moved))
+            if mail.broken is not None and not engine.has_work:
+                engine.replace_runners(GroupFailed(mail.broken))
 
     def _add(self, engine: Engine, request: EngineRequest) -> None:
         try:
             engine.add(request)
         except RayfinError as error:
-            refusal = TokenDeltas.only(Ended(request.key, "error", error=error))
-            self._subscriptions.post({request.client: refusal})
+            self._refuse(request, error)
+
+    def _refuse(self, request: EngineRequest, error: RayfinError) -> None:
+        refusal = TokenDeltas.only(Ended(request.key, "error", error=error))
+        self._subscriptions.post({request.client: refusal})
 
     def _drop(self, engine: Engine, client: str) -> None:
         engine.abort_client(client)
         self._subscriptions.close(client)
+
+    def _report_broken(self, message: str) -> None:
+        self._inbox.put(_Mail("", broken=message))
+
+    def _is_current(self) -> bool:
+        """Whether no other scheduler has this one's name, and it is not about to leave."""
+        if self._leaving:
+            return False
+        if self._started.owner is None:
+            return True
+        try:
+            holder = ray.get_actor(self._name, namespace=NAMESPACE)
+        except ValueError:
+            return False
+        return bool(holder._actor_id.hex() == ray.get_runtime_context().get_actor_id())
+
+    def _leave(self) -> None:
+        """No supervisor wants this engine: nothing of it stays behind."""
+        logger.warning("engine %s has no supervisor any more: it exits", self._name)
+        self._leaving = True
+        try:
+            if self._group is not None:
+                self._group.stop()
+            if self._started.placement is not None:
+                remove_placement_group(self._started.placement)
+        finally:
+            os._exit(0)
+
+
+def _process() -> Process:
+    return this_process(ray.get_runtime_context().get_node_id())

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from rayfin.actors.errors import (
     InvalidRequest,
     RayfinError,
     RequestFailed,
+    RequestMoved,
 )
 from rayfin.actors.messages import (
     Ended,
@@ -34,22 +34,18 @@ from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.logprobs import column_logprobs, compacted
 from rayfin.actors.scheduler.outbox import Outbox
 from rayfin.actors.scheduler.pace import Pace
+from rayfin.actors.scheduler.quarantine import Quarantine, Scheduler
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.starts import find_elder
-from rayfin.actors.scheduler.step_builder import Chunk, StepBuilder, StepRecord
+from rayfin.actors.scheduler.step_builder import StepBuilder, StepRecord
 from rayfin.actors.scheduler.stopping import ended_requests
+from rayfin.actors.scheduler.taint import tainted_requests
 from rayfin.actors.scheduler.token_logs import TokenLogs
 from rayfin.actors.scheduler.token_scheduler import TokenScheduler
 from rayfin.cache.prefix_index import HashChain
 
-MAX_RESTARTS_WITHOUT_PROGRESS = 3
-
-
-class Scheduler(Protocol):
-    """Decides a step; owns nothing."""
-
-    def schedule(self) -> tuple[Int64Array, list[Chunk]]: ...
+MAX_RESTARTS_WITHOUT_PROGRESS = 8
 
 
 class Engine:
@@ -74,6 +70,7 @@ class Engine:
             if config.scheduler == "v1"
             else RequestScheduler(self.lifecycle, config.limits)
         )
+        self._quarantine = Quarantine(self.lifecycle, self._scheduler, clock)
         self._beams = BeamGroups(self.lifecycle)
         self._leases = LeasePolicy(self.lifecycle, config.max_lease)
         self._builder = StepBuilder(self.lifecycle)
@@ -100,7 +97,11 @@ class Engine:
             InvalidRequest: its tokens do not fit, its key is in use, its timeout is no time, or it
                 is a sibling of a request that has another prompt.
             Overloaded: the queue is full.
+            RequestMoved: the engine drains.
+            RequestQuarantined: runners died of its prompt.
         """
+        if self._stats.draining:
+            raise RequestMoved("this engine takes no more requests")
         key = (source.client, source.key)
         if key in self._live:
             raise InvalidRequest(f"request key {source.key} is in use", "request_id")
@@ -114,6 +115,7 @@ class Engine:
             raise InvalidRequest("the request has all of its tokens already", "max_tokens")
         if source.timeout is not None and not source.timeout > 0:
             raise InvalidRequest(f"timeout must be over 0 s, got {source.timeout}", "timeout")
+        self._quarantine.check(source)
         now, ended = self._clock(), sum(self.lifecycle.num_finished.values())
         self._pace.observe(now, ended)
         newcomers = self.lifecycle.newcomers
@@ -132,6 +134,7 @@ class Engine:
         self._arrivals += 1
         self._live[key] = request
         self.lifecycle.enqueue(request)
+        self._quarantine.watch(request)
         self._deadlines.watch(request)
         self._stats.prompt_tokens += len(source.prompt)
 
@@ -143,6 +146,7 @@ class Engine:
         request = self._live.pop((client, key), None)
         if request is not None:
             self._deadlines.forget(request)
+            self._quarantine.forget(request)
             self.lifecycle.finish(request, reason)
             self._logs.keep(request)
 
@@ -160,6 +164,18 @@ class Engine:
                 self._end(request, "abort")
         return [self._logs.find(tenant, request_id) for request_id in request_ids]
 
+    def drain(self) -> None:
+        """Takes no more requests; what is here may finish."""
+        self._stats.draining = True
+
+    def replace_runners(self, failure: GroupFailed) -> None:
+        """New runners, before the next step finds that the old ones are gone.
+
+        Raises:
+            GroupFailed: they cannot be started.
+        """
+        self._recover(failure)
+
     def step(self) -> dict[str, TokenDeltas]:
         """Schedule, run, update: keeps the pipeline full, takes in its oldest result.
 
@@ -169,23 +185,28 @@ class Engine:
         self._expire()
         try:
             while len(self._in_flight) < self.config.steps_in_flight:
-                decoding, chunks = self._scheduler.schedule()
+                scheduler: Scheduler = self._scheduler
+                if self._quarantine.in_session:
+                    if self._in_flight:
+                        break
+                    scheduler = self._quarantine
+                decoding, chunks = scheduler.schedule()
                 lease = 1 if chunks else self._leases.grant(decoding)
                 record = self._builder.build(decoding, chunks, lease)
                 if record is None:
                     break
                 self._in_flight.append((record, self._executor.submit(record.info)))
             if self._in_flight:
-                record, pending = self._in_flight.popleft()
-                self._update(record, pending.result())
+                self._update(self._in_flight[0][0], self._in_flight[0][1].result())
+                self._in_flight.popleft()
         except GroupFailed as failure:
             self._recover(failure)
         return self._outbox.take(self._builder.epoch, self._stats.steps)
 
-    def fail_all(self, error: Exception) -> dict[str, TokenDeltas]:
-        """Ends every request with an error: the engine cannot go on."""
+    def fail_all(self, error: RayfinError) -> dict[str, TokenDeltas]:
+        """Ends every request with ``error``: the engine cannot go on, or must not."""
         for request in list(self._live.values()):
-            self._end(request, "error", error=RequestFailed(str(error)))
+            self._end(request, "error", error=error)
         return self._outbox.take(self._builder.epoch, self._stats.steps)
 
     def stats(self) -> EngineStats:
@@ -213,6 +234,7 @@ class Engine:
             finished=dict(lifecycle.num_finished),
             seconds_since_progress=self._clock() - self._last_progress if self.has_work else 0.0,
             last_step_seconds=stats.last_step_seconds,
+            draining=stats.draining,
         )
 
     def check_integrity(self) -> None:
@@ -231,6 +253,10 @@ class Engine:
         running = self.lifecycle.running
         if (result.epoch, result.step) != (record.info.epoch, record.info.step):
             raise GroupFailed(f"step {record.info.step} was answered by step {result.step}")
+        if result.errors:
+            for request in tainted_requests(self.lifecycle, record, result):
+                self.lifecycle.requeue(request)
+            self.lifecycle.preemption.clear()
         current = running.admission[record.slots] == record.admissions
         streams = current & ~running.lockstep[record.slots]
         for row, told in result.prompt_logprobs.items():
@@ -239,10 +265,10 @@ class Engine:
         for number, column in enumerate(result.tokens.T):  # one for each step of the lease
             rows = streams & (column >= 0)
             self._take(record.slots[rows], column[rows], column_logprobs(result, number, rows))
-        for row, message in result.errors.items():  # what a row said before it failed is good
+        for row, error in result.errors.items():  # what a row said before it failed is good
             slot = int(record.slots[row])
             if running.admission[slot] == record.admissions[row]:
-                self._end(running.request(slot), "error", error=RequestFailed(message))
+                self._end(running.request(slot), "error", error=error)
         for request in self._beams.take(record, result):
             self._end_search(request)
         steps = max(1, int((result.tokens >= 0).any(axis=0).sum()))  # rows may all end early
@@ -251,6 +277,7 @@ class Engine:
         self._stats.last_step_seconds = result.seconds
         self._last_progress = self._clock()
         self._restarts_without_progress = 0
+        self._scheduler.observe(out_of_memory=result.out_of_memory)
 
     def _expire(self) -> None:
         """Ends those whose time is up, before anything more is scheduled for them."""
@@ -296,13 +323,14 @@ class Engine:
         source = request.source
         del self._live[source.client, source.key]
         self._deadlines.forget(request)
+        self._quarantine.forget(request)
         self.lifecycle.finish(request, reason, spoiled=isinstance(error, RequestFailed))
         if error is None:
             self._logs.keep(request, None if reason == "abort" else reason, stop_reason)
         cached = request.cached_tokens
         self._outbox.end(
             source.client,
-            Ended(source.key, reason, stop_reason, error, cached, list(hypotheses)),
+            Ended(source.key, reason, stop_reason, error, cached, list(hypotheses), request.deaths),
         )
 
     def _end_search(self, request: Request) -> None:
@@ -317,10 +345,27 @@ class Engine:
         Raises:
             GroupFailed: they fail again and again without finishing a step.
         """
-        self._restarts_without_progress += 1
-        if self._restarts_without_progress > MAX_RESTARTS_WITHOUT_PROGRESS:
-            raise failure
+        convicted = self._quarantine.died(self._requests_in_flight(), by_step=failure.by_step)
+        if convicted is not None:
+            self._restarts_without_progress = 0
+            self._end(convicted, "error", error=self._quarantine.block(convicted))
         self._in_flight.clear()
         self.lifecycle.restart()
-        self._executor.restart()
+        while True:
+            self._restarts_without_progress += 1
+            if self._restarts_without_progress > MAX_RESTARTS_WITHOUT_PROGRESS:
+                raise failure
+            try:
+                self._executor.restart()
+                break
+            except GroupFailed as again:
+                failure = again
         self._builder.restart(self._executor.epoch)
+
+    def _requests_in_flight(self) -> list[Request]:
+        running, found = self.lifecycle.running, dict[Request, None]()
+        for record, _ in self._in_flight:
+            for slot, admission in zip(record.slots, record.admissions, strict=True):
+                if running.admission[slot] == admission:
+                    found[running.request(int(slot))] = None
+        return list(found)

@@ -7,9 +7,23 @@ from rayfin.actors.messages import SchedulerInfo, StepResult
 
 
 class GroupFailed(RayfinError):
-    """The runners are gone or broken; what ran on them must be recomputed on new ones."""
+    """The runners are gone or broken; what ran on them must be recomputed on new ones.
+
+    ``by_step``: a runner said that a step did it; nobody else can have.
+    """
 
     code = "runner_failed"
+
+    def __init__(self, message: str, param: str | None = None, by_step: bool = False) -> None:
+        super().__init__(message, param)
+        self.args = (message, param, by_step)
+        self.by_step = by_step
+
+
+class Fenced(RayfinError):
+    """The runners belong to a later scheduler: this one was taken for dead, and must not go on."""
+
+    code = "fenced"
 
 
 class PendingStep(Protocol):
@@ -20,6 +34,7 @@ class PendingStep(Protocol):
 
         Raises:
             GroupFailed: it will never finish.
+            Fenced: it was refused.
         """
         ...
 

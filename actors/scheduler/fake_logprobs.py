@@ -9,7 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayfin.actors.messages import EngineRequest, Float32Array, Hypothesis, Int32Array, Logprobs
+from rayfin.actors.messages import (
+    EngineRequest,
+    Float32Array,
+    Hypothesis,
+    Int32Array,
+    Logprobs,
+    NewRequest,
+    SchedulerInfo,
+)
 
 
 def next_logprobs(context: Int32Array, seed: int, vocab_size: int) -> Float32Array:
@@ -73,3 +81,18 @@ def search_by_the_book(source: EngineRequest, vocab_size: int) -> tuple[list[Hyp
             if early is True or width == 1 or best <= done[-1].score:
                 break
     return done, length
+
+
+def score_prompt(
+    info: SchedulerInfo, row: int, new: NewRequest, vocab_size: int
+) -> Logprobs | None:
+    """What the model thinks of the prompt tokens that follow those of the row's chunk."""
+    assert new.history is not None, "a prompt to score was not sent"
+    first = int(info.kv_len[row]) + 1
+    prompt, seed = new.history[: new.prompt_len], new.sampling.seed
+    size = size_of_prompt(prompt, vocab_size)
+    said = [
+        (at, int(prompt[at]), next_logprobs(prompt[:at], seed, size))
+        for at in range(first, min(first + int(info.chunk_len[row]), new.prompt_len))
+    ]
+    return tell(said, new.sampling.prompt_logprobs or 0) if said else None

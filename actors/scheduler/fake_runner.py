@@ -7,19 +7,20 @@ ids just as a model's runner does: it writes all rows before it reads any, and r
 """
 
 import pickle
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
 
 from rayfin.actors.config import EngineConfig
+from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import (
     NO_TOKEN,
     SAMPLED_LAST_STEP,
     SWAP_IN,
     SWAP_OUT,
-    EngineRequest,
     Float32Array,
     NewRequest,
     SchedulerInfo,
@@ -28,28 +29,15 @@ from rayfin.actors.messages import (
 from rayfin.actors.scheduler.executor import GroupFailed
 from rayfin.actors.scheduler.fake_logprobs import (
     next_logprobs,
-    size_of_prompt,
+    score_prompt,
     tell,
 )
-from rayfin.actors.scheduler.fake_stream import Stream, next_token
+from rayfin.actors.scheduler.fake_stream import Mirror, Stream, next_token
 from rayfin.actors.scheduler.step_checks import check_form, check_limits
 
 UNWRITTEN = -7  # a slot of a page that nobody has written since it was taken
+JUNK_TOKEN = 0
 JUNK = -9  # what a row leaves in its own pages that goes on after its end
-
-
-@dataclass(slots=True)
-class Mirror:
-    """What a runner knows of one handle, from diffs alone."""
-
-    new: NewRequest
-    stream: Stream | None  # None: a request that no test has told of; only its pages are checked
-    beams: EngineRequest | None  # of which it is a beam; then it has no stream of its own
-    known: int  # tokens that the scheduler knew when it sent the request
-    pages: list[int] = field(default_factory=list)
-    num_tokens: int = -1  # in the pages; -1 before the first row, which says what was cached
-    sampled: int | None = None
-    over_since: int | None = None  # the call in which it failed, or stopped within its lease
 
 
 @dataclass(slots=True)
@@ -79,8 +67,13 @@ class FakeExecutor:
         self.streams: dict[int, Stream] = {}  # by seed: what the runner is not told
         self.fail_at: set[int] = set()  # calls during which the group dies
         self.fail_submit_at: set[int] = set()  # calls that find it dead
+        self.fail_restarts = 0  # restarts to come that fail
         self.stale_at: set[int] = set()  # calls answered with the answer to another
         self.errors: set[tuple[int, int]] = set()  # (seed, output index) that fail their row
+        self.poison: set[int] = set()  # seeds whose rows kill the group
+        self.poison_raises = False  # it does not die, but says that the step has failed
+        self.deaths: Counter[int] = Counter()  # by seed: deaths of the group by its poison ...
+        self.killed_alone: Counter[int] = Counter()  # ... and for other reasons, while it was alone
         self.step_seconds = 0.0  # of each step of a call ...
         self.token_seconds = 0.0  # ... and of each of its tokens
         self.delays: dict[int, float] = {}  # call -> seconds that its answer takes longer
@@ -102,6 +95,9 @@ class FakeExecutor:
         return _FakeStep(self, info, pickle.dumps(info), self.clock)
 
     def restart(self) -> None:
+        if self.fail_restarts:
+            self.fail_restarts -= 1
+            raise GroupFailed("the runner died while it started")
         self.epoch += 1
         self._restart()
 
@@ -110,9 +106,11 @@ class FakeExecutor:
         call = self.num_run
         self.num_run += 1
         self.clock += self.delays.get(call, 0.0)
-        if self._dead or call in self.fail_at:
+        if self._dead or call in self.fail_at or self._is_poisoned(info):
+            self._count_death(info)
             self._dead = True
-            raise GroupFailed("the runner died")
+            says_so = self.poison_raises and call not in self.fail_at
+            raise GroupFailed("the runner died", by_step=says_so)
         assert (info.epoch, info.step) == (self.epoch, self._next_step)
         self._next_step += 1
         self.log.append(info)
@@ -120,6 +118,8 @@ class FakeExecutor:
         check_limits(info, self.config)
         self._moved |= self._move_pages(info)
         self._take_news(info)
+        if call in self.stale_at:
+            self._count_death(info)
         tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step - (call in self.stale_at), tokens)
         self._told: list[tuple[int, int, Float32Array]] = []  # (place, token, log probabilities)
@@ -132,6 +132,22 @@ class FakeExecutor:
         self.clock += result.seconds
         return result
 
+    def _seeds(self, info: SchedulerInfo) -> set[int]:
+        seeds = {handle: mirror.new.sampling.seed for handle, mirror in self.live.items()}
+        seeds |= {new.handle: new.sampling.seed for new in info.new_requests}
+        return {seeds[handle] for handle in info.ids.tolist()}
+
+    def _is_poisoned(self, info: SchedulerInfo) -> bool:
+        return bool(self.poison) and not self.poison.isdisjoint(self._seeds(info))
+
+    def _count_death(self, info: SchedulerInfo) -> None:
+        if self._dead:
+            return
+        seeds = self._seeds(info)
+        self.deaths.update(seeds & self.poison)
+        if len(seeds) == 1:
+            self.killed_alone.update(seeds - self.poison)
+
     def check_deadlines(self, info: SchedulerInfo, submitted: float) -> None:
         """I14: no row of the step that just ran was due when it was submitted."""
         for handle in info.ids.tolist():
@@ -143,6 +159,7 @@ class FakeExecutor:
         self._memory = np.full(size, UNWRITTEN, np.int32)
         self._host = np.full((self.config.num_host_pages, size[1]), UNWRITTEN, np.int32)
         self._moved: set[int] = set()  # pages that moves wrote, and no table has taken since
+        self._spoiled: set[int] = set()  # pages that a row which failed was to write
         self._shared: dict[int, list[Mirror]] = {}  # page -> its holders, where they are several
         self._dead = False
         self._next_step = 0
@@ -164,7 +181,10 @@ class FakeExecutor:
         moved: set[int] = set()
         for kind, source, target in info.moves.tolist():
             content = (self._host if kind == SWAP_IN else self._memory)[source]
-            assert source >= 0 and content[0] >= 0, "a page is moved that holds nothing"
+            spoiled = content[0] == JUNK or (kind != SWAP_IN and source in self._spoiled)
+            assert source >= 0 and (content[0] >= 0 or spoiled), "a page is moved, and is empty"
+            if kind != SWAP_OUT:
+                (self._spoiled.add if spoiled else self._spoiled.discard)(target)
             assert kind == SWAP_IN or source in held | moved, "a page is moved that nobody holds"
             if kind == SWAP_OUT:
                 assert target >= 0
@@ -204,6 +224,7 @@ class FakeExecutor:
         assert not held_before & set(fresh), "a page is given away that is held"
         assert all(0 <= page < self.config.num_pages for page in fresh)
         self._memory[[page for page in fresh if page not in self._moved]] = UNWRITTEN
+        self._spoiled.difference_update(page for page in fresh if page not in self._moved)
         self._moved.difference_update(fresh)
         self._check_sharing()
 
@@ -344,11 +365,20 @@ class FakeExecutor:
 
     def _write(self, mirror: Mirror, tokens: list[int]) -> None:
         size = self.config.page_size
+        if self._fails(mirror, mirror.num_tokens + len(tokens)):  # before it has written anything
+            first, last = mirror.num_tokens, mirror.num_tokens + len(tokens) - 1
+            pages = mirror.pages[first // size : last // size + 1]
+            self._spoiled.update(pages)
+            self._memory[pages] = JUNK
+            mirror.num_tokens += len(tokens)
+            mirror.sampled = None
+            return
         for position, token in enumerate(tokens, start=mirror.num_tokens):
             page = mirror.pages[position // size]
             if mirror.beams is not None and position >= len(mirror.beams.prompt):
                 assert page not in self._shared, "a beam writes to a shared page"
-            for holder in self._shared.get(page, []):  # I4
+            holders = [] if page in self._spoiled else self._shared.get(page, [])
+            for holder in holders:  # I4
                 truth = token if holder.stream is None else holder.stream.truth(position + 1)[-1]
                 assert token == truth, "another token is written to a shared page"
             self._memory[page, position % size] = token
@@ -359,9 +389,12 @@ class FakeExecutor:
         """Reads the row's context back from its pages, and says what comes next."""
         mirror = self.live[int(info.ids[row])]
         stream, seed, end = mirror.stream, mirror.new.sampling.seed, mirror.num_tokens
-        source = stream.source if stream is not None else mirror.beams
         context = self._memory[mirror.pages].reshape(-1)[:end]
-        assert stream is None or np.array_equal(context, stream.truth(end)), "other tokens in pages"
+        if not self._spoiled.isdisjoint(mirror.pages) and not self._fails(mirror, end):
+            self._sample_junk(info, row, column, mirror, result)
+            return
+        good = stream is None or np.array_equal(context, stream.truth(end))
+        assert good or self._fails(mirror, end), "other tokens in pages"
         samples = info.last_pos[row] != NO_TOKEN
         if stream is not None:
             assert samples == (end >= mirror.known), "samples before its prompt ends, or not at all"
@@ -369,8 +402,8 @@ class FakeExecutor:
             assert self.config.scheduler != "v0", "V0 splits a prompt"
             return
         assert column or info.last_pos[row] == info.chunk_len[row] - 1
-        if source is not None and (seed, end - len(source.prompt)) in self.errors:
-            result.errors[row] = "planted"
+        if self._fails(mirror, end):
+            result.errors[row] = RequestFailed("planted")
             mirror.over_since = self.num_run
             return
         mirror.sampled = next_token(context, seed, self.config.vocab_size)
@@ -379,18 +412,29 @@ class FakeExecutor:
             told = next_logprobs(context, seed, self.config.vocab_size)
             self._told.append((row * info.lease + column, mirror.sampled, told))
 
+    def _fails(self, mirror: Mirror, end: int) -> bool:
+        """Whether the row that ends at ``end`` is planted to fail."""
+        source = mirror.beams if mirror.stream is None else mirror.stream.source
+        if source is None or not self.errors or end < mirror.known:
+            return False
+        return (mirror.new.sampling.seed, end - len(source.prompt)) in self.errors
+
+    def _sample_junk(
+        self, info: SchedulerInfo, row: int, column: int, mirror: Mirror, result: StepResult
+    ) -> None:
+        """It stands on what was never written: nobody may hear what it says."""
+        if info.last_pos[row] != NO_TOKEN:
+            mirror.sampled = JUNK_TOKEN
+            result.tokens[row, column] = JUNK_TOKEN
+            if mirror.new.sampling.logprobs is not None:
+                told = next_logprobs(np.array(mirror.pages), 0, self.config.vocab_size)
+                self._told.append((row * info.lease + column, JUNK_TOKEN, told))
+
     def _score(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
         """What the model thinks of the prompt tokens that follow those of the row's chunk."""
-        new, first = mirror.new, int(info.kv_len[row]) + 1
-        assert new.history is not None, "a prompt to score was not sent"
-        prompt, seed = new.history[: new.prompt_len], new.sampling.seed
-        size = size_of_prompt(prompt, self.config.vocab_size)
-        said = [
-            (at, int(prompt[at]), next_logprobs(prompt[:at], seed, size))
-            for at in range(first, min(first + int(info.chunk_len[row]), new.prompt_len))
-        ]
-        if said:
-            result.prompt_logprobs[row] = tell(said, new.sampling.prompt_logprobs or 0)
+        told = score_prompt(info, row, mirror.new, self.config.vocab_size)
+        if told is not None:
+            result.prompt_logprobs[row] = told
 
     def _goes_on(self, mirror: Mirror) -> bool:
         """Whether a row of a lease samples once more; ``RequestSlots.goes_on`` says the same."""

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -11,6 +12,7 @@ from rayfin.actors.messages import (
     EngineRequest,
     Hypothesis,
     Int32Array,
+    NewRequest,
     TokenLogprob,
 )
 from rayfin.actors.scheduler.fake_logprobs import (
@@ -98,3 +100,17 @@ class Stream:
             if last in stopping.stop_token_ids:
                 return output.tolist(), "stop", None if last in stopping.eos_token_ids else last
         return output.tolist(), "length", None
+
+
+@dataclass(slots=True)
+class Mirror:
+    """What a runner knows of one handle, from diffs alone."""
+
+    new: NewRequest
+    stream: Stream | None  # None: a request that no test has told of; only its pages are checked
+    beams: EngineRequest | None  # of which it is a beam; then it has no stream of its own
+    known: int  # tokens that the scheduler knew when it sent the request
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = -1  # in the pages; -1 before the first row, which says what was cached
+    sampled: int | None = None
+    over_since: int | None = None  # the call in which it failed, or stopped within its lease

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.config import BatchLimits, EngineConfig
-from rayfin.actors.errors import DeadlineExceeded
+from rayfin.actors.errors import DeadlineExceeded, RequestQuarantined
 from rayfin.actors.messages import BeamParams, EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.fake_runner import FakeExecutor
@@ -54,6 +54,7 @@ class Harness:
         beams: BeamParams | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        deaths: int = 0,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -73,6 +74,7 @@ class Harness:
             extra_keys=extra_keys,
             sibling_of=sibling_of,
             beams=beams,
+            deaths=deaths,
         )
         self.engine.add(source)
         self.num_added += 1
@@ -168,7 +170,12 @@ class Harness:
             assert stream.deadline <= self.executor.clock, "it had time left"
             assert stream.tokens == tokens[: len(stream.tokens)]
             assert stream.ended.finish_reason == "error"
+        elif isinstance(error, RequestQuarantined):
+            guilty = stream.seed in self.executor.poison
+            assert guilty or self.executor.killed_alone[stream.seed] > 1, "an innocent is convicted"
+            assert stream.tokens == tokens[: len(stream.tokens)]
         else:
+            assert stream.seed not in self.executor.poison, "it went on"
             assert stream.tokens == tokens
             assert (stream.ended.finish_reason, stream.ended.stop_reason) == (reason, stop)
             assert (error is not None) == (reason == "error")

@@ -9,7 +9,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NewRequest
@@ -47,6 +47,8 @@ class Lifecycle:
         self.num_preemptions = 0  # for want of pages
         self.num_requeued = 0  # because the runners were replaced
         self.num_finished: Counter[str] = Counter()  # by finish reason
+        self.recomputed = 0  # admissions up to this one: all that stood on their pages was requeued
+        self.barred: Container[Request] = ()  # requests that may not be admitted with others
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._clock = clock
@@ -58,6 +60,10 @@ class Lifecycle:
         self.waiting.push(request)
 
     def can_admit(self, request: Request, spare: int) -> bool:
+        """Whether the request may be admitted beside others, and there is room for it."""
+        return request not in self.barred and self.has_room(request, spare)
+
+    def has_room(self, request: Request, spare: int) -> bool:
         """Whether slots are free, and pages for its tokens and one more, with ``spare`` left.
 
         One more of each of its beams, where it is a beam search.
@@ -158,12 +164,18 @@ class Lifecycle:
             self._leave(request, share=not spoiled)
         self.num_finished[reason] += 1
 
+    def requeue(self, request: Request) -> None:
+        """What the running request has computed cannot be trusted: it computes it again."""
+        for slot in request.slots:
+            self.tables.retract(slot)
+        self._leave(request, share=False)
+        self.waiting.push(request)
+        self.num_requeued += 1
+
     def restart(self) -> None:
         """The runners are new and empty: everything that ran is recomputed."""
         for request in self.running.holders():
-            self._leave(request, share=False)
-            self.waiting.push(request)
-            self.num_requeued += 1
+            self.requeue(request)
         if self.tables.index is not None:
             self.tables.index.clear()
         self.news.clear()

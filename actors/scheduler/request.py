@@ -27,6 +27,8 @@ class Request:
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     admitted_at: float | None = None  # when it first left the queue to run, same clock
     ended: bool = False
+    deaths: int = 0  # of runners that had it in flight, since it was last cleared of suspicion ...
+    deaths_on_trial: int = 0  # ... and of those, while it was on trial
     elder: "Request | None" = None  # an earlier choice of the same prompt
     search: BeamSearch | None = None  # of a beam search that has begun
 

@@ -10,6 +10,7 @@ from rayfin.actors.config import BatchLimits
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.lifecycle import Lifecycle
 from rayfin.actors.scheduler.preemption import make_room
+from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.step_builder import Chunk
 from rayfin.actors.scheduler.token_scheduler import spare_pages, take_chunk
 
@@ -28,6 +29,13 @@ class RequestScheduler:
             return np.zeros(0, np.int64), chunks
         decoding, _ = make_room(self._lifecycle, self._lifecycle.running.decodable())
         return decoding, []
+
+    def longest_chunk(self, request: Request) -> int:
+        """All of them: nothing is split."""
+        return self._limits.max_batch_tokens
+
+    def observe(self, *, out_of_memory: bool) -> None:
+        """A step ran: the runner computes one that is too large in parts."""
 
     def _admit(self) -> list[Chunk]:
         lifecycle = self._lifecycle

@@ -43,7 +43,7 @@ class RunningTable:
         self._decoding: dict[int, None] = {}
         self._decoding_slots: Int64Array | None = None
         self._free = list(range(num_slots - 1, -1, -1))
-        self._admissions = 0
+        self.last_admission = 0
 
     def __len__(self) -> int:
         return len(self.prefilling) + len(self._decoding)
@@ -152,8 +152,8 @@ class RunningTable:
         self.key[slot] = source.key
         self.client[slot] = client
         self.lockstep[slot] = source.beams is not None
-        self._admissions += 1
-        self.admission[slot] = self._admissions
+        self.last_admission += 1
+        self.admission[slot] = self.last_admission
         self.requests[slot] = request
         request.slots.append(slot)
         return slot

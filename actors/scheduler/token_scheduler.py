@@ -11,6 +11,12 @@ from rayfin.actors.scheduler.preemption import make_room
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.step_builder import Chunk
 
+LEAST_BUDGET = 32
+"""Tokens of a step that memory must suffice for."""
+
+RECOVERY_STEPS = 1000
+"""After a step that ran out of memory it takes about so many until the whole budget is used."""
+
 
 class TokenScheduler:
     """Fills a step of ``max_batch_tokens``: running requests first, decoding ones before all.
@@ -23,16 +29,29 @@ class TokenScheduler:
         self._lifecycle = lifecycle
         self._limits = limits
         self._longest_chunk = long_prefill or limits.max_batch_tokens
+        self._budget = limits.max_batch_tokens  # of a step, less after one that ran out of memory
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
         running = self._lifecycle.running
         decoding, preempted = make_room(self._lifecycle, running.decodable())
-        budget = self._limits.max_batch_tokens - len(decoding)
+        budget = self._budget - len(decoding)
         chunks = self._continue_prompts(budget)
         if not preempted:
             self._admit(budget - sum(chunk.length for chunk in chunks), chunks)
         return decoding, chunks
+
+    def longest_chunk(self, request: Request) -> int:
+        """Most tokens of the request's prompt that a step may take which has nothing else."""
+        return self._most(request, self._budget, [])
+
+    def observe(self, *, out_of_memory: bool) -> None:
+        """A step ran: the budget is halved if memory ran out, and comes back slowly."""
+        if out_of_memory:
+            self._budget = max(self._budget // 2, min(LEAST_BUDGET, self._limits.max_batch_tokens))
+        elif self._budget < self._limits.max_batch_tokens:
+            back = self._limits.max_batch_tokens // RECOVERY_STEPS + 1
+            self._budget = min(self._budget + back, self._limits.max_batch_tokens)
 
     def _continue_prompts(self, budget: int) -> list[Chunk]:
         running = self._lifecycle.running

@@ -8,6 +8,7 @@ import pytest
 
 from rayfin.actors.errors import (
     ContextLengthExceeded,
+    EngineUnavailable,
     InvalidRequest,
     Overloaded,
     RayfinError,
@@ -229,11 +230,21 @@ def test_gives_up_without_progress(harness: Make) -> None:
     h = harness()
     h.add(3, 5)
     h.step()
-    h.executor.fail_at = set(range(100))
+    h.executor.fail_at = {h.executor.num_run}
+    h.executor.fail_restarts = MAX_RESTARTS_WITHOUT_PROGRESS
     with pytest.raises(GroupFailed):
-        for _ in range(20):
-            h.step()
-    assert h.executor.epoch == MAX_RESTARTS_WITHOUT_PROGRESS
+        h.step()
+    assert h.executor.fail_restarts == 0 and h.executor.epoch == 0
+
+
+def test_restart_that_fails_is_tried_again(harness: Make) -> None:
+    h = harness()
+    h.add(3, 5)
+    h.executor.fail_at = {1}
+    h.executor.fail_restarts = MAX_RESTARTS_WITHOUT_PROGRESS - 1
+    h.run()
+    h.check()
+    assert h.executor.epoch == 1
 
 
 def test_progress_forgives_restarts(harness: Make) -> None:
@@ -268,7 +279,7 @@ def test_fail_all(harness: Make) -> None:
     h = harness(max_decoding_batch=2)
     streams = [h.add(5, 9) for _ in range(4)]
     h.step()
-    h.read(h.engine.fail_all(RuntimeError("out of luck")))
+    h.read(h.engine.fail_all(EngineUnavailable("out of luck")))
     for stream in streams:
         assert stream.ended.finish_reason == "error"
         assert isinstance(stream.ended.error, RayfinError) and "luck" in str(stream.ended.error)

@@ -1,0 +1,66 @@
+"""Processes by identity: a process id may be used again, so it goes with its start time."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of one node."""
+
+    node: str  # Ray's id of the node
+    pid: int
+    started: int  # in the kernel's ticks since boot; 0 where the system does not tell
+
+
+def this_process(node: str) -> Process:
+    """The process that asks, which runs on ``node``."""
+    state, started = _stat(os.getpid()) or ("R", 0)
+    return Process(node, os.getpid(), started)
+
+
+def is_alive(process: Process) -> bool:
+    """Whether a process of this node lives; one that is dead and not yet waited for does not."""
+    if not process.started:
+        try:
+            os.kill(process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+    found = _stat(process.pid)
+    return found is not None and found[0] not in "ZX" and found[1] == process.started
+
+
+def is_stopped(process: Process) -> bool:
+    """Whether a process of this node was stopped by a signal, and so answers nobody."""
+    found = _stat(process.pid)
+    return found is not None and found[0] in "Tt" and found[1] == process.started
+
+
+def end(process: Process, seconds: float = 10.0) -> bool:
+    """Kills a process of this node; True once it is gone, and its memory with it."""
+    deadline = time.monotonic() + seconds
+    while is_alive(process):
+        if time.monotonic() > deadline:
+            return False
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """(state, start time) as Linux tells them; None for no such process, or no such system."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # a name in brackets may hold anything
+    return fields[0], int(fields[19])

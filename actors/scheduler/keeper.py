@@ -1,0 +1,65 @@
+"""Keeps idle runners alive, and notices that they have died before a request does."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+PING_SECONDS = 2.0
+IDLE_PATIENCE_SECONDS = 10.0
+
+
+class Pinged(Protocol):
+    """The runners, as far as a keeper is concerned."""
+
+    epoch: int
+
+    def ping(self) -> Any | None: ...
+
+    def alive(self, ping: Any) -> bool | None:
+        """Whether the ``ping`` was answered; None: not yet."""
+        ...
+
+
+class Working(Protocol):
+    """The engine, as far as a keeper is concerned."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+
+class Keeper:
+    """Pings the runners in a thread of its own: they leave when nobody does.
+
+    At work, steps tell how they are; ``on_death`` is called with the reason when they are found
+    dead, or do not answer, while the engine is idle.
+    """
+
+    def __init__(self, group: Pinged, engine: Working, on_death: Callable[[str], None]) -> None:
+        self._group = group
+        self._engine = engine
+        self._on_death = on_death
+
+    def watch(self) -> None:
+        threading.Thread(target=self._watch, name="keeper", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            self.ping_once()
+            time.sleep(PING_SECONDS)
+
+    def ping_once(self) -> None:
+        """One ping, until it is answered, or will not be."""
+        epoch, ping = self._group.epoch, self._group.ping()
+        idle_since = time.monotonic()
+        while ping is not None and epoch == self._group.epoch:
+            alive = self._group.alive(ping)
+            if alive:
+                return
+            if self._engine.has_work:
+                idle_since = time.monotonic()
+            elif alive is False or time.monotonic() - idle_since > IDLE_PATIENCE_SECONDS:
+                self._on_death(f"the idle runner {'has died' if alive is False else 'hangs'}")
+                time.sleep(PING_SECONDS)
+                return
+            time.sleep(PING_SECONDS / 4)

@@ -1,0 +1,74 @@
+"""How long a step may take before its runners are taken for hung.
+
+Ray notices a process that has died, never one that has stopped (SIGSTOP, a collective that waits
+for ever, a lock). So each step has a limit of its own: a multiple of what its work should take by
+the pace measured so far, never under a floor. Work is counted in tokens, and a token deep in a long
+context counts for more, so that a long prompt is not taken for a hang.
+"""
+
+import numpy as np
+
+from rayfin.actors.messages import SchedulerInfo
+
+FLOOR_SECONDS = 5.0
+FIRST_SECONDS = 120.0
+"""The first steps of new runners compile kernels, capture graphs and touch memory."""
+
+FIRST_STEPS = 3
+MULTIPLE = 20.0
+CONTEXT_TOKENS = 2048
+"""Context over which attention is taken to cost as much as all the rest: less than it is in truth,
+which errs on the side of patience."""
+
+FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 30.0
+
+FORGETTING = 0.999
+"""Per step: the slowest pace seen is forgotten slowly."""
+
+
+class Watchdog:
+    """Learns the slowest pace of one group of runners, and sets each step's limit by it."""
+
+    def __init__(self, floor: float = FLOOR_SECONDS, first: float = FIRST_SECONDS) -> None:
+        self._floor = floor
+        self._first = first
+        self._steps = 0
+        self._restarts = 0  # since a step was finished
+        self._seconds_per_token = 0.0
+        self._seconds_per_step = 0.0
+
+    def restart(self) -> None:
+        """The runners are new: what they compile, they compile again."""
+        self._steps = 0
+        self._restarts += 1
+
+    def backoff(self) -> float:
+        """Seconds to wait before runners are started again: doubles while they finish no step."""
+        if self._restarts < 2:
+            return 0.0
+        return float(min(FIRST_BACKOFF_SECONDS * 2 ** (self._restarts - 2), MAX_BACKOFF_SECONDS))
+
+    def patience(self, info: SchedulerInfo) -> float:
+        """Seconds that the step may take."""
+        if self._steps < FIRST_STEPS:
+            return self._first
+        expected = info.lease * self._seconds_per_step + work(info) * self._seconds_per_token
+        return max(self._floor, MULTIPLE * expected)
+
+    def observe(self, info: SchedulerInfo, seconds: float) -> None:
+        """A step took so long."""
+        self._steps += 1
+        self._restarts = 0
+        if info.prefill_batch:
+            pace = seconds / max(work(info), 1.0)
+            self._seconds_per_token = max(pace, self._seconds_per_token * FORGETTING)
+        else:
+            pace = seconds / info.lease
+            self._seconds_per_step = max(pace, self._seconds_per_step * FORGETTING)
+
+
+def work(info: SchedulerInfo) -> float:
+    """A step's prompts in tokens of a short context; rows that decode count by the step."""
+    chunks = info.chunk_len[info.decoding_batch :].astype(np.float64)
+    depth = info.kv_len[info.decoding_batch :] + chunks
+    return float((chunks * (1.0 + depth / CONTEXT_TOKENS)).sum())
