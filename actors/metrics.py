@@ -137,6 +137,13 @@ class IngressMetrics:
         )
         self.replays = {reason: replays.labels(model_name, reason) for reason in REPLAY_REASONS}
 
+    def latency(self) -> dict[str, tuple[float, int]]:
+        """Sums in seconds and counts, for a page that shows what they grow by."""
+        return {
+            "ttft": _sum_and_count(self.time_to_first_token),
+            "itl": _sum_and_count(self.inter_token_latency),
+        }
+
     def render(self, stats: Mapping[str, EngineStats]) -> bytes:
         """The Prometheus text; of engines without fresh ``stats`` the last known ones stand."""
         self.engine.stats |= stats
@@ -146,3 +153,9 @@ class IngressMetrics:
         return Histogram(
             PREFIX + name, help, ["model_name"], registry=self._registry, buckets=tuple(buckets)
         )
+
+
+def _sum_and_count(histogram: Histogram) -> tuple[float, int]:
+    samples = {own.name: own.value for metric in histogram.collect() for own in metric.samples}
+    told = {name.rpartition("_")[2]: value for name, value in samples.items()}
+    return told["sum"], int(told["count"])

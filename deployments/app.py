@@ -72,4 +72,5 @@ def edge_settings(server: ServerArgs) -> EdgeSettings:
         cors=cors,
         max_body_bytes=server.max_body_bytes,
         docs=server.enable_docs,
+        web=server.ui,
     )

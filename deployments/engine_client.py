@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta, TokenLog
+from rayfin.actors.snapshot import EngineSnapshot
 
 
 class EngineClient(Protocol):
@@ -43,6 +44,14 @@ class EngineClient(Protocol):
         Raises:
             EngineUnavailable: with the reason.
         """
+        ...
+
+    async def snapshots(self) -> list[EngineSnapshot]:
+        """What each engine that answers is doing."""
+        ...
+
+    def latency(self) -> dict[str, tuple[float, int]]:
+        """Sums in seconds and counts of "ttft" and "itl", as this ingress has seen them."""
         ...
 
     async def metrics(self) -> bytes:

@@ -18,6 +18,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.deployments.deltas import split_deltas
 from rayfin.deployments.router import Candidate
 
@@ -138,6 +139,17 @@ class EngineLink:
             except (RayError, TimeoutError) as error:
                 logger.warning("engine %s recalls nothing: %s", self.name, error)
         return [None] * len(request_ids)
+
+    async def snapshot(self) -> EngineSnapshot | None:
+        """What the engine is doing; None where nobody answers."""
+        if self.connected:
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    snapshot: EngineSnapshot = await self.scheduler.snapshot.remote()
+                    return snapshot
+            except (RayError, EngineUnavailable, TimeoutError):
+                pass
+        return None
 
     def close(self) -> None:
         """Leaves the engine; what is still open is lost here and aborted there."""

@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta, TokenLog
 from rayfin.actors.metrics import IngressMetrics
+from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.deployments.ray_client import RayEngineClient
 
 
@@ -52,6 +53,12 @@ class ObservedClient:
 
     async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
         return await self._client.recall(tenant, request_ids)
+
+    async def snapshots(self) -> list[EngineSnapshot]:
+        return await self._client.snapshots()
+
+    def latency(self) -> dict[str, tuple[float, int]]:
+        return self._metrics.latency()
 
     async def metrics(self) -> bytes:
         return self._metrics.render(await self._client.stats())

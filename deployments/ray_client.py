@@ -11,6 +11,7 @@ from typing import Any
 
 from rayfin.actors.errors import EngineUnavailable, Overloaded, RequestMoved
 from rayfin.actors.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta, TokenLog
+from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.actors.supervisor import check_progress
 from rayfin.deployments.engine_link import EngineLink, EngineLost, News
 from rayfin.deployments.replay import Replay
@@ -139,6 +140,12 @@ class RayEngineClient:
             max(filter(None, logs), key=lambda log: len(log.tokens), default=None)
             for logs in zip(*known, strict=True)
         ]
+
+    async def snapshots(self) -> list[EngineSnapshot]:
+        """See ``EngineClient.snapshots``; in the order of the engines' names."""
+        links = [self._links[name] for name in sorted(self._links)]
+        taken = await asyncio.gather(*(link.snapshot() for link in links))
+        return [snapshot for snapshot in taken if snapshot is not None]
 
     def close(self) -> None:
         """Leaves the engines; what is still open is aborted there."""

@@ -36,6 +36,7 @@ class ServerArgs:
     allowed_headers: list[str] | None = _flag(None, "headers they may send; default: all")
     allow_credentials: bool = _flag(False, "whether they may send cookies")
     enable_docs: bool = _flag(False, "a page at /docs that describes the API")
+    ui: bool = _flag(True, "a page at /ui: a chat, and what the engines are doing")
     max_body_bytes: int = _flag(MAX_BODY_BYTES, "largest request body")
     chat_template: str | None = _flag(None, "a Jinja template, or a file that holds one")
     generation_config: Literal["auto", "vllm", "none"] = _flag(

@@ -22,6 +22,7 @@ from rayfin.actors.messages import (
     Int32Array,
     Int64Array,
     Logprobs,
+    SchedulerInfo,
     StepResult,
     TokenDeltas,
     TokenLog,
@@ -37,12 +38,14 @@ from rayfin.actors.scheduler.pace import Pace
 from rayfin.actors.scheduler.quarantine import Quarantine, Scheduler
 from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.request_scheduler import RequestScheduler
+from rayfin.actors.scheduler.snapshots import take_snapshot
 from rayfin.actors.scheduler.starts import find_elder
 from rayfin.actors.scheduler.step_builder import StepBuilder, StepRecord
 from rayfin.actors.scheduler.stopping import ended_requests
 from rayfin.actors.scheduler.taint import tainted_requests
 from rayfin.actors.scheduler.token_logs import TokenLogs
 from rayfin.actors.scheduler.token_scheduler import TokenScheduler
+from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.cache.prefix_index import HashChain
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 8
@@ -82,6 +85,7 @@ class Engine:
         self._outbox = Outbox()
         self._stats = EngineStats(epoch=executor.epoch, pages_total=config.num_pages)
         self._last_progress = clock()
+        self._last_step: SchedulerInfo | None = None
         self._restarts_without_progress = 0
         self._pace = Pace()
         self._logs = TokenLogs(clock)
@@ -237,6 +241,12 @@ class Engine:
             draining=stats.draining,
         )
 
+    def snapshot(self, name: str) -> EngineSnapshot:
+        """Who runs, who waits, whose the pages are; for the thread that steps."""
+        return take_snapshot(
+            name, self.lifecycle, self._live.values(), self.stats(), self._last_step, self._clock()
+        )
+
     def check_integrity(self) -> None:
         """The cache's own check, and: no request, no page.
 
@@ -275,6 +285,7 @@ class Engine:
         self._leases.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
         self._stats.steps += steps
         self._stats.last_step_seconds = result.seconds
+        self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0
         self._scheduler.observe(out_of_memory=result.out_of_memory)

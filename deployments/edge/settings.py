@@ -11,7 +11,8 @@ from rayfin.deployments.edge.keys import ApiKeys
 from rayfin.deployments.edge.limits import BODY_SECONDS, MAX_BODY_BYTES
 from rayfin.deployments.edge.request_id import REQUEST_ID, RequestIds
 from rayfin.deployments.edge.transport import TransportLimits
-from rayfin.deployments.openai.auth import BearerAuth
+from rayfin.deployments.openai.auth import OPEN_PATHS, BearerAuth
+from rayfin.deployments.web.paths import PAGE_PATHS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class EdgeSettings:
     max_body_bytes: int = MAX_BODY_BYTES
     body_seconds: float = BODY_SECONDS
     docs: bool = False  # a page at /docs
+    web: bool = True  # a page at /ui
 
 
 def add_edge(app: FastAPI, settings: EdgeSettings) -> None:
@@ -44,7 +46,8 @@ def add_edge(app: FastAPI, settings: EdgeSettings) -> None:
     app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
     app.add_middleware(TransportLimits)
     if settings.keys is not None:
-        app.add_middleware(BearerAuth, keys=settings.keys)
+        open_paths = OPEN_PATHS | PAGE_PATHS if settings.web else OPEN_PATHS
+        app.add_middleware(BearerAuth, keys=settings.keys, open_paths=open_paths)
     app.add_middleware(Failures)
     if settings.cors.origins:
         app.add_middleware(

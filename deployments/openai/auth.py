@@ -21,12 +21,15 @@ class BearerAuth:
         HTTPException: 401 no key or a wrong one, 400 two of them.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = OPEN_PATHS
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and get_route_path(scope) not in OPEN_PATHS:
+        if scope["type"] in ("http", "websocket") and get_route_path(scope) not in self._open_paths:
             headers = Headers(scope=scope)
             written = headers.getlist("authorization")
             written += [f"Bearer {key}" for key in headers.getlist(ANTHROPIC_KEY)]

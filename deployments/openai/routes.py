@@ -20,6 +20,7 @@ from rayfin.deployments.openai.responses.routes import add_response_routes
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.status import add_status_routes
 from rayfin.deployments.openai.tokenize import add_tokenize_routes
+from rayfin.deployments.web.routes import add_web_routes
 
 
 def build_api(service: OpenAIService) -> FastAPI:
@@ -43,6 +44,8 @@ def build_api(service: OpenAIService) -> FastAPI:
     add_model_routes(app, service)
     add_tokenize_routes(app, service)
     add_status_routes(app, service)
+    if service.edge.web:
+        add_web_routes(app, service)
     add_openapi(app, docs=service.edge.docs)
     return app
 

@@ -22,6 +22,7 @@ from rayfin.actors.messages import (
     TokenLog,
     TokenLogprob,
 )
+from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ class FakeEngine:
         self.unhealthy: RayfinError | None = None
         self.seen: list[EngineRequest] = []
         self.logs: dict[str, TokenLog] = {}  # by request id
+        self.shown: list[EngineSnapshot] = []
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.limits = EngineInfo("engine", 128, tokenizer.vocab_size, 1000, 4)
@@ -98,6 +100,12 @@ class FakeEngine:
     async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
         assert tenant == ""
         return [self.logs.get(request_id) for request_id in request_ids]
+
+    async def snapshots(self) -> list[EngineSnapshot]:
+        return self.shown
+
+    def latency(self) -> dict[str, tuple[float, int]]:
+        return {"ttft": (0.5, 2), "itl": (0.25, 5)}
 
     def _deltas(self, request: EngineRequest) -> list[TokenDelta]:
         rules = request.stopping

@@ -1,0 +1,45 @@
+"""The page at /ui: a chat, and what the engines are doing. Plain files, no build, no other host."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Response
+
+from rayfin import __version__
+from rayfin.deployments.openai.service import OpenAIService
+from rayfin.deployments.web.paths import FILES
+
+FOLDER = Path(__file__).parent / "page"
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_web_routes(app: FastAPI, service: OpenAIService) -> None:
+    """The page's files, and ``/ui/state`` that it asks twice a second."""
+    for path, (name, media_type) in FILES.items():
+        content = (FOLDER / name).read_bytes()
+        app.add_api_route(path, _file(content, media_type), methods=["GET"])
+
+    @app.get("/ui/state")
+    async def state() -> dict[str, Any]:
+        return {
+            "model": service.model_names[0],
+            "version": __version__,
+            "engines": [asdict(own) for own in await service.client.snapshots()],
+            "latency": service.client.latency(),
+        }
+
+
+def _file(content: bytes, media_type: str) -> Any:
+    async def answer() -> Response:
+        return Response(content, media_type=media_type, headers=HEADERS)
+
+    return answer
