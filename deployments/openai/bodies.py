@@ -133,6 +133,8 @@ class GenerationBody(BaseModel):
         self.check()
         named = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in named.items() if value is not None}
+        if given.get("top_p") == 0 and self.top_p is not False:
+            given |= {"top_p": 1.0, "top_k": 1}  # the smallest set of tokens there is, as at OpenAI
         if max_tokens is None:
             max_tokens = defaults.get("max_tokens")
         return SamplingParams(

@@ -50,7 +50,7 @@ COMPLETIONS: list[tuple[Any, str | None, str]] = [
     ({"temperature": True}, "temperature", TYPE),
     ({"temperature": 10**400}, "temperature", TYPE),
     ({"temperature": 0, "n": 2}, "n", VALUE),
-    ({"top_p": 0}, "top_p", "decimal_below_min_value"),
+    ({"top_p": -0.1}, "top_p", "decimal_below_min_value"),
     ({"top_p": 1.1}, "top_p", "decimal_above_max_value"),
     ({"top_k": -2}, "top_k", LOW),
     ({"top_k": 1.5}, "top_k", TYPE),

@@ -210,3 +210,10 @@ async def test_prompt_text(http: httpx.AsyncClient, tokenizer: Tokenizer, stream
     lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
     texts = [json.loads(line[6:]).get("prompt_text") for line in lines]
     assert texts == [expected, *[None] * (len(texts) - 1)]
+
+
+async def test_top_p_zero_is_the_likeliest_token(http: httpx.AsyncClient, engine: Any) -> None:
+    """Row 93 of the list of bad inputs."""
+    body = {"prompt": "hello", "max_tokens": 2, "temperature": 1, "top_p": 0, "top_k": 40}
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    assert (engine.seen[-1].sampling.top_k, engine.seen[-1].sampling.top_p) == (1, 1.0)
