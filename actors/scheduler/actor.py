@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +41,7 @@ from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.executor import Fenced, GroupFailed
 from rayfin.actors.scheduler.keeper import Keeper
 from rayfin.actors.scheduler.subscriptions import Subscriptions
+from rayfin.actors.snapshot import EngineSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ MAX_CLIENTS = 64
 CLIENT_LEASE_SECONDS = 15.0
 """A client that has not been heard of for this long is gone, and its requests with it."""
 
-RECALL_SECONDS = 5.0  # that a question may wait for the loop
+ANSWER_SECONDS = 5.0  # that a question may wait for the loop
 
 CLAIM_SECONDS = 5.0
 """A supervisor without a pulse for this long may be replaced by another."""
@@ -85,12 +86,11 @@ class _Mail:
 
 
 @dataclass(slots=True)
-class _Recall:
-    """A question to the loop."""
+class _Question:
+    """What the loop is asked between two steps."""
 
-    tenant: str
-    request_ids: list[str]
-    logs: Future[list[TokenLog | None]] = field(default_factory=Future)
+    ask: Callable[[Engine], Any]
+    answer: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class SchedulerActor:
         step_behind_runners()
         self._name = name
         self._client_lease = client_lease
-        self._inbox: queue.SimpleQueue[_Mail | _Recall] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Mail | _Question] = queue.SimpleQueue()
         self._subscriptions = Subscriptions()
         self._lifeline = Lifeline(supervisor_lease, self._leave)
         self._claims = threading.Lock()
@@ -285,9 +285,19 @@ class SchedulerActor:
 
         One that still runs is aborted: whoever asks goes on with it.
         """
-        mail = _Recall(tenant, request_ids)
-        self._inbox.put(mail)
-        return mail.logs.result(RECALL_SECONDS)
+        logs: list[TokenLog | None] = self._ask(lambda engine: engine.recall(tenant, request_ids))
+        return logs
+
+    @ray.method(concurrency_group="control")
+    def snapshot(self) -> EngineSnapshot:
+        """Who runs, who waits, whose the pages are, between two steps."""
+        snapshot: EngineSnapshot = self._ask(lambda engine: engine.snapshot(self._name))
+        return snapshot
+
+    def _ask(self, ask: Callable[[Engine], Any]) -> Any:
+        question = _Question(ask)
+        self._inbox.put(question)
+        return question.answer.result(ANSWER_SECONDS)
 
     def _runners(self) -> list[Process]:
         process = self._group.process if self._group else None
@@ -345,8 +355,8 @@ class SchedulerActor:
             self._subscriptions.post(engine.fail_all(lost))
         while True:
             mail = self._inbox.get()
-            if isinstance(mail, _Recall):
-                mail.logs.set_result(engine.recall(mail.tenant, mail.request_ids))
+            if isinstance(mail, _Question):
+                mail.answer.set_result(mail.ask(engine))
                 continue
             for request in mail.requests:
                 self._refuse(request, RequestMoved(f"engine {self._name} has failed"))
@@ -363,8 +373,8 @@ class SchedulerActor:
             except queue.Empty:
                 return
             block = False
-            if isinstance(mail, _Recall):
-                mail.logs.set_result(engine.recall(mail.tenant, mail.request_ids))
+            if isinstance(mail, _Question):
+                mail.answer.set_result(mail.ask(engine))
                 continue
             for key in mail.aborts:
                 engine.abort(mail.client, key)
