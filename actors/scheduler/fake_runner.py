@@ -182,7 +182,7 @@ class FakeExecutor:
         for kind, source, target in info.moves.tolist():
             content = (self._host if kind == SWAP_IN else self._memory)[source]
             spoiled = content[0] == JUNK or (kind != SWAP_IN and source in self._spoiled)
-            assert source >= 0 and (content[0] >= 0 or spoiled), "a page is moved that holds nothing"
+            assert source >= 0 and (content[0] >= 0 or spoiled), "what is moved holds nothing"
             if kind != SWAP_OUT:
                 (self._spoiled.add if spoiled else self._spoiled.discard)(target)
             assert kind == SWAP_IN or source in held | moved, "a page is moved that nobody holds"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Response
+from starlette.exceptions import HTTPException
 
 from rayfin import __version__
 from rayfin.deployments.openai.service import OpenAIService
@@ -24,9 +25,7 @@ HEADERS = {
 
 def add_web_routes(app: FastAPI, service: OpenAIService) -> None:
     """The page's files, and ``/ui/state`` that it asks twice a second."""
-    for path, (name, media_type) in FILES.items():
-        content = (FOLDER / name).read_bytes()
-        app.add_api_route(path, _file(content, media_type), methods=["GET"])
+    contents = {path: (FOLDER / name).read_bytes() for path, (name, _) in FILES.items()}
 
     @app.get("/ui/state")
     async def state() -> dict[str, Any]:
@@ -37,9 +36,15 @@ def add_web_routes(app: FastAPI, service: OpenAIService) -> None:
             "latency": service.client.latency(),
         }
 
+    @app.get("/ui")
+    async def page() -> Response:
+        return file("/ui")
 
-def _file(content: bytes, media_type: str) -> Any:
-    async def answer() -> Response:
-        return Response(content, media_type=media_type, headers=HEADERS)
+    @app.get("/ui/{name}")
+    async def part(name: str) -> Response:
+        return file(f"/ui/{name}")
 
-    return answer
+    def file(path: str) -> Response:
+        if path not in FILES:
+            raise HTTPException(404)
+        return Response(contents[path], media_type=FILES[path][1], headers=HEADERS)
