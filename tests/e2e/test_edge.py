@@ -2,13 +2,10 @@
 
 import json
 import socket
-from collections import Counter
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-
-from rayfin.deployments.edge.limits import WINDOW_BYTES
 
 HOST = b"Host: rayfin\r\n"
 JSON = b"Content-Type: application/json\r\n"
@@ -149,41 +146,6 @@ def test_a_request_whose_time_is_over_ends(app: Any, stream: bool) -> None:
     error = json.loads(last.removeprefix("data: "))["error"]
     assert error["code"] == "deadline_exceeded"
     app.idle()
-
-
-def test_a_stream_waits_for_its_client(app: Any, eventually: Any) -> None:
-    """Row 31. The engine has ended, the ingress has not: it holds what the client leaves lying."""
-    tokens = 500
-    body = {
-        "messages": [{"role": "user", "content": "Hello"}],
-        **{"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True},
-        **{"logprobs": True, "top_logprobs": 20},  # far more than a window
-    }
-    content = json.dumps(body).encode()
-    headers = HOST + JSON + b"Connection: close\r\nContent-Length: %d\r\n" % len(content)
-    address = urlsplit(app.url)
-    before = app.stats()
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(60)
-        connection.connect((address.hostname, address.port))
-        connection.sendall(request(b"POST /v1/chat/completions", headers) + content)
-
-        def ended() -> bool:
-            return bool(Counter(app.stats().finished) - Counter(before.finished))
-
-        eventually(ended, "the engine is done")
-        grown = Counter(app.idle().finished) - Counter(before.finished)
-        assert grown == {"length": 1}, "it took longer than a client may take nothing"
-        with app.client() as http:
-            assert http.get("/load").json() == {"server_load": 1}
-        answer = bytearray()
-        while data := connection.recv(2**20):
-            answer += data
-    assert b"data: [DONE]" in answer and len(answer) > 3 * WINDOW_BYTES
-    assert answer.count(b'"top_logprobs":[') == tokens
-    with app.client() as http:
-        eventually(lambda: http.get("/load").json() == {"server_load": 0}, "the ingress is done")
 
 
 def test_after_all_of_it_the_engine_is_idle(app: Any) -> None:
