@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from cpu_kernels import PAGE_SIZE, make_batch
+from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfin.actors.runner.fuse import fuse
@@ -23,31 +24,6 @@ from rayfin.kernels.attention.cpu import CpuAttention
 from rayfin.kernels.attention.torch import paged_attention
 from rayfin.kernels.cpu.kernels import CpuKernels
 
-SHAPES = {
-    "135m": (
-        "llama",
-        {
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-        },
-    ),
-    "0.6b": (
-        "qwen3",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-    ),
-}
 STEPS = [(1, 127, 1), (4, 127, 1), (16, 127, 1), (32, 511, 1), (64, 127, 1), (1, 0, 512)]
 
 

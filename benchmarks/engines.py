@@ -17,10 +17,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from core_report import Report
+from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rayfin.deployments.demo
@@ -41,33 +41,7 @@ PEERS = Path(__file__).with_name("peers")
 PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
 OURS = "rayfin"
 VOCABULARY = 2000
-SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "135m": (
-        "The 135M Llama shape",
-        "llama",
-        {
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-        },
-    ),
-    "0.6b": (
-        "The shape of Qwen3-0.6B",
-        "qwen3",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-    ),
-}
+TITLES = {"135m": "The 135M Llama shape", "0.6b": "The shape of Qwen3-0.6B"}
 BATCH = {"135m": 64, "0.6b": 16}
 """Requests of W1: what a minute is enough for."""
 
@@ -112,7 +86,7 @@ def poisson(throughput: Sequence[Figures]) -> list[Job]:
 def make_model(folder: Path, shape: str, weights: str) -> None:
     """Random weights in fp32, of values that ``weights`` can hold, and the demo's tokenizer."""
     torch.manual_seed(0)
-    _, architecture, sizes = SHAPES[shape]
+    architecture, sizes = SHAPES[shape]
     config = AutoConfig.for_model(
         architecture, max_position_embeddings=4096, tie_word_embeddings=True, **sizes
     )
@@ -193,7 +167,7 @@ def main() -> None:
         sections = measured(options, specs, model, versions.append)
     exact = ", all of them exact in bf16" if options.weights == "bfloat16" else ""
     report.text(
-        f"{SHAPES[options.shape][0]} with random weights{exact}, computed in fp32, "
+        f"{TITLES[options.shape]} with random weights{exact}, computed in fp32, "
         f"{os.cpu_count()} cores of a {processor()}; greedy, outputs to their full length; medians "
         f"of {options.rounds} rounds in which the engines took turns, each on tokens that no cache "
         "has seen. The last columns divide our figure by theirs."

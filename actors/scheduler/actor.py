@@ -92,6 +92,13 @@ class _Question:
     ask: Callable[[Engine], Any]
     answer: Future[Any] = field(default_factory=Future)
 
+    def reply(self, engine: Engine) -> None:
+        """Answers; what goes wrong is the asker's to know, and no reason to stop the loop."""
+        try:
+            self.answer.set_result(self.ask(engine))
+        except Exception as error:
+            self.answer.set_exception(error)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -356,7 +363,7 @@ class SchedulerActor:
         while True:
             mail = self._inbox.get()
             if isinstance(mail, _Question):
-                mail.answer.set_result(mail.ask(engine))
+                mail.reply(engine)
                 continue
             for request in mail.requests:
                 self._refuse(request, RequestMoved(f"engine {self._name} has failed"))
@@ -374,7 +381,7 @@ class SchedulerActor:
                 return
             block = False
             if isinstance(mail, _Question):
-                mail.answer.set_result(mail.ask(engine))
+                mail.reply(engine)
                 continue
             for key in mail.aborts:
                 engine.abort(mail.client, key)

@@ -1,0 +1,29 @@
+"""Models of real sizes for benchmarks: architecture and sizes, without weights."""
+
+from typing import Any
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "135m": (
+        "llama",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "0.6b": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
+}
