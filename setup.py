@@ -5,12 +5,14 @@ Each library is optional: without a C++ compiler, or with one that does not know
 by ctypes, and use nothing of Python's C interface.
 """
 
+import copy
 import hashlib
 import os
 import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("kernels/cpu")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden"]
@@ -32,7 +34,20 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+class BuildExt(build_ext):
+    """Gives each extension a folder for its objects.
+
+    Their sources have the same names, and side by side one would link the objects of another.
+    """
+
+    def build_extension(self, ext: Extension) -> None:
+        own = copy.copy(self)
+        own.build_temp = str(Path(self.build_temp, ext.name))
+        build_ext.build_extension(own, ext)
+
+
 setup(
+    cmdclass={"build_ext": BuildExt},
     options={"build_ext": {"parallel": os.cpu_count()}},
     ext_modules=[
         Extension(
@@ -46,5 +61,5 @@ setup(
             optional=True,
         )
         for isa, flags in ISAS.items()
-    ]
+    ],
 )

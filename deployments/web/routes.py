@@ -36,11 +36,11 @@ def add_web_routes(app: FastAPI, service: OpenAIService) -> None:
             "latency": service.client.latency(),
         }
 
-    @app.get("/ui")
+    @app.get("/ui", include_in_schema=False)
     async def page() -> Response:
         return file("/ui")
 
-    @app.get("/ui/{name}")
+    @app.get("/ui/{name}", include_in_schema=False)
     async def part(name: str) -> Response:
         return file(f"/ui/{name}")
 

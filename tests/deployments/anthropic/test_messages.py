@@ -208,7 +208,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 129}, "max_tokens"),
     ({"temperature": 1.1}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_k": 1.5}, "top_k"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"stop_sequences": "a"}, "stop_sequences"),

@@ -260,7 +260,7 @@ async def test_bad_json(http: httpx.AsyncClient, engine: Any) -> None:
             "request_too_large",
         ),
         ("GET", "/v1/completions", {}, b"", 405, "method_not_allowed"),
-        ("FOO", "/v1/completions", {}, b"", 405, "method_not_allowed"),
+        ("FOO", "/v1/completions", {}, b"", 400, "invalid_request"),
         ("GET", "/v1/nowhere", {}, b"", 404, "unknown_url"),
         ("GET", "/docs", {}, b"", 404, "unknown_url"),
     ],

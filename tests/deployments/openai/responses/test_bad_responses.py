@@ -50,7 +50,7 @@ BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 129}, "max_output_tokens", "integer_above_max_value"),
     ({"max_output_tokens": "5"}, "max_output_tokens", TYPE),
     ({"temperature": 2.1}, "temperature", "decimal_above_max_value"),
-    ({"top_p": 0}, "top_p", "decimal_below_min_value"),
+    ({"top_p": -0.1}, "top_p", "decimal_below_min_value"),
     ({"metadata": {"a": 5}}, "metadata.a", TYPE),
     ({"metadata": {"a" * 65: "b"}}, "metadata", "string_above_max_length"),
     ({"metadata": {"a": "b" * 513}}, "metadata", "string_above_max_length"),
