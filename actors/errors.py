@@ -4,6 +4,7 @@
     ├── InvalidRequest                 400  invalid_request_error   the caller's mistake
     │   ├── ContextLengthExceeded      400  context_length_exceeded
     │   ├── ModelNotFound              404  model_not_found
+    │   ├── NotPermitted               403  permission_denied       not to this tenant
     │   └── NotFound                   404  not_found               anything else that is named
     ├── InvalidConfig                   -   a flag or a model that cannot be served
     │   └── UnsupportedModel            -   an architecture outside what Rayfin serves
@@ -54,6 +55,13 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt cannot fit: longer than the context, or needs more pages than exist."""
 
     code = "context_length_exceeded"
+
+
+class NotPermitted(InvalidRequest):
+    """The request asks for what its tenant may not have."""
+
+    status = 403
+    code = "permission_denied"
 
 
 class ModelNotFound(InvalidRequest):

@@ -55,6 +55,11 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
     return app
 
 
+def privileged(tenants: list[str] | None) -> frozenset[str] | None:
+    """The tenants who may set a priority; None is everybody."""
+    return None if tenants is None else frozenset(words(tenants, "priority_tenants"))
+
+
 def edge_settings(server: ServerArgs) -> EdgeSettings:
     """What stands between a socket and a route.
 
@@ -72,5 +77,6 @@ def edge_settings(server: ServerArgs) -> EdgeSettings:
         cors=cors,
         max_body_bytes=server.max_body_bytes,
         docs=server.enable_docs,
+        priority_tenants=privileged(server.priority_tenants),
         web=server.ui,
     )

@@ -46,6 +46,9 @@ class ServerArgs:
     tenant_token_rate: int | None = _flag(
         None, "tokens a minute, of prompts and outputs, that each key's tenant may use"
     )
+    priority_tenants: list[str] | None = _flag(
+        None, "tenants whose requests may have a priority; default: everybody's; may be repeated"
+    )
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
     data_parallel_size: int = _flag(1, "engines, each with its own copy of the model")
     engine_timeout: float = _flag(
@@ -57,7 +60,8 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         check_generation_config(self.generation_config)
-        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        lists = ("allowed_origins", "allowed_methods", "allowed_headers", "priority_tenants")
+        for name in lists:
             words(getattr(self, name), name)
         self.api_keys()
         if self.max_body_bytes < 1:

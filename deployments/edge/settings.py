@@ -14,6 +14,11 @@ from rayfin.deployments.edge.transport import TransportLimits
 from rayfin.deployments.openai.auth import OPEN_PATHS, BearerAuth
 from rayfin.deployments.web.paths import PAGE_PATHS
 
+EXPOSED = (  # headers of answers that a web page's script may read
+    *(REQUEST_ID, "retry-after", "idempotent-replayed", "x-rayfin-ignored-fields"),
+    *(f"x-ratelimit-{name}-tokens" for name in ("limit", "remaining", "reset")),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cors:
@@ -35,6 +40,7 @@ class EdgeSettings:
     body_seconds: float = BODY_SECONDS
     docs: bool = False  # a page at /docs
     web: bool = True  # a page at /ui
+    priority_tenants: frozenset[str] | None = None  # who may set a priority; None is everybody
 
 
 def add_edge(app: FastAPI, settings: EdgeSettings) -> None:
@@ -56,6 +62,6 @@ def add_edge(app: FastAPI, settings: EdgeSettings) -> None:
             allow_methods=settings.cors.methods,
             allow_headers=settings.cors.headers,
             allow_credentials=settings.cors.credentials,
-            expose_headers=[REQUEST_ID, "retry-after"],
+            expose_headers=EXPOSED,
         )
     app.add_middleware(RequestIds)

@@ -96,6 +96,7 @@ class Generation:
             raise InvalidRequest(
                 f"prompts times {name} must be at most {MAX_CHOICES}, got {count}.", name
             )
+        service.check_priority(priority, caller.tenant)
         info = await service.client.info()
         arrival = time.monotonic()
         requests = []

@@ -44,6 +44,7 @@ TEXTS = ("/metrics",)
 FAILURES = {
     400: "The request is wrong; param and code say where and how.",
     401: "There is no API key, or a wrong one.",
+    403: "The key's tenant may not ask for this.",
     404: "There is no such model, object or address.",
     405: "The address does not answer this method; Allow names those that it does.",
     408: "The body, or the answer, took too long.",

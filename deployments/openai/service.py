@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayfin.actors.errors import ModelNotFound
+from rayfin.actors.errors import ModelNotFound, NotPermitted
 from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_client import EngineClient
 from rayfin.deployments.openai.answers import AnswerStore
@@ -30,6 +30,14 @@ class OpenAIService:
     answers: AnswerStore = field(default_factory=AnswerStore)
     quotas: TokenQuotas | None = None  # None: everybody may use as many tokens as there are
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_priority(self, priority: int, tenant: str) -> None:
+        """Raises:
+        NotPermitted: requests of ``tenant`` may have no priority but the usual one, 0.
+        """
+        allowed = self.edge.priority_tenants
+        if priority != 0 and allowed is not None and tenant not in allowed:
+            raise NotPermitted("Your API key may not set a priority.", "priority")
 
     def served_name(self, name: str | None) -> str:
         """``name`` if it is served here; the first name served when there is none.

@@ -126,6 +126,8 @@ def raw(row: str, status: int, code: str, body: bytes, **headers: str) -> Any:
     return row, C, (body, {**JSON, **headers}), status, code, None
 
 
+MOST_BYTES = 128 * 1024  # of an answer: the model's context times what is told of a token
+
 # (rows of the list, path, JSON body or (bytes, headers), status, code, param); None: whatever it is
 ROWS: list[Any] = [
     # A. Transport
@@ -165,6 +167,10 @@ ROWS: list[Any] = [
         for m in ("gpt-7", "", "../../etc/passwd", "http://x", "a\0b", "x" * 10**6)
     ),
     completion("40", 400, TYPE, "model", model=5),
+    *(
+        completion("42-43", 404, "model_not_found", "model", model=m)
+        for m in ("other-tenants-model", "tiny:adapter", "tiny/adapter")
+    ),
     # C. Prompts
     (("44", C, {}, 400, MISSING, "prompt")),
     completion("44", 400, MISSING, "prompt", prompt=None),
@@ -264,6 +270,7 @@ ROWS: list[Any] = [
     completion("90", 400, "decimal_above_max_value", "temperature", temperature=2.1),
     completion("91", 400, TYPE, "temperature", temperature="NaN"),
     completion("92", 200, None, None, temperature=1e-320),
+    completion("93", 200, None, None, top_p=0),
     *(completion("94", 400, None, "top_p", top_p=p) for p in (1.1, -1)),
     *(completion("95", 400, None, "top_k", top_k=k) for k in (-2, 1.5)),
     completion("95", 200, None, None, top_k=10**9),
@@ -300,6 +307,7 @@ ROWS: list[Any] = [
         for w in ([""], [f"x{i}" for i in range(10_000)])
     ),
     completion("117", 200, None, None, prompt=[5] * 100, ignore_eos=True),
+    completion("118", 200, None, None, prompt=[5] * 127, echo=True, logprobs=5, max_tokens=0),
     *(completion("119", 400, TYPE, "stream", stream=s) for s in ("yes", 1)),
     completion("120", 400, VALUE, "stream_options", stream_options={"include_usage": True}),
     completion(
@@ -344,6 +352,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: Any) -> httpx.Response
 
 def check(response: httpx.Response, status: int, code: str | None, param: str | None) -> None:
     assert response.status_code == status, response.text[:300]
+    assert len(response.content) < MOST_BYTES
     if status == 200:
         return
     error = response.json()["error"]

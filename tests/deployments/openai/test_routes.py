@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -148,6 +149,7 @@ async def test_a_refusal_by_the_engine_has_its_status(
     assert response.status_code == status
     assert response.json()["error"]["message"] == error.message
     assert ("retry-after" in response.headers) == (status in (429, 503))
+    assert (response.headers.get("connection") == "close") == (status == 503)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -276,3 +278,26 @@ async def test_a_client_that_stops_reading_is_left(
 
     await leave(outer, "/v1/completions", {**BODY, "stream": True}, 99)
     assert len(engine.aborted) == 1 and not engine.open
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_only_some_tenants_may_set_a_priority(
+    service: OpenAIService, engine: Any, tmp_path: Path, path: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("batch:one\ndesk:two\n")
+    service.edge.keys = ApiKeys.load(file=str(keys))
+    service.edge.priority_tenants = frozenset({"desk"})
+    transport = httpx.ASGITransport(build_api(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
+        statuses = {}
+        for key in ("one", "two"):
+            for priority in (0, -3):
+                http.headers["Authorization"] = f"Bearer {key}"
+                response = await http.post(path, json={**BODY, **CHAT, "priority": priority})
+                statuses[key, priority] = response.status_code
+                if response.status_code == 403:
+                    error = response.json()["error"]
+                    assert (error["code"], error["param"]) == ("permission_denied", "priority")
+    assert statuses == {("one", 0): 200, ("one", -3): 403, ("two", 0): 200, ("two", -3): 200}
+    assert [request.priority for request in engine.seen] == [0, 0, -3]
