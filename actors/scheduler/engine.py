@@ -68,12 +68,12 @@ class Engine:
         self.lifecycle = Lifecycle(config, clock)
         self._clock = clock
         self._deadlines = Deadlines()
-        self._scheduler: Scheduler = (
+        scheduler: Scheduler = (
             TokenScheduler(self.lifecycle, config.limits, config.long_prefill_token_threshold)
             if config.scheduler == "v1"
             else RequestScheduler(self.lifecycle, config.limits)
         )
-        self._quarantine = Quarantine(self.lifecycle, self._scheduler, clock)
+        self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
         self._beams = BeamGroups(self.lifecycle)
         self._leases = LeasePolicy(self.lifecycle, config.max_lease)
         self._builder = StepBuilder(self.lifecycle)
@@ -188,13 +188,8 @@ class Engine:
         """
         self._expire()
         try:
-            while len(self._in_flight) < self.config.steps_in_flight:
-                scheduler: Scheduler = self._scheduler
-                if self._quarantine.in_session:
-                    if self._in_flight:
-                        break
-                    scheduler = self._quarantine
-                decoding, chunks = scheduler.schedule()
+            while len(self._in_flight) < self._quarantine.depth:
+                decoding, chunks = self._quarantine.schedule()
                 lease = 1 if chunks else self._leases.grant(decoding)
                 record = self._builder.build(decoding, chunks, lease)
                 if record is None:
@@ -288,7 +283,7 @@ class Engine:
         self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0
-        self._scheduler.observe(out_of_memory=result.out_of_memory)
+        self._quarantine.observe(out_of_memory=result.out_of_memory)
 
     def _expire(self) -> None:
         """Ends those whose time is up, before anything more is scheduled for them."""

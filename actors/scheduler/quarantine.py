@@ -56,16 +56,22 @@ MAX_ENGINE_DEATHS = 8
 
 
 class Quarantine:
-    """Suspects, their trials, and the prompts of the convicted. A scheduler while trials go on."""
+    """Suspects, their trials, and the prompts of the convicted.
+
+    A scheduler around ``scheduler``, which decides alone while nobody is on trial; with up to
+    ``steps_in_flight`` steps at once.
+    """
 
     def __init__(
         self,
         lifecycle: Lifecycle,
         scheduler: Scheduler,
+        steps_in_flight: int,
         clock: Callable[[], float],
     ) -> None:
         self._lifecycle = lifecycle
         self._scheduler = scheduler
+        self._steps_in_flight = steps_in_flight
         self._clock = clock
         self._suspects: dict[Request, int] = {}  # -> tokens that it must have to be cleared
         self._tried: Request | None = None
@@ -73,13 +79,9 @@ class Quarantine:
         lifecycle.barred = self._suspects
 
     @property
-    def in_session(self) -> bool:
-        """Whether somebody is on trial, or next."""
-        if not self._suspects:
-            return False
-        if self._tried is not None and self._tried.slot is not None:
-            return True
-        return self._lifecycle.waiting.peek() in self._suspects
+    def depth(self) -> int:
+        """How many steps may be in flight now; one while somebody is on trial, or next."""
+        return 1 if self._suspects and self._in_session() else self._steps_in_flight
 
     def check(self, source: EngineRequest) -> None:
         """Refuses prompts of the convicted.
@@ -146,7 +148,9 @@ class Quarantine:
         )
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
-        """The next step of a trial; while there is no room for one, the others' next step."""
+        """The next step of a trial; where there is none, or no room, the others' next step."""
+        if not self._suspects or not self._in_session():
+            return self._scheduler.schedule()
         tried = self._tried
         if tried is None or tried.slot is None or self._is_cleared(tried):
             if tried is not None and tried.slot is not None:
@@ -163,6 +167,11 @@ class Quarantine:
         own = decodable[np.isin(decodable, tried.slots)]
         decoding, _ = make_room(self._lifecycle, own)
         return decoding, []
+
+    def _in_session(self) -> bool:
+        if self._tried is not None and self._tried.slot is not None:
+            return True
+        return self._lifecycle.waiting.peek() in self._suspects
 
     def _next(self) -> Request | None:
         """The suspect at the head of the queue, admitted if there is room."""
