@@ -14,6 +14,9 @@ FLOOR_SECONDS = 5.0
 FIRST_SECONDS = 120.0
 """The first steps of new runners compile kernels, capture graphs and touch memory."""
 
+AGAIN_SECONDS = 15.0
+"""... at least, for runners that follow others, whose first steps have told how long it takes."""
+
 FIRST_STEPS = 3
 MULTIPLE = 20.0
 CONTEXT_TOKENS = 2048
@@ -31,14 +34,18 @@ class Watchdog:
 
     def __init__(self, floor: float = FLOOR_SECONDS, first: float = FIRST_SECONDS) -> None:
         self._floor = floor
-        self._first = first
+        self._first = self._longest_first = first
         self._steps = 0
         self._restarts = 0  # since a step was finished
+        self._slowest_first = 0.0  # of the first steps of all runners
         self._seconds_per_token = 0.0
         self._seconds_per_step = 0.0
 
     def restart(self) -> None:
-        """The runners are new: what they compile, they compile again."""
+        """The runners are new: what they compile, they compile again, as fast as the last ones."""
+        if self._steps >= FIRST_STEPS:
+            again = max(AGAIN_SECONDS, MULTIPLE * self._slowest_first)
+            self._first = min(self._longest_first, again)
         self._steps = 0
         self._restarts += 1
 
@@ -50,13 +57,14 @@ class Watchdog:
 
     def patience(self, info: SchedulerInfo) -> float:
         """Seconds that the step may take."""
-        if self._steps < FIRST_STEPS:
-            return self._first
         expected = info.lease * self._seconds_per_step + work(info) * self._seconds_per_token
-        return max(self._floor, MULTIPLE * expected)
+        least = self._first if self._steps < FIRST_STEPS else self._floor
+        return max(least, MULTIPLE * expected)
 
     def observe(self, info: SchedulerInfo, seconds: float) -> None:
         """A step took so long."""
+        if self._steps < FIRST_STEPS:
+            self._slowest_first = max(seconds, self._slowest_first)
         self._steps += 1
         self._restarts = 0
         if info.prefill_batch:

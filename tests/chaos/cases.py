@@ -21,6 +21,7 @@ REDIS = Layout(engines=1, redis=True)
 TIGHT = Layout(pages=96)  # about 1.2 of the longest requests
 SMALL_DISK = Layout(temp_bytes=48 * 1024**2, object_store=80 * 1024**2)
 MODEL = Layout(runner="model")
+CLOCK = Layout(variables=(("CHAOS_CLOCK", "1"),))
 BREAKS_OFF = ("broken",)
 REFUSED = ("engine_unavailable", "rate_limit_exceeded", "queue_full", "unavailable")
 
@@ -100,7 +101,7 @@ CASES = [
     Case("step-fails", "10", "a whole step raises", faults.fail_step),
     Case(
         "device-lost",
-        "11",
+        "11, 51",
         "every step of a runner's process fails",
         faults.fail_every_step_of_a_runner,
     ),
@@ -184,6 +185,12 @@ CASES = [
         REDIS,
         after=8,
     ),
+    Case(
+        "partition",
+        "29",
+        "all between scheduler and runner lost for 2 s",
+        faults.cut_off_runner_briefly,
+    ),
     Case("step-lost", "29, 30", "a step is lost on its way", faults.lose_step),
     Case("answer-lost", "30", "an answer is lost on its way", faults.lose_answer),
     Case("step-twice", "30", "a step is sent twice", faults.send_steps_twice),
@@ -254,6 +261,13 @@ CASES = [
         faults.update_to_a_bad_version,
         may_fail=REFUSED,
         renews=True,
+    ),
+    Case("clock", "44", "wall clocks an hour ahead, then behind", faults.turn_clocks, CLOCK),
+    Case(
+        "wrong-token",
+        "32, 52",
+        "a job and a node with another cluster's token ask to be let in",
+        faults.knock_with_a_wrong_token,
     ),
     Case("scrape", "45", "21 scrapers of /metrics", faults.scrape),
     Case("slow-readers", "46", "100 clients that read nothing", faults.slow_readers),

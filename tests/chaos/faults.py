@@ -11,6 +11,18 @@ POISON = 100
 """A token that is in no other prompt, and that the hash runner never says."""
 
 
+JOB = "import ray; ray.init(address='{address}', log_to_driver=False); print('inside')"
+NODE = """
+import ray
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+Node(RayParams(gcs_address="{address}", num_cpus=1, object_store_memory=80 * 1024**2), head=False)
+print("inside")
+"""
+"""Programs that would join a cluster."""
+
+
 async def kill_runner(nemesis: Nemesis) -> None:
     nemesis.kill("runner")
 
@@ -157,6 +169,14 @@ async def gcs_away_and_runner_killed(nemesis: Nemesis) -> None:
     await asyncio.sleep(10)
 
 
+async def cut_off_runner_briefly(nemesis: Nemesis) -> None:
+    """What is sent meanwhile is lost for good, in both directions; then the network is whole."""
+    nemesis.plant("group.submit=drop;group.reply=drop")
+    await asyncio.sleep(2)
+    nemesis.plant("")
+    await asyncio.sleep(6)
+
+
 async def lose_step(nemesis: Nemesis) -> None:
     nemesis.plant_once("group.submit=drop@nth:5")
     await asyncio.sleep(5)
@@ -265,6 +285,17 @@ async def update_to_a_bad_version(nemesis: Nemesis) -> None:
         await asyncio.wait_for(asyncio.to_thread(nemesis.cluster.deploy, max_prefill_batch=4), 40)
     nemesis.plant("")
     await asyncio.to_thread(nemesis.cluster.deploy)
+
+
+async def turn_clocks(nemesis: Nemesis) -> None:
+    """Of all Python of the cluster; monotonic clocks go on as they were."""
+    for hours in (1, -1, 0):
+        nemesis.set_clock(3600.0 * hours)
+        await asyncio.sleep(5)
+
+
+async def knock_with_a_wrong_token(nemesis: Nemesis) -> None:
+    await asyncio.gather(nemesis.must_not_enter(JOB, 20), nemesis.must_not_enter(NODE, 20))
 
 
 async def scrape(nemesis: Nemesis) -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import httpx
 from cluster import Cluster, eventually
@@ -165,6 +166,36 @@ class Nemesis:
     @property
     def _filler(self) -> str:
         return os.path.join(self.cluster.ray_folder, "filler")
+
+    def set_clock(self, ahead: float) -> None:
+        """The cluster's processes find the wall clock so many seconds ahead (worker/)."""
+        self.strike()
+        fresh = os.path.join(self.cluster.folder, "clock.new")
+        with open(fresh, "w") as file:
+            file.write(str(ahead))
+        os.rename(fresh, os.path.join(self.cluster.folder, "clock"))
+
+    async def must_not_enter(self, program: str, seconds: float) -> None:
+        """Runs a program that asks the cluster to be let in, with a token that is not its own."""
+        self.strike()
+        address = self.cluster.nodes[0].gcs_address
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-c", program.format(address=address)),
+            env={**os.environ, "RAY_AUTH_TOKEN": "0" * 32},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert process.stdout is not None
+        try:
+            said = await asyncio.wait_for(process.stdout.readline(), seconds)
+        except TimeoutError:
+            said = b""
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        if b"inside" in said:
+            self.complaints.append("a wrong token was let in")
 
     async def slow_readers(self, count: int, seconds: float) -> None:
         """Clients that ask for long answers and read nothing of them."""

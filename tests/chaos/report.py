@@ -7,14 +7,17 @@ from results import Result
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- make chaos: begin -->", "<!-- make chaos: end -->"
-HEADER = ("fault", "failed / all", "recovery s", "longest gap ms", "wrong", "leaked", "")
+HEADER = (
+    *("fault", "failed / all", "recovery s", "longest gap ms", "wrong", "leaked", ""),
+    *("streams", "seed", "load"),
+)
 
 
 def row_of(result: Result) -> list[str]:
     """A result as the cells of its row."""
     cells = [f"{result.fault} (`{result.name}`)"]
     if result.skipped:
-        return [*cells, "", "", "", "", "", f"not run: {result.skipped}"]
+        return [*cells, "", "", "", "", "", f"not run: {result.skipped}", "", "", ""]
     recovery = "-" if result.recovery is None else f"{result.recovery:.1f}"
     allowed = f" ({result.allowed} allowed)" if result.allowed else ""
     return [
@@ -24,8 +27,17 @@ def row_of(result: Result) -> list[str]:
         f"{result.gap_ms:,.0f}",
         str(result.wrong),
         str(max(result.leaked, 0)),
-        "held" if result.held else "**broken**",
+        "held" if result.held else f"**broken**: {first_words(result.violations)}",
+        str(result.streams),
+        str(result.seed),
+        f"{result.load:.1f}",
     ]
+
+
+def first_words(violations: Sequence[str]) -> str:
+    """What was broken, as far as a cell has room for it."""
+    more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+    return f"{violations[0][:80]}{more}".replace("|", "/").replace("\n", " ").replace("`", "'")
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
@@ -37,14 +49,16 @@ def table(rows: Iterable[Sequence[str]]) -> str:
 def merged(page: str, results: Sequence[Result], order: Sequence[str], how: str) -> str:
     """The page with the rows of ``results`` in place of their old ones; others stay.
 
-    ``order`` are the names of all cases, as they stand in the table.
+    Args:
+        order: the names of all cases, as they stand in the table.
+        how: what the table was made on and with.
     """
     before, rest = page.split(BEGIN)
     old, after = rest.split(END)
     rows = {name_in(line): cells(line) for line in old.splitlines() if "`)" in line}
     rows |= {result.name: row_of(result) for result in results}
     kept = [rows[name] for name in order if name in rows]
-    return f"{before}{BEGIN}\n{how}\n\n{table(kept)}{END}{after}"
+    return f"{before}{BEGIN}\n\n{how}\n\n{table(kept)}\n{END}{after}"
 
 
 def name_in(line: str) -> str:

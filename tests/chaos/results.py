@@ -27,6 +27,9 @@ class Result:
     leaked: int = 0  # pages held when nothing runs; -1: nobody answers
     violations: list[str] = field(default_factory=list)
     skipped: str = ""  # why it was not run
+    streams: int = 0  # open at all times
+    seed: int = 0
+    load: float = 0.0  # of the machine at its end: processes that run or wait, over a minute
 
     @property
     def held(self) -> bool:

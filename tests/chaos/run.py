@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 from cases import Case, all_cases
@@ -39,16 +40,17 @@ def main() -> int:
         return 0
     print(f"seed {options.seed}: {len(cases)} cases", flush=True)
     results: list[Result] = []
-    for layout in dict.fromkeys(case.layout for case in cases):
-        group = [case for case in cases if case.layout == layout]
-        results += run_apart(layout, group, options)
+    try:
+        for layout in dict.fromkeys(case.layout for case in cases):
+            group = [case for case in cases if case.layout == layout]
+            run_apart(layout, group, options, results)
+    finally:  # of a run that is stopped, what it has found out
+        if options.write:
+            write(results, [case.name for case in all_cases()], circumstances())
     broken = [result.name for result in results if result.violations]
     skipped = [result.name for result in results if result.skipped]
     held = len(results) - len(broken) - len(skipped)
     print(f"{held} held, {len(broken)} broken {broken}, {len(skipped)} not run {skipped}")
-    if options.write:
-        order = [case.name for case in all_cases(options.minutes)]
-        write(results, order, f"Seed {options.seed}; `{command(options)}`.")
     return 1 if broken else 0
 
 
@@ -73,20 +75,27 @@ def chosen(cases: list[Case], names: str) -> list[Case]:
     return [known[name] for name in wanted] or cases
 
 
-def run_apart(layout: Layout, cases: list[Case], options: argparse.Namespace) -> list[Result]:
-    """Cases of one layout in a process of their own, which Ray may take down with itself."""
+def run_apart(
+    layout: Layout, cases: list[Case], options: argparse.Namespace, results: list[Result]
+) -> None:
+    """Cases of one layout in a process of their own, which Ray may take down with itself.
+
+    Adds to ``results``, also when it is stopped half-way.
+    """
     with tempfile.NamedTemporaryFile("r", prefix="rc-") as file:
         arguments = ["--cases", ",".join(case.name for case in cases), "--results", file.name]
         for name in OPTIONS:
             if (value := getattr(options, name)) is not None:
                 arguments += [f"--{name}", str(value)]
         longest = sum(CASE_SECONDS + 60 * options.minutes * case.long for case in cases)
-        run_child(__file__, arguments, layout, START_SECONDS * len(cases) + longest)
-        results = [Result(**json.loads(line)) for line in file]
-    for case in cases[len(results) :]:
-        results.append(Result(case.name, case.row, case.fault))
+        try:
+            run_child(__file__, arguments, layout, START_SECONDS * len(cases) + longest)
+        finally:
+            told = [Result(**json.loads(line)) for line in file]
+            results += told
+    for case in cases[len(told) :]:
+        results.append(Result(case.name, case.row, case.fault, seed=options.seed))
         results[-1].violations.append("the run died")
-    return results
 
 
 def run_child(program: str, arguments: list[str], layout: Layout, seconds: float) -> int:
@@ -123,12 +132,12 @@ def end_all(session: int, folder: str) -> None:
             continue
 
 
-def command(options: argparse.Namespace) -> str:
-    """How to repeat a run."""
-    wishes = {"CASES": options.cases, "SEED": options.seed, "STREAMS": options.streams}
-    if options.minutes != 1.0:
-        wishes["MINUTES"] = f"{options.minutes:g}"
-    return " ".join(["make chaos", *(f"{name}={value}" for name, value in wishes.items() if value)])
+def circumstances() -> str:
+    """What the table was made on, for those who compare."""
+    return (
+        f"Rayfin {version('rayfin')} with Ray {version('ray')} on {os.cpu_count()} CPUs; *load*: "
+        "of that machine (runnable processes, mean of the last minute), where other work went on."
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ at the end of the file that the last argument names, so that what has run counts
 
 import asyncio
 import json
+import os
 import sys
 import time
 import traceback
@@ -50,6 +51,8 @@ class Session:
         expected = self._expect([ask for ask, _ in load.records])
         result = judge(case, nemesis.struck, load.records, expected, leaked, grown, until)
         result.violations += nemesis.complaints
+        result.streams, result.seed = self._streams(case), self.seed
+        result.load = os.getloadavg()[0]
         if case.renews or leaked or not result.held:
             self.close()
         return result
@@ -72,7 +75,7 @@ class Session:
         """The load with the faults in it."""
         load = Load(cluster.url, cluster.model, Asks(self.seed), resumes=case.resumes)
         nemesis = Nemesis(cluster, load, self.seed)
-        streams = case.streams if self.streams is None else self.streams
+        streams = self._streams(case)
         cluster.plant("")
         if case.idle:
             await case.act(nemesis)
@@ -84,6 +87,9 @@ class Session:
             await asyncio.sleep(case.after)
         cluster.plant("")
         return load, nemesis
+
+    def _streams(self, case: Case) -> int:
+        return case.streams if self.streams is None else self.streams
 
     def _successes(self, cluster: Cluster) -> float | None:
         with suppressed():

@@ -7,7 +7,7 @@ from cases import Case, all_cases
 from faults import kill_runner
 from history import Choice, Event, Expected, Record
 from load import Ask
-from report import BEGIN, END, PAGE, merged, name_in, row_of, table
+from report import BEGIN, END, HEADER, PAGE, merged, name_in, row_of, table
 from results import Result, judge, recovery
 
 CASE = Case("name", "3", "something", kill_runner, may_fail=("queue_full",), may_fail_asks="short")
@@ -84,10 +84,14 @@ def test_rows_of_a_page_are_replaced_and_others_stay() -> None:
 
 
 def test_a_row_says_what_was_broken() -> None:
-    assert row_of(Result("n", "1", "f"))[-1] == "held"
-    assert row_of(Result("n", "1", "f", violations=["x"]))[-1] == "**broken**"
-    assert row_of(Result("n", "1", "f", skipped="no Redis"))[-1] == "not run: no Redis"
-    assert table([row_of(Result("n", "1", "f"))]).count("|\n") == 3
+    at = HEADER.index("")
+    held = row_of(Result("n", "1", "f", streams=16, seed=7, load=2.44))
+    assert held[at:] == ["held", "16", "7", "2.4"]
+    broken = Result("n", "1", "f", violations=["`a`|b", "more"])
+    assert row_of(broken)[at] == "**broken**: 'a'/b (and 1 more)"
+    assert row_of(Result("n", "1", "f", skipped="no Redis"))[at] == "not run: no Redis"
+    assert {len(row_of(each)) for each in (broken, Result("n", "1", "f"))} == {len(HEADER)}
+    assert table([held]).count("|\n") == 3
 
 
 def test_cases_have_names_of_their_own_and_the_page_knows_them() -> None:

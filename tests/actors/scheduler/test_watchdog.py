@@ -8,6 +8,7 @@ import pytest
 
 from rayfin.actors.messages import SchedulerInfo
 from rayfin.actors.scheduler.watchdog import (
+    AGAIN_SECONDS,
     FIRST_SECONDS,
     FIRST_STEPS,
     FLOOR_SECONDS,
@@ -56,6 +57,27 @@ def test_first_steps_get_time_to_compile() -> None:
         assert watchdog.patience(step(1)) == FIRST_SECONDS
         watchdog.observe(step(1), 1.0)
     assert watchdog.patience(step(1)) == MULTIPLE * 1.0
+
+
+@pytest.mark.parametrize(
+    ("slowest", "patience"), [(0.01, AGAIN_SECONDS), (1.0, MULTIPLE * 1.0), (9.0, MULTIPLE * 9.0)]
+)
+def test_first_steps_of_the_next_runners_get_what_those_before_took(
+    slowest: float, patience: float
+) -> None:
+    watchdog = Watchdog()
+    for seconds in (slowest, 0.01, 0.01):
+        watchdog.observe(step(1), seconds)
+    for _ in range(2):
+        watchdog.restart()
+        assert watchdog.patience(step(1)) == pytest.approx(patience, rel=0.01)
+        for _ in range(FIRST_STEPS):
+            watchdog.observe(step(1), 0.01)  # the slowest of all counts
+
+
+def test_runners_that_died_in_their_first_steps_have_told_nothing() -> None:
+    watchdog = Watchdog()
+    watchdog.observe(step(1), 0.01)
     watchdog.restart()
     assert watchdog.patience(step(1)) == FIRST_SECONDS
 
