@@ -89,7 +89,7 @@ class EngineArgs:
     max_logprobs: int = _flag(
         20, "most log probabilities of a token that a request may ask for; -1 for all"
     )
-    attention: str = _flag("auto", "attention backend: auto, cpu, torch or reference")
+    attention: str = _flag("auto", "attention backend: auto, cpu, triton, torch or reference")
 
     def __post_init__(self) -> None:
         choices: dict[str, Any] = {

@@ -1,5 +1,7 @@
 """Which attention backend a device and a dtype get."""
 
+import importlib.util
+
 import torch
 
 from rayfin.kernels import reference
@@ -8,7 +10,7 @@ from rayfin.kernels.attention.interface import PagedAttention
 from rayfin.kernels.attention.torch import paged_attention as torch_paged_attention
 from rayfin.kernels.cpu.kernels import CpuKernels
 
-NAMES = ("auto", "cpu", "torch", "reference")
+NAMES = ("auto", "cpu", "triton", "torch", "reference")
 
 
 def select_attention(
@@ -20,6 +22,7 @@ def select_attention(
     """The backend called `name`, or with "auto" the fastest one for this device and dtype.
 
     "cpu" is the compiled one, on the threads of `kernels`; without those "auto" is torch's.
+    "triton" is for a GPU.
 
     Raises:
         ValueError: no backend of that name, or not for this device and dtype.
@@ -33,6 +36,13 @@ def select_attention(
         )
     if name in ("auto", "cpu") and compiled and kernels:
         return CpuAttention(kernels)
+    on_gpu = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    if name == "triton" and not on_gpu:
+        raise ValueError(f"attention backend 'triton' needs a GPU and Triton, not {device.type!r}")
+    if name in ("auto", "triton") and on_gpu:
+        from rayfin.kernels.attention.triton import TritonAttention  # not installed everywhere
+
+        return TritonAttention(device)
     if name in ("auto", "torch"):  # the torch backend takes every device and float dtype
         return torch_paged_attention
     if name == "reference":

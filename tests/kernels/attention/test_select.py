@@ -17,7 +17,7 @@ def test_names() -> None:
 
 
 def test_unknown_name_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'cuda'.*auto, cpu, torch, reference"):
+    with pytest.raises(ValueError, match="'cuda'.*auto, cpu, triton, torch, reference"):
         select_attention(CPU, torch.float32, name="cuda")
 
 
@@ -26,3 +26,15 @@ def test_cpu_needs_its_kernels_and_a_dtype_of_theirs() -> None:
         select_attention(CPU, torch.float32, name="cpu")
     with pytest.raises(ValueError, match="float16"):
         select_attention(CPU, torch.float16, name="cpu")
+
+
+def test_triton_is_for_a_gpu() -> None:
+    with pytest.raises(ValueError, match="'triton' needs a GPU"):
+        select_attention(CPU, torch.float32, name="triton")
+    pytest.importorskip("triton")
+    from rayfin.kernels.attention.triton import TritonAttention
+
+    if torch.cuda.is_available():
+        gpu = torch.device("cuda")
+        assert isinstance(select_attention(gpu, torch.bfloat16), TritonAttention)
+        assert select_attention(gpu, torch.bfloat16, name="torch") is backend.paged_attention

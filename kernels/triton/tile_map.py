@@ -1,0 +1,125 @@
+"""Which program of a GPU attends with which queries over which keys: worked out on the host.
+
+A row's queries are cut into tiles, and a tile's keys into parts where there would otherwise be too
+few programs to fill the chip, or one that takes longer than all others (split-KV: Flash-Decoding,
+2023; a map made anew for every step: FlashInfer, arXiv 2501.01005). Plain NumPy, and nothing of it
+depends on a device.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+ITEM_FIELDS = ("row", "token", "queries", "position", "first_key", "end_key", "part", "first_part")
+MERGE_FIELDS = ("token", "queries", "part", "parts")
+WHOLE = -1
+"""In an item's ``part``: it sees all keys of its tile, and writes the result itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileMap:
+    """The work of one launch, longest item first.
+
+    An item: the queries ``token .. token + queries`` of T, which belong to ``row`` and of which the
+    first is at ``position`` of its request, over the keys ``first_key .. end_key`` of the row. Its
+    result goes to place ``part`` of the partial results, unless it is `WHOLE`. ``first_part`` is 1
+    in the one item of each tile that counts what belongs to no key (the sink).
+
+    A merge: the queries of a tile whose result is in the ``parts`` places from ``part``.
+    """
+
+    items: Int32Array  # [N, 8], ITEM_FIELDS
+    merges: Int32Array  # [M, 4], MERGE_FIELDS
+    parts: int  # places that the partial results take
+
+    def padded(self, items: int, merges: int) -> "TileMap":
+        """With empty work (no queries) up to these numbers: shapes that a CUDA graph can keep."""
+        return TileMap(_pad(self.items, items), _pad(self.merges, merges), self.parts)
+
+
+def make_tile_map(
+    query_start: npt.ArrayLike,
+    kv_len: npt.ArrayLike,
+    *,
+    first_row: int = 0,
+    tile_queries: int = 1,
+    key_block: int = 64,
+    programs: int = 1,
+    min_part: int = 128,
+    window: int | None = None,
+) -> TileMap:
+    """The tile map of some rows of a step.
+
+    Args:
+        query_start: [R + 1] where each row's chunk starts in T.
+        kv_len: [R] keys visible to each row's last query.
+        first_row: number of the first of these rows in the step's page tables.
+        tile_queries: most queries of a tile.
+        key_block: keys that a program reads at once: parts are multiples of it.
+        programs: items wanted at least, where there is work enough for so many.
+        min_part: no part is made shorter: merging costs more than it saves.
+        window: keys that a query sees at most, None for all before it.
+
+    Returns:
+        At most ``programs + tiles`` items.
+    """
+    starts = np.asarray(query_start, np.int64)
+    lengths = np.asarray(kv_len, np.int64)
+    chunks = np.diff(starts)
+    tiles_of = -(-chunks // tile_queries)
+    row = np.repeat(np.arange(len(chunks)), tiles_of)  # [tiles]
+    within = _count_up(tiles_of) * tile_queries
+    queries = np.minimum(chunks[row] - within, tile_queries)
+    position = (lengths - chunks)[row] + within
+    end = position + queries
+    first = np.zeros_like(end) if window is None else np.maximum(position - window + 1, 0)
+
+    share = -(-int((end - first).sum()) // programs)
+    part_len = -(-max(share, min_part) // key_block) * key_block
+    parts = np.maximum(-(-(end - first) // part_len), 1)
+    even = _round_up(-(-(end - first) // parts), key_block)  # of each tile: parts alike in length
+    parts = np.maximum(-(-(end - first) // even), 1)
+
+    tile = np.repeat(np.arange(len(row)), parts)  # [items]
+    number = _count_up(parts)
+    first_key = first[tile] + number * even[tile]
+    end_key = np.minimum(first_key + even[tile], end[tile])
+    split = parts > 1
+    place = np.cumsum(np.where(split, parts, 0)) - parts  # of a split tile's first part
+    token = starts[row] + within
+    items = np.stack(
+        [
+            row[tile] + first_row,
+            token[tile],
+            queries[tile],
+            position[tile],
+            first_key,
+            end_key,
+            np.where(split[tile], place[tile] + number, WHOLE),
+            number == 0,
+        ],
+        axis=1,
+    ).astype(np.int32)
+    order = np.argsort(first_key - end_key, kind="stable")
+    merges = np.stack([token, queries, place, parts], axis=1)[split].astype(np.int32)
+    return TileMap(np.ascontiguousarray(items[order]), merges, int(parts[split].sum()))
+
+
+def _count_up(counts: Int64Array) -> Int64Array:
+    """[3, 1, 2] -> [0, 1, 2, 0, 0, 1]."""
+    starts = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) - np.repeat(starts, counts)
+
+
+def _round_up(values: Int64Array, multiple: int) -> Int64Array:
+    return -(-values // multiple) * multiple
+
+
+def _pad(table: Int32Array, rows: int) -> Int32Array:
+    padded = np.zeros((rows, table.shape[1]), np.int32)
+    padded[: len(table)] = table
+    return padded

@@ -1,0 +1,87 @@
+"""Compiles every kernel for a GPU that need not be there, and prints the shared memory each takes.
+
+    python tests/kernels/triton/compile_kernels.py [--arch 90]
+
+The interpreter takes much that the compiler does not. Run by test_compile.py.
+"""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rayfin.kernels.attention.triton import Sizes, TritonAttention, width
+from rayfin.kernels.triton.attention_kernels import attend_tiles, merge_parts
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+Kernel = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
+
+
+def attention() -> Iterator[Kernel]:
+    backend = TritonAttention(torch.device("cpu"))
+    backend.cores = 132
+    plain = {"WINDOW": False, "SOFTCAP": False, "SINKS": False}
+    every = {"WINDOW": True, "SOFTCAP": True, "SINKS": True}
+    for dtype, dim, flags in (
+        (torch.bfloat16, 128, plain),
+        (torch.float16, 64, every),
+        (torch.float32, 64, plain),
+    ):
+        sizes = Sizes(16, 8, dim, dim, dtype, None)
+        pointer = f"*{NAMES[dtype]}"
+        types = dict.fromkeys(("query", "k_pages", "v_pages", "sinks", "out"), pointer)
+        types |= dict.fromkeys(("tables", "items"), "*i32")
+        types |= dict.fromkeys(("part_out", "part_lse"), "*fp32")
+        types |= dict.fromkeys(("query_stride", "table_stride", "window"), "i32")
+        types |= dict.fromkeys(("scale", "softcap"), "fp32")
+        for kind, shape in (
+            ("decode", backend.decode_shape(sizes)),
+            ("prefill", backend.prefill_shape(sizes)),
+        ):
+            constants = {
+                "KV_HEADS": 8,
+                "GROUP": 2,
+                "KEY_DIM": dim,
+                "VALUE_DIM": dim,
+                "KEY_WIDTH": width(dim),
+                "VALUE_WIDTH": width(dim),
+                "PAGE_SIZE": 16,
+                "ROWS": shape.rows,
+                "KEYS": shape.keys,
+                **flags,
+            }
+            options = {"num_warps": shape.warps, "num_stages": shape.stages}
+            yield f"{kind} {NAMES[dtype]} {dim}", attend_tiles, types, constants, options
+    types = {"part_out": "*fp32", "part_lse": "*fp32", "merges": "*i32", "out": "*bf16"}
+    constants = {"KV_HEADS": 8, "GROUP": 2, "VALUE_DIM": 128, "VALUE_WIDTH": 128, "ROWS": 128}
+    yield "merge", merge_parts, types, constants, {"num_warps": 8}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--only", help="kernels with this in their name")
+    parser.add_argument("--dump", action="store_true", help="print PTX")
+    args = parser.parse_args()
+    for name, function, types, constants, options in [*attention()]:
+        if args.only and args.only not in name:
+            continue
+        signature = {arg: types.get(arg, "constexpr") for arg in function.arg_names}
+        aligned = [["tt.divisibility", 16]]  # as torch's tensors are
+        attributes = {
+            (index,): aligned for index, kind in enumerate(signature.values()) if kind[0] == "*"
+        }
+        source = ASTSource(function, signature, constants, attributes)
+        target = GPUTarget("cuda", args.arch, 32)
+        compiled = triton.compile(source, target=target, options=options)
+        print(f"{name}\t{compiled.metadata.shared}")
+        if args.dump:
+            print(compiled.asm["ptx"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Triton's paged attention against the reference: one feature at a time, small shapes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rayfin.kernels import reference
+from rayfin.kernels.attention.interface import PagedBatch
+
+pytest.importorskip("triton")
+from rayfin.kernels.attention.triton import TritonAttention
+
+Case = Callable[..., Any]
+Close = Callable[[torch.Tensor, torch.Tensor], None]
+MIXED = [(3, 1), (20, 1), (0, 9), (6, 5)]
+
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "decode": ({"rows": [(0, 1), (3, 1), (70, 1)]}, {}),
+    "prefill": ({"rows": [(0, 5), (0, 70)]}, {}),
+    "mixed": ({}, {}),
+    "pages of 1": ({"page_size": 1}, {}),
+    "pages of 3": ({"page_size": 3}, {}),
+    "group of 3": ({"heads": 6, "kv_heads": 2}, {}),
+    "one key head": ({"heads": 5, "kv_heads": 1}, {}),
+    "no groups": ({"heads": 2, "kv_heads": 2}, {}),
+    "key and value sizes": ({"key_dim": 24, "value_dim": 8}, {}),
+    "half": ({"dtype": torch.float16}, {}),
+    "window": ({}, {"window": 6}),
+    "window of 1": ({}, {"window": 1}),
+    "soft cap": ({}, {"softcap": 1.5}),
+    "sinks": ({}, {"sinks": torch.linspace(-1.0, 2.0, 4)}),
+    "all": (
+        {"dtype": torch.float16},
+        {"window": 5, "softcap": 2.0, "sinks": torch.linspace(-1.0, 2.0, 4)},
+    ),
+}
+
+
+def on(device: torch.device, batch: PagedBatch) -> PagedBatch:
+    moved = {
+        name: getattr(batch, name).to(device)
+        for name in ("query_start", "kv_len", "page_tables", "slots", "positions")
+    }
+    return replace(batch, **moved, scratch={})
+
+
+def attend(
+    attention: TritonAttention, case: Any, device: torch.device, **options: Any
+) -> torch.Tensor:
+    if "sinks" in options:
+        options = options | {"sinks": options["sinks"].to(device)}
+    pages = case.k_pages.to(device), case.v_pages.to(device)
+    return attention(
+        case.query.to(device), *pages, on(device, case.batch), scale=0.35, **options
+    ).cpu()
+
+
+def expected(case: Any, **options: Any) -> torch.Tensor:
+    return reference.paged_attention(
+        case.query, case.k_pages, case.v_pages, case.batch, scale=0.35, **options
+    )
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(paged_case: Case, device: torch.device, close: Close, feature: str) -> None:
+    shape, options = FEATURES[feature]
+    case = paged_case(**({"rows": MIXED} | shape))
+    out = attend(TritonAttention(device), case, device, **options)
+    close(out, expected(case, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 150}, {"sinks": torch.ones(4)}], ids=str)
+def test_long_rows_are_split_and_merged(
+    paged_case: Case, device: torch.device, close: Close, options: dict[str, Any]
+) -> None:
+    attention = TritonAttention(device)
+    attention.cores = 32
+    case = paged_case([(300, 1), (5, 1), (270, 3)], page_size=16)
+    batch = on(device, case.batch)
+    pages = case.k_pages.to(device), case.v_pages.to(device)
+    if "sinks" in options:
+        options = {"sinks": options["sinks"].to(device)}
+    out = attention(case.query.to(device), *pages, batch, scale=0.35, **options)
+    (launches,) = batch.scratch.values()
+    assert [len(launch.merges) for launch in launches] == [1, 1]
+    close(
+        out.cpu(),
+        expected(case, **{k: getattr(v, "cpu", lambda v=v: v)() for k, v in options.items()}),
+    )
+
+
+def test_layers_share_launches_and_a_bad_row_poisons_no_other(
+    paged_case: Case, device: torch.device
+) -> None:
+    case, attention = paged_case(MIXED), TritonAttention(device)
+    good = attend(attention, case, device)
+    case.v_pages[case.batch.page_tables[1, :5].long()] = float("nan")
+    out = attend(attention, case, device)
+    assert out[1].isnan().all()
+    others = [token for token in range(len(out)) if token != 1]
+    torch.testing.assert_close(out[others], good[others], rtol=0, atol=0)
+
+
+def test_query_may_be_a_part_of_something_wider(
+    paged_case: Case, device: torch.device, close: Close
+) -> None:
+    """As in the result of a merged projection: heads side by side, keys and values behind."""
+    case = paged_case(MIXED)
+    tokens, heads, dim = case.query.shape
+    wide = torch.randn(tokens, heads * dim + 20)
+    wide[:, : heads * dim] = case.query.flatten(1)
+    view = wide[:, : heads * dim].view(tokens, heads, dim)
+    out = attend(TritonAttention(device), replace(case, query=view), device)
+    close(out, expected(case))

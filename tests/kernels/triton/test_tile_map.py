@@ -1,0 +1,86 @@
+"""The map of tiles: every query sees each of its keys once, and the work is cut evenly."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfin.kernels.triton.tile_map import WHOLE, TileMap, make_tile_map
+
+
+def seen_keys(tile_map: TileMap, tokens: int) -> list[list[int]]:
+    """The keys that each query of T gets, in order; with the tile's last query's for them all."""
+    seen: list[list[int]] = [[] for _ in range(tokens)]
+    for _, token, queries, position, first, end, _, _ in tile_map.items.tolist():
+        for query in range(queries):
+            seen[token + query] += [key for key in range(first, end) if key <= position + query]
+    return [sorted(keys) for keys in seen]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=6),
+    tile_queries=st.sampled_from([1, 5, 32]),
+    programs=st.sampled_from([1, 7, 64]),
+    window=st.sampled_from([None, 1, 30]),
+)
+def test_each_key_once(
+    rows: list[tuple[int, int]], tile_queries: int, programs: int, window: int | None
+) -> None:
+    chunks = np.array([chunk for _, chunk in rows])
+    starts = np.append(0, np.cumsum(chunks))
+    lengths = np.array([cached + chunk for cached, chunk in rows])
+    made = make_tile_map(
+        starts,
+        lengths,
+        tile_queries=tile_queries,
+        key_block=16,
+        programs=programs,
+        min_part=32,
+        window=window,
+    )
+    tiles = int((-(-chunks // tile_queries)).sum())
+    assert len(made.items) <= tiles + programs
+    seen = seen_keys(made, int(starts[-1]))
+    for row, (cached, chunk) in enumerate(rows):
+        for query in range(chunk):
+            position = cached + query
+            keys = seen[starts[row] + query]
+            first = 0 if window is None else max(0, position - window + 1)
+            wanted = [key for key in keys if key >= first]  # the kernel masks those before
+            assert wanted == list(range(first, position + 1))
+    assert (made.items[:, 4] < made.items[:, 5]).all()
+    length = made.items[:, 5] - made.items[:, 4]
+    assert (np.diff(length) <= 0).all(), "the longest comes first"
+    parts = sorted(made.items[made.items[:, 6] != WHOLE, 6].tolist())
+    assert parts == list(range(made.parts))
+    merged = [range(place, place + count) for _, _, place, count in made.merges.tolist()]
+    assert sorted(part for own in merged for part in own) == parts
+    assert made.items[:, 7].sum() == tiles
+
+
+def test_a_long_row_is_shared_and_short_ones_are_not() -> None:
+    made = make_tile_map(np.arange(5), [8000, 64, 100, 3], programs=16, key_block=64)
+    per_row = np.bincount(made.items[:, 0])
+    assert per_row.tolist() == [16, 1, 1, 1]
+    assert made.merges.tolist() == [[0, 1, 0, 16]] and made.parts == 16
+    assert (made.items[:, 5] - made.items[:, 4]).max() <= 512
+
+
+def test_many_rows_are_left_whole() -> None:
+    made = make_tile_map(np.arange(257), np.full(256, 600), programs=64)
+    assert len(made.items) == 256 and not len(made.merges) and made.parts == 0
+
+
+def test_rows_are_numbered_in_their_step() -> None:
+    made = make_tile_map([3, 10], [40], first_row=3, tile_queries=4)
+    assert sorted(made.items[:, :4].tolist()) == [[3, 3, 4, 33], [3, 7, 3, 37]]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_padding_is_no_work(rows: int) -> None:
+    made = make_tile_map(np.arange(rows + 1), np.full(rows, 900), programs=32, min_part=64)
+    padded = made.padded(64, 16)
+    assert padded.items.shape == (64, 8) and padded.merges.shape == (16, 4)
+    assert (padded.items[len(made.items) :, 2] == 0).all()
+    assert (padded.merges[len(made.merges) :, 1] == 0).all()
