@@ -36,6 +36,7 @@ from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
+from rayfin.kernels.sampling.select import select_sample
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,8 @@ class ModelRunner:
         """Allocates the pages; steps of ``epoch`` may come."""
         self._bind(0)  # a restart frees the old pages before it takes new ones
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
-        self._sampler = Sampler(self._slots, self._device)
+        sample = select_sample(self._device, self._args.attention)
+        self._sampler = Sampler(self._slots, self._device, sample)
         self._mover = PageMover(self._bind(config.num_pages), self._host(config.num_host_pages))
         self._epoch = epoch
         self._next_step = 0

@@ -11,7 +11,8 @@ from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.logits_processors import LogitsProcessors
 from rayfin.actors.runner.logprobs import logprobs_of, sampled_logprobs, scored_chunks
 from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
-from rayfin.kernels.sampling.sample import find_bad_rows, sample
+from rayfin.kernels.sampling.sample import find_bad_rows
+from rayfin.kernels.sampling.select import Sample
 
 NO_TOKEN_LEFT = "no token is left that allowed_token_ids, bad_words and min_tokens let through"
 NOT_FINITE = "the model's logits are not finite"
@@ -30,8 +31,9 @@ class Sampled:
 class Sampler:
     """Samples for the requests in ``slots``, which it only reads."""
 
-    def __init__(self, slots: RequestSlots, device: torch.device) -> None:
+    def __init__(self, slots: RequestSlots, device: torch.device, sample: Sample) -> None:
         self._slots = slots
+        self._sample = sample
         self._processors = LogitsProcessors(device)
 
     def take_news(self, info: SchedulerInfo) -> None:
@@ -56,7 +58,7 @@ class Sampler:
         slots = info.ids[rows]
         position = (info.kv_len + info.chunk_len)[rows]
         processed = self._processors.process(raw, slots, position)
-        tokens = sample(processed, inputs.sampling).cpu().numpy().astype(np.int32)
+        tokens = self._sample(processed, inputs.sampling).cpu().numpy().astype(np.int32)
         bad = find_bad_rows(raw).cpu().numpy()
         if processed is not raw:
             empty = find_bad_rows(processed).cpu().numpy() & ~bad

@@ -1,7 +1,5 @@
 """Which attention backend a device and a dtype get."""
 
-import importlib.util
-
 import torch
 
 from rayfin.kernels import reference
@@ -9,6 +7,7 @@ from rayfin.kernels.attention.cpu import CpuAttention
 from rayfin.kernels.attention.interface import PagedAttention
 from rayfin.kernels.attention.torch import paged_attention as torch_paged_attention
 from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.triton.available import can_use_triton
 
 NAMES = ("auto", "cpu", "triton", "torch", "reference")
 
@@ -36,7 +35,7 @@ def select_attention(
         )
     if name in ("auto", "cpu") and compiled and kernels:
         return CpuAttention(kernels)
-    on_gpu = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    on_gpu = can_use_triton(device)
     if name == "triton" and not on_gpu:
         raise ValueError(f"attention backend 'triton' needs a GPU and Triton, not {device.type!r}")
     if name in ("auto", "triton") and on_gpu:

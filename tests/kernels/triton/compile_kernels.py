@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rayfin.kernels.attention.triton import Sizes, TritonAttention, width
+from rayfin.kernels.triton import layer_kernels, sample_kernels
 from rayfin.kernels.triton.attention_kernels import attend_tiles, merge_parts
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -61,13 +62,40 @@ def attention() -> Iterator[Kernel]:
     yield "merge", merge_parts, types, constants, {"num_warps": 8}
 
 
+def layers() -> Iterator[Kernel]:
+    types = {"x": "*bf16", "hidden": "*bf16", "out_weight": "*fp32", "weight": "*fp32"}
+    types |= {"out": "*bf16", "x_stride": "i32", "eps": "fp32", "residual_scale": "fp32"}
+    flags = {"ADD": True, "OUT_NORM": True, "NORM": True}
+    constants = {"SIZE": 4096, "WIDTH": 4096, **flags}
+    yield "norm", layer_kernels.add_and_norm, types, constants, {"num_warps": 8}
+
+    types = dict.fromkeys(("qkv", "query", "k_pages", "v_pages"), "*bf16")
+    types |= dict.fromkeys(("query_norm", "key_norm", "cosines", "sines"), "*fp32")
+    types |= {"positions": "*i64", "slots": "*i64", "qkv_stride": "i32", "eps": "fp32"}
+    sizes = {"HEADS": 16, "KV_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "WIDTH": 128}
+    constants = {**sizes, "HALF": 64, "AT_ONCE": 8, "QUERY_NORM": True, "KEY_NORM": True}
+    yield "turn and write", layer_kernels.turn_and_write, types, constants, {"num_warps": 4}
+
+    types = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
+    for activation in (0, 1, 2):
+        constants = {"ACTIVATION": activation, "BLOCK": 1024}
+        yield f"gate {activation}", layer_kernels.gate, types, constants, {"num_warps": 4}
+
+
+def sampling() -> Iterator[Kernel]:
+    types = dict.fromkeys(("temperatures", "top_ps", "min_ps"), "*fp32")
+    types |= dict.fromkeys(("top_ks", "seeds", "positions", "tokens"), "*i64")
+    types |= {"logits": "*bf16", "stride": "i32", "vocabulary": "i32"}
+    yield "sample", sample_kernels.sample_rows, types, {"BLOCK": 4096}, {"num_warps": 8}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--only", help="kernels with this in their name")
     parser.add_argument("--dump", action="store_true", help="print PTX")
     args = parser.parse_args()
-    for name, function, types, constants, options in [*attention()]:
+    for name, function, types, constants, options in [*attention(), *layers(), *sampling()]:
         if args.only and args.only not in name:
             continue
         signature = {arg: types.get(arg, "constexpr") for arg in function.arg_names}

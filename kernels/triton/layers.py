@@ -1,0 +1,134 @@
+"""The parts of a decoder layer between its matrix products, as functions of tensors."""
+
+import torch
+import triton
+
+from rayfin.kernels.triton import layer_kernels as kernels
+
+ACTIVATIONS = {
+    "silu": kernels.SILU.value,
+    "gelu_tanh": kernels.GELU_TANH.value,
+    "gelu": kernels.GELU.value,
+}
+HEADS_AT_ONCE = 8
+COLUMNS_AT_ONCE = 1024
+
+
+def add_and_norm(
+    x: torch.Tensor,  # [T, D]
+    hidden: torch.Tensor,  # [T, D]
+    weight: torch.Tensor | None,  # [D] fp32
+    eps: float,
+    *,
+    out_weight: torch.Tensor | None = None,  # [D] fp32
+    residual_scale: float = 1.0,
+) -> torch.Tensor:
+    """A block's output added to the residual stream in place, and the next block's input.
+
+    ``out_weight`` norms the output before it is added (Gemma, OLMo 2).
+
+    Returns:
+        [T, D] the norm of the stream, or the stream itself where ``weight`` is None.
+    """
+    out = hidden if weight is None else torch.empty_like(hidden)
+    _launch_norm(x, hidden, out_weight, weight, out, eps, residual_scale, add=True)
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`reference.rms_norm` of rows [T, D], which may be a part of something wider."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, x, None, weight, out, eps, 1.0, add=False)
+    return out
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    out_weight: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    residual_scale: float,
+    *,
+    add: bool,
+) -> None:
+    rows, size = x.shape
+    width = triton.next_power_of_2(size)
+    kernels.add_and_norm[(rows,)](
+        x,
+        hidden,
+        x if out_weight is None else out_weight,
+        x if weight is None else weight,
+        out,
+        x.stride(0),
+        eps,
+        residual_scale,
+        SIZE=size,
+        WIDTH=width,
+        ADD=add,
+        OUT_NORM=out_weight is not None,
+        NORM=weight is not None,
+        num_warps=min(max(width // 512, 1), 16),
+    )
+
+
+def turn_and_write(
+    qkv: torch.Tensor,  # [T, H * Dk + Hkv * (Dk + Dv)]
+    query_norm: torch.Tensor | None,  # [Dk] fp32
+    key_norm: torch.Tensor | None,  # [Dk] fp32
+    tables: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, [positions, pairs] fp32
+    positions: torch.Tensor,  # [T] int64
+    slots: torch.Tensor,  # [T] int64
+    k_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dk]
+    v_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dv]
+    *,
+    heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """Norm of heads, rotary embedding and page write in one (HPC-Ops, 2026).
+
+    A token of a negative slot is written nowhere.
+
+    Returns:
+        [T, H, Dk] the queries, for `PagedAttention`.
+    """
+    kv_heads, key_dim = k_pages.shape[2:]
+    value_dim = v_pages.shape[3]
+    tokens, all_heads = len(qkv), heads + 2 * kv_heads
+    query = torch.empty(tokens, heads, key_dim, dtype=qkv.dtype, device=qkv.device)
+    kernels.turn_and_write[(tokens, triton.cdiv(all_heads, HEADS_AT_ONCE))](
+        qkv,
+        qkv if query_norm is None else query_norm,
+        qkv if key_norm is None else key_norm,
+        *tables,
+        positions,
+        slots,
+        query,
+        k_pages,
+        v_pages,
+        qkv.stride(0),
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        WIDTH=triton.next_power_of_2(max(key_dim, value_dim)),
+        HALF=tables[0].shape[1],
+        AT_ONCE=HEADS_AT_ONCE,
+        QUERY_NORM=query_norm is not None,
+        KEY_NORM=key_norm is not None,
+        num_warps=4,
+    )
+    return query
+
+
+def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up, by a name of `ACTIVATIONS`: [T, 2F] = [gate | up] -> [T, F]."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous()
+    out = gate_up.new_empty(rows, size)
+    kernels.gate[(rows, triton.cdiv(size, COLUMNS_AT_ONCE))](
+        gate_up, out, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=COLUMNS_AT_ONCE, num_warps=4
+    )
+    return out

@@ -1,0 +1,114 @@
+"""The kernels between a layer's matrix products against the reference."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rayfin.kernels import reference
+
+pytest.importorskip("triton")
+from rayfin.kernels.triton import layers
+
+Close = Callable[[torch.Tensor, torch.Tensor], None]
+EPS = 1e-5
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("out_norm", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_add_and_norm(
+    device: torch.device, close: Close, dtype: torch.dtype, out_norm: bool, norm: bool
+) -> None:
+    x, hidden = normal(3, 40, dtype=dtype), normal(3, 40, dtype=dtype, seed=1)
+    weight, out_weight = normal(40, seed=2), normal(40, seed=3)
+    stream = hidden.clone().to(device)
+    out = layers.add_and_norm(
+        x.to(device),
+        stream,
+        weight.to(device) if norm else None,
+        EPS,
+        out_weight=out_weight.to(device) if out_norm else None,
+        residual_scale=0.5,
+    )
+    added = reference.rms_norm(x, out_weight, EPS) if out_norm else x
+    wanted = (hidden.float() + 0.5 * added.float()).to(dtype)
+    close(stream, wanted)
+    close(out, reference.rms_norm(wanted, weight, EPS) if norm else wanted)
+
+
+def test_norm_of_a_part(device: torch.device, close: Close) -> None:
+    wide, weight = normal(3, 64), normal(24, seed=1)
+    out = layers.rms_norm(wide.to(device)[:, 8:32], weight.to(device), EPS)
+    close(out, reference.rms_norm(wide[:, 8:32], weight, EPS))
+
+
+def tables(positions: int, half: int, theta: float = 100.0) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.arange(positions).double()[:, None] * theta ** (-torch.arange(half) / half)
+    return angles.cos().float(), angles.sin().float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "norms, rotary_dim, value_dim", [("", 12, 12), ("qk", 12, 12), ("k", 8, 20), ("q", 12, 8)]
+)
+def test_turn_and_write(
+    device: torch.device,
+    close: Close,
+    dtype: torch.dtype,
+    norms: str,
+    rotary_dim: int,
+    value_dim: int,
+) -> None:
+    heads, kv_heads, key_dim = 6, 2, 12
+    tokens = 3
+    qkv = normal(tokens, heads * key_dim + kv_heads * (key_dim + value_dim), dtype=dtype)
+    positions, slots = torch.tensor([0, 7, 31]), torch.tensor([5, -1, 2])
+    query_norm = normal(key_dim, seed=1) if "q" in norms else None
+    key_norm = normal(key_dim, seed=2) if "k" in norms else None
+    k_pages = torch.zeros(2, 4, kv_heads, key_dim, dtype=dtype, device=device)
+    v_pages = torch.zeros(2, 4, kv_heads, value_dim, dtype=dtype, device=device)
+    cos, sin = tables(32, rotary_dim // 2)
+    query = layers.turn_and_write(
+        qkv.to(device),
+        None if query_norm is None else query_norm.to(device),
+        None if key_norm is None else key_norm.to(device),
+        (cos.to(device), sin.to(device)),
+        positions.to(device),
+        slots.to(device),
+        k_pages,
+        v_pages,
+        heads=heads,
+        eps=EPS,
+    )
+
+    def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        x = x if weight is None else reference.rms_norm(x.float(), weight, EPS)
+        front = reference.rotary(x[..., :rotary_dim].float(), positions, 100.0)
+        return torch.cat([front, x[..., rotary_dim:].float()], dim=-1)
+
+    q, k, v = qkv.split([heads * key_dim, kv_heads * key_dim, kv_heads * value_dim], dim=1)
+    close(query, turned(q.view(tokens, heads, key_dim), query_norm))
+    wanted_k, wanted_v = torch.zeros_like(k_pages.cpu()), torch.zeros_like(v_pages.cpu())
+    key = turned(k.view(tokens, kv_heads, key_dim), key_norm).to(dtype)
+    value = v.view(tokens, kv_heads, value_dim)
+    written = slots >= 0
+    reference.write_kv(key[written], value[written], wanted_k, wanted_v, slots[written])
+    close(k_pages, wanted_k)
+    close(v_pages, wanted_v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+def test_gate(device: torch.device, close: Close, dtype: torch.dtype, activation: str) -> None:
+    x = 4 * normal(3, 2 * 1100, dtype=dtype)
+    wanted = {
+        "silu": reference.silu_mul,
+        "gelu_tanh": reference.gelu_mul,
+        "gelu": lambda gate_up: reference.gelu_mul(gate_up, tanh=False),
+    }[activation](x)
+    close(layers.gate(x.to(device), activation), wanted)
