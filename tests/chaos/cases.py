@@ -98,6 +98,14 @@ CASES = [
         may_fail=("engine_error",),
         may_fail_asks="poison",
     ),
+    Case(
+        "row-spoiled",
+        "13",
+        "one request's logits are not numbers",
+        faults.spoil_row,
+        may_fail=("numerical_error",),
+        may_fail_asks="poison",
+    ),
     Case("step-fails", "10", "a whole step raises", faults.fail_step),
     Case(
         "device-lost",

@@ -186,6 +186,10 @@ class Cluster:
         """Ids of the nodes on which actors of a kind run."""
         return [row["Address"]["NodeID"] for row in self._table(CLASSES[what])]
 
+    def living_nodes(self) -> int:
+        """How many the GCS knows."""
+        return sum(node["Alive"] for node in ray.nodes())
+
     def workers_of(self, node: Node) -> list[int]:
         """Process ids of the living actors of a node."""
         own = node.node_id

@@ -11,14 +11,14 @@ POISON = 100
 """A token that is in no other prompt, and that the hash runner never says."""
 
 
-JOB = "import ray; ray.init(address='{address}', log_to_driver=False); print('inside')"
+JOB = "import ray; ray.init(address='{address}', log_to_driver=False); print('inside', flush=True)"
 NODE = """
 import ray
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 Node(RayParams(gcs_address="{address}", num_cpus=1, object_store_memory=80 * 1024**2), head=False)
-print("inside")
+print("inside", flush=True)
 """
 """Programs that would join a cluster."""
 
@@ -69,6 +69,13 @@ async def hang_runner(nemesis: Nemesis) -> None:
 async def fail_row(nemesis: Nemesis) -> None:
     """One request whose row raises; the name of it is ``poison``."""
     nemesis.plant(f"runner.row=raise@token:{POISON}")
+    await nemesis.must_fail(nemesis.load.asks.poison(POISON))
+    nemesis.plant("")
+
+
+async def spoil_row(nemesis: Nemesis) -> None:
+    """One request whose logits are not numbers."""
+    nemesis.plant(f"runner.row=nan@token:{POISON}")
     await nemesis.must_fail(nemesis.load.asks.poison(POISON))
     nemesis.plant("")
 
@@ -295,20 +302,20 @@ async def turn_clocks(nemesis: Nemesis) -> None:
 
 
 async def knock_with_a_wrong_token(nemesis: Nemesis) -> None:
-    await asyncio.gather(nemesis.must_not_enter(JOB, 20), nemesis.must_not_enter(NODE, 20))
+    """A job and a node; the job gets in with the right one."""
+    wrong, nodes = "0" * 32, nemesis.cluster.living_nodes()
+    right, job, node = await asyncio.gather(
+        nemesis.enters(JOB, None), nemesis.enters(JOB, wrong), nemesis.enters(NODE, wrong)
+    )
+    if not right:
+        nemesis.complaints.append("the right token was refused")
+    if job or node or nemesis.cluster.living_nodes() != nodes:
+        nemesis.complaints.append("a wrong token was let in")
 
 
 async def scrape(nemesis: Nemesis) -> None:
     """Twenty-one readers of /metrics, each once a second."""
-    nemesis.strike()
-
-    async def read() -> None:
-        for _ in range(8):
-            with suppressed():
-                await asyncio.to_thread(nemesis.cluster.samples)
-            await asyncio.sleep(1)
-
-    await asyncio.gather(*(read() for _ in range(21)))
+    await nemesis.scrape(21, 8)
 
 
 async def slow_readers(nemesis: Nemesis) -> None:

@@ -175,27 +175,42 @@ class Nemesis:
             file.write(str(ahead))
         os.rename(fresh, os.path.join(self.cluster.folder, "clock"))
 
-    async def must_not_enter(self, program: str, seconds: float) -> None:
-        """Runs a program that asks the cluster to be let in, with a token that is not its own."""
+    async def enters(self, program: str, token: str | None, seconds: float = 20) -> bool:
+        """Whether a program that asks the cluster to be let in gets there, in so many seconds.
+
+        ``token``: what it shows; None: the cluster's own.
+        """
         self.strike()
-        address = self.cluster.nodes[0].gcs_address
+        shown = {} if token is None else {"RAY_AUTH_TOKEN": token}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-c", program.format(address=address)),
-            env={**os.environ, "RAY_AUTH_TOKEN": "0" * 32},
+            *("-c", program.format(address=self.cluster.nodes[0].gcs_address)),
+            env={**os.environ, **shown},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
         assert process.stdout is not None
         try:
-            said = await asyncio.wait_for(process.stdout.readline(), seconds)
+            said = await asyncio.wait_for(process.stdout.read(), seconds)
         except TimeoutError:
             said = b""
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-        if b"inside" in said:
-            self.complaints.append("a wrong token was let in")
+        return b"inside" in said
+
+    async def scrape(self, count: int, times: int) -> None:
+        """So many readers of /metrics, each so many times, once a second."""
+        self.strike()
+
+        async def read(http: httpx.AsyncClient) -> None:
+            for _ in range(times):
+                with suppress(httpx.HTTPError):
+                    await http.get("/metrics")
+                await asyncio.sleep(1)
+
+        async with httpx.AsyncClient(base_url=self.cluster.url, timeout=10) as http:
+            await self._together(count, lambda: read(http))
 
     async def slow_readers(self, count: int, seconds: float) -> None:
         """Clients that ask for long answers and read nothing of them."""

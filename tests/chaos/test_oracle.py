@@ -10,7 +10,10 @@ import pytest
 from load import Ask, Asks
 from oracle import FIRST, VOCAB_SIZE, HashOracle
 
+from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs, resolve
+from rayfin.actors.errors import NumericalError, RequestFailed
+from rayfin.actors.failpoints import Failpoints
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.engine import Engine
 
@@ -85,6 +88,24 @@ def test_an_engine_says_what_the_oracle_says(hash_runner: ModuleType, number: in
     half = choice.tokens[: len(choice.tokens) // 2]
     assert tokens_of(hash_runner, ask, half) == choice.tokens
     assert min(choice.tokens) >= FIRST and max(choice.tokens) < VOCAB_SIZE
+
+
+@pytest.mark.parametrize(("action", "error"), [("raise", RequestFailed), ("nan", NumericalError)])
+def test_a_row_that_is_planted_to_fail_fails_alone(
+    hash_runner: ModuleType, monkeypatch: pytest.MonkeyPatch, action: str, error: type
+) -> None:
+    monkeypatch.setattr(failpoints, "ACTIVE", Failpoints(f"runner.row={action}@token:100"))
+    args = EngineArgs(kv_cache_memory=64 * 1024)
+    config = resolve(args, *hash_runner.ModelRunner(args).profile())
+    engine = Engine(config, Inline(hash_runner.ModelRunner(args), config))
+    for key, last in enumerate((99, 100)):
+        prompt = np.array([300, 301, last], np.int32)
+        engine.add(EngineRequest("r", prompt, Sampling(), StopRules(5), client="c", key=key))
+    ended = {}
+    while engine.has_work:
+        for message in engine.step().values():
+            ended |= {each.key: each for each in message.ended}
+    assert ended[0].error is None and type(ended[1].error) is error
 
 
 def test_a_lost_token_changes_all_that_follows(hash_runner: ModuleType) -> None:

@@ -18,7 +18,7 @@ from rayfin.actors.config import (
     resolve_limits,
     resolve_model_len,
 )
-from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.errors import EngineUnavailable, NumericalError, RequestFailed
 from rayfin.actors.messages import NO_TOKEN, Int32Array, NewRequest, SchedulerInfo, StepResult
 from rayfin.actors.scheduler.fake_runner import FakeExecutor
 
@@ -53,17 +53,21 @@ def history_is_right(new: NewRequest, context: Int32Array) -> bool:
     )
 
 
-def planted(info: SchedulerInfo) -> list[int]:
-    """Passes the point ``runner.row`` for each row; returns those that are to fail."""
+def planted(info: SchedulerInfo) -> dict[int, RequestFailed]:
+    """Passes the point ``runner.row`` for each row; returns those that fail by it, alone, as the
+    real runner's do (actors/runner/isolate.py)."""
     active = failpoints.ACTIVE
     if active is None:
-        return []
+        return {}
     at = {"epoch": info.epoch, "step": info.step}
-    return [
-        row
-        for row in range(len(info.ids))
-        if active.hit("runner.row", **at, tokens=info.chunk_prompt(row)) == "nan"
-    ]
+    failed: dict[int, RequestFailed] = {}
+    for row in range(len(info.ids)):
+        try:
+            if active.hit("runner.row", **at, tokens=info.chunk_prompt(row)) == "nan":
+                failed[row] = NumericalError("its logits are not all numbers")
+        except failpoints.InjectedFault as fault:
+            failed[row] = RequestFailed(f"InjectedFault: {fault}")
+    return failed
 
 
 class ModelRunner:
@@ -94,11 +98,11 @@ class ModelRunner:
         executor = self._executor
         if executor is None or (info.epoch, info.step) != (executor.epoch, executor._next_step):
             raise EngineUnavailable(f"step {info.epoch}.{info.step} refused")
-        spoiled = planted(info)
+        failed = planted(info)
         result = executor.run(info)
-        for row in spoiled:
+        for row, error in failed.items():
             executor.live[int(info.ids[row])].over_since = executor.num_run
-            result.errors[row] = "its logits are not all numbers"
+            result.errors[row] = error
             result.tokens[row] = NO_TOKEN
         for log in (executor.log, executor.left, executor.entered):
             log.clear()
