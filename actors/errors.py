@@ -15,6 +15,7 @@
     │   └── RateLimited                429  rate_limit_exceeded     the tenant's tokens are used up
     ├── DeadlineExceeded               408  deadline_exceeded       its time ran out
     └── EngineUnavailable              503  engine_unavailable      starting, draining or dead
+        ├── EngineAsleep               503  engine_asleep           until an operator wakes it
         └── RequestMoved               503  moved                   to be sent again, nobody died
 
 An error crosses actors by pickle, so each one keeps its arguments in ``args``.
@@ -155,6 +156,12 @@ class EngineUnavailable(RayfinError):
     status = 503
     type = "server_error"
     code = "engine_unavailable"
+
+
+class EngineAsleep(EngineUnavailable):
+    """Every engine has been put to sleep, and takes requests again when an operator wakes it."""
+
+    code = "engine_asleep"
 
 
 class RequestMoved(EngineUnavailable):

@@ -135,6 +135,16 @@ class RunnerGroup:
         self.epoch += 1
         self._start_new()
 
+    def sleep(self) -> None:
+        """See ``Executor.sleep``."""
+        self.wait(self._runner.sleep.remote(), ADOPT_SECONDS, "to give pages back")
+
+    def wake(self) -> None:
+        """See ``Executor.wake``."""
+        self.epoch += 1
+        start = self._runner.start.remote(self._config, self.epoch)
+        self.wait(start, LOAD_SECONDS, "taking pages")
+
     def ping(self) -> Any:
         """Keeps idle runners from leaving; the ref fails when they have died; None without any."""
         runner = self._runner

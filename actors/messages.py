@@ -348,5 +348,6 @@ class EngineStats:
     seconds_since_progress: float = 0.0  # 0 when idle
     last_step_seconds: float = 0.0
     draining: bool = False  # it takes no new requests
+    asleep: bool = False  # nor runs those that it has: it has no pages
     seconds_since_tick: float = 0.0  # since the scheduler's loop turned
     generation: int = 0  # how often its scheduler was replaced

@@ -12,6 +12,7 @@ from rayfin.deployments.ingress import IngressDeployment
 from rayfin.deployments.keeper import KeeperDeployment
 from rayfin.deployments.models import model_path
 from rayfin.deployments.server_args import (
+    ADMIN_KEY_VARIABLES,
     AppArgs,
     ServerArgs,
     key_of_environment,
@@ -31,6 +32,8 @@ def build_app(args: AppArgs) -> Application:  # type: ignore[valid-type]
     server, engine_args = split_args(args.model_dump())  # type: ignore[attr-defined]
     if server.api_key is None and server.api_key_file is None:
         server = replace(server, api_key=key_of_environment())
+    if server.admin_api_key is None:
+        server = replace(server, admin_api_key=key_of_environment(ADMIN_KEY_VARIABLES))
     return bind_app(server, engine_args)
 
 
@@ -50,7 +53,9 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
     keeper_class: Any = KeeperDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
     # Serve replaces ingresses whose settings change: not for another number of engines.
-    own = replace(server, api_key=None, api_key_file=None, data_parallel_size=1)
+    own = replace(
+        server, api_key=None, api_key_file=None, admin_api_key=None, data_parallel_size=1
+    )
     app: Application = ingress.bind(own, engine_args, edge, engine, keeper)
     return app
 
@@ -74,6 +79,7 @@ def edge_settings(server: ServerArgs) -> EdgeSettings:
     )
     return EdgeSettings(
         keys=server.api_keys(),
+        admin_keys=server.admin_keys(),
         cors=cors,
         max_body_bytes=server.max_body_bytes,
         docs=server.enable_docs,

@@ -13,6 +13,7 @@ from rayfin.deployments.commands.bench import bench
 from rayfin.deployments.commands.chat import chat
 from rayfin.deployments.commands.generate import generate
 from rayfin.deployments.commands.group import Commands
+from rayfin.deployments.commands.operate import cache, drain, sleep, status, wake
 from rayfin.deployments.commands.serve import serve
 from rayfin.deployments.commands.users import users
 
@@ -21,7 +22,7 @@ INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 @click.group(
     cls=Commands,
-    commands=[serve, generate, chat, users, bench],
+    commands=[serve, generate, chat, users, bench, status, drain, cache, sleep, wake],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="rayfin COMMAND --help lists a command's flags.",
 )

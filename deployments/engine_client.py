@@ -4,7 +4,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta, TokenLog
+from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.snapshot import EngineSnapshot
+from rayfin.deployments.admin.report import EngineReport
 
 
 class EngineClient(Protocol):
@@ -48,6 +50,19 @@ class EngineClient(Protocol):
 
     async def snapshots(self) -> list[EngineSnapshot]:
         """What each engine that answers is doing."""
+        ...
+
+    async def engines(self) -> list[EngineReport]:
+        """Each engine there is, for an operator."""
+        ...
+
+    async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
+        """Tells an engine, or all, what an operator wants; how those are that were told.
+
+        Raises:
+            NotFound: there is no such engine.
+            EngineUnavailable: one has not carried it out.
+        """
         ...
 
     def latency(self) -> dict[str, tuple[float, int]]:

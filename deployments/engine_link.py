@@ -18,6 +18,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.deployments.deltas import split_deltas
 from rayfin.deployments.router import Candidate
@@ -34,6 +35,7 @@ TICK_SECONDS = 0.5
 RENEW_SECONDS = 4.0  # under a third of the scheduler's client lease
 RETRY_SECONDS = 0.25
 ANSWER_SECONDS = 5.0
+COMMAND_SECONDS = 90.0  # over the scheduler's own
 
 
 class EngineLost(EngineUnavailable):
@@ -85,7 +87,13 @@ class EngineLink:
     @property
     def ready(self) -> bool:
         """Whether it takes requests."""
-        return self.connected and not self._suspect and not self.stats.draining
+        stats = self.stats
+        return self.connected and not (self._suspect or stats.draining or stats.asleep)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether an operator has put the engine to sleep."""
+        return self.connected and self.stats.asleep
 
     def candidate(self) -> Candidate:
         stats, sent = self.stats, self._sent
@@ -115,6 +123,20 @@ class EngineLink:
         if self._outgoing.pop(key, None) is None:
             (self._stopped if stopped else self._aborts).append(key)
             self._plan_flush()
+
+    async def manage(self, command: Command) -> EngineStats:
+        """The counters after the command.
+
+        Raises:
+            EngineUnavailable: it was not carried out, or nobody knows.
+        """
+        try:
+            async with asyncio.timeout(COMMAND_SECONDS):
+                self.stats = await self.scheduler.manage.remote(command)
+        except (RayError, TimeoutError) as error:
+            raise EngineUnavailable(f"engine {self.name}: {error}") from error
+        self._changed()
+        return self.stats
 
     async def fresh_stats(self, seconds: float = ANSWER_SECONDS) -> EngineStats:
         """The engine's counters now, or as of its last heartbeat if it takes long to answer."""

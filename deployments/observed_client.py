@@ -7,7 +7,9 @@ from contextlib import aclosing
 
 from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta, TokenLog
 from rayfin.actors.metrics import IngressMetrics
+from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.snapshot import EngineSnapshot
+from rayfin.deployments.admin.report import EngineReport
 from rayfin.deployments.ray_client import RayEngineClient
 
 
@@ -56,6 +58,12 @@ class ObservedClient:
 
     async def snapshots(self) -> list[EngineSnapshot]:
         return await self._client.snapshots()
+
+    async def engines(self) -> list[EngineReport]:
+        return await self._client.engines()
+
+    async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
+        return await self._client.manage(command, engine)
 
     def latency(self) -> dict[str, tuple[float, int]]:
         return self._metrics.latency()

@@ -9,10 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayfin.actors.errors import EngineUnavailable, Overloaded, RequestMoved
+from rayfin.actors.errors import (
+    EngineAsleep,
+    EngineUnavailable,
+    NotFound,
+    Overloaded,
+    RequestMoved,
+)
 from rayfin.actors.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta, TokenLog
+from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.actors.supervisor import check_progress
+from rayfin.deployments.admin.report import EngineReport
 from rayfin.deployments.engine_link import EngineLink, EngineLost, News
 from rayfin.deployments.replay import Replay
 from rayfin.deployments.router import LeastLoaded, Router
@@ -147,11 +155,35 @@ class RayEngineClient:
         taken = await asyncio.gather(*(link.snapshot() for link in links))
         return [snapshot for snapshot in taken if snapshot is not None]
 
+    async def engines(self) -> list[EngineReport]:
+        """See ``EngineClient.engines``; in the order of their labels."""
+        return await self._report(self._links.values())
+
+    async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
+        """See ``EngineClient.manage``."""
+        links = [own for own in self._links.values() if engine in (None, self._label(own.name))]
+        if engine is not None and not links:
+            raise NotFound(f"There is no engine {engine[:64]!r}.", "engine")
+        await asyncio.gather(*(link.manage(command) for link in links))
+        return await self._report(links)
+
+    async def _report(self, links: Iterable[EngineLink]) -> list[EngineReport]:
+        labelled = sorted((self._label(link.name), link) for link in links)
+        taken = await asyncio.gather(*(link.fresh_stats() for _, link in labelled))
+        return [
+            EngineReport.of(label, link.name, stats if link.connected else None)
+            for (label, link), stats in zip(labelled, taken, strict=True)
+        ]
+
     def close(self) -> None:
         """Leaves the engines; what is still open is aborted there."""
         self._refreshing.cancel()
         for link in self._links.values():
             link.close()
+
+    @property
+    def _all_asleep(self) -> bool:
+        return bool(self._links) and all(link.asleep for link in self._links.values())
 
     def _ready(self, refused: Iterable[str] = ()) -> list[EngineLink]:
         return [link for link in self._links.values() if link.ready and link.name not in refused]
@@ -162,10 +194,13 @@ class RayEngineClient:
         """The engine to run the request; waits until there is one.
 
         Raises:
+            EngineAsleep: an operator has put them all to sleep.
             EngineUnavailable: there was none for too long.
             DeadlineExceeded: for longer than the request has time.
         """
         while not (ready := self._ready(refused) or self._ready()):
+            if self._all_asleep:
+                raise EngineAsleep("every engine sleeps, until an operator wakes it")
             await self._until_ready(self._seconds_left(replay))
         home = self._homes.get(request.sibling_of) if request.sibling_of is not None else None
         if home in ready:
@@ -238,6 +273,7 @@ class RayEngineClient:
                 max_model_len=min(info.max_model_len for info in infos),
                 num_pages=min(info.num_pages for info in infos),
             )
+        if infos or self._all_asleep:  # nobody need wait, for an engine or in vain
             self._any_ready.set()
         else:
             self._any_ready.clear()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -14,6 +15,7 @@ from rayfin.deployments.edge.keys import ApiKeys
 from rayfin.deployments.edge.limits import MAX_BODY_BYTES
 
 KEY_VARIABLES = ("RAYFIN_API_KEY", "VLLM_API_KEY")
+ADMIN_KEY_VARIABLES = ("RAYFIN_ADMIN_API_KEY",)
 
 
 def _flag(default: Any, help: str) -> Any:
@@ -29,6 +31,9 @@ class ServerArgs:
         None, "clients must send one as a bearer token; may be repeated, or a list with commas"
     )
     api_key_file: str | None = _flag(None, "a file with a key, or name:key, on each line")
+    admin_api_key: str | list[str] | None = _flag(
+        None, "operators must send one to /admin/*, which is not there without"
+    )
     allowed_origins: list[str] | None = _flag(
         None, "web pages that may call the API from a browser; may be repeated"
     )
@@ -64,6 +69,7 @@ class ServerArgs:
         for name in lists:
             words(getattr(self, name), name)
         self.api_keys()
+        self.admin_keys()
         if self.max_body_bytes < 1:
             raise InvalidConfig(
                 f"max_body_bytes must be at least 1, got {self.max_body_bytes}", "max_body_bytes"
@@ -91,6 +97,18 @@ class ServerArgs:
         """
         given = [self.api_key] if isinstance(self.api_key, str) else self.api_key
         return ApiKeys.load(given or (), self.api_key_file)
+
+    def admin_keys(self) -> ApiKeys | None:
+        """The keys of operators, by their digests; None: there are no routes for them.
+
+        Raises:
+            InvalidConfig: a malformed key, or one that clients have as well.
+        """
+        given = [self.admin_api_key] if isinstance(self.admin_api_key, str) else self.admin_api_key
+        keys, clients = ApiKeys.load(given or (), param="admin_api_key"), self.api_keys()
+        if keys and clients and not keys.digests.isdisjoint(clients.digests):
+            raise InvalidConfig("admin_api_key must not be an API key as well", "admin_api_key")
+        return keys
 
 
 def check_generation_config(word: str) -> None:
@@ -125,9 +143,9 @@ def words(values: list[str] | None, name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def key_of_environment() -> str | None:
+def key_of_environment(variables: Iterable[str] = KEY_VARIABLES) -> str | None:
     """The keys that the environment names, where no setting does: a secret is no flag."""
-    return next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+    return next(filter(None, map(os.environ.get, variables)), None)
 
 
 class _AppArgs(BaseModel):

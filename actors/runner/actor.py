@@ -69,6 +69,10 @@ class ModelRunnerActor:
             self._runner.start(config, epoch)
             self._config, self._epoch = config, epoch
 
+    def sleep(self) -> None:
+        """Gives the pages' memory back, until the next ``start``."""
+        self._runner.sleep()
+
     def adopt(self, args: EngineArgs, generation: int) -> Adoption | None:
         """Forgets all requests, and belongs to another scheduler from now on; the model stays.
 

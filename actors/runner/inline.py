@@ -38,3 +38,9 @@ class InlineExecutor:
         """Empties the runner."""
         self.epoch += 1
         self._runner.start(self._config, self.epoch)
+
+    def sleep(self) -> None:
+        self._runner.sleep()
+
+    def wake(self) -> None:
+        self.restart()

@@ -50,7 +50,8 @@ ONE_THREAD_PARAMETERS = 32_000_000
 class ModelRunner:
     """One device's model, pages and requests. A plain class; the actor around it adds nothing.
 
-    Life: construct (weights), ``profile`` (facts for ``resolve``), ``start`` (pages), ``execute``.
+    Life: construct (weights), ``profile`` (facts for ``resolve``), ``start`` (pages), ``execute``;
+    ``sleep`` and another ``start`` between two steps.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -125,6 +126,12 @@ class ModelRunner:
         self._mover = PageMover(self._bind(config.num_pages), self._host(config.num_host_pages))
         self._epoch = epoch
         self._next_step = 0
+
+    def sleep(self) -> None:
+        """Gives the pages' memory back; no step may come before the next ``start``."""
+        self._mover = PageMover(self._bind(0), self._host(0))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def execute(self, info: SchedulerInfo) -> StepResult:
         """Runs one step: moves pages, takes in its news, computes, samples.

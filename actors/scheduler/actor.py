@@ -15,8 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -37,9 +36,11 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.priority import step_behind_runners
 from rayfin.actors.processes import Process, this_process
+from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.executor import Fenced, GroupFailed
 from rayfin.actors.scheduler.keeper import Keeper
+from rayfin.actors.scheduler.mail import Mail, Question
 from rayfin.actors.scheduler.subscriptions import Subscriptions
 from rayfin.actors.snapshot import EngineSnapshot
 
@@ -49,7 +50,8 @@ MAX_CLIENTS = 64
 CLIENT_LEASE_SECONDS = 15.0
 """A client that has not been heard of for this long is gone, and its requests with it."""
 
-ANSWER_SECONDS = 5.0  # that a question may wait for the loop
+ANSWER_SECONDS = 5.0  # that a question may wait for the loop ...
+COMMAND_SECONDS = 60.0  # ... and a command, which may take the memory of all pages
 
 CLAIM_SECONDS = 5.0
 """A supervisor without a pulse for this long may be replaced by another."""
@@ -69,35 +71,6 @@ class NotOwner(EngineUnavailable):
     """A supervisor's pulse at an engine that another one has claimed meanwhile."""
 
     code = "not_owner"
-
-
-@dataclass(slots=True)
-class _Mail:
-    """What a door hands to the loop."""
-
-    client: str
-    requests: list[EngineRequest] = field(default_factory=list)
-    aborts: list[int] = field(default_factory=list)
-    stopped: list[int] = field(default_factory=list)
-    leaves: bool = False
-    drain: bool = False  # take no more requests
-    evict: bool = False  # send those that are left elsewhere
-    broken: str | None = None  # the runners died while nothing ran
-
-
-@dataclass(slots=True)
-class _Question:
-    """What the loop is asked between two steps."""
-
-    ask: Callable[[Engine], Any]
-    answer: Future[Any] = field(default_factory=Future)
-
-    def reply(self, engine: Engine) -> None:
-        """Answers; what goes wrong is the asker's to know, and no reason to stop the loop."""
-        try:
-            self.answer.set_result(self.ask(engine))
-        except Exception as error:
-            self.answer.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +110,7 @@ class SchedulerActor:
         step_behind_runners()
         self._name = name
         self._client_lease = client_lease
-        self._inbox: queue.SimpleQueue[_Mail | _Question] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Mail | Question] = queue.SimpleQueue()
         self._subscriptions = Subscriptions()
         self._lifeline = Lifeline(supervisor_lease, self._leave)
         self._claims = threading.Lock()
@@ -250,12 +223,12 @@ class SchedulerActor:
     @ray.method(concurrency_group="control")
     def drain(self) -> None:
         """New requests are sent elsewhere from now on; what is here may finish."""
-        self._inbox.put(_Mail("", drain=True))
+        self._inbox.put(Mail("", drain=True))
 
     @ray.method(concurrency_group="control")
     def evict(self) -> None:
         """Time is up: what is still here is sent elsewhere, with all the tokens it has."""
-        self._inbox.put(_Mail("", drain=True, evict=True))
+        self._inbox.put(Mail("", drain=True, evict=True))
 
     @ray.method(concurrency_group="requests")
     def submit(
@@ -270,7 +243,7 @@ class SchedulerActor:
         ``stopped`` are the keys of requests whose text has met a stop string.
         """
         self._subscriptions.renew(client)
-        self._inbox.put(_Mail(client, requests, aborts, stopped or []))
+        self._inbox.put(Mail(client, requests, aborts, stopped or []))
 
     @ray.method(concurrency_group="streams")
     def subscribe(self, client: str, heartbeat: float | None = None) -> Iterator[TokenDeltas]:
@@ -284,7 +257,7 @@ class SchedulerActor:
     @ray.method(concurrency_group="requests")
     def unsubscribe(self, client: str) -> None:
         """Ends the subscription and aborts what is left of the client's requests."""
-        self._inbox.put(_Mail(client, leaves=True))
+        self._inbox.put(Mail(client, leaves=True))
 
     @ray.method(concurrency_group="control")
     def recall(self, tenant: str, request_ids: list[str]) -> list[TokenLog | None]:
@@ -296,15 +269,26 @@ class SchedulerActor:
         return logs
 
     @ray.method(concurrency_group="control")
+    def manage(self, command: Command) -> EngineStats:
+        """Carries out an operator's command between two steps; the counters after it.
+
+        Raises:
+            EngineUnavailable: it was not carried out.
+        """
+        engine = self._running_engine()
+        self._ask(lambda engine: carry_out(engine, command), COMMAND_SECONDS)
+        return self._stats(engine)
+
+    @ray.method(concurrency_group="control")
     def snapshot(self) -> EngineSnapshot:
         """Who runs, who waits, whose the pages are, between two steps."""
         snapshot: EngineSnapshot = self._ask(lambda engine: engine.snapshot(self._name))
         return snapshot
 
-    def _ask(self, ask: Callable[[Engine], Any]) -> Any:
-        question = _Question(ask)
+    def _ask(self, ask: Callable[[Engine], Any], seconds: float = ANSWER_SECONDS) -> Any:
+        question = Question(ask)
         self._inbox.put(question)
-        return question.answer.result(ANSWER_SECONDS)
+        return question.answer.result(seconds)
 
     def _runners(self) -> list[Process]:
         process = self._group.process if self._group else None
@@ -362,7 +346,7 @@ class SchedulerActor:
             self._subscriptions.post(engine.fail_all(lost))
         while True:
             mail = self._inbox.get()
-            if isinstance(mail, _Question):
+            if isinstance(mail, Question):
                 mail.reply(engine)
                 continue
             for request in mail.requests:
@@ -380,7 +364,7 @@ class SchedulerActor:
             except queue.Empty:
                 return
             block = False
-            if isinstance(mail, _Question):
+            if isinstance(mail, Question):
                 mail.reply(engine)
                 continue
             for key in mail.aborts:
@@ -414,7 +398,7 @@ class SchedulerActor:
         self._subscriptions.close(client)
 
     def _report_broken(self, message: str) -> None:
-        self._inbox.put(_Mail("", broken=message))
+        self._inbox.put(Mail("", broken=message))
 
     def _is_current(self) -> bool:
         """Whether no other scheduler has this one's name, and it is not about to leave."""

@@ -9,6 +9,7 @@ import numpy as np
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import (
     ContextLengthExceeded,
+    EngineUnavailable,
     InvalidRequest,
     RayfinError,
     RequestFailed,
@@ -92,7 +93,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._in_flight)
+        return bool(self._live or self._in_flight) and not self._stats.asleep
 
     def add(self, source: EngineRequest) -> None:
         """Takes a request in; refused at the door if it could never run.
@@ -101,10 +102,10 @@ class Engine:
             InvalidRequest: its tokens do not fit, its key is in use, its timeout is no time, or it
                 is a sibling of a request that has another prompt.
             Overloaded: the queue is full.
-            RequestMoved: the engine drains.
+            RequestMoved: the engine drains or sleeps.
             RequestQuarantined: runners died of its prompt.
         """
-        if self._stats.draining:
+        if self._stats.draining or self._stats.asleep:
             raise RequestMoved("this engine takes no more requests")
         key = (source.client, source.key)
         if key in self._live:
@@ -172,6 +173,45 @@ class Engine:
         """Takes no more requests; what is here may finish."""
         self._stats.draining = True
 
+    def admit_again(self) -> None:
+        """The end of a drain."""
+        self._stats.draining = False
+
+    def forget_prefixes(self) -> None:
+        """What newcomers ask for is computed anew, whatever the pages hold."""
+        if self.lifecycle.tables.index is not None:
+            self.lifecycle.tables.index.clear()
+
+    def sleep(self) -> None:
+        """Gives up all pages, and the runners their memory; what is here waits for ``wake``.
+
+        Raises:
+            EngineUnavailable: the runners have died, and were replaced; it is awake.
+        """
+        if self._stats.asleep:
+            return
+        try:
+            while self._in_flight:
+                self._take_oldest()
+            self._executor.sleep()
+        except GroupFailed as failure:
+            self._recover(failure)
+            raise EngineUnavailable(f"it does not sleep: {failure}") from failure
+        self.lifecycle.restart()
+        self._stats.asleep = True
+
+    def wake(self) -> None:
+        """Takes pages again, and goes on with all that waits."""
+        if not self._stats.asleep:
+            return
+        self._stats.asleep = False
+        self._last_progress = self._clock()
+        try:
+            self._executor.wake()
+            self._builder.restart(self._executor.epoch)
+        except GroupFailed as failure:
+            self._recover(failure)
+
     def replace_runners(self, failure: GroupFailed) -> None:
         """New runners, before the next step finds that the old ones are gone.
 
@@ -187,6 +227,8 @@ class Engine:
             News by client; empty when nothing was sampled or nothing is left to do.
         """
         self._expire()
+        if self._stats.asleep:
+            return self._outbox.take(self._builder.epoch, self._stats.steps)
         try:
             while len(self._in_flight) < self._quarantine.depth:
                 decoding, chunks = self._quarantine.schedule()
@@ -196,8 +238,7 @@ class Engine:
                     break
                 self._in_flight.append((record, self._executor.submit(record.info)))
             if self._in_flight:
-                self._update(self._in_flight[0][0], self._in_flight[0][1].result())
-                self._in_flight.popleft()
+                self._take_oldest()
         except GroupFailed as failure:
             self._recover(failure)
         return self._outbox.take(self._builder.epoch, self._stats.steps)
@@ -234,6 +275,7 @@ class Engine:
             seconds_since_progress=self._clock() - self._last_progress if self.has_work else 0.0,
             last_step_seconds=stats.last_step_seconds,
             draining=stats.draining,
+            asleep=stats.asleep,
         )
 
     def snapshot(self, name: str) -> EngineSnapshot:
@@ -253,6 +295,12 @@ class Engine:
         preemption.check_integrity()
         held = tables.num_held + preemption.num_held
         assert self.has_work or held == 0, "idle, and pages are held"
+
+    def _take_oldest(self) -> None:
+        """Waits for the oldest step in flight, which stays so if it fails."""
+        record, pending = self._in_flight[0]
+        self._update(record, pending.result())
+        self._in_flight.popleft()
 
     def _update(self, record: StepRecord, result: StepResult) -> None:
         running = self.lifecycle.running
@@ -363,6 +411,8 @@ class Engine:
                 raise failure
             try:
                 self._executor.restart()
+                if self._stats.asleep:
+                    self._executor.sleep()
                 break
             except GroupFailed as again:
                 failure = again

@@ -55,3 +55,19 @@ class Executor(Protocol):
             GroupFailed: they cannot be started.
         """
         ...
+
+    def sleep(self) -> None:
+        """The runners forget all requests and give back the memory of their pages.
+
+        Raises:
+            GroupFailed: they have died.
+        """
+        ...
+
+    def wake(self) -> None:
+        """They take new, empty pages; raises ``epoch``.
+
+        Raises:
+            GroupFailed: they have died, or there is no memory.
+        """
+        ...

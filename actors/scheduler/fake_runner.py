@@ -27,11 +27,7 @@ from rayfin.actors.messages import (
     StepResult,
 )
 from rayfin.actors.scheduler.executor import GroupFailed
-from rayfin.actors.scheduler.fake_logprobs import (
-    next_logprobs,
-    score_prompt,
-    tell,
-)
+from rayfin.actors.scheduler.fake_logprobs import next_logprobs, score_prompt, tell
 from rayfin.actors.scheduler.fake_stream import Mirror, Stream, next_token
 from rayfin.actors.scheduler.step_checks import check_form, check_limits
 
@@ -101,6 +97,11 @@ class FakeExecutor:
         self.epoch += 1
         self._restart()
 
+    wake = restart
+
+    def sleep(self) -> None:
+        self.asleep = True
+
     def run(self, info: SchedulerInfo) -> StepResult:
         """One call: checks the step, runs it, lets the time pass that it takes."""
         call = self.num_run
@@ -111,7 +112,7 @@ class FakeExecutor:
             self._dead = True
             says_so = self.poison_raises and call not in self.fail_at
             raise GroupFailed("the runner died", by_step=says_so)
-        assert (info.epoch, info.step) == (self.epoch, self._next_step)
+        assert (info.epoch, info.step) == (self.epoch, self._next_step) and not self.asleep
         self._next_step += 1
         self.log.append(info)
         check_form(info)
@@ -161,7 +162,7 @@ class FakeExecutor:
         self._moved: set[int] = set()  # pages that moves wrote, and no table has taken since
         self._spoiled: set[int] = set()  # pages that a row which failed was to write
         self._shared: dict[int, list[Mirror]] = {}  # page -> its holders, where they are several
-        self._dead = False
+        self._dead = self.asleep = False
         self._next_step = 0
         self.live.clear()
 

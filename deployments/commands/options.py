@@ -13,13 +13,16 @@ import click
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.server_args import KEY_VARIABLES
+from rayfin.deployments.server_args import ADMIN_KEY_VARIABLES, KEY_VARIABLES
 
 T = TypeVar("T")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
-ENVIRONMENT = {"api_key": KEY_VARIABLES}  # a command line is no place for a secret
+ENVIRONMENT = {  # a command line is no place for a secret
+    "api_key": KEY_VARIABLES,
+    "admin_api_key": ADMIN_KEY_VARIABLES,
+}
 SECTIONS = {"ServerArgs": "Server", "EngineArgs": "Engine", "SamplingParams": "Sampling"}
 SAMPLING_HELP = {
     "temperature": "0 is greedy",

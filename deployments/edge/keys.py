@@ -21,7 +21,9 @@ class ApiKeys:
     tenants: tuple[tuple[bytes, str], ...]  # (digest, name); several keys may have one tenant
 
     @classmethod
-    def load(cls, keys: Iterable[str] = (), file: str | None = None) -> "ApiKeys | None":
+    def load(
+        cls, keys: Iterable[str] = (), file: str | None = None, param: str = "api_key"
+    ) -> "ApiKeys | None":
         """The keys of a list, each entry one key or several with commas, and those of a file.
 
         A line of the file is ``key`` or ``name:key``; blank lines and lines that start with # do
@@ -44,13 +46,17 @@ class ApiKeys:
         for name, key in named:
             if not KEY.fullmatch(key):
                 raise InvalidConfig(
-                    "api_key must be 1 to 4096 printable ASCII characters without blanks", "api_key"
+                    f"{param} must be 1 to 4096 printable ASCII characters without blanks", param
                 )
             digest = _digest(key.encode())
             name = name or f"key-{_digest(digest).hex()[:TENANT_DIGITS]}"
             if tenants.setdefault(digest, name) != name:
                 raise InvalidConfig(f"one key belongs to {tenants[digest]} and {name}", "api_key")
         return cls(tuple(tenants.items()))
+
+    @property
+    def digests(self) -> frozenset[bytes]:
+        return frozenset(digest for digest, _ in self.tenants)
 
     def tenant(self, authorization: str) -> str | None:
         """Whom the key of an Authorization header belongs to; None if it is no key of ours.

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from rayfin.deployments.admin.auth import AdminAuth
+from rayfin.deployments.admin.paths import ADMIN_PATHS
 from rayfin.deployments.edge.body import BodyLimits
 from rayfin.deployments.edge.failures import Failures
 from rayfin.deployments.edge.keys import ApiKeys
@@ -35,6 +37,7 @@ class EdgeSettings:
     """What stands between a socket and a route."""
 
     keys: ApiKeys | None = None  # None lets everybody in
+    admin_keys: ApiKeys | None = None  # None: there are no routes of operators
     cors: Cors = Cors()
     max_body_bytes: int = MAX_BODY_BYTES
     body_seconds: float = BODY_SECONDS
@@ -53,7 +56,11 @@ def add_edge(app: FastAPI, settings: EdgeSettings) -> None:
     app.add_middleware(TransportLimits)
     if settings.keys is not None:
         open_paths = OPEN_PATHS | PAGE_PATHS if settings.web else OPEN_PATHS
+        if settings.admin_keys is not None:
+            open_paths |= ADMIN_PATHS  # which ask for a key of their own
         app.add_middleware(BearerAuth, keys=settings.keys, open_paths=open_paths)
+    if settings.admin_keys is not None:
+        app.add_middleware(AdminAuth, keys=settings.admin_keys)
     app.add_middleware(Failures)
     if settings.cors.origins:
         app.add_middleware(

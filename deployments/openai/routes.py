@@ -3,6 +3,7 @@
 from fastapi import FastAPI, Request, Response
 
 from rayfin import __version__
+from rayfin.deployments.admin.routes import add_admin_routes
 from rayfin.deployments.anthropic.errors import AnthropicErrors
 from rayfin.deployments.anthropic.routes import add_message_routes
 from rayfin.deployments.edge.settings import add_edge
@@ -46,6 +47,8 @@ def build_api(service: OpenAIService) -> FastAPI:
     add_status_routes(app, service)
     if service.edge.web:
         add_web_routes(app, service)
+    if service.edge.admin_keys is not None:
+        add_admin_routes(app, service)
     add_openapi(app, docs=service.edge.docs)
     return app
 

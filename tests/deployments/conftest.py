@@ -23,6 +23,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.fake_stream import Stream
 
@@ -124,7 +125,7 @@ class Scheduler:
         self.steps_left = -1  # then it stands still; it still beats
         self._mail: list[Callable[[], None]] = []
         self._readers: dict[str, asyncio.Queue[TokenDeltas | None]] = {}
-        for name in ("info", "stats", "submit", "subscribe", "unsubscribe", "recall"):
+        for name in ("info", "stats", "submit", "subscribe", "unsubscribe", "recall", "manage"):
             setattr(self, name, Method(getattr(self, f"_{name}")))
         self._task = asyncio.create_task(self._run())
 
@@ -189,6 +190,11 @@ class Scheduler:
     async def _recall(self, tenant: str, request_ids: list[str]) -> list[TokenLog | None]:
         await self._awake()
         return self.engine.recall(tenant, request_ids)
+
+    async def _manage(self, command: Command) -> EngineStats:
+        await self._awake()
+        carry_out(self.engine, command)
+        return self.engine.stats()
 
     def _submit(
         self, client: str, requests: list[EngineRequest], aborts: list[int], stopped: Any = ()

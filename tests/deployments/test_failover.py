@@ -10,7 +10,9 @@ from ray.exceptions import ActorUnavailableError
 
 from rayfin.actors.errors import (
     DeadlineExceeded,
+    EngineAsleep,
     EngineUnavailable,
+    NotFound,
     Overloaded,
     RayfinError,
     RequestFailed,
@@ -23,6 +25,7 @@ from rayfin.actors.messages import (
     StopRules,
     TokenDelta,
 )
+from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.actors.scheduler.fake_stream import Stream
 from rayfin.deployments import engine_link, ray_client
 from rayfin.deployments.ray_client import Patience, RayEngineClient
@@ -266,6 +269,42 @@ async def test_draining_engine_gets_nothing_new(world: Any, client: RayEngineCli
     for reader in [Reader(client, request()) for _ in range(4)]:
         await reader.check()
     assert not drains.taken and len(other.taken) == 4
+
+
+async def test_sleeping_engine_gets_nothing_new_and_loses_nothing(
+    world: Any, client: RayEngineClient
+) -> None:
+    """What is there pauses; without another engine newcomers are told so at once."""
+    sleeper = world.start("app/engine/0")
+    readers = [Reader(client, request(40)) for _ in range(3)]
+    await until(lambda: all(len(reader.tokens) > 5 for reader in readers))
+    (told,) = await client.manage(Command.SLEEP, "0")
+    assert (told.engine, told.state, told.stats.pages_held) == ("0", "asleep", 0)
+    with pytest.raises(EngineAsleep):
+        await Reader(client, request()).task
+    other = world.start("app/engine/1")
+    await until(lambda: client._ready())
+    for reader in [Reader(client, request()) for _ in range(4)]:
+        await reader.check()
+    assert len(sleeper.taken) == 3 and len(other.taken) == 4
+    assert not any(reader.task.done() for reader in readers)
+    assert [own.state for own in await client.engines()] == ["asleep", "ready"]
+    await client.manage(Command.WAKE, None)
+    for reader in readers:
+        await reader.check()
+    with pytest.raises(NotFound):
+        await client.manage(Command.WAKE, "7")
+
+
+async def test_engine_that_sleeps_unseen_sends_newcomers_away(
+    world: Any, client: RayEngineClient
+) -> None:
+    """Another ingress has put it to sleep, and this one has yet to hear of it."""
+    sleeper = world.start("app/engine/0")
+    await until(lambda: client._ready())
+    carry_out(sleeper.engine, Command.SLEEP)
+    with pytest.raises(EngineAsleep):
+        await Reader(client, request()).task
 
 
 async def test_beam_search_starts_again(world: Any, client: RayEngineClient) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from rayfin.deployments.admin.paths import ADMIN_PATHS
 from rayfin.deployments.anthropic import bodies as anthropic
 from rayfin.deployments.openai import bodies as openai
 from rayfin.deployments.openai import tokenize
@@ -49,6 +50,13 @@ def test_every_field_has_a_row(title: str, known: set[str]) -> None:
     rows = [line for line in section(title).splitlines() if line.startswith("|")]
     named = {word for row in rows for word in WORD.findall(row)}
     assert known <= named, f"docs/http.md does not say: {sorted(known - named)}"
+
+
+def test_every_route_of_operators_has_a_row() -> None:
+    rows = section("Operators' routes").split("\n|---")[1]
+    words = [word for row in rows.splitlines() for word in re.findall(r"`([^`]*)`", row[:80])]
+    named = {path for word in words for path in re.findall(r"/[^ ,?]*", word)}
+    assert named == ADMIN_PATHS
 
 
 def test_every_route_has_a_row() -> None:

@@ -32,6 +32,7 @@ from rayfin.deployments.server_args import ServerArgs
 PATIENCE = 120.0  # seconds; only a failure waits so long
 MODEL = "demo"
 APP = "e2e"
+ADMIN_KEY = "operator"
 SERVE_DRIVER = """
 import sys
 from rayfin.actors.config import EngineArgs
@@ -114,6 +115,15 @@ class Deployed:
             if "le" not in sample.labels
         }
 
+    def manage(self, command: str) -> Any:
+        """What the engine says to an operator's command."""
+        with self.client() as http:
+            key = {"Authorization": f"Bearer {ADMIN_KEY}"}
+            (engine,) = (
+                http.post(f"/admin/{command}", headers=key).raise_for_status().json()["engines"]
+            )
+        return engine
+
     async def stream(
         self, http: httpx.AsyncClient, body: dict[str, Any], path: str = "/v1/completions"
     ) -> AsyncGenerator[dict[str, Any], None]:
@@ -162,7 +172,8 @@ def served(cluster: None) -> str:
 @pytest.fixture(scope="session")
 def app(served: str) -> Deployed:
     """The model behind the OpenAI API."""
-    return _deploy(bind_app(ServerArgs(), EngineArgs(**SETTINGS)), APP, served)
+    server = ServerArgs(admin_api_key=ADMIN_KEY)
+    return _deploy(bind_app(server, EngineArgs(**SETTINGS)), APP, served)
 
 
 def _deploy(application: serve.Application, name: str, server: str, prefix: str = "/") -> Deployed:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.scheduler.actor import _Question
+from rayfin.actors.scheduler.mail import Question
 from rayfin.actors.scheduler.snapshots import MOST_SHOWN
 from rayfin.actors.snapshot import FREE, KEPT, SHARED, EngineSnapshot
 
@@ -87,7 +87,7 @@ def test_no_more_are_shown_than_a_page_holds(harness: Make) -> None:
 def test_a_question_that_goes_wrong_is_its_askers(harness: Make) -> None:
     """Whoever watches cannot stop the loop."""
     engine = harness().engine
-    wrong, right = _Question(lambda own: 1 / 0), _Question(lambda own: own.stats().steps)
+    wrong, right = Question(lambda own: 1 / 0), Question(lambda own: own.stats().steps)
     wrong.reply(engine)
     right.reply(engine)
     assert right.answer.result(0) == 0

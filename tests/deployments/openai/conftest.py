@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from rayfin.actors.errors import RayfinError
+from rayfin.actors.errors import NotFound, RayfinError
 from rayfin.actors.messages import (
     BeamParams,
     EngineInfo,
@@ -22,7 +22,9 @@ from rayfin.actors.messages import (
     TokenLog,
     TokenLogprob,
 )
+from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.snapshot import EngineSnapshot
+from rayfin.deployments.admin.report import EngineReport
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -53,6 +55,8 @@ class FakeEngine:
         self.seen: list[EngineRequest] = []
         self.logs: dict[str, TokenLog] = {}  # by request id
         self.shown: list[EngineSnapshot] = []
+        self.reports: list[EngineReport] = []
+        self.told: list[tuple[Command, str | None]] = []
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.limits = EngineInfo("engine", 128, tokenizer.vocab_size, 1000, 4)
@@ -103,6 +107,15 @@ class FakeEngine:
 
     async def snapshots(self) -> list[EngineSnapshot]:
         return self.shown
+
+    async def engines(self) -> list[EngineReport]:
+        return self.reports
+
+    async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
+        if engine not in (None, *(own.engine for own in self.reports)):
+            raise NotFound(f"There is no engine {engine!r}.", "engine")
+        self.told.append((command, engine))
+        return [own for own in self.reports if engine in (None, own.engine)]
 
     def latency(self) -> dict[str, tuple[float, int]]:
         return {"ttft": (0.5, 2), "itl": (0.25, 5)}
