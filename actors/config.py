@@ -19,6 +19,8 @@ Policy = Literal["fcfs", "priority", "fair"]
 Preemption = Literal["recompute", "swap"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["int8"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning"]
 
 DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 DEFAULT_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -89,6 +91,8 @@ class EngineArgs:
     max_logprobs: int = _flag(
         20, "most log probabilities of a token that a request may ask for; -1 for all"
     )
+    log_format: LogFormat = _flag("text", "of the log: lines for people, or a JSON object each")
+    log_level: LogLevel = _flag("info", "what is below it is not logged")
     attention: str = _flag("auto", "attention backend: auto, cpu, triton, torch or reference")
 
     def __post_init__(self) -> None:
@@ -98,6 +102,8 @@ class EngineArgs:
             "scheduler": SchedulerName,
             "policy": Policy,
             "device": Device,
+            "log_format": LogFormat,
+            "log_level": LogLevel,
         }
         if self.preemption is not None:
             choices["preemption"] = Preemption

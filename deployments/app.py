@@ -43,19 +43,20 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
     ingress_class: Any = IngressDeployment
     drain = server.shutdown_timeout
     engine = engine_class.options(
+        **serve_logs(engine_args),
         num_replicas=server.data_parallel_size,
         graceful_shutdown_timeout_s=drain + SHUTDOWN_SECONDS,
     ).bind(replace(engine_args, model=model_path(engine_args.model)), drain)
     ingress = ingress_class.options(
-        num_replicas=server.ingress_replicas, graceful_shutdown_timeout_s=drain
+        **serve_logs(engine_args),
+        num_replicas=server.ingress_replicas,
+        graceful_shutdown_timeout_s=drain,
     )
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
     keeper_class: Any = KeeperDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
     # Serve replaces ingresses whose settings change: not for another number of engines.
-    own = replace(
-        server, api_key=None, api_key_file=None, admin_api_key=None, data_parallel_size=1
-    )
+    own = replace(server, api_key=None, api_key_file=None, admin_api_key=None, data_parallel_size=1)
     app: Application = ingress.bind(own, engine_args, edge, engine, keeper)
     return app
 
@@ -63,6 +64,13 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
 def privileged(tenants: list[str] | None) -> frozenset[str] | None:
     """The tenants who may set a priority; None is everybody."""
     return None if tenants is None else frozenset(words(tenants, "priority_tenants"))
+
+
+def serve_logs(args: EngineArgs) -> dict[str, Any]:
+    """Deployment options: Serve's own log, its access log among it, in JSON as Rayfin's."""
+    if args.log_format == "text":
+        return {}
+    return {"logging_config": {"encoding": "JSON", "log_level": args.log_level.upper()}}
 
 
 def edge_settings(server: ServerArgs) -> EdgeSettings:

@@ -6,6 +6,7 @@ from ray import serve
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.logs import set_up
 from rayfin.actors.supervisor import Supervisor
 from rayfin.deployments.engine_names import engine_prefix
 
@@ -27,6 +28,7 @@ class EngineDeployment:
     """
 
     async def __init__(self, args: EngineArgs, drain_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
+        set_up(args.log_format, args.log_level)
         self._drain_seconds = drain_seconds
         app = serve.get_replica_context().app_name
         self._supervisor = Supervisor(args, engine_prefix(app), detached=True)

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.logs import set_up
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics import IngressMetrics
 from rayfin.actors.priority import step_behind_runners
@@ -60,6 +61,7 @@ class IngressDeployment:
         engine: DeploymentHandle[Any],
         keeper: DeploymentHandle[Any] | None = None,
     ) -> None:
+        set_up(engine_args.log_format, engine_args.log_level)
         step_behind_runners()
         context = serve.get_replica_context()
         name = server.served_model_name or engine_args.model

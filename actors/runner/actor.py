@@ -9,6 +9,7 @@ import ray
 from rayfin.actors import failpoints
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
 from rayfin.actors.lifeline import Lifeline
+from rayfin.actors.logs import set_up
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.processes import Process, this_process
 
@@ -53,6 +54,7 @@ class ModelRunnerActor:
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
         """
+        set_up(args.log_format, args.log_level)
         with self._lifeline.work():  # to import torch may take longer than the lease
             if failpoints.ACTIVE:
                 failpoints.ACTIVE.hit("runner.load")

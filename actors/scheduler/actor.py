@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError, RequestMoved
 from rayfin.actors.group import NAMESPACE, RunnerGroup
 from rayfin.actors.lifeline import Lifeline
+from rayfin.actors.logs import set_up
 from rayfin.actors.messages import (
     Ended,
     EngineInfo,
@@ -36,6 +38,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.priority import step_behind_runners
 from rayfin.actors.processes import Process, this_process
+from rayfin.actors.scheduler import status_line
 from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.executor import Fenced, GroupFailed
@@ -132,6 +135,7 @@ class SchedulerActor:
         if failpoints.ACTIVE:
             failpoints.ACTIVE.hit("scheduler.start")
         self._started = start
+        set_up(start.args.log_format, start.args.log_level, engine=self._name)
         if start.owner is not None:
             self._lifeline.watch()
         with self._lifeline.work():
@@ -148,6 +152,7 @@ class SchedulerActor:
             self._engine = Engine(self._group.start(), self._group)
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
         Keeper(self._group, self._engine, self._report_broken).watch()
+        status_line.watch(self._engine.stats, partial(logger.info, "engine %s: %s", self._name))
         return self._info()
 
     @ray.method(concurrency_group="control")

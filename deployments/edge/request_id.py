@@ -6,6 +6,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rayfin.actors.logs import REQUEST
 from rayfin.deployments.openai.errors import http_error_response
 
 REQUEST_ID = "x-request-id"
@@ -42,4 +43,8 @@ class RequestIds:
         scope["state"] = {**scope.get("state", {}), "request_id": label}
         others = [pair for pair in scope["headers"] if pair[0] != REQUEST_ID.encode()]
         scope["headers"] = [*others, (REQUEST_ID.encode(), label.encode())]
-        await self._app(scope, receive, labelled)
+        token = REQUEST.set(label)
+        try:
+            await self._app(scope, receive, labelled)
+        finally:
+            REQUEST.reset(token)

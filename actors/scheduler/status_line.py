@@ -1,0 +1,48 @@
+"""One line every few seconds about an engine that works; none about one that is idle."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from rayfin.actors.messages import EngineStats
+
+INTERVAL_SECONDS = 10.0
+
+
+class StatusLine:
+    """Says what the engine did since the line before, in the words of vLLM's periodic log."""
+
+    def __init__(self, before: EngineStats, now: float) -> None:
+        self._before = before
+        self._at = now
+
+    def take(self, stats: EngineStats, now: float) -> str | None:
+        """The line for the time until ``now``, in seconds; None if nothing happened in it."""
+        before, seconds = self._before, max(now - self._at, 1e-9)
+        self._before, self._at = stats, now
+        prompts = stats.prompt_tokens - before.prompt_tokens
+        outputs = stats.generation_tokens - before.generation_tokens
+        if not (stats.running or stats.waiting or prompts or outputs):
+            return None
+        queries = stats.prefix_queries - before.prefix_queries
+        hits = (stats.prefix_hits - before.prefix_hits) / queries if queries else 0.0
+        return (
+            f"running {stats.running}, waiting {stats.waiting}, "
+            f"pages {stats.pages_held}/{stats.pages_total}, "
+            f"prompts {prompts / seconds:.1f} tokens/s, outputs {outputs / seconds:.1f} tokens/s, "
+            f"prefix hits {hits:.0%}, preemptions {stats.preemptions - before.preemptions}"
+        )
+
+
+def watch(stats: Callable[[], EngineStats], write: Callable[[str], None]) -> None:
+    """Writes the lines from a thread of its own; ``stats`` must be safe to call there."""
+    line = StatusLine(stats(), time.monotonic())
+
+    def run() -> None:
+        while True:
+            time.sleep(INTERVAL_SECONDS)
+            said = line.take(stats(), time.monotonic())
+            if said is not None:
+                write(said)
+
+    threading.Thread(target=run, name="status line", daemon=True).start()
