@@ -97,9 +97,12 @@ class EngineLink:
 
     def candidate(self) -> Candidate:
         stats, sent = self.stats, self._sent
-        return Candidate(
+        own = Candidate(
             self.name, stats.running, stats.waiting, stats.waiting_tokens, len(sent), sum(sent)
         )
+        if (info := self.info) is None:
+            return own
+        return replace(own, page_size=info.page_size, num_pages=info.num_pages)
 
     def open(self, request: EngineRequest) -> News:
         """Sends the request; its deltas come in, or the error that ends it.

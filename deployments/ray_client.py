@@ -22,8 +22,9 @@ from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.actors.supervisor import check_progress
 from rayfin.deployments.admin.report import EngineReport
 from rayfin.deployments.engine_link import EngineLink, EngineLost, News
+from rayfin.deployments.prefix_router import PrefixAware
 from rayfin.deployments.replay import Replay
-from rayfin.deployments.router import LeastLoaded, Router
+from rayfin.deployments.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class RayEngineClient:
     ) -> None:
         self._clients = (f"{client}.{number}" for number in itertools.count())
         self._find = find
-        self._router: Router = LeastLoaded() if router is None else router
+        self._router: Router = PrefixAware() if router is None else router
         self._patience = Patience() if patience is None else patience
         self._links: dict[str, EngineLink] = {}
         self._labels: dict[str, str] = {}  # in metrics, by engine

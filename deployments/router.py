@@ -1,6 +1,6 @@
 """Which engine takes a request."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,8 @@ class Candidate:
     waiting_tokens: int = 0  # of prompts
     sent: int = 0  # requests that this ingress has sent it since
     sent_tokens: int = 0
+    page_size: int = 16  # of its cache, in tokens
+    num_pages: int = 0
 
     @property
     def load(self) -> int:
@@ -43,8 +45,15 @@ class LeastLoaded:
         self._last = ""
 
     def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
-        least = min(candidate.load for candidate in candidates)
-        even = sorted((c for c in candidates if c.load == least), key=lambda c: c.name)
-        chosen = next((c for c in even if c.name > self._last), even[0])
+        chosen = cheapest(candidates, lambda own: own.load, self._last)
         self._last = chosen.name
         return chosen
+
+
+def cheapest(
+    candidates: Sequence[Candidate], cost: Callable[[Candidate], int], last: str
+) -> Candidate:
+    """The candidate of the least cost; of even ones the next after the one named ``last``."""
+    least = min(map(cost, candidates))
+    even = sorted((own for own in candidates if cost(own) == least), key=lambda own: own.name)
+    return next((own for own in even if own.name > last), even[0])

@@ -8,6 +8,8 @@ from starlette.requests import Request
 from rayfin.actors.errors import InvalidRequest
 
 TIMEOUT = "x-request-timeout-ms"
+SESSION = "x-session-id"
+MAX_SESSION = 256  # characters
 MILLISECONDS = re.compile(r"[0-9]{1,9}")
 
 
@@ -17,24 +19,29 @@ class Caller:
 
     tenant: str = ""  # the name of its API key
     timeout: float | None = None  # seconds that the engine may take; None is for ever
+    session: str = ""  # its requests go to one engine
 
     @classmethod
     def of(cls, request: Request) -> "Caller":
         """The caller of a request that has passed the layers.
 
         Raises:
-            InvalidRequest: X-Request-Timeout-Ms is no whole number of milliseconds over 0.
+            InvalidRequest: X-Request-Timeout-Ms is no whole number of milliseconds over 0, or
+                X-Session-Id is too long.
         """
         written = request.headers.get(TIMEOUT)
         tenant = getattr(request.state, "tenant", "")
+        session = request.headers.get(SESSION, "")
+        if len(session) > MAX_SESSION:
+            raise InvalidRequest(f"{SESSION} must have at most {MAX_SESSION} characters.", SESSION)
         if written is None:
-            return cls(tenant)
+            return cls(tenant, session=session)
         if not MILLISECONDS.fullmatch(written) or int(written) == 0:
             raise InvalidRequest(
                 f"{TIMEOUT} must be a whole number of milliseconds over 0, of at most 9 digits.",
                 TIMEOUT,
             )
-        return cls(tenant, int(written) / 1000)
+        return cls(tenant, int(written) / 1000, session)
 
 
 NOBODY = Caller()

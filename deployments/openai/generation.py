@@ -121,6 +121,7 @@ class Generation:
         _check_scores([own for group in requests for own in group])
         for request in itertools.chain.from_iterable(requests):
             request.tenant, request.timeout = caller.tenant, caller.timeout
+            request.session = caller.session
         if num_candidates(params) > params.n:
             tell_logprobs(itertools.chain.from_iterable(requests))
         return cls(service, prompts, requests, params, search, caller)
