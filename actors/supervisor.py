@@ -80,6 +80,7 @@ class Supervisor:
         self._missed = 0
         self._failures = 0
         self._trouble: str | None = None
+        self.stats = EngineStats()  # at the last pulse
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -282,6 +283,7 @@ class Supervisor:
             self._missed += 1
         else:
             self._missed = 0
+            self.stats = stats
             self._generation = stats.generation
             if stats.seconds_since_tick > TICK_SECONDS:
                 return f"its loop has not turned for {stats.seconds_since_tick:.0f} s"

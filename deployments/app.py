@@ -6,6 +6,7 @@ from typing import Any
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
+from rayfin.deployments.autoscaling import autoscaling
 from rayfin.deployments.edge.settings import Cors, EdgeSettings
 from rayfin.deployments.engine import EngineDeployment
 from rayfin.deployments.ingress import IngressDeployment
@@ -44,7 +45,7 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
     drain = server.shutdown_timeout
     engine = engine_class.options(
         **serve_logs(engine_args),
-        num_replicas=server.data_parallel_size,
+        **number_of_engines(server),
         graceful_shutdown_timeout_s=drain + SHUTDOWN_SECONDS,
     ).bind(replace(engine_args, model=model_path(engine_args.model)), drain)
     ingress = ingress_class.options(
@@ -56,7 +57,8 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
     keeper_class: Any = KeeperDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
     # Serve replaces ingresses whose settings change: not for another number of engines.
-    own = replace(server, api_key=None, api_key_file=None, admin_api_key=None, data_parallel_size=1)
+    secrets: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key"))
+    own = replace(server, **secrets, data_parallel_size=1, min_engines=None, max_engines=None)
     app: Application = ingress.bind(own, engine_args, edge, engine, keeper)
     return app
 
@@ -64,6 +66,14 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
 def privileged(tenants: list[str] | None) -> frozenset[str] | None:
     """The tenants who may set a priority; None is everybody."""
     return None if tenants is None else frozenset(words(tenants, "priority_tenants"))
+
+
+def number_of_engines(server: ServerArgs) -> dict[str, Any]:
+    """Deployment options: so many engines, or as many as the work wants."""
+    if server.max_engines is None:
+        return {"num_replicas": server.data_parallel_size}
+    least = server.min_engines or server.data_parallel_size
+    return {"num_replicas": None, "autoscaling_config": autoscaling(least, server.max_engines)}
 
 
 def serve_logs(args: EngineArgs) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The Serve deployment that keeps one engine alive: its life cycle; no token passes here."""
 
 import logging
+import time
 
 from ray import serve
 
@@ -8,6 +9,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.logs import set_up
 from rayfin.actors.supervisor import Supervisor
+from rayfin.deployments.autoscaling import Report
 from rayfin.deployments.engine_names import engine_prefix
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class EngineDeployment:
     async def __init__(self, args: EngineArgs, drain_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
         set_up(args.log_format, args.log_level)
         self._drain_seconds = drain_seconds
+        self._report = Report()
         app = serve.get_replica_context().app_name
         self._supervisor = Supervisor(args, engine_prefix(app), detached=True)
         await self._supervisor.start()
@@ -41,6 +44,10 @@ class EngineDeployment:
         except EngineUnavailable as error:
             logger.error("%s", error)
             raise
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's controller is told; see deployments/autoscaling.py."""
+        return self._report.take(self._supervisor.stats, time.monotonic())
 
     async def __del__(self) -> None:
         """Serve's last call: what runs may finish or is moved, then the engine goes."""

@@ -56,6 +56,12 @@ class ServerArgs:
     )
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
     data_parallel_size: int = _flag(1, "engines, each with its own copy of the model")
+    min_engines: int | None = _flag(
+        None, "with --max-engines: fewest engines; default: --data-parallel-size"
+    )
+    max_engines: int | None = _flag(
+        None, "engines are started and stopped with the work, at most so many; default: fixed"
+    )
     engine_timeout: float = _flag(
         25.0, "seconds that a new request waits for an engine while there is none"
     )
@@ -82,12 +88,24 @@ class ServerArgs:
         for name in ("ingress_replicas", "data_parallel_size"):
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
+        self._check_engines()
         for name in ("shutdown_timeout", "engine_timeout", "replay_timeout"):
             if (value := getattr(self, name)) < 0:
                 raise InvalidConfig(f"{name} must not be negative, got {value}", name)
         if self.chat_template is not None and "{" not in self.chat_template:
             if not Path(self.chat_template).is_file():
                 raise InvalidConfig(f"there is no file {self.chat_template}", "chat_template")
+
+    def _check_engines(self) -> None:
+        least = self.data_parallel_size if self.min_engines is None else self.min_engines
+        if self.min_engines is not None and self.max_engines is None:
+            raise InvalidConfig("min_engines needs max_engines", "min_engines")
+        if least < 1:
+            raise InvalidConfig(f"min_engines must be at least 1, got {least}", "min_engines")
+        if self.max_engines is not None and self.max_engines < least:
+            raise InvalidConfig(
+                f"max_engines must be at least {least}, got {self.max_engines}", "max_engines"
+            )
 
     def api_keys(self) -> ApiKeys | None:
         """The keys that clients may use, by their digests; None lets everybody in.
