@@ -1,0 +1,101 @@
+"""The documents: their commands and flags exist, their links lead somewhere, their configs load."""
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from rayfin.deployments.cli import cli
+from rayfin.deployments.server_args import AppArgs, split_args
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OWN = [ROOT / "docs" / f"{name}.md" for name in ("quickstart", "serving", "tuning", "contributing")]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return [text for name, text in BLOCK.findall(page.read_text()) if name == kind]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command line, without comments and paths of the environment."""
+    lines = (line for text in blocks(page, "") for line in text.replace("\\\n", " ").splitlines())
+    words = [shlex.split(line, comments=True) for line in lines if "|" not in line.split("#")[0]]
+    return [[own[0].removeprefix(".venv/bin/"), *own[1:]] for own in words if own]
+
+
+def parse(words: list[str]) -> None:
+    """Reads a command line of ``rayfin`` as far as to run it.
+
+    Raises:
+        click.ClickException: there is no such command, flag or value.
+    """
+    command: click.Command = cli
+    context = click.Context(cli)
+    while isinstance(command, click.Group):
+        _, found, words = command.resolve_command(context, words)
+        assert found is not None
+        command = found
+    command.make_context(str(command.name), words, parent=context)
+
+
+@pytest.mark.parametrize("page", OWN, ids=lambda page: page.name)
+def test_commands_are_there(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands(page):
+        match words:
+            case ["rayfin", *rest]:
+                parse(rest)
+            case ["make", target, *_]:
+                assert target in targets
+            case ["serve", "deploy", config]:
+                assert (ROOT / config).is_file()
+            case ["python", "-m", "pytest", path, *_]:
+                assert (ROOT / path).is_file()
+            case _:
+                assert words[0] in (".", "curl", "serve"), words
+
+
+def test_a_wrong_flag_is_found() -> None:
+    for words in (["serve", "--max-modle-len", "5"], ["cache", "rest"], ["sleep", "--level", "2"]):
+        with pytest.raises(click.ClickException):
+            parse(words)
+
+
+@pytest.mark.parametrize("page", OWN, ids=lambda page: page.name)
+def test_flags_in_the_text_are_there(page: Path) -> None:
+    known = {
+        option
+        for command in cli.commands.values()
+        for own in (getattr(command, "commands", None) or {"": command}).values()
+        for param in own.params
+        for option in (*param.opts, *param.secondary_opts)
+    }
+    known |= {"--help"}
+    named = set(re.findall(r"`(?:rayfin [a-z ]*)?(--[a-z][a-z0-9-]*)", page.read_text()))
+    assert named <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_serve_config_loads() -> None:
+    (text,) = blocks(ROOT / "docs" / "serving.md", "yaml")
+    config = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    assert len({own.route_prefix for own in config.applications}) == 2
+    for application in config.applications:
+        split_args(AppArgs(**application.args).model_dump())
+
+
+def test_python_is_python() -> None:
+    for page in PAGES:
+        for text in blocks(page, "python"):
+            compile(text, page.name, "exec")
