@@ -1,7 +1,6 @@
 """What an operator may ask and tell, with a key of its own; these routes are not there without."""
 
 import logging
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query
@@ -68,4 +67,4 @@ def add_admin_routes(app: FastAPI, service: OpenAIService) -> None:
 
 
 def _answer(reports: list[EngineReport]) -> Answer:
-    return {"engines": [asdict(report) for report in reports]}
+    return {"engines": [report.as_json() for report in reports]}
