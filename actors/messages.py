@@ -255,6 +255,7 @@ class Ended:
     cached_tokens: int = 0  # prompt tokens that were not computed
     hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
     deaths: int = 0  # of runners that had it in flight, of which it has not been cleared
+    queued: float = 0.0  # seconds from its arrival here until it was admitted
 
 
 @dataclass(slots=True)
@@ -297,6 +298,7 @@ class TokenDelta:
     logprobs: list[TokenLogprob] | None = None  # one for each token, where the request asks
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
     hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
+    queued: float = 0.0  # seconds, in the last delta: until its engine admitted it
 
 
 @dataclass(slots=True, frozen=True)

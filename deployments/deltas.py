@@ -27,7 +27,7 @@ def split_deltas(
         if (end := ended.get(key)) is not None:
             delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason
             delta.cached_tokens = end.cached_tokens
-            delta.hypotheses = end.hypotheses
+            delta.hypotheses, delta.queued = end.hypotheses, end.queued
         yield key, delta
 
 

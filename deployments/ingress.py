@@ -37,6 +37,7 @@ from rayfin.deployments.ray_client import Patience, RayEngineClient
 from rayfin.deployments.requests import sampling_defaults
 from rayfin.deployments.server_args import ServerArgs
 from rayfin.deployments.text.tokenizer import Tokenizer
+from rayfin.deployments.tracing import Tracing
 
 
 @serve.deployment(
@@ -79,15 +80,18 @@ class IngressDeployment:
         defaults = {}
         if server.generation_config == "auto":
             defaults = sampling_defaults(model_path(engine_args.model), engine_args.revision)
+        endpoint = server.otlp_traces_endpoint
+        tracing = None if endpoint is None else Tracing.to(endpoint, name)
         info = await _first_info(client)
         self._service = OpenAIService(
-            client=ObservedClient(client, IngressMetrics(name)),
+            client=ObservedClient(client, IngressMetrics(name), tracing),
             tokenizer=tokenizer,
             model_names=[name],
             max_model_len=info.max_model_len,
             chat_template=_template(server.chat_template),
             sampling_defaults=defaults,
             edge=edge,
+            tracing=tracing,
             quotas=_quotas(server),
             responses=OwnResponses()
             if keeper is None

@@ -11,14 +11,18 @@ from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.deployments.admin.report import EngineReport
 from rayfin.deployments.ray_client import RayEngineClient
+from rayfin.deployments.tracing import Tracing
 
 
 class ObservedClient:
     """The ``EngineClient`` of an ingress: a RayEngineClient, its health, and its metrics."""
 
-    def __init__(self, client: RayEngineClient, metrics: IngressMetrics) -> None:
+    def __init__(
+        self, client: RayEngineClient, metrics: IngressMetrics, tracing: Tracing | None = None
+    ) -> None:
         self._client = client
         self._metrics = metrics
+        self._tracing = tracing
         client.on_replay = lambda reason: metrics.replays[reason].inc()
 
     async def info(self) -> EngineInfo:
@@ -30,7 +34,7 @@ class ObservedClient:
         last: float | None = None
         finished = False
         try:
-            async with aclosing(self._client.stream(request)) as deltas:
+            async with aclosing(self._stream(request)) as deltas:
                 async for delta in deltas:
                     now = time.monotonic()
                     if delta.tokens and last is None:
@@ -49,6 +53,10 @@ class ObservedClient:
             if not finished:
                 metrics.e2e_request_latency.observe(time.monotonic() - started)
             raise
+
+    def _stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        deltas = self._client.stream(request)
+        return deltas if self._tracing is None else self._tracing.follow(request, deltas)
 
     async def check_health(self) -> None:
         await self._client.check_health()

@@ -62,6 +62,9 @@ class ServerArgs:
     max_engines: int | None = _flag(
         None, "engines are started and stopped with the work, at most so many; default: fixed"
     )
+    otlp_traces_endpoint: str | None = _flag(
+        None, "an OTLP collector's URL, which gets a trace of each request for tokens"
+    )
     engine_timeout: float = _flag(
         25.0, "seconds that a new request waits for an engine while there is none"
     )

@@ -382,9 +382,14 @@ class Engine:
         if error is None:
             self._logs.keep(request, None if reason == "abort" else reason, stop_reason)
         cached = request.cached_tokens
+        admitted = self._clock() if request.admitted_at is None else request.admitted_at
+        queued = admitted - request.arrival
         self._outbox.end(
             source.client,
-            Ended(source.key, reason, stop_reason, error, cached, list(hypotheses), request.deaths),
+            Ended(
+                *(source.key, reason, stop_reason, error, cached, list(hypotheses)),
+                *(request.deaths, queued),
+            ),
         )
 
     def _end_search(self, request: Request) -> None:

@@ -12,6 +12,7 @@ from rayfin.deployments.openai.load import Load
 from rayfin.deployments.openai.quotas import TokenQuotas
 from rayfin.deployments.openai.responses.kept import OwnResponses, Responses
 from rayfin.deployments.text.tokenizer import Tokenizer
+from rayfin.deployments.tracing import Tracing
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class OpenAIService:
     responses: Responses = field(default_factory=OwnResponses)
     answers: AnswerStore = field(default_factory=AnswerStore)
     quotas: TokenQuotas | None = None  # None: everybody may use as many tokens as there are
+    tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_priority(self, priority: int, tenant: str) -> None:
