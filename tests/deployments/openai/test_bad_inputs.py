@@ -32,6 +32,8 @@ C, M = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
 MISSING, TYPE, VALUE = "missing_required_parameter", "invalid_type", "invalid_value"
 JSON = {"Content-Type": "application/json"}
+UTF16 = {"Content-Type": "application/json;charset=utf-16"}
+PART_TYPE = "messages[0].content[0].type"
 
 
 class LiveEngine:
@@ -133,13 +135,7 @@ ROWS: list[Any] = [
     # A. Transport
     raw("10", 415, "unsupported_media_type", b"{}", **{"Content-Type": "text/plain"}),
     raw("10", 415, "unsupported_media_type", b"a=b", **{"Content-Type": "multipart/form-data"}),
-    raw(
-        "11",
-        415,
-        "unsupported_media_type",
-        b"{}",
-        **{"Content-Type": JSON["Content-Type"] + ";charset=utf-16"},
-    ),
+    raw("11", 415, "unsupported_media_type", b"{}", **UTF16),
     raw("12", 400, "invalid_json", b""),
     raw("13", 400, "invalid_json", b'{"prompt": "a",}'),
     *(raw("14", 400, TYPE, body) for body in (b"[]", b'"x"', b"42", b"null", b"true")),
@@ -210,13 +206,7 @@ ROWS: list[Any] = [
     chat(
         "69", 400, "empty_array", "messages[0].content", messages=[{"role": "user", "content": []}]
     ),
-    chat(
-        "70",
-        400,
-        MISSING,
-        "messages[0].content[0].type",
-        messages=[{"role": "user", "content": [{"text": "x"}]}],
-    ),
+    chat("70", 400, MISSING, PART_TYPE, messages=[{"role": "user", "content": [{"text": "x"}]}]),
     *(
         chat(
             "71-73",
