@@ -125,6 +125,7 @@ def test_statuses() -> None:
         "ContextLengthExceeded": 400,
         "ModelNotFound": 404,
         "NotFound": 404,
+        "NotPermitted": 403,
         "InvalidConfig": 500,
         "UnsupportedModel": 500,
         "RequestFailed": 500,
@@ -134,6 +135,7 @@ def test_statuses() -> None:
         "RateLimited": 429,
         "DeadlineExceeded": 408,
         "EngineUnavailable": 503,
+        "EngineAsleep": 503,
         "RequestMoved": 503,
         "GroupFailed": 500,
     }
