@@ -74,7 +74,13 @@ class ChatHandler:
             reply = await generation.written(self._reply)
             return Response(reply, 200, headers, "application/json")
         receipt = Receipt(self._id, self._created, await digest_of(request))
-        receipt = await cursor.open(request, self._service.client, generation.choices, receipt)
+        receipt = await cursor.open(
+            request,
+            self._service.client,
+            generation.choices,
+            receipt,
+            seeded=body.seed is not None,
+        )
         self._id, self._created = receipt.answer_id, receipt.created
         first = await first_of(request, deltas)
         fresh = in_groups(cursor.untold(after(first, deltas)), body.stream_interval)

@@ -69,7 +69,13 @@ class CompletionHandler:
             reply = await generation.written(self._reply)
             return Response(reply, 200, headers, "application/json")
         receipt = Receipt(self._id, self._created, await digest_of(request))
-        receipt = await cursor.open(request, self._service.client, generation.choices, receipt)
+        receipt = await cursor.open(
+            request,
+            self._service.client,
+            generation.choices,
+            receipt,
+            seeded=body.seed is not None,
+        )
         self._id, self._created = receipt.answer_id, receipt.created
         self._started = cursor.begun()
         first = await first_of(request, deltas)

@@ -2,10 +2,14 @@
 
 Nothing of it lives in an ingress: the engine keeps the tokens of a request for a minute after its
 end (``TokenLogs``), the client knows how far it came, and the body that it repeats is the rest.
+Where the engine has died as well, with its node, tokens that follow from the body alone are made
+again: those of greedy requests, and of requests with a seed.
 """
 
+import asyncio
 import hashlib
 import re
+import secrets
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -21,6 +25,7 @@ from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.engine_client import EngineClient
 from rayfin.deployments.openai.choice import Choice
 from rayfin.deployments.openai.sse import event
+from rayfin.deployments.requests import KEY_BITS
 from rayfin.deployments.text.output import TextDelta
 
 Deltas = AsyncGenerator[tuple[Choice, TextDelta], None]
@@ -75,9 +80,18 @@ class Cursor:
         return cls(found[1], found[2])
 
     async def open(
-        self, request: Request, client: EngineClient, choices: Sequence[Choice], receipt: Receipt
+        self,
+        request: Request,
+        client: EngineClient,
+        choices: Sequence[Choice],
+        receipt: Receipt,
+        *,
+        seeded: bool = False,
     ) -> Receipt:
         """Has the tokens of ``choices`` kept under ``receipt``; goes on where the client stands.
+
+        Args:
+            seeded: the request's body says by which seed tokens are sampled.
 
         Returns:
             The receipt of the answer, which is an earlier one's where that is gone on with.
@@ -90,6 +104,9 @@ class Cursor:
         if self._asked:
             asked = [choice.request.request_id for choice in choices]
             logs = await client.recall(Caller.of(request).tenant, asked)
+            greedy = not any(choice.request.sampling.temperature for choice in choices)
+            if (seeded or greedy) and self._asked != END:
+                logs = await self._made_whole(client, choices, logs, receipt)
             known = [log for log in logs if log is not None]
             if not known or len(known) < len(logs):
                 raise _unknown()
@@ -147,12 +164,33 @@ class Cursor:
     def _read_marks(self, logs: Sequence[TokenLog]) -> list[Mark]:
         if self._asked == END:
             return [Mark(len(log.tokens), True) for log in logs]
-        marks = [Mark.read(text) for text in self._asked.split(",")]
-        if len(marks) != len(logs):
-            raise InvalidRequest("Last-Event-ID has another number of choices.", LAST_EVENT_ID)
+        marks = self._asked_marks(len(logs))
         if any(mark.tokens > len(log.tokens) for mark, log in zip(marks, logs, strict=True)):
             raise _unknown()  # the engine that knew all of it has died
         return marks
+
+    def _asked_marks(self, count: int) -> list[Mark]:
+        marks = [Mark.read(text) for text in self._asked.split(",")]
+        if len(marks) != count:
+            raise InvalidRequest("Last-Event-ID has another number of choices.", LAST_EVENT_ID)
+        return marks
+
+    async def _made_whole(
+        self,
+        client: EngineClient,
+        choices: Sequence[Choice],
+        logs: Sequence[TokenLog | None],
+        receipt: Receipt,
+    ) -> list[TokenLog | None]:
+        """``logs``; those that do not have all that the client had are computed again."""
+
+        async def whole(choice: Choice, mark: Mark, log: TokenLog | None) -> TokenLog:
+            if log is not None and len(log.tokens) >= mark.tokens:
+                return log
+            return await _computed_again(client, choice, mark, log.receipt if log else receipt)
+
+        marks = self._asked_marks(len(choices))
+        return list(await asyncio.gather(*map(whole, choices, marks, logs)))
 
 
 async def answered(client: EngineClient, choice: Choice) -> AsyncGenerator[TokenDelta, None]:
@@ -169,6 +207,27 @@ async def answered(client: EngineClient, choice: Choice) -> AsyncGenerator[Token
 async def digest_of(request: Request) -> bytes:
     """What two requests have in common that ask for the same. The body must have been read."""
     return hashlib.sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
+
+
+async def _computed_again(
+    client: EngineClient, choice: Choice, mark: Mark, receipt: Receipt
+) -> TokenLog:
+    """What the client had of a choice, from the start; the same, for its seed is the same."""
+    request = replace(
+        choice.request,
+        key=secrets.randbits(KEY_BITS),  # the choice's own is for what follows
+        sibling_of=None,
+        sampling=replace(choice.request.sampling, logprobs=None, prompt_logprobs=None),
+    )
+    tokens: list[int] = []
+    last = TokenDelta(request.request_id, [])
+    if mark.tokens > 0:
+        async with aclosing(client.stream(request)) as deltas:
+            async for last in deltas:
+                tokens += last.tokens
+                if len(tokens) >= mark.tokens:
+                    break
+    return TokenLog(receipt, request.sampling.seed, tokens, last.finish_reason, last.stop_reason)
 
 
 def _go_on(choice: Choice, log: TokenLog, mark: Mark) -> None:

@@ -8,6 +8,9 @@ from cases import Case
 from history import Expected, Record, check, longest_gap
 from load import Ask
 
+LOST_ON_ITS_WAY = "unavailable"
+"""What the proxy says when whoever was answering has died: the answer may have been counted."""
+
 WRONG = ("lost", "duplicated", "altered", "after")
 
 
@@ -79,7 +82,11 @@ def judge(
     pairs = list(zip((record for _, record in asked), expected, strict=True))
     answered = sum(len(right.choices) for record, right in pairs if record.answered)
     # Whoever left, or was cut off, may have been answered without knowing.
-    unknown = sum(len(right.choices) for record, right in pairs if record.left or record.broken)
+    unknown = sum(
+        len(right.choices)
+        for record, right in pairs
+        if record.left or record.broken or record.error == LOST_ON_ITS_WAY
+    )
     if counted_successes is not None and counted_successes > answered + unknown:
         result.violations.append(f"{counted_successes:.0f} successes counted, {answered} answers")
     return result

@@ -8,7 +8,7 @@ from faults import kill_runner
 from history import Choice, Event, Expected, Record
 from load import Ask
 from report import BEGIN, END, HEADER, PAGE, merged, name_in, row_of, table
-from results import Result, judge, recovery
+from results import LOST_ON_ITS_WAY, Result, judge, recovery
 
 CASE = Case("name", "3", "something", kill_runner, may_fail=("queue_full",), may_fail_asks="short")
 EXPECTED = Expected([Choice([1, 2], "ab", "length")], 3)
@@ -52,6 +52,10 @@ def test_leaks_and_wrong_counts_break_the_promise() -> None:
     after = answered("a", 6.0)
     assert judged([after], leaked=3).violations == ["3 pages are held"]
     assert judged([after], counted=2).violations == ["2 successes counted, 1 answers"]
+    lost = refused("short-1", LOST_ON_ITS_WAY)  # with its ingress: nobody knows whether it ran
+    assert not any("counted" in each for each in judged([after, lost], counted=2).violations)
+    refusal = refused("short-1", "queue_full")
+    assert judged([after, refusal], counted=2).violations == ["2 successes counted, 1 answers"]
 
 
 def test_a_wrong_token_breaks_the_promise() -> None:

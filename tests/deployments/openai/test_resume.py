@@ -137,6 +137,40 @@ async def test_engine_goes_on(http: httpx.AsyncClient, engine: Any, kind: str) -
             _assert_same(told[index], choices)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fixed"), [*((kind, {"seed": 7}) for kind in BODIES), ("text", {"temperature": 0})]
+)
+async def test_an_engine_that_died_with_its_log_is_made_up_for(
+    http: httpx.AsyncClient, engine: Any, kind: str, fixed: dict[str, int]
+) -> None:
+    """Tokens that follow from the body are computed again, and those that were told left out."""
+    path, body = BODIES[kind]
+    body = {**body, **fixed}
+    engine.lease = 3
+    whole = await ask(http, path, body)
+    for at in {*range(0, len(whole), 7), 1}:
+        last = whole[at][0]
+        if not last or last.endswith(":end"):
+            continue
+        engine.logs.clear()
+        engine.seen.clear()
+        rest = await ask(http, path, body, last)
+        told, expected = by_choice(whole[: at + 1] + rest), by_choice(whole)
+        assert told.keys() == expected.keys()
+        for index, choices in expected.items():
+            _assert_same(told[index], choices)
+        keys = [request.key for request in engine.seen]
+        assert len(set(keys)) == len(keys)
+
+
+async def test_more_than_the_body_leads_to_was_never_told(
+    http: httpx.AsyncClient, engine: Any
+) -> None:
+    headers = {"Last-Event-ID": f"{UNKNOWN}:61"}
+    reply = await http.post("/v1/completions", json={**TEXT, "seed": 7}, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "stream_not_found")
+
+
 async def test_a_resumed_stream_can_be_resumed(http: httpx.AsyncClient, engine: Any) -> None:
     whole = await ask(http, "/v1/completions", TEXT)
     ((name, log),) = engine.logs.items()
