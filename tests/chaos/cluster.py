@@ -151,9 +151,9 @@ class Cluster:
             try:
                 node = Node(params, head=head, shutdown_at_exit=False, spawn_reaper=False)
                 break
-            except Exception:  # Ray's own: its agent has 30 s to start, which a busy machine takes
+            except Exception as error:  # Ray's own: its agent has 30 s, which a busy machine takes
                 if head or tries == NODE_TRIES - 1:
-                    raise
+                    raise Unavailable(f"a node of Ray did not start ({error})"[:80]) from error
         self.nodes.append(node)
         return node
 
