@@ -15,6 +15,7 @@
 
 #include "amx.h"
 #include "epilogue.h"
+#include "matmul_amx_few.h"
 
 namespace rayfin {
 
@@ -246,6 +247,7 @@ void multiply_rows(Pool& pool, const Matrix& weight, const float* x, int64_t x_s
 
 void matmul_tiles(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
                   int64_t y_stride, const Epilogue& epilogue) {
+  if (rows <= kFewRows) return matmul_few(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
   for (int64_t start = 0; start < rows; start += kMostRows) {
     Epilogue own = epilogue;
     if (own.residual) own.residual += start * own.residual_stride;

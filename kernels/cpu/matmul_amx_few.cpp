@@ -1,0 +1,149 @@
+// One row of x, or two, times 16-bit weights that lie as AMX wants them: the tile product's own sums, bit for bit,
+// by AVX-512.
+//
+// So few rows wait for the weights to come from memory. Tiles come as a kilobyte at once from one or two places;
+// vectors from four, side by side, which the hardware fetches ahead of (a tenth more of the memory's speed).
+//
+// A tile product sums the even and the odd inputs of its 32 apart, from zero, and adds the two sums to what was
+// there (Intel's manual, TDPBF16PS). Products of two bfloat16 are exact, so an FMA rounds as its addition does;
+// numbers below 2^-126 are zeros to it.
+#if defined(__AMX_TILE__)
+
+#include "matmul_amx_few.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+
+#include "epilogue.h"
+
+namespace rayfin {
+
+namespace {
+
+constexpr int kParts = 3;
+constexpr int kPairs = kStep / 2;
+constexpr int64_t kTile = kPairs * kStep;  // elements of a tile of weights: 16 outputs of 32 inputs
+constexpr int64_t kAheadBytes = 2048;
+constexpr double kTileSeconds = 20e-6, kBytesPerSecond = 12e9;
+
+// Numbers below 2^-126 count as zeros, as they do to tiles, from construction to destruction.
+class SmallAsZero {
+ public:
+  SmallAsZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | 0x0040); }  // and DAZ
+  ~SmallAsZero() { _mm_setcsr(before_); }
+  SmallAsZero(const SmallAsZero&) = delete;
+  SmallAsZero& operator=(const SmallAsZero&) = delete;
+
+ private:
+  const unsigned before_;
+};
+
+struct Bits {
+  BFloat16 of[kWidth];
+};
+
+// x as three bfloat16 whose sum it is (matmul_amx.cpp), each widened: [row][step][part][kStep].
+void split_rows(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, float* parts) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t k = 0; k < inputs; k += kStep, parts += kParts * kStep) {
+      for (int64_t half = 0; half < kStep; half += kWidth) {
+        const int64_t left = inputs - k - half;
+        Vec rest = left > 0 ? load_part(x + row * x_stride + k + half, left) : Vec{};
+        for (int part = 0; part < kParts; ++part) {
+          const auto rounded = bit_cast<Bits>(_mm512_cvtneps_pbh(bit_cast<__m512>(rest)));
+          const Vec value = load(rounded.of);
+          store(parts + part * kStep + half, value);
+          rest -= value;
+        }
+      }
+    }
+  }
+}
+
+// Adds kM rows times the tiles at `weights` + p * panel_size, p < kP, to sums[m][p].
+template <int kM, int kP>
+RAYFIN_INLINE void add_tiles(const float* x, int64_t x_size, const BFloat16* weights, int64_t panel_size,
+                             Vec (&sums)[kM][kP]) {
+  Vec even[kM][kP][kParts] = {}, odd[kM][kP][kParts] = {};
+#pragma GCC unroll 16
+  for (int pair = 0; pair < kPairs; ++pair) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kP; ++p) {
+      const BFloat16* at = weights + p * panel_size + pair * kStep;
+      __builtin_prefetch(reinterpret_cast<const char*>(at) + kAheadBytes / kP, 0, 3);
+      Vec low, high;
+      load_panel(at, low, high);
+#pragma GCC unroll 2
+      for (int m = 0; m < kM; ++m) {
+#pragma GCC unroll 3
+        for (int part = 0; part < kParts; ++part) {
+          const float* two = x + m * x_size + part * kStep + 2 * pair;
+          even[m][p][part] += broadcast(two[0]) * low;
+          odd[m][p][part] += broadcast(two[1]) * high;
+        }
+      }
+    }
+  }
+  for (int m = 0; m < kM; ++m)
+    for (int p = 0; p < kP; ++p)
+      for (int part = kParts - 1; part >= 0; --part) sums[m][p] += even[m][p][part] + odd[m][p][part];
+}
+
+// kM rows times panels first .. first + kP - 1: out[m][p][kPanel].
+template <int kM, int kP>
+void some_panels(const Matrix& weight, int64_t first, const float* x, float* out) {
+  const int64_t steps = weight.depth / kStep, x_size = steps * kParts * kStep;
+  const BFloat16* weights = weight.panel<BFloat16>(first);
+  Vec sums[2][kM][kP] = {};
+  for (int64_t step = 0; step < steps; ++step, weights += 2 * kTile, x += kParts * kStep)
+    for (int half = 0; half < 2; ++half)
+      add_tiles<kM, kP>(x, x_size, weights + half * kTile, weight.panel_size(), sums[half]);
+  for (int m = 0; m < kM; ++m)
+    for (int p = 0; p < kP; ++p)
+      for (int half = 0; half < 2; ++half) store(out + (m * kP + p) * kPanel + half * kWidth, sums[half][m][p]);
+}
+
+template <int kM, int kP>
+void multiply_panels(const Matrix& weight, int64_t first, int64_t last, const float* x, float* y, int64_t y_stride,
+                     const Epilogue& epilogue) {
+  alignas(64) float out[kM * kP * kPanel];
+  for (int64_t panel = first; panel + kP <= last; panel += kP) {
+    some_panels<kM, kP>(weight, panel, x, out);
+    for (int p = 0; p < kP; ++p)
+      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
+  }
+}
+
+template <int kM>
+void multiply(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, float* y, int64_t y_stride,
+              const Epilogue& epilogue) {
+  constexpr int kP = 4 / kM;
+  const double seconds = double(weight.panel_size()) * double(sizeof(BFloat16)) / kBytesPerSecond;
+  const int64_t wanted = int64_t(kTileSeconds / seconds) + 1, fair = weight.panels / (4 * pool.threads()) + 1;
+  const int64_t group = (std::min(wanted, fair) + kP - 1) / kP * kP;
+  pool.run((weight.panels + group - 1) / group, [&](int64_t tile, int thread) {
+    const SmallAsZero mode;
+    float* parts = pool.scratch<float>(thread, kM * weight.depth * kParts);
+    split_rows(x, x_stride, kM, weight.inputs, parts);
+    const int64_t first = tile * group, last = std::min(first + group, weight.panels);
+    const int64_t rest = first + (last - first) / kP * kP;
+    multiply_panels<kM, kP>(weight, first, rest, parts, y, y_stride, epilogue);
+    multiply_panels<kM, 1>(weight, rest, last, parts, y, y_stride, epilogue);
+  });
+}
+
+}  // namespace
+
+void matmul_few(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
+                int64_t y_stride, const Epilogue& epilogue) {
+  if (rows == 1) {
+    multiply<1>(pool, weight, x, x_stride, y, y_stride, epilogue);
+  } else {
+    multiply<2>(pool, weight, x, x_stride, y, y_stride, epilogue);
+  }
+}
+
+}  // namespace rayfin
+
+#endif
