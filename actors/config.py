@@ -94,6 +94,7 @@ class EngineArgs:
     log_format: LogFormat = _flag("text", "of the log: lines for people, or a JSON object each")
     log_level: LogLevel = _flag("info", "what is below it is not logged")
     attention: str = _flag("auto", "attention backend: auto, cpu, triton, torch or reference")
+    enforce_eager: bool = _flag(False, "on a GPU: no CUDA graphs, each step launched anew")
 
     def __post_init__(self) -> None:
         choices: dict[str, Any] = {

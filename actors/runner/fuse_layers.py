@@ -128,7 +128,7 @@ def norm_weight(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
     weight = getattr(norm, "weight", None)
     if not isinstance(eps, float) or weight is None or len(list(norm.parameters())) != 1:
         raise NotRecognised(f"{type(norm).__name__} is no RMS norm")
-    x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype)
+    x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype, device=weight.device)
     scaled = x.float() / torch.sqrt(x.float().square().mean() + eps)
     tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
     for factor in (weight.detach().float(), 1.0 + weight.detach().float()):

@@ -12,7 +12,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rayfin.actors.config import Quantization
-from rayfin.actors.runner.fuse import ACTIVATIONS, TOLERANCE, WEIGHTS, probe_logits
+from rayfin.actors.runner.fuse import TOLERANCE, WEIGHTS, probe_logits
+from rayfin.actors.runner.fuse_decoder import ACTIVATIONS
 from rayfin.actors.runner.paged_model import PagedModel
 from rayfin.kernels.cpu.experts import PackedExperts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, UnsupportedModel
-from rayfin.actors.messages import NO_TOKEN, Logprobs, SchedulerInfo, StepResult
+from rayfin.actors.messages import NO_TOKEN, Int32Array, Logprobs, SchedulerInfo, StepResult
 from rayfin.actors.runner.batch import build_inputs, next_decode
 from rayfin.actors.runner.fuse import TOLERANCE, fuse
 from rayfin.actors.runner.fuse_linears import pack_linears
@@ -26,7 +27,7 @@ from rayfin.actors.runner.fused_model import FusedModel
 from rayfin.actors.runner.isolate import is_out_of_memory, isolate
 from rayfin.actors.runner.memory import available_bytes
 from rayfin.actors.runner.page_moves import PageMover
-from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
+from rayfin.actors.runner.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.profiling import largest_step
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampler import Sampled, Sampler
@@ -37,6 +38,11 @@ from rayfin.kernels.attention.select import select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
 from rayfin.kernels.sampling.select import select_sample
+from rayfin.kernels.triton.available import can_use_triton
+
+if TYPE_CHECKING:
+    from rayfin.actors.runner.gpu_model import GpuModel
+    from rayfin.actors.runner.graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +77,20 @@ class ModelRunner:
         except ValueError as error:
             raise InvalidConfig(str(error), "attention") from None
         paged = PagedModel(model, kernel)
-        self._model: PagedModel | FusedModel = paged
+        self._model: StepModel = paged
+        self._gpu_model: GpuModel | None = None
+        if args.attention in ("auto", "triton") and can_use_triton(self._device):
+            from rayfin.actors.runner.gpu_model import fuse_for_gpu  # Triton is not everywhere
+
+            self._gpu_model = fuse_for_gpu(paged, kernel)
+            self._model = self._gpu_model or paged
         if kernels and model.dtype in TOLERANCE:
             self._model = self._on_kernels(paged, kernels, args.quantization)
         self._page_size = args.page_size
         self._epoch = -1
         self._next_step = 0
         self._failed_steps = 0  # in a row, of which no row could be computed
+        self._graphs: DecodeGraphs | None = None
 
     @staticmethod
     def _on_kernels(
@@ -119,11 +132,13 @@ class ModelRunner:
 
     def start(self, config: EngineConfig, epoch: int) -> None:
         """Allocates the pages; steps of ``epoch`` may come."""
+        self._graphs = None
         self._bind(0)  # a restart frees the old pages before it takes new ones
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
         sample = select_sample(self._device, self._args.attention)
         self._sampler = Sampler(self._slots, self._device, sample)
         self._mover = PageMover(self._bind(config.num_pages), self._host(config.num_host_pages))
+        self._graphs = self._decode_graphs(config)
         self._epoch = epoch
         self._next_step = 0
 
@@ -153,11 +168,16 @@ class ModelRunner:
         self._slots.apply(info)
         self._sampler.take_news(info)
         lease, rows = info.lease, np.arange(len(info.ids))
+        replayed = self._replay(info)
         tokens = np.full((len(rows), lease), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step, tokens)
         logprobs: list[Logprobs] = []
         for column in range(lease):
-            sampled = self._advance(info, result)
+            if replayed is None:
+                sampled = self._advance(info, result)
+            else:
+                sampled = self._sampler.replayed(replayed[column, rows])
+                self._slots.remember(info, sampled.tokens)
             tokens[rows, column] = sampled.tokens
             result.errors |= {int(rows[row]): error for row, error in sampled.errors.items()}
             result.prompt_logprobs |= sampled.prompt_logprobs  # only where rows are still all
@@ -174,6 +194,19 @@ class ModelRunner:
         self._next_step += 1
         result.seconds = time.perf_counter() - started
         return result
+
+    def _replay(self, info: SchedulerInfo) -> Int32Array | None:
+        """The tokens [lease, R] of a lease that CUDA graphs can run, else None."""
+        if self._graphs is None or failpoints.ACTIVE or self._sampler.has_rules:
+            return None
+        if not self._graphs.takes(info):
+            return None
+        try:
+            return self._graphs.run(info)
+        except RuntimeError as error:  # step by step it is found out whose fault it is
+            self._leave_broken_device(error)
+            logger.exception("a lease failed as a graph: it runs step by step")
+            return None
 
     def _advance(self, info: SchedulerInfo, result: StepResult) -> Sampled:
         """One forward, and one token for each row that samples; a row at fault fails alone.
@@ -216,6 +249,21 @@ class ModelRunner:
         sampled = self._sampler.sample(info, inputs, logits)
         self._slots.remember(info, sampled.tokens)
         return sampled
+
+    def _decode_graphs(self, config: EngineConfig) -> "DecodeGraphs | None":
+        if self._gpu_model is None or self._args.enforce_eager:
+            return None
+        from rayfin.actors.runner.graphs import DecodeGraphs
+
+        return DecodeGraphs(
+            self._gpu_model,
+            self._slots,
+            rows=config.limits.max_decoding_batch,
+            pages_per_request=config.max_pages_per_request,
+            page_size=self._page_size,
+            longest_lease=self._args.max_lease,
+            device=self._device,
+        )
 
     def _run_largest_step(self, limits: BatchLimits, model_len: int) -> None:
         """The costliest step there is, on pages of its own that are freed afterwards."""

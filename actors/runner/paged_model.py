@@ -67,6 +67,28 @@ def rayfin_attention(
 AttentionInterface.register(ATTENTION, rayfin_attention)
 
 
+class StepModel(Protocol):
+    """What computes a step: this module's ``PagedModel``, or a fused one in its place."""
+
+    @property
+    def layouts(self) -> list[KVLayout]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def bind(self, cache: KVTensors) -> None:
+        """From now on the layers keep their keys and values in ``cache``."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [T] int64
+        batch: PagedBatch,
+        sampled: torch.Tensor,  # [S] int64, indices in T
+    ) -> torch.Tensor:  # [S, V]
+        """The logits of the tokens at ``sampled``; the cache gets all T tokens."""
+        ...
+
+
 class CurrentStep:
     """The step that a model is computing, seen by all its layers."""
 

@@ -40,6 +40,16 @@ class Sampler:
         """Who left and who is new."""
         self._processors.take_news(info)
 
+    @property
+    def has_rules(self) -> bool:
+        """Whether some request has logits changed before it samples."""
+        return len(self._processors) > 0
+
+    def replayed(self, tokens: Int32Array) -> Sampled:
+        """What a CUDA graph has sampled: [R], negative where the logits were not finite."""
+        bad = np.flatnonzero(tokens < 0).tolist()
+        return Sampled(tokens, {row: NumericalError(NOT_FINITE) for row in bad})
+
     def wanted(self, info: SchedulerInfo, inputs: StepInputs) -> torch.Tensor:
         """Tokens [S + P] of the step whose logits are needed: the S sampled ones, then P scored."""
         if not (chunks := scored_chunks(info, self._slots)):

@@ -49,7 +49,7 @@ def attend_tiles(
     token = tl.load(item + 1).to(tl.int64)
     position = tl.load(item + 3)
     first_key = tl.load(item + 4)
-    end_key = tl.load(item + 5)
+    end_key = tl.minimum(tl.load(item + 5), position + queries)
     part = tl.load(item + 6)
 
     m = tl.arange(0, ROWS)

@@ -123,3 +123,41 @@ def _pad(table: Int32Array, rows: int) -> Int32Array:
     padded = np.zeros((rows, table.shape[1]), np.int32)
     padded[: len(table)] = table
     return padded
+
+
+def make_lease_map(
+    kv_len: npt.ArrayLike,
+    steps: npt.ArrayLike,
+    *,
+    key_block: int,
+    programs: int,
+    window: int | None = None,
+) -> TileMap:
+    """One map for several decode steps of each row, so that nobody makes one between them.
+
+    Args:
+        kv_len: [R] keys in the cache before the first step.
+        steps: [R] how many steps each row takes, at least 1.
+
+    Returns:
+        Items of one query each. A part may end behind the keys of an early step, or begin before
+        the window of a late one: whoever attends cuts it down to what the query sees.
+    """
+    taken = np.asarray(steps, np.int64)
+    starts = np.append(0, np.cumsum(taken))
+    lengths = np.asarray(kv_len, np.int64) + taken
+    longest = int(taken.max(initial=1))
+    made = make_tile_map(
+        starts,
+        lengths,
+        tile_queries=longest,
+        key_block=key_block,
+        programs=programs,
+        window=window,
+    )
+    made.items[:, ITEM_FIELDS.index("token")] = made.items[:, 0]
+    made.items[:, ITEM_FIELDS.index("queries")] = 1
+    tokens = np.searchsorted(starts, made.merges[:, 0], side="right") - 1
+    made.merges[:, 0] = tokens.astype(np.int32)
+    made.merges[:, MERGE_FIELDS.index("queries")] = 1
+    return made

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rayfin.kernels.attention.triton import Sizes, TritonAttention, width
-from rayfin.kernels.triton import layer_kernels, sample_kernels
+from rayfin.kernels.triton import decode_kernels, layer_kernels, sample_kernels
 from rayfin.kernels.triton.attention_kernels import attend_tiles, merge_parts
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -89,13 +89,28 @@ def sampling() -> Iterator[Kernel]:
     yield "sample", sample_kernels.sample_rows, types, {"BLOCK": 4096}, {"num_warps": 8}
 
 
+def decoding() -> Iterator[Kernel]:
+    types = dict.fromkeys(("positions", "slots", "drawn_positions"), "*i64")
+    types |= {"remaining": "*i32", "tables": "*i32", "table_stride": "i32"}
+    yield "prepare", decode_kernels.prepare_rows, types, {"PAGE_SIZE": 16}, {}
+    types = {"items": "*i32", "positions": "*i64"}
+    yield "place", decode_kernels.place_items, types, {}, {}
+    types = dict.fromkeys(("sampled", "tokens", "positions"), "*i64") | {"remaining": "*i32"}
+    yield "finish", decode_kernels.finish_rows, types, {}, {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--only", help="kernels with this in their name")
     parser.add_argument("--dump", action="store_true", help="print PTX")
     args = parser.parse_args()
-    for name, function, types, constants, options in [*attention(), *layers(), *sampling()]:
+    for name, function, types, constants, options in [
+        *attention(),
+        *layers(),
+        *sampling(),
+        *decoding(),
+    ]:
         if args.only and args.only not in name:
             continue
         signature = {arg: types.get(arg, "constexpr") for arg in function.arg_names}

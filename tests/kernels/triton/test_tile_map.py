@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfin.kernels.triton.tile_map import WHOLE, TileMap, make_tile_map
+from rayfin.kernels.triton.tile_map import WHOLE, TileMap, make_lease_map, make_tile_map
 
 
 def seen_keys(tile_map: TileMap, tokens: int) -> list[list[int]]:
@@ -84,3 +84,22 @@ def test_padding_is_no_work(rows: int) -> None:
     assert padded.items.shape == (64, 8) and padded.merges.shape == (16, 4)
     assert (padded.items[len(made.items) :, 2] == 0).all()
     assert (padded.merges[len(made.merges) :, 1] == 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_lease_needs_one_map(window: int | None) -> None:
+    """What any of its steps sees is in it, in one item of each row and key."""
+    kv_len, steps = np.array([500, 3, 70]), np.array([4, 1, 16])
+    made = make_lease_map(kv_len, steps, key_block=16, programs=8, window=window)
+    assert (made.items[:, 2] == 1).all() and (made.items[:, 1] == made.items[:, 0]).all()
+    for row in range(3):
+        own = made.items[made.items[:, 0] == row]
+        keys = [key for item in own for key in range(item[4], item[5])]
+        assert len(keys) == len(set(keys))
+        for step in range(steps[row]):
+            position = kv_len[row] + step
+            first = 0 if window is None else max(0, position - window + 1)
+            assert set(range(first, position + 1)) <= set(keys)
+        if len(own) > 1:
+            assert [1, len(own)] in made.merges[made.merges[:, 0] == row][:, [1, 3]].tolist()
+    assert made.items[:, 7].sum() == 3

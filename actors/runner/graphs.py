@@ -1,0 +1,116 @@
+"""Whole decode steps as CUDA graphs: a lease is some replays one after the other, and one answer.
+
+A step from its inputs to its sampled tokens is recorded once for each batch size; between two
+steps of a lease nothing comes from the host and nothing goes there.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayfin.actors.messages import Int32Array, SchedulerInfo
+from rayfin.actors.runner.decode_state import DecodeState, bucket_of, bucket_sizes, steps_of
+from rayfin.actors.runner.gpu_model import GpuModel
+from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
+from rayfin.kernels.triton.sample import sample
+
+logger = logging.getLogger(__name__)
+
+WARM_UPS = 2  # before recording: kernels are compiled, libraries take their workspace
+
+
+class CudaRecorder:
+    """Records a function's work on the GPU; all records share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What does the same work again, in one call."""
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                work()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph.replay
+
+
+class DecodeGraphs:
+    """Runs leases of plain decode rows; on a CPU without recording, for Triton's interpreter."""
+
+    def __init__(
+        self,
+        model: GpuModel,
+        slots: RequestSlots,
+        *,
+        rows: int,
+        pages_per_request: int,
+        page_size: int,
+        longest_lease: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._slots = slots
+        self._page_size = page_size
+        self._sizes = bucket_sizes(rows)
+        most = self._sizes[-1]
+        self._state = DecodeState(most, pages_per_request, page_size, device)
+        self._rows = torch.arange(most, device=device)
+        self._tokens = torch.zeros(longest_lease, most, dtype=torch.int64, device=device)
+        record = CudaRecorder() if device.type == "cuda" else _as_it_is
+        self._replay = {
+            size: record(self._step(size)) for size in reversed(self._sizes)
+        }  # the largest first: the others find their memory in its
+
+    def takes(self, info: SchedulerInfo) -> bool:
+        """Whether these are rows that decode one token each, not too many, without log probs."""
+        rows = len(info.ids)
+        return (
+            rows == info.decoding_batch
+            and info.lease <= len(self._tokens)
+            and bucket_of(rows, self._sizes) is not None
+            and bool((info.chunk_len == 1).all() and (info.last_pos >= 0).all())
+            and bool((self._slots.logprobs[info.ids] == NO_LOGPROBS).all())
+        )
+
+    @torch.inference_mode()
+    def run(self, info: SchedulerInfo) -> Int32Array:
+        """The tokens [lease, R] of a lease.
+
+        -1 where a row cannot be sampled. What stands behind a row's end, by a stop token or its
+        cap, is nothing.
+        """
+        rows = len(info.ids)
+        bucket = bucket_of(rows, self._sizes)
+        assert bucket is not None
+        self._state.load(info, self._slots, steps_of(info, self._slots, self._page_size), bucket)
+        for step in range(info.lease):
+            self._replay[bucket]()
+            self._tokens[step, :bucket].copy_(self._state.sampled[:bucket])
+        tokens = self._tokens[: info.lease, :rows].cpu().numpy()  # the lease's only wait
+        return tokens.astype(np.int32)
+
+    def _step(self, bucket: int) -> Callable[[], None]:
+        state, rows = self._state, self._rows[:bucket]
+        batch, sampling = state.batch(bucket), state.sampling(bucket)
+
+        @torch.inference_mode()
+        def step() -> None:
+            state.prepare(bucket)
+            logits = self._model.forward(state.tokens[:bucket], batch, rows)
+            state.sampled[:bucket].copy_(sample(logits, sampling))
+            state.finish(bucket)
+
+        return step
+
+
+def _as_it_is(work: Callable[[], None]) -> Callable[[], None]:
+    work()  # as recording does: then the launches are known that a lease fills
+    return work

@@ -1,0 +1,52 @@
+"""A decode step's own bookkeeping, on the device: where it stands, and on to the next one."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prepare_rows(
+    positions,  # [B] int64, of the token that a row computes now
+    remaining,  # [B] int32, steps that it may still take
+    tables,  # [B, P] int32
+    slots,  # [B] int64, written: where its keys and values go, -1 = nowhere
+    drawn_positions,  # [B] int64, written: of the token that it samples now
+    table_stride,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Program (row)."""
+    row = tl.program_id(0)
+    position = tl.load(positions + row)
+    slot = tl.full([], -1, tl.int64)
+    if tl.load(remaining + row) > 0:
+        page = tl.load(tables + row.to(tl.int64) * table_stride + position // PAGE_SIZE)
+        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+    tl.store(slots + row, slot)
+    tl.store(drawn_positions + row, position + 1)
+
+
+@triton.jit
+def place_items(
+    items,  # [N, 8] int32, see `TileMap`; positions are written
+    positions,  # [B] int64
+):
+    """Program (item)."""
+    item = items + tl.program_id(0) * 8
+    position = tl.load(positions + tl.load(item))
+    tl.store(item + 3, position.to(tl.int32))
+
+
+@triton.jit
+def finish_rows(
+    sampled,  # [B] int64
+    tokens,  # [B] int64, written: the next step's input
+    positions,  # [B] int64, written
+    remaining,  # [B] int32, written
+):
+    """Program (row). A row that has no steps left stays where it is."""
+    row = tl.program_id(0)
+    left = tl.load(remaining + row)
+    if left > 0:
+        tl.store(tokens + row, tl.maximum(tl.load(sampled + row), 0))
+        tl.store(positions + row, tl.load(positions + row) + 1)
+        tl.store(remaining + row, left - 1)
