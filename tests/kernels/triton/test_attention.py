@@ -115,3 +115,18 @@ def test_query_may_be_a_part_of_something_wider(
     view = wide[:, : heads * dim].view(tokens, heads, dim)
     out = attend(TritonAttention(device), replace(case, query=view), device)
     close(out, expected(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sizes_of_real_heads(paged_case: Case, device: torch.device, dtype: torch.dtype) -> None:
+    """Rows long enough to be split; bf16 products are wrong in the interpreter."""
+    rows = [(700, 1), (3, 1), (260, 150)]
+    case = paged_case(
+        rows, page_size=16, heads=16, kv_heads=8, key_dim=128, value_dim=128, dtype=dtype
+    )
+    out = attend(TritonAttention(device), case, device)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        out.float(), case.dense(scale=0.35).float(), rtol=tolerance, atol=tolerance
+    )
