@@ -54,6 +54,7 @@ class Record:
     error: str | None = None  # the code of an error that the server told
     broken: str | None = None  # why the connection ended early
     last_id: str = ""  # of the last event
+    again: int = 0  # times that it was asked again, after it broke off
     done: bool = False  # the end of the stream was told: [DONE]
     left: bool = False  # the client closed it
     ended: float | None = None

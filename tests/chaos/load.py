@@ -173,6 +173,7 @@ class Load:
             while self._resumes and ask.stream and record.failed and time.monotonic() < end:
                 await asyncio.sleep(RESUME_SECONDS)
                 record.broken = record.error = None
+                record.again += 1
                 await self._try(ask, record)
         except asyncio.CancelledError:
             record.left = not self._over  # at the very end it is a stream that never ended

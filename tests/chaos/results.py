@@ -81,11 +81,12 @@ def judge(
         result.violations.append(f"{leaked} pages are held" if leaked > 0 else "no engine answers")
     pairs = list(zip((record for _, record in asked), expected, strict=True))
     answered = sum(len(right.choices) for record, right in pairs if record.answered)
-    # Whoever left, or was cut off, may have been answered without knowing.
+    # Whoever left, or was cut off, may have been answered without knowing it; and whoever asked
+    # again, twice.
     unknown = sum(
         len(right.choices)
         for record, right in pairs
-        if record.left or record.broken or record.error == LOST_ON_ITS_WAY
+        if record.left or record.broken or record.again or record.error == LOST_ON_ITS_WAY
     )
     if counted_successes is not None and counted_successes > answered + unknown:
         result.violations.append(f"{counted_successes:.0f} successes counted, {answered} answers")

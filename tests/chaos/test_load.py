@@ -114,7 +114,7 @@ def test_a_client_that_leaves(answer: list[bytes]) -> None:
 def test_a_stream_that_is_gone_on_with(answer: list[bytes]) -> None:
     first = [answer[0], b"id: a:9\n" + answer[1]]
     ask, record = asyncio.run(told(*first, rest={"a:9": [answer[0], *answer[2:]]}))
-    assert record.answered and kinds(ask, record) == []
+    assert record.answered and record.again == 1 and kinds(ask, record) == []
 
 
 def test_a_rest_that_says_something_again(answer: list[bytes]) -> None:

@@ -1,5 +1,6 @@
 """Figures of a case, the promise, and the page that they are written to."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_leaks_and_wrong_counts_break_the_promise() -> None:
     assert judged([after], counted=2).violations == ["2 successes counted, 1 answers"]
     lost = refused("short-1", LOST_ON_ITS_WAY)  # with its ingress: nobody knows whether it ran
     assert not any("counted" in each for each in judged([after, lost], counted=2).violations)
+    assert not judged([after, replace(answered("b", 6.0), again=1)], counted=3).violations
     refusal = refused("short-1", "queue_full")
     assert judged([after, refusal], counted=2).violations == ["2 successes counted, 1 answers"]
 
