@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfin.actors.errors import RayfinError, RequestFailed
+from rayfin.actors.histogram import Histogram
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -354,3 +355,16 @@ class EngineStats:
     asleep: bool = False  # nor runs those that it has: it has no pages
     seconds_since_tick: float = 0.0  # since the scheduler's loop turned
     generation: int = 0  # how often its scheduler was replaced
+    incarnation: str = ""  # unique to the life in which all this was counted
+    page_size: int = 0
+    pages_cached: int = 0  # free, with content that can be found again
+    evictions: int = 0  # pages whose content was given up for something new
+    deferred: int = 0  # requests that wait, and may not run beside others yet
+    suspects: int = 0  # requests that were in flight when runners died, and are not cleared
+    runner_restarts: int = 0
+    step_seconds: float = 0.0  # of all steps, in the runner
+    tokens_computed: int = 0  # of requests at their first admission: not in the cache ...
+    tokens_cached: int = 0  # ... and in it
+    rejected: dict[str, int] = field(default_factory=dict)  # reason -> requests not taken
+    failed: dict[str, int] = field(default_factory=dict)  # error code -> requests
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # name in metrics.py -> it

@@ -1,161 +1,367 @@
-"""Every metric name of Rayfin, once, and how the plain counters of actors become Prometheus text.
+"""Every series of Rayfin, once: name, meaning, labels, buckets, and its name at vLLM.
 
-Actors count in plain fields (``EngineStats``); nothing here is on a step's path. Label sets are
-closed: model name and engine are the operator's, finish reasons are Rayfin's own words.
+Actors count in plain fields (``EngineStats``, ``IngressCounts``); the hub (``actors/hub``) gathers
+and renders. Label sets are closed: model name and engine are the operator's, all other values are
+the words below. Nobody who sends requests can make a new series.
+
+Names and buckets of the alias are vLLM's (``vllm/v1/metrics/loggers.py``); our buckets hold all of
+theirs, and finer ones.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
+from rayfin.actors.histogram import Bounds
 from rayfin.actors.messages import EngineStats
 
 PREFIX = "rayfin_"
+ALIAS_PREFIX = "vllm:"
+EVERY_ENGINE = "all"
+"""Under the alias every series has the label ``engine``; this is its value where we have none."""
+
 FINISH_REASONS = ("stop", "length", "abort", "error")
 REPLAY_REASONS = ("lost", "moved")
-TIME_TO_FIRST_TOKEN_BUCKETS = (
+WAITING_REASONS = ("capacity", "deferred")
+PAGE_STATES = ("held", "cached", "free")
+TOKEN_SOURCES = ("local_compute", "local_cache_hit")
+REJECTIONS = ("queue_full", "draining", "quarantined", "invalid")
+FAILURES = (
+    *("engine_error", "numerical_error", "request_quarantined", "deadline_exceeded"),
+    *("engine_unavailable", "other"),
+)
+HANDLERS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/invocations", "other"),
+)
+STATUSES = ("2xx", "3xx", "4xx", "5xx", "none")
+
+TTFT_BOUNDS: Bounds = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-INTER_TOKEN_BUCKETS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+VLLM_ITL_BOUNDS: Bounds = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-LATENCY_BUCKETS = (
-    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+ITL_BOUNDS: Bounds = (0.0001, 0.0005, 0.001, 0.0025, 0.005, *VLLM_ITL_BOUNDS)
+VLLM_LATENCY_BOUNDS: Bounds = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+LATENCY_BOUNDS: Bounds = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, *VLLM_LATENCY_BOUNDS)
+ITERATION_BOUNDS: Bounds = (1.0, *(float(2**power) for power in range(3, 15)))
+CHOICES_BOUNDS: Bounds = (1.0, 2.0, 5.0, 10.0, 20.0)
+PREEMPTION_BOUNDS: Bounds = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+
+Value = float | Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Series:
-    name: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One name and its series. Each has the label model_name, an engine's also engine."""
+
+    name: str  # without prefix; a counter's without _total
+    kind: Literal["gauge", "counter", "histogram"]
     help: str
-    value: Callable[[EngineStats], float]
+    labels: tuple[str, ...] = ()  # further ones
+    values: tuple[str, ...] = ()  # of a label that has a closed set of them
+    engine: bool = True  # it is of one engine; else of all ingresses together
+    read: Callable[[EngineStats], Value] | None = None  # gauges and counters of engines
+    alias: bool = False  # vLLM has it
+    alias_labels: tuple[str, ...] = ()  # where they are called otherwise there
+    alias_bounds: Bounds = ()  # where there are fewer buckets there
 
 
-GAUGES = (
-    _Series("num_requests_running", "Requests that hold a slot.", lambda s: s.running),
-    _Series("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
-    _Series(
+def _gauge(
+    name: str,
+    help: str,
+    read: Callable[[EngineStats], Value],
+    label: str | None = None,
+    values: tuple[str, ...] = (),
+    alias: bool = False,
+) -> Family:
+    labels = () if label is None else (label,)
+    return Family(
+        name=name, kind="gauge", help=help, labels=labels, values=values, read=read, alias=alias
+    )
+
+
+def _counter(
+    name: str,
+    help: str,
+    read: Callable[[EngineStats], Value] | None = None,
+    label: str | None = None,
+    values: tuple[str, ...] = (),
+    alias: bool = False,
+) -> Family:
+    labels = () if label is None else (label,)
+    return Family(
+        name=name, kind="counter", help=help, labels=labels, values=values, read=read, alias=alias
+    )
+
+
+def _histogram(name: str, help: str, *, alias: bool = True, bounds: Bounds = ()) -> Family:
+    return Family(name=name, kind="histogram", help=help, alias=alias, alias_bounds=bounds)
+
+
+CACHE_CONFIG = Family(
+    name="cache_config_info",
+    kind="gauge",
+    help="1; the labels say how the KV cache is laid out.",
+    labels=("page_size", "num_pages"),
+    alias=True,
+    alias_labels=("block_size", "num_gpu_blocks"),
+)
+ENGINE_RESTARTS = _counter(
+    "engine_restarts", "Times that an engine's scheduler was replaced, or the engine."
+)
+
+ENGINE_GAUGES = (
+    _gauge("num_requests_running", "Requests that hold a slot.", lambda s: s.running, alias=True),
+    _gauge("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting, alias=True),
+    _gauge(
+        "num_requests_waiting_by_reason",
+        "Of those, for room, or until suspects of a runner's death were tried.",
+        lambda s: {"capacity": s.waiting - s.deferred, "deferred": s.deferred},
+        "reason",
+        WAITING_REASONS,
+        alias=True,
+    ),
+    _gauge("num_waiting_tokens", "Prompt tokens in the queue.", lambda s: s.waiting_tokens),
+    _gauge(
         "kv_cache_usage_perc",
         "Share of the KV pages in use, 0-1.",
         lambda s: s.pages_held / max(s.pages_total, 1),
+        alias=True,
     ),
-    _Series("kv_cache_pages", "KV pages there are.", lambda s: s.pages_total),
-    _Series(
+    _gauge("kv_cache_pages", "KV pages there are.", lambda s: s.pages_total),
+    _gauge(
+        "kv_cache_pages_by_state",
+        "Held by requests; free, with content that can be found again; free.",
+        lambda s: {
+            "held": s.pages_held,
+            "cached": s.pages_cached,
+            "free": s.pages_total - s.pages_held - s.pages_cached,
+        },
+        "state",
+        PAGE_STATES,
+    ),
+    _gauge(
         "swap_usage_perc",
         "Share of the swap space in use, 0-1.",
         lambda s: s.host_pages_held / max(s.host_pages_total, 1),
     ),
-    _Series("engine_epoch", "Times the runners were replaced.", lambda s: s.epoch),
+    _gauge("engine_epoch", "Grows whenever the runners are replaced.", lambda s: s.epoch),
+    _gauge("engine_draining", "1 while it takes no new requests.", lambda s: s.draining),
+    _gauge(
+        "engine_stalled_seconds",
+        "Since it finished a step, while it has work; 0 when idle.",
+        lambda s: s.seconds_since_progress,
+    ),
+    _gauge("quarantine_suspects", "Requests on trial for a runner's death.", lambda s: s.suspects),
 )
-COUNTERS = (
-    _Series("engine_steps", "Steps done.", lambda s: s.steps),
-    _Series("num_preemptions", "Requests put back for want of pages.", lambda s: s.preemptions),
-    _Series(
+
+ENGINE_COUNTERS = (
+    _counter("engine_steps", "Steps done.", lambda s: s.steps),
+    _counter("step_seconds", "Time of the steps in the runners.", lambda s: s.step_seconds),
+    _counter("runner_restarts", "Times the runners were replaced.", lambda s: s.runner_restarts),
+    _counter(
+        "num_preemptions",
+        "Requests put back for want of pages.",
+        lambda s: s.preemptions,
+        alias=True,
+    ),
+    _counter(
         "num_preemptions_by_swap",
         "Of those, requests whose pages went to host memory.",
         lambda s: s.preemptions_by_swap,
     ),
-    _Series("swapped_out_pages", "KV pages that went to host memory.", lambda s: s.swapped_out),
-    _Series("swapped_in_pages", "KV pages that came back from it.", lambda s: s.swapped_in),
-    _Series(
+    _counter("swapped_out_pages", "KV pages that went to host memory.", lambda s: s.swapped_out),
+    _counter("swapped_in_pages", "KV pages that came back from it.", lambda s: s.swapped_in),
+    _counter(
         "num_requests_requeued",
         "Requests put back because the runners were replaced.",
         lambda s: s.requeued_by_restart,
     ),
-    _Series("prompt_tokens", "Prompt tokens taken in.", lambda s: s.prompt_tokens),
-    _Series("generation_tokens", "Tokens sampled.", lambda s: s.generation_tokens),
+    _counter(
+        "prefix_cache_queries",
+        "Tokens looked up in the prefix index, at first admissions.",
+        lambda s: s.prefix_queries,
+        alias=True,
+    ),
+    _counter(
+        "prefix_cache_hits",
+        "Of those, tokens that were there.",
+        lambda s: s.prefix_hits,
+        alias=True,
+    ),
+    _counter(
+        "kv_cache_evictions",
+        "Pages whose content was given up for something new.",
+        lambda s: s.evictions,
+    ),
+    _counter("prompt_tokens", "Prompt tokens taken in.", lambda s: s.prompt_tokens, alias=True),
+    _counter(
+        "prompt_tokens_by_source",
+        "Tokens of admitted requests: computed, or found in the cache.",
+        lambda s: {"local_compute": s.tokens_computed, "local_cache_hit": s.tokens_cached},
+        "source",
+        TOKEN_SOURCES,
+        alias=True,
+    ),
+    _counter(
+        "prompt_tokens_cached",
+        "Tokens of admitted requests that were found in the cache.",
+        lambda s: s.tokens_cached,
+        alias=True,
+    ),
+    _counter("generation_tokens", "Tokens sampled.", lambda s: s.generation_tokens, alias=True),
+    _counter(
+        "request_success",
+        "Requests that ended, by how.",
+        lambda s: s.finished,
+        "finished_reason",
+        FINISH_REASONS,
+        alias=True,
+    ),
+    _counter(
+        "requests_moved",
+        "Requests handed back unfinished, for another engine to go on with.",
+        lambda s: s.finished.get("moved", 0),
+    ),
+    _counter("request_failures", "Requests that failed.", lambda s: s.failed, "code", FAILURES),
+    _counter(
+        "corrupted_requests",
+        "Requests whose logits were not finite.",
+        lambda s: s.failed.get("numerical_error", 0),
+        alias=True,
+    ),
+    _counter(
+        "admission_rejections",
+        "Requests that the engine did not take.",
+        lambda s: s.rejected,
+        "reason",
+        REJECTIONS,
+        alias=True,
+    ),
+)
+
+ENGINE_HISTOGRAMS = (
+    _histogram("request_prompt_tokens", "Prompt tokens of the requests that ended."),
+    _histogram("request_generation_tokens", "Output tokens of the requests that ended."),
+    _histogram("request_params_max_tokens", "The most tokens that they were to have."),
+    _histogram(
+        "request_prefill_kv_computed_tokens", "Tokens that were not in the cache at admission."
+    ),
+    _histogram("request_num_preemptions", "Times that they were put back for want of pages."),
+    _histogram("iteration_tokens_total", "Tokens of a step: those of prompts, and those sampled."),
+    _histogram(
+        "request_queue_time_seconds",
+        "From arrival in the engine to the first admission.",
+        bounds=VLLM_LATENCY_BOUNDS,
+    ),
+    _histogram(
+        "request_prefill_time_seconds",
+        "From there to the first token.",
+        bounds=VLLM_LATENCY_BOUNDS,
+    ),
+    _histogram(
+        "request_decode_time_seconds",
+        "From there to the last token.",
+        bounds=VLLM_LATENCY_BOUNDS,
+    ),
+    _histogram(
+        "request_inference_time_seconds",
+        "From admission to the last token.",
+        bounds=VLLM_LATENCY_BOUNDS,
+    ),
+    _histogram(
+        "request_time_per_output_token_seconds",
+        "Decode time by tokens after the first.",
+        bounds=VLLM_ITL_BOUNDS,
+    ),
 )
 
 
-class EngineCollector(Collector):
-    """Renders the last snapshot of each engine."""
-
-    def __init__(self, model_name: str) -> None:
-        self.stats = {"0": EngineStats()}  # by engine
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        names = ["model_name", "engine"]
-        for series in GAUGES:
-            gauge = GaugeMetricFamily(PREFIX + series.name, series.help, labels=names)
-            for engine, stats in self.stats.items():
-                gauge.add_metric([self._model_name, engine], series.value(stats))
-            yield gauge
-        for series in COUNTERS:
-            counter = CounterMetricFamily(PREFIX + series.name, series.help, labels=names)
-            for engine, stats in self.stats.items():
-                counter.add_metric([self._model_name, engine], series.value(stats))
-            yield counter
-        finished = CounterMetricFamily(
-            PREFIX + "request_success",
-            "Requests that ended, by how.",
-            labels=[*names, "finished_reason"],
-        )
-        for engine, stats in self.stats.items():
-            for reason in FINISH_REASONS:
-                labels = [self._model_name, engine, reason]
-                finished.add_metric(labels, stats.finished.get(reason, 0))
-        yield finished
+def _of_ingress(
+    name: str,
+    kind: Literal["gauge", "counter", "histogram"],
+    help: str,
+    labels: tuple[str, ...] = (),
+    values: tuple[str, ...] = (),
+    *,
+    alias: bool = False,
+    bounds: Bounds = (),
+) -> Family:
+    return Family(
+        name=name,
+        kind=kind,
+        help=help,
+        labels=labels,
+        values=values,
+        engine=False,
+        alias=alias,
+        alias_bounds=bounds,
+    )
 
 
-class IngressMetrics:
-    """What an ingress sees of requests: when tokens reach the edge."""
+INGRESS_FAMILIES = (
+    _of_ingress(
+        "time_to_first_token_seconds",
+        "histogram",
+        "From the HTTP request's arrival to the first token at the edge.",
+        alias=True,
+    ),
+    _of_ingress(
+        "inter_token_latency_seconds",
+        "histogram",
+        "Between a request's tokens; those of one message share its gap.",
+        alias=True,
+        bounds=VLLM_ITL_BOUNDS,
+    ),
+    _of_ingress(
+        "e2e_request_latency_seconds",
+        "histogram",
+        "From the HTTP request's arrival to the last token.",
+        alias=True,
+        bounds=VLLM_LATENCY_BOUNDS,
+    ),
+    _of_ingress(
+        "ingress_time_seconds",
+        "histogram",
+        "From the HTTP request's arrival until it goes to an engine: checks, template, tokens.",
+    ),
+    _of_ingress(
+        "first_flush_seconds",
+        "histogram",
+        "From a streamed HTTP request's arrival to the first event on the wire.",
+    ),
+    _of_ingress("request_params_n", "histogram", "Choices of a prompt.", alias=True),
+    _of_ingress(
+        "request_max_num_generation_tokens",
+        "histogram",
+        "Tokens of a prompt's longest choice.",
+        alias=True,
+    ),
+    _of_ingress("client_disconnects", "counter", "Requests given up by their client."),
+    _of_ingress(
+        "request_replays",
+        "counter",
+        "Times that a request was sent again, its engine lost or the request handed back.",
+        ("reason",),
+        REPLAY_REASONS,
+    ),
+    _of_ingress("http_requests", "counter", "Answers, by route and status.", ("handler", "status")),
+    _of_ingress("http_requests_in_flight", "gauge", "Requests for tokens that are not answered."),
+    _of_ingress("ingress_replicas", "gauge", "Ingresses that were heard of lately."),
+)
 
-    def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
-        self.engine = EngineCollector(model_name)
-        self._registry.register(self.engine)
-        labels = ["model_name"]
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds",
-            "From arrival to the first token at the edge.",
-            TIME_TO_FIRST_TOKEN_BUCKETS,
-        ).labels(model_name)
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between a request's tokens.", INTER_TOKEN_BUCKETS
-        ).labels(model_name)
-        self.e2e_request_latency = self._histogram(
-            "e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_BUCKETS
-        ).labels(model_name)
-        self.disconnects = Counter(
-            PREFIX + "client_disconnects",
-            "Requests given up by their client.",
-            labels,
-            registry=self._registry,
-        ).labels(model_name)
-        replays = Counter(
-            PREFIX + "request_replays",
-            "Times that a request was sent again, its engine lost or the request handed back.",
-            [*labels, "reason"],
-            registry=self._registry,
-        )
-        self.replays = {reason: replays.labels(model_name, reason) for reason in REPLAY_REASONS}
-
-    def latency(self) -> dict[str, tuple[float, int]]:
-        """Sums in seconds and counts, for a page that shows what they grow by."""
-        return {
-            "ttft": _sum_and_count(self.time_to_first_token),
-            "itl": _sum_and_count(self.inter_token_latency),
-        }
-
-    def render(self, stats: Mapping[str, EngineStats]) -> bytes:
-        """The Prometheus text; of engines without fresh ``stats`` the last known ones stand."""
-        self.engine.stats |= stats
-        return generate_latest(self._registry)
-
-    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(
-            PREFIX + name, help, ["model_name"], registry=self._registry, buckets=tuple(buckets)
-        )
-
-
-def _sum_and_count(histogram: Histogram) -> tuple[float, int]:
-    samples = {own.name: own.value for metric in histogram.collect() for own in metric.samples}
-    told = {name.rpartition("_")[2]: value for name, value in samples.items()}
-    return told["sum"], int(told["count"])
+FAMILIES = (
+    *ENGINE_GAUGES,
+    CACHE_CONFIG,
+    *ENGINE_COUNTERS,
+    ENGINE_RESTARTS,
+    *ENGINE_HISTOGRAMS,
+    *INGRESS_FAMILIES,
+)

@@ -34,6 +34,8 @@ class PageTables:
         self.published: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # in the index, or
         # shared without it: the slot's first pages, which it need not publish any more
         self.index = PrefixIndex(num_pages) if prefix_caching else None
+        self.num_cached = 0  # free pages that the index knows
+        self.num_evicted = 0  # of those, pages that were taken for something else, so far
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
 
     def pages_for(self, num_tokens: int) -> int:
@@ -76,6 +78,8 @@ class PageTables:
     def adopt(self, slot: int, pages: Sequence[int]) -> None:
         """The empty table starts with ``pages``, shared with whoever holds them."""
         for page in pages:
+            if self.pool.references[page] == 0:
+                self.num_cached -= 1
             self.pool.share(page)
         self._pages[slot].extend(pages)
         self.held[slot] = self.published[slot] = len(pages)
@@ -129,7 +133,10 @@ class PageTables:
     def release(self, slot: int) -> None:
         """Gives back all of the slot's pages, tail first, so that heads of prompts live longest."""
         for page in reversed(self._pages[slot]):
-            self.pool.give_back(page, reuse_first=self.index is not None and page not in self.index)
+            known = self.index is not None and page in self.index
+            self.pool.give_back(page, reuse_first=self.index is not None and not known)
+            if known and self.pool.references[page] == 0:
+                self.num_cached += 1
         self._pages[slot].clear()
         self.held[slot] = self.published[slot] = 0
 
@@ -137,9 +144,16 @@ class PageTables:
         """Free pages, whose old content is forgotten; None, with no effect, if too few."""
         pages = self.pool.take(count)
         if pages is not None and self.index is not None:
-            for page in pages:
-                self.index.drop(page)
+            evicted = sum(self.index.drop(page) for page in pages)
+            self.num_cached -= evicted
+            self.num_evicted += evicted
         return pages
+
+    def forget(self) -> None:
+        """What the pages hold is not to be found any more."""
+        if self.index is not None:
+            self.index.clear()
+        self.num_cached = 0
 
     @property
     def num_held(self) -> int:
@@ -161,6 +175,9 @@ class PageTables:
             if not 0 <= self.published[slot] <= len(pages):
                 raise CacheError(f"{self.published[slot]} pages of slot {slot} are known: {pages}")
         if self.index is not None:
+            known = sum(page in self.index for page in self.pool.free_pages())
+            if known != self.num_cached:
+                raise CacheError(f"{known} free pages are known, {self.num_cached} counted")
             self.index.check_integrity(self.page_size)
             for slot, pages in enumerate(self._pages):
                 for page in pages[self.published[slot] :]:

@@ -77,13 +77,15 @@ class PrefixIndex:
         self._tokens_of[page] = np.ascontiguousarray(tokens, np.int32).tobytes()
         return True
 
-    def drop(self, page: int) -> None:
-        """Forgets a page whose memory is about to be written anew. Unknown pages are ignored."""
+    def drop(self, page: int) -> bool:
+        """Forgets a page whose memory is about to be written anew; False if it was not known."""
         page_hash = self._hash_of[page]
-        if page_hash is not None:
-            del self._page_of[page_hash]
-            self._hash_of[page] = None
-            self._tokens_of[page] = b""
+        if page_hash is None:
+            return False
+        del self._page_of[page_hash]
+        self._hash_of[page] = None
+        self._tokens_of[page] = b""
+        return True
 
     def clear(self) -> None:
         """Forgets everything: the memory behind the pages is gone."""

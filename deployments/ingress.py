@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
@@ -16,18 +17,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.hub.actor import HubSettings, start_hub
 from rayfin.actors.logs import set_up
 from rayfin.actors.messages import EngineInfo
-from rayfin.actors.metrics import IngressMetrics
 from rayfin.actors.priority import step_behind_runners
 from rayfin.deployments.edge.flow import ReplicaFlow
 from rayfin.deployments.edge.request_id import REQUEST_ID
 from rayfin.deployments.edge.settings import EdgeSettings
-from rayfin.deployments.engine_names import find_engines
+from rayfin.deployments.engine_names import engine_prefix, find_engines
+from rayfin.deployments.hub_link import HubLink
+from rayfin.deployments.ingress_counts import IngressCounts
 from rayfin.deployments.keeper import keeper_calls
 from rayfin.deployments.models import model_path, tokenizer_path
 from rayfin.deployments.observed_client import ObservedClient
 from rayfin.deployments.openai.errors import RETRY_SECONDS
+from rayfin.deployments.openai.load import Load
 from rayfin.deployments.openai.quotas import TokenQuotas
 from rayfin.deployments.openai.responses.kept import OwnResponses
 from rayfin.deployments.openai.responses.shared import SharedResponses
@@ -83,8 +87,16 @@ class IngressDeployment:
         endpoint = server.otlp_traces_endpoint
         tracing = None if endpoint is None else Tracing.to(endpoint, name)
         info = await _first_info(client)
+        load = Load()
+        counts = IngressCounts(lambda: load.in_flight)
+        hub = HubSettings(
+            engine_prefix(context.app_name), name, server.metrics_alias, server.metrics_port
+        )
+        link = HubLink(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
         self._service = OpenAIService(
-            client=ObservedClient(client, IngressMetrics(name), tracing),
+            client=ObservedClient(client, counts, name, link, server.metrics_alias, tracing),
+            load=load,
+            counts=counts,
             tokenizer=tokenizer,
             model_names=[name],
             max_model_len=info.max_model_len,

@@ -5,54 +5,81 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from rayfin.actors.hub.collector import render
+from rayfin.actors.hub.ledger import Ledger, engine_report
 from rayfin.actors.messages import EngineInfo, EngineRequest, TokenDelta, TokenLog
-from rayfin.actors.metrics import IngressMetrics
 from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.deployments.admin.report import EngineReport
+from rayfin.deployments.hub_link import HubLink
+from rayfin.deployments.ingress_counts import IngressCounts
 from rayfin.deployments.ray_client import RayEngineClient
 from rayfin.deployments.tracing import Tracing
 
 
 class ObservedClient:
-    """The ``EngineClient`` of an ingress: a RayEngineClient, its health, and its metrics."""
+    """The ``EngineClient`` of an ingress: a RayEngineClient, its health, and its metrics.
+
+    Args:
+        hub: where the metrics of all are gathered; None: only this ingress' own are told.
+        alias: further names of the series, "vllm" or None; for when the hub is gone.
+    """
 
     def __init__(
-        self, client: RayEngineClient, metrics: IngressMetrics, tracing: Tracing | None = None
+        self,
+        client: RayEngineClient,
+        counts: IngressCounts,
+        model_name: str,
+        hub: HubLink | None = None,
+        alias: str | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._client = client
-        self._metrics = metrics
+        self._counts = counts
+        self._model_name = model_name
+        self._hub = hub
+        self._alias = alias
         self._tracing = tracing
-        client.on_replay = lambda reason: metrics.replays[reason].inc()
+        self._known = Ledger()  # what the hub had told when it was last there, and what came since
+        client.on_replay = self._replayed
 
     async def info(self) -> EngineInfo:
         return await self._client.info()
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        metrics = self._metrics
-        started = time.monotonic()
+        counts, now = self._counts, time.monotonic()
+        started = request.arrival or now
+        counts.ingress_time.observe(now - started)
+        group = request.key if request.sibling_of is None else request.sibling_of
+        counts.begun(group)
         last: float | None = None
-        finished = False
+        tokens, finished = 0, False
         try:
             async with aclosing(self._stream(request)) as deltas:
                 async for delta in deltas:
-                    now = time.monotonic()
-                    if delta.tokens and last is None:
-                        metrics.time_to_first_token.observe(now - started)
-                    elif delta.tokens and last is not None:
-                        metrics.inter_token_latency.observe(now - last)
-                    last = now if delta.tokens else last
+                    if count := len(delta.tokens):
+                        now = time.monotonic()
+                        if last is None:
+                            counts.ttft.observe(now - started)
+                            if count > 1:
+                                counts.itl.observe(0.0, count - 1)
+                        else:
+                            counts.itl.observe((now - last) / count, count)
+                        last = now
+                        tokens += count
                     if delta.finish_reason is not None:
                         finished = True
-                        metrics.e2e_request_latency.observe(now - started)
+                        counts.e2e.observe(time.monotonic() - started)
                     yield delta
         except asyncio.CancelledError:
-            metrics.disconnects.inc()
+            counts.disconnects += 1
             raise
         except GeneratorExit:  # closed by this side: at its end, or before it by a stop string
             if not finished:
-                metrics.e2e_request_latency.observe(time.monotonic() - started)
+                counts.e2e.observe(time.monotonic() - started)
             raise
+        finally:
+            counts.over(group, tokens)
 
     def _stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         deltas = self._client.stream(request)
@@ -74,7 +101,19 @@ class ObservedClient:
         return await self._client.manage(command, engine)
 
     def latency(self) -> dict[str, tuple[float, int]]:
-        return self._metrics.latency()
+        return self._counts.latency()
 
     async def metrics(self) -> bytes:
-        return self._metrics.render(await self._client.stats())
+        """The text of the hub; without one, of what is known here: no counter goes backwards."""
+        if self._hub is not None:
+            if (text := await self._hub.scrape()) is not None:
+                return text
+            self._known = self._hub.news() or self._known
+        now = time.monotonic()
+        self._known.take(self._counts.report(), now)
+        for engine, stats in (await self._client.stats()).items():
+            self._known.take(engine_report(engine, stats), now)
+        return render(self._model_name, self._alias, self._known)
+
+    def _replayed(self, reason: str) -> None:
+        self._counts.replays[reason] += 1

@@ -54,6 +54,12 @@ class ServerArgs:
     priority_tenants: list[str] | None = _flag(
         None, "tenants whose requests may have a priority; default: everybody's; may be repeated"
     )
+    metrics_alias: Literal["vllm"] | None = _flag(
+        None, "tell every metric under the names that vLLM has for it as well"
+    )
+    metrics_port: int | None = _flag(
+        None, "serve the metrics on a port of their own as well, on the cluster's head node"
+    )
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
     data_parallel_size: int = _flag(1, "engines, each with its own copy of the model")
     min_engines: int | None = _flag(
@@ -87,6 +93,14 @@ class ServerArgs:
             raise InvalidConfig(
                 f"tenant_token_rate must be at least 1, got {self.tenant_token_rate}",
                 "tenant_token_rate",
+            )
+        if self.metrics_alias not in (None, "vllm"):
+            raise InvalidConfig(
+                f"metrics_alias must be 'vllm', got {self.metrics_alias!r}", "metrics_alias"
+            )
+        if self.metrics_port is not None and not 0 < self.metrics_port < 65536:
+            raise InvalidConfig(
+                f"metrics_port must be in [1, 65535], got {self.metrics_port}", "metrics_port"
             )
         for name in ("ingress_replicas", "data_parallel_size"):
             if (value := getattr(self, name)) < 1:

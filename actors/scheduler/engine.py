@@ -16,6 +16,7 @@ from rayfin.actors.errors import (
     RequestMoved,
 )
 from rayfin.actors.messages import (
+    BoolArray,
     Ended,
     EngineRequest,
     EngineStats,
@@ -41,6 +42,7 @@ from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.snapshots import take_snapshot
 from rayfin.actors.scheduler.starts import find_elder
+from rayfin.actors.scheduler.stats import take_stats
 from rayfin.actors.scheduler.step_builder import StepBuilder, StepRecord
 from rayfin.actors.scheduler.stopping import ended_requests
 from rayfin.actors.scheduler.taint import tainted_requests
@@ -105,6 +107,13 @@ class Engine:
             RequestMoved: the engine drains or sleeps.
             RequestQuarantined: runners died of its prompt.
         """
+        try:
+            self._take_in(source)
+        except RayfinError as error:
+            self.lifecycle.counts.refused(error)
+            raise
+
+    def _take_in(self, source: EngineRequest) -> None:
         if self._stats.draining or self._stats.asleep:
             raise RequestMoved("this engine takes no more requests")
         key = (source.client, source.key)
@@ -179,8 +188,7 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """What newcomers ask for is computed anew, whatever the pages hold."""
-        if self.lifecycle.tables.index is not None:
-            self.lifecycle.tables.index.clear()
+        self.lifecycle.tables.forget()
 
     def sleep(self) -> None:
         """Gives up all pages, and the runners their memory; what is here waits for ``wake``.
@@ -251,31 +259,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters; cheap, and safe to take from another thread."""
-        stats, lifecycle = self._stats, self.lifecycle
-        return EngineStats(
+        stalled = self._clock() - self._last_progress if self.has_work else 0.0
+        return take_stats(
+            self._stats,
+            self.config,
+            self.lifecycle,
             epoch=self._builder.epoch,
-            steps=stats.steps,
-            running=len(lifecycle.running),
-            waiting=len(lifecycle.waiting),
-            waiting_tokens=lifecycle.newcomers.num_tokens,
-            pages_total=stats.pages_total,
-            pages_held=lifecycle.tables.num_held,
-            host_pages_total=self.config.num_host_pages,
-            host_pages_held=lifecycle.preemption.num_held,
-            preemptions=lifecycle.num_preemptions,
-            preemptions_by_swap=lifecycle.preemption.counts.preemptions,
-            requeued_by_restart=lifecycle.num_requeued,
-            swapped_out=lifecycle.preemption.counts.pages_out,
-            swapped_in=lifecycle.preemption.counts.pages_in,
-            prompt_tokens=stats.prompt_tokens,
-            generation_tokens=stats.generation_tokens,
-            prefix_queries=lifecycle.prefix_queries,
-            prefix_hits=lifecycle.prefix_hits,
-            finished=dict(lifecycle.num_finished),
-            seconds_since_progress=self._clock() - self._last_progress if self.has_work else 0.0,
-            last_step_seconds=stats.last_step_seconds,
-            draining=stats.draining,
-            asleep=stats.asleep,
+            stalled=stalled,
+            suspects=self._quarantine.num_suspects,
         )
 
     def snapshot(self, name: str) -> EngineSnapshot:
@@ -312,12 +303,17 @@ class Engine:
             self.lifecycle.preemption.clear()
         current = running.admission[record.slots] == record.admissions
         streams = current & ~running.lockstep[record.slots]
+        if record.info.prefill_batch:
+            self._note_first_tokens(record, current)
         for row, told in result.prompt_logprobs.items():
             if streams[row]:
                 self._tell_prompt(running.request(int(record.slots[row])), told)
+        sampled = []
         for number, column in enumerate(result.tokens.T):  # one for each step of the lease
             rows = streams & (column >= 0)
-            self._take(record.slots[rows], column[rows], column_logprobs(result, number, rows))
+            tokens = column[rows]
+            self._take(record.slots[rows], tokens, column_logprobs(result, number, rows))
+            sampled.append(len(tokens))
         for row, error in result.errors.items():  # what a row said before it failed is good
             slot = int(record.slots[row])
             if running.admission[slot] == record.admissions[row]:
@@ -326,12 +322,20 @@ class Engine:
             self._end_search(request)
         steps = max(1, int((result.tokens >= 0).any(axis=0).sum()))  # rows may all end early
         self._leases.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
+        prefill = len(record.info.merge_prompt) - record.info.decoding_batch
+        self.lifecycle.counts.step(prefill, sampled, steps, result.seconds)
         self._stats.steps += steps
         self._stats.last_step_seconds = result.seconds
         self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0
         self._quarantine.observe(out_of_memory=result.out_of_memory)
+
+    def _note_first_tokens(self, record: StepRecord, current: BoolArray) -> None:
+        rows = np.flatnonzero(current & ~record.info.is_decoding & (record.info.last_pos >= 0))
+        running = self.lifecycle.running
+        requests = [running.request(slot) for slot in record.slots[rows].tolist()]
+        self.lifecycle.counts.first_tokens(requests, self._clock())
 
     def _expire(self) -> None:
         """Ends those whose time is up, before anything more is scheduled for them."""
@@ -378,7 +382,11 @@ class Engine:
         del self._live[source.client, source.key]
         self._deadlines.forget(request)
         self._quarantine.forget(request)
-        self.lifecycle.finish(request, reason, spoiled=isinstance(error, RequestFailed))
+        moved = isinstance(error, RequestMoved)
+        spoiled = isinstance(error, RequestFailed)
+        self.lifecycle.finish(request, "moved" if moved else reason, spoiled=spoiled)
+        if error is not None and not moved:
+            self.lifecycle.counts.failure(error)
         if error is None:
             self._logs.keep(request, None if reason == "abort" else reason, stop_reason)
         cached = request.cached_tokens
@@ -422,6 +430,7 @@ class Engine:
             except GroupFailed as again:
                 failure = again
         self._builder.restart(self._executor.epoch)
+        self.lifecycle.counts.runner_restarts += 1
 
     def _requests_in_flight(self) -> list[Request]:
         running, found = self.lifecycle.running, dict[Request, None]()

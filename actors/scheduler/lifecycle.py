@@ -13,6 +13,7 @@ from collections.abc import Callable, Container
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NewRequest
+from rayfin.actors.scheduler.counts import EngineCounts
 from rayfin.actors.scheduler.news import News
 from rayfin.actors.scheduler.page_moves import PageMoves
 from rayfin.actors.scheduler.queue_limits import QueueLimits
@@ -44,6 +45,7 @@ class Lifecycle:
         self.news = News()
         self._starts = Starts(self.running, self.tables, self.moves, self.news)
         self.clients: list[str] = []  # by the index that RunningTable.client holds
+        self.counts = EngineCounts(config.max_model_len)
         self.num_preemptions = 0  # for want of pages
         self.num_requeued = 0  # because the runners were replaced
         self.num_finished: Counter[str] = Counter()  # by finish reason
@@ -101,6 +103,7 @@ class Lifecycle:
             self.newcomers.left(request)
             request.admitted_at = self._clock()
             request.cached_tokens = cached
+            self.counts.admitted(request)
             if start.elder is None:
                 self.prefix_queries += request.num_tokens
                 self.prefix_hits += cached
@@ -148,11 +151,13 @@ class Lifecycle:
         self.preemption.keep(slot)
         self._leave(request)
         self.waiting.push(request)
+        request.preemptions += 1
         self.num_preemptions += 1
 
     def finish(self, request: Request, reason: str, *, spoiled: bool = False) -> None:
         """The request ends, wherever it is; if ``spoiled``, nobody may use what it computed."""
         request.ended = True
+        search = request.search
         if request.slot is None:
             self.waiting.discard(request)
             self.preemption.forget(request)
@@ -163,6 +168,10 @@ class Lifecycle:
                     self.tables.retract(slot)
             self._leave(request, share=not spoiled)
         self.num_finished[reason] += 1
+        if reason != "moved":
+            found = search.hypotheses if search is not None else []
+            generated = sum(len(own.tokens) for own in found) or len(request.output)
+            self.counts.ended(request, generated, reason, self._clock())
 
     def requeue(self, request: Request) -> None:
         """What the running request has computed cannot be trusted: it computes it again."""
@@ -176,8 +185,7 @@ class Lifecycle:
         """The runners are new and empty: everything that ran is recomputed."""
         for request in self.running.holders():
             self.requeue(request)
-        if self.tables.index is not None:
-            self.tables.index.clear()
+        self.tables.forget()
         self.news.clear()
         self.moves.clear()
         self.preemption.clear()

@@ -83,6 +83,11 @@ class Quarantine:
         """How many steps may be in flight now; one while somebody is on trial, or next."""
         return 1 if self._suspects and self._in_session() else self._steps_in_flight
 
+    @property
+    def num_suspects(self) -> int:
+        """Those who were in flight when runners died, and are not cleared."""
+        return len(self._suspects)
+
     def check(self, source: EngineRequest) -> None:
         """Refuses prompts of the convicted.
 

@@ -26,6 +26,8 @@ class Request:
     prompt_told: int = 1  # first prompt position whose log probability has yet to be handed out
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     admitted_at: float | None = None  # when it first left the queue to run, same clock
+    first_token_at: float | None = None  # when its prompt had come to its end, same clock
+    preemptions: int = 0  # for want of pages
     ended: bool = False
     deaths: int = 0  # of runners that had it in flight, since it was last cleared of suspicion ...
     deaths_on_trial: int = 0  # ... and of those, while it was on trial

@@ -20,6 +20,7 @@ class Caller:
     tenant: str = ""  # the name of its API key
     timeout: float | None = None  # seconds that the engine may take; None is for ever
     session: str = ""  # its requests go to one engine
+    arrival: float | None = None  # time.monotonic() of the request's first line
 
     @classmethod
     def of(cls, request: Request) -> "Caller":
@@ -34,14 +35,15 @@ class Caller:
         session = request.headers.get(SESSION, "")
         if len(session) > MAX_SESSION:
             raise InvalidRequest(f"{SESSION} must have at most {MAX_SESSION} characters.", SESSION)
+        arrival = getattr(request.state, "arrival", None)
         if written is None:
-            return cls(tenant, session=session)
+            return cls(tenant, session=session, arrival=arrival)
         if not MILLISECONDS.fullmatch(written) or int(written) == 0:
             raise InvalidRequest(
                 f"{TIMEOUT} must be a whole number of milliseconds over 0, of at most 9 digits.",
                 TIMEOUT,
             )
-        return cls(tenant, int(written) / 1000, session)
+        return cls(tenant, int(written) / 1000, session, arrival)
 
 
 NOBODY = Caller()

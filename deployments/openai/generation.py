@@ -98,7 +98,7 @@ class Generation:
             )
         service.check_priority(priority, caller.tenant)
         info = await service.client.info()
-        arrival = time.monotonic()
+        arrival = time.monotonic() if caller.arrival is None else caller.arrival
         requests = []
         for i, prompt in enumerate(prompts):
             build: Callable[..., list[EngineRequest]] = partial(

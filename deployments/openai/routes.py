@@ -15,6 +15,7 @@ from rayfin.deployments.openai.fields import checked, ignored_header, read_body
 from rayfin.deployments.openai.idempotency import Idempotency
 from rayfin.deployments.openai.json_body import read_json
 from rayfin.deployments.openai.load import LoadCounter
+from rayfin.deployments.openai.meter import RequestMeter
 from rayfin.deployments.openai.models import add_model_routes
 from rayfin.deployments.openai.openapi import add_openapi
 from rayfin.deployments.openai.responses.routes import add_response_routes
@@ -42,6 +43,7 @@ def build_api(service: OpenAIService) -> FastAPI:
     app.add_middleware(Idempotency, answers=service.answers)
     add_edge(app, service.edge)
     app.add_middleware(AnthropicErrors)
+    app.add_middleware(RequestMeter, counts=service.counts)
     add_completion_routes(app, service)
     add_response_routes(app, service)
     add_message_routes(app, service)

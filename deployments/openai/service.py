@@ -7,6 +7,7 @@ from typing import Any
 from rayfin.actors.errors import ModelNotFound, NotPermitted
 from rayfin.deployments.edge.settings import EdgeSettings
 from rayfin.deployments.engine_client import EngineClient
+from rayfin.deployments.ingress_counts import IngressCounts
 from rayfin.deployments.openai.answers import AnswerStore
 from rayfin.deployments.openai.load import Load
 from rayfin.deployments.openai.quotas import TokenQuotas
@@ -27,6 +28,7 @@ class OpenAIService:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     load: Load = field(default_factory=Load)
+    counts: IngressCounts = field(default_factory=IngressCounts)
     responses: Responses = field(default_factory=OwnResponses)
     answers: AnswerStore = field(default_factory=AnswerStore)
     quotas: TokenQuotas | None = None  # None: everybody may use as many tokens as there are

@@ -293,8 +293,7 @@ class SharedPagesMachine(RuleBasedStateMachine):
     def crash(self) -> None:
         for slot in range(self.slots):
             self._release(slot)
-        assert self.tables.index is not None
-        self.tables.index.clear()
+        self.tables.forget()
         self.known.clear()
         self.memory = [[None] * self.size for _ in self.memory]
 

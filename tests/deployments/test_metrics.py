@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import EngineRequest, EngineStats, Sampling, StopRules, TokenDelta
-from rayfin.actors.metrics import FINISH_REASONS, IngressMetrics
+from rayfin.actors.metrics import FINISH_REASONS
+from rayfin.deployments.ingress_counts import IngressCounts
 from rayfin.deployments.observed_client import ObservedClient
 
 pytestmark = pytest.mark.anyio
@@ -57,7 +58,7 @@ def engine() -> FakeClient:
 @pytest.fixture
 def observed(engine: FakeClient) -> ObservedClient:
     client: Any = engine
-    return ObservedClient(client, IngressMetrics('the "model"'))
+    return ObservedClient(client, IngressCounts(), 'the "model"')
 
 
 async def samples(observed: ObservedClient) -> dict[str, float]:
@@ -121,7 +122,7 @@ async def test_failure_is_neither(observed: ObservedClient, engine: FakeClient) 
             raise EngineUnavailable("gone")
 
     failing: Any = Failing()
-    observed = ObservedClient(failing, IngressMetrics('the "model"'))
+    observed = ObservedClient(failing, IngressCounts(), 'the "model"')
     with pytest.raises(EngineUnavailable):
         async for _ in observed.stream(REQUEST):
             pass

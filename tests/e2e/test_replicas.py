@@ -1,8 +1,10 @@
 """Two ingress replicas behind one address, and one store of responses."""
 
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import ray
@@ -14,12 +16,23 @@ from rayfin.deployments.app import bind_app
 from rayfin.deployments.server_args import ServerArgs
 
 SERVE = "serve"  # Serve's own namespace
+TTFT = "time_to_first_token_seconds_count"
 TRIES = 12  # requests of which one reaches each replica
 
 
 @pytest.fixture(scope="module")
-def pair(deploy: Callable[..., Any], served: str, settings: dict[str, Any]) -> Iterator[Any]:
-    application = bind_app(ServerArgs(ingress_replicas=2), EngineArgs(**settings))
+def metrics_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def pair(
+    deploy: Callable[..., Any], served: str, settings: dict[str, Any], metrics_port: int
+) -> Iterator[Any]:
+    server = ServerArgs(ingress_replicas=2, metrics_alias="vllm", metrics_port=metrics_port)
+    application = bind_app(server, EngineArgs(**settings))
     yield deploy(application, "pair", served, "/pair")
     serve.delete("pair")
 
@@ -97,3 +110,25 @@ def test_the_store_may_die(
     assert client.responses.retrieve(again).id == again
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
+
+
+def test_any_replica_tells_the_metrics_of_both(
+    pair: Any, client: openai.OpenAI, metrics_port: int, eventually: Callable[..., Any]
+) -> None:
+    """And so does the hub's own port, under vLLM's names as well."""
+
+    def told() -> list[float]:
+        urls = [f"{pair.url}/metrics"] * TRIES + [f"http://127.0.0.1:{metrics_port}/metrics"]
+        found = []
+        for url in urls:
+            text = httpx.get(url).raise_for_status().text
+            for name in ("rayfin_", "vllm:"):
+                lines = [own for own in text.splitlines() if own.startswith(f"{name}{TTFT}")]
+                found.append(sum(float(line.split()[-1]) for line in lines))
+        return found
+
+    eventually(lambda: len(set(told())) == 1, "all tell the same")
+    before = told()[0]
+    for _ in range(TRIES):
+        client.completions.create(model=pair.model, prompt="Hello", max_tokens=2)
+    eventually(lambda: set(told()) == {before + TRIES}, "all tell of the new requests")

@@ -1,0 +1,155 @@
+"""The metrics hub of an application: a named actor that asks everybody what they have counted.
+
+    ingresses  ── Report ──►  hub  ──► its own HTTP port, text
+               ◄── Ledger ──       ──► the text of any ingress' /metrics
+    schedulers ◄── stats ───
+
+It asks the schedulers every other second and at each scrape; they answer from a thread beside the
+one that steps. Nobody waits for the hub but a scrape. It leaves when no ingress reports any more.
+"""
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from ray.exceptions import RayError
+
+from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.group import NAMESPACE
+from rayfin.actors.hub.collector import LedgerCollector
+from rayfin.actors.hub.ledger import INGRESSES, Ledger, Report, engine_report
+from rayfin.actors.lifeline import Lifeline
+from rayfin.actors.supervisor import engine_names, find_actor
+
+logger = logging.getLogger(__name__)
+
+PULL_SECONDS = 2.0
+ANSWER_SECONDS = 1.0  # that a scrape waits for schedulers; then their last numbers stand
+SILENT_SECONDS = 10.0  # gauges of an ingress that does not report
+LEASE_SECONDS = 15.0
+OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 16}
+HEAD = "node:__internal_head__"
+"""The resource of the cluster's head node: there Prometheus finds the hub's port."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """Of one application."""
+
+    engines: str  # what the names of its engines begin with
+    model_name: str
+    alias: str | None = None
+    port: int | None = None
+
+
+@ray.remote(**OPTIONS)
+class MetricsHub:
+    """Gathers and renders. ``known`` is what another hub of the application had gathered."""
+
+    def __init__(self, settings: HubSettings, known: Ledger) -> None:
+        self._settings = settings
+        self._ledger = known.copy(time.monotonic())
+        self._lock = threading.Lock()  # of the ledger
+        self._pulling = threading.Lock()
+        self._pulled_at = 0.0
+        self._schedulers: dict[str, Any] = {}  # by label
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(LedgerCollector(settings.model_name, settings.alias, self._fresh))
+        self._lifeline = Lifeline(LEASE_SECONDS, lambda: os._exit(0))
+        self._lifeline.watch()
+        self._listening = settings.port is None
+        threading.Thread(target=self._run, name="pull", daemon=True).start()
+
+    def report(self, report: Report) -> Ledger:
+        """An ingress' counters; returns the totals of all."""
+        self._take(report)
+        with self._lock:
+            return self._ledger.copy()
+
+    def scrape(self, report: Report) -> bytes:
+        """The Prometheus text of all, as it is now, for the ingress that is asked."""
+        self._take(report)
+        return generate_latest(self._registry)
+
+    def _listen(self) -> None:
+        port = self._settings.port
+        if self._listening or port is None:
+            return
+        try:
+            start_http_server(port, registry=self._registry)
+            self._listening = True
+        except OSError as error:  # somebody has it: tried again until they leave
+            logger.warning("metrics are not served on port %d: %s", port, error)
+
+    def _take(self, report: Report) -> None:
+        self._lifeline.heard()
+        with self._lock:
+            self._ledger.take(report, time.monotonic())
+
+    def _fresh(self) -> Ledger:
+        """The ledger, after a pull that has begun since this call."""
+        called = time.monotonic()
+        with self._pulling:
+            if self._pulled_at < called:
+                self._pulled_at = time.monotonic()
+                self._pull()
+        with self._lock:
+            return self._ledger.copy()
+
+    def _run(self) -> None:
+        while True:
+            self._listen()
+            try:
+                self._find()
+                self._fresh()
+            except Exception as error:  # Ray's own, whatever it is: the registry is away
+                logger.warning("cannot look for engines: %s", error)
+            time.sleep(PULL_SECONDS)
+
+    def _find(self) -> None:
+        found = {}
+        for name in engine_names(self._settings.engines):
+            if (scheduler := find_actor(name)) is not None:
+                found[name.rpartition("/")[2]] = scheduler
+        self._schedulers = found
+        with self._lock:
+            for engine in self._ledger.engines:
+                if engine not in found:
+                    self._ledger.drop_gauges(engine)
+            self._ledger.drop_silent(INGRESSES, time.monotonic() - SILENT_SECONDS)
+
+    def _pull(self) -> None:
+        """Asks all schedulers at once; who does not answer has said nothing new."""
+        asked = {own.stats.remote(): engine for engine, own in self._schedulers.items()}
+        if not asked:
+            return
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        for ref in ready:
+            try:
+                report = engine_report(asked[ref], ray.get(ref))
+            except (RayError, EngineUnavailable):  # it has died, or is starting
+                continue
+            with self._lock:
+                self._ledger.take(report, time.monotonic())
+
+
+def start_hub(app: str, settings: HubSettings, known: Ledger) -> Any:
+    """The application's hub, a new one that starts from ``known`` if there is none.
+
+    One of other settings, from before an update, is none, and leaves with its last ingress.
+    """
+    digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
+    actor_class: Any = MetricsHub  # Ray's stubs lose `options` on a decorated class
+    return actor_class.options(
+        name=f"{app}/metrics/{digest}",
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        resources={HEAD: 0.001},
+    ).remote(settings, known)

@@ -1,0 +1,98 @@
+"""An ingress' connection to the metrics hub of its application, which it starts if there is none.
+
+Nothing of a request waits for the hub. Every few seconds the ingress tells it its counters and gets
+the totals of all; should the hub die, the next one starts from the totals that an ingress has.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rayfin.actors.hub.ledger import Ledger, Report
+
+logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 2.0
+ANSWER_SECONDS = 3.0
+MISSES = 3
+"""A hub that leaves so many reports in a row unanswered is hung, and is killed."""
+
+
+class HubLink:
+    """Reports to the hub until it is closed.
+
+    Args:
+        start: returns the handle of the hub, a new one that knows the ledger if there is none; it
+            may block.
+        kill: ends a hub that does not answer.
+        report: what to tell it.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Ledger], Any],
+        kill: Callable[[Any], None],
+        report: Callable[[], Report],
+    ) -> None:
+        self.known = Ledger()  # as of the hub's last answer
+        self._start = start
+        self._kill = kill
+        self._report = report
+        self._hub: Any = None
+        self._misses = 0
+        self._fresh = False
+        self._task = asyncio.create_task(self._run())
+
+    def news(self) -> Ledger | None:
+        """What the hub has said since this was last asked, for the caller to change."""
+        fresh, self._fresh = self._fresh, False
+        return self.known.copy() if fresh else None
+
+    async def scrape(self) -> bytes | None:
+        """The text of all metrics now; None if there is no hub, or it does not answer."""
+        if self._hub is None:
+            return None
+        text: bytes | None = await self._ask(lambda hub: hub.scrape.remote(self._report()))
+        return text
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            if self._hub is None:
+                try:
+                    self._hub = await asyncio.to_thread(self._start, self.known)
+                except Exception as error:  # Ray's own, whatever it is: the registry is away
+                    logger.warning("the metrics hub cannot be started: %s", error)
+            if self._hub is not None:
+                known = await self._ask(lambda hub: hub.report.remote(self._report()))
+                if known is not None:
+                    self.known, self._fresh = known, True
+            await asyncio.sleep(REPORT_SECONDS)
+
+    async def _ask(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        """The hub's answer; None if there is none, and without a hub from then on if it is dead."""
+        hub = self._hub
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await ask(hub)
+            self._misses = 0
+            return answer
+        except TimeoutError:
+            self._misses += 1
+            if self._misses >= MISSES:
+                logger.warning("the metrics hub does not answer: it is killed")
+                self._kill(hub)
+                self._forget(hub)
+        except RayError as error:
+            logger.warning("the metrics hub is gone: %s", type(error).__name__)
+            self._forget(hub)
+        return None
+
+    def _forget(self, hub: Any) -> None:
+        if self._hub is hub:
+            self._hub, self._misses = None, 0
