@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels sanitize serve test simulate chaos soak lint format bench bench-core bench-gpu demo-model
+.PHONY: help install kernels sanitize serve observe test simulate chaos soak lint format bench bench-core bench-gpu demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ sanitize:  ## run every CPU kernel under the address, undefined behaviour and th
 
 serve: $(INSTALLED)  ## serve the built-in model (ARGS="--port 8001 ...")
 	$(BIN)/rayfin serve $(ARGS)
+
+observe: $(INSTALLED)  ## watch what `make serve` serves: Debian's Prometheus on port 9090 (ARGS="--port 9091")
+	$(BIN)/python k8s/prometheus/observe.py $(ARGS)
 
 test: $(INSTALLED)  ## lint, types, all tests (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .

@@ -21,14 +21,19 @@ CRD = Path(__file__).parent / "crds" / "ray.io_rayservices.yaml.gz"
 FOLDERS = ["base", *(f"overlays/{path.name}" for path in sorted(ROOT.glob("k8s/overlays/*")))]
 PROXY_DRAIN_SECONDS = 30  # what Serve's proxy gives to open connections
 KUBERNETES = "1.33"
+MONITORING = "monitoring.coreos.com/v1"  # of the Prometheus operator: its schemas are not at hand
 
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl renders the manifests")
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
 def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return rendered(request.param)
+
+
+def rendered(folder: str) -> list[dict[str, Any]]:
     """What ``kubectl apply -k`` would send."""
-    command = ["kubectl", "kustomize", str(ROOT / "k8s" / request.param)]
+    command = ["kubectl", "kustomize", str(ROOT / "k8s" / folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
@@ -79,8 +84,47 @@ def test_a_misspelt_field_is_found(objects: list[dict[str, Any]], crd: dict[str,
 
 def test_everything_else_is_valid_kubernetes(objects: list[dict[str, Any]]) -> None:
     for own in objects:
-        if own["kind"] != "RayService":
+        if own["kind"] != "RayService" and own["apiVersion"] != MONITORING:
             kubernetes_validate.validate(own, KUBERNETES, strict=True)
+
+
+def test_prometheus_finds_the_hub(objects: list[dict[str, Any]]) -> None:
+    """The pods that are monitored are there, with their ports; Rayfin serves one of those."""
+    spec = rayservice(objects)
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    pods = [group["template"] for group in groups(spec)]
+    for own in of_kind(objects, "PodMonitor"):
+        wanted = own["spec"]["selector"]["matchLabels"].items()
+        chosen = [pod for pod in pods if wanted <= pod["metadata"]["labels"].items()]
+        assert chosen
+        for endpoint in own["spec"]["podMetricsEndpoints"]:
+            for pod in chosen:
+                assert endpoint["port"] in ports(pod)
+    head, *_ = pods
+    assert ports(head)["engine-metrics"] == application["args"]["metrics_port"]
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    rules = policy["spec"]["ingress"]
+    open_ports = [port["port"] for rule in rules for port in rule.get("ports", ())]
+    assert application["args"]["metrics_port"] in open_ports
+
+
+def ports(pod: dict[str, Any]) -> dict[str, int]:
+    (container,) = pod["spec"]["containers"]
+    return {port["name"]: port["containerPort"] for port in container["ports"]}
+
+
+def test_production_is_watched() -> None:
+    objects = rendered("overlays/production")
+    rules = [
+        rule
+        for own in of_kind(objects, "PrometheusRule")
+        for group in own["spec"]["groups"]
+        for rule in group["rules"]
+    ]
+    assert len([rule for rule in rules if "alert" in rule]) > 5
+    labels = [own["metadata"].get("labels", {}) for own in of_kind(objects, "ConfigMap")]
+    assert len([own for own in labels if own.get("grafana_dashboard") == "1"]) == 6
+    assert len(of_kind(objects, "PodMonitor")) == 2
 
 
 def test_the_serve_config_is_one_that_ray_and_rayfin_take(objects: list[dict[str, Any]]) -> None:

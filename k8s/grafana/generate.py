@@ -1,0 +1,381 @@
+"""Writes the Grafana dashboards beside it, and the PrometheusRule from the rules of Prometheus.
+
+    python k8s/grafana/generate.py
+
+A panel is a title, a unit and its queries; everything else of Grafana's JSON is the same for all.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+RULES = HERE.parent / "prometheus" / "rules" / "rayfin.yaml"
+PROMETHEUS_RULE = HERE.parent / "prometheus" / "prometheusrule.yaml"
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+MODEL = 'model_name=~"$model"'
+ENGINE = f'{MODEL},engine=~"$engine"'
+WIDTH, HEIGHT = 8, 8  # of a panel; a dashboard is 24 wide
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture; ``queries`` are legend -> PromQL."""
+
+    title: str
+    queries: Mapping[str, str]
+    unit: str = "short"
+    kind: str = "timeseries"  # or "stat", "heatmap"
+    stacked: bool = False
+    help: str = ""
+
+
+def rate(name: str, labels: str = ENGINE, by: str = "", window: str = "$__rate_interval") -> str:
+    """What the counter grows by in a second."""
+    total = f"sum by ({by})" if by else "sum"
+    return f"{total} (rate(rayfin_{name}{{{labels}}}[{window}]))"
+
+
+def grown(name: str, labels: str = ENGINE) -> str:
+    """What the counter has grown by between two points of the picture."""
+    return f"sum (increase(rayfin_{name}{{{labels}}}[$__rate_interval]))"
+
+
+def total(name: str, labels: str = ENGINE, by: str = "") -> str:
+    return f"sum{f' by ({by})' if by else ''} (rayfin_{name}{{{labels}}})"
+
+
+def quantile(q: float, name: str, labels: str = ENGINE, by: str = "") -> str:
+    return f"histogram_quantile({q}, {rate(f'{name}_bucket', labels, f'le, {by}' if by else 'le')})"
+
+
+def quantiles(name: str, labels: str = ENGINE) -> dict[str, str]:
+    told = {f"p{round(100 * q)}": quantile(q, name, labels) for q in (0.5, 0.9, 0.95, 0.99)}
+    return {**told, "mean": mean(name, labels)}
+
+
+def mean(name: str, labels: str = ENGINE) -> str:
+    return f"{rate(f'{name}_sum', labels)} / {rate(f'{name}_count', labels)}"
+
+
+def ratio(part: str, whole: str, labels: str = ENGINE, by: str = "") -> str:
+    return f"{rate(part, labels, by)} / {rate(whole, labels, by)}"
+
+
+def latency(title: str, name: str, labels: str = ENGINE, help: str = "") -> Panel:
+    return Panel(title, quantiles(name, labels), "s", help=help)
+
+
+def heatmap(title: str, name: str, labels: str = ENGINE, unit: str = "short") -> Panel:
+    window = "$__rate_interval"
+    query = f"sum by (le) (increase(rayfin_{name}_bucket{{{labels}}}[{window}]))"
+    return Panel(title, {"{{le}}": query}, unit, "heatmap")
+
+
+def each(name: str, label: str, labels: str = ENGINE) -> dict[str, str]:
+    """The rate of a counter by one of its labels."""
+    return {f"{{{{{label}}}}}": rate(name, labels, label)}
+
+
+TTFT, ITL, E2E = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+)
+HIT_RATIO = ratio("prefix_cache_hits_total", "prefix_cache_queries_total")
+TOKENS = {
+    "prompt": rate("prompt_tokens_total"),
+    "generated": rate("generation_tokens_total"),
+}
+REQUESTS = {"running": total("num_requests_running"), "waiting": total("num_requests_waiting")}
+BY_ENGINE = "engine {{engine}}"
+
+OVERVIEW = [
+    Panel("Engines", {"engines": f"count (rayfin_num_requests_running{{{ENGINE}}})"}, kind="stat"),
+    Panel("Ingresses", {"ingresses": total("ingress_replicas", MODEL)}, kind="stat"),
+    Panel("In flight", {"requests": total("http_requests_in_flight", MODEL)}, kind="stat"),
+    Panel("Answers by status", each("http_requests_total", "status", MODEL), "reqps", stacked=True),
+    Panel("Tokens", TOKENS, "tokens/s"),
+    Panel("Requests in the engines", REQUESTS),
+    latency("Time to first token", TTFT, MODEL),
+    latency("Between tokens", ITL, MODEL),
+    latency("Whole request", E2E, MODEL),
+    Panel(
+        "KV cache in use",
+        {BY_ENGINE: f"rayfin_kv_cache_usage_perc{{{ENGINE}}}"},
+        "percentunit",
+    ),
+    Panel("Prompt tokens found in the cache", {"share": HIT_RATIO}, "percentunit"),
+    Panel("How requests end", each("request_success_total", "finished_reason"), "reqps"),
+]
+
+PHASES = {
+    "ingress": mean("ingress_time_seconds", MODEL),
+    "queue": mean("request_queue_time_seconds"),
+    "prefill": mean("request_prefill_time_seconds"),
+    "decode": mean("request_decode_time_seconds"),
+}
+
+LATENCY = [
+    Panel("Where the time goes", PHASES, "s", stacked=True, help="Means of the phases."),
+    latency("Time to first token", TTFT, MODEL),
+    latency("First event on the wire", "first_flush_seconds", MODEL, "Of streamed requests."),
+    heatmap("Time to first token, all", TTFT, MODEL, "s"),
+    latency("Between tokens", ITL, MODEL),
+    heatmap("Between tokens, all", ITL, MODEL, "s"),
+    latency("Time per output token", "request_time_per_output_token_seconds"),
+    latency("Whole request", E2E, MODEL),
+    latency("Ingress", "ingress_time_seconds", MODEL, "Checks, template, tokenizing."),
+    latency("Queue", "request_queue_time_seconds"),
+    latency("Prefill", "request_prefill_time_seconds"),
+    latency("Decode", "request_decode_time_seconds"),
+    latency("Inference", "request_inference_time_seconds", help="Prefill and decode."),
+]
+
+CACHE = [
+    Panel(
+        "KV cache in use",
+        {BY_ENGINE: f"rayfin_kv_cache_usage_perc{{{ENGINE}}}"},
+        "percentunit",
+    ),
+    Panel(
+        "Pages by state",
+        {"{{state}}": total("kv_cache_pages_by_state", by="state")},
+        stacked=True,
+        help="Held by requests; free, with content that can be found again; free.",
+    ),
+    Panel("Pages", {BY_ENGINE: f"rayfin_kv_cache_pages{{{ENGINE}}}"}, kind="stat"),
+    Panel("Prompt tokens found in the cache", {"share": HIT_RATIO}, "percentunit"),
+    Panel(
+        "Looked up and found",
+        {
+            "looked up": rate("prefix_cache_queries_total"),
+            "found": rate("prefix_cache_hits_total"),
+        },
+        "tokens/s",
+    ),
+    Panel(
+        "Where prompts' tokens come from",
+        each("prompt_tokens_by_source_total", "source"),
+        "tokens/s",
+        stacked=True,
+    ),
+    Panel("Pages given up for new content", {"evictions": rate("kv_cache_evictions_total")}, "ops"),
+    Panel(
+        "Prompt tokens that were not in the cache, of a request",
+        quantiles("request_prefill_kv_computed_tokens"),
+    ),
+    Panel("Swap space in use", {BY_ENGINE: f"rayfin_swap_usage_perc{{{ENGINE}}}"}, "percentunit"),
+    Panel(
+        "Pages swapped",
+        {
+            "out": rate("swapped_out_pages_total"),
+            "in": rate("swapped_in_pages_total"),
+        },
+        "ops",
+    ),
+]
+
+SCHEDULER = [
+    Panel("Requests in the engines", REQUESTS),
+    Panel(
+        "Waiting, by reason",
+        {"{{reason}}": total("num_requests_waiting_by_reason", by="reason")},
+        stacked=True,
+    ),
+    Panel("Prompt tokens waiting", {BY_ENGINE: f"rayfin_num_waiting_tokens{{{ENGINE}}}"}),
+    Panel("Tokens of a step", quantiles("iteration_tokens_total")),
+    heatmap("Tokens of a step, all", "iteration_tokens_total"),
+    Panel("Steps", {BY_ENGINE: rate("engine_steps_total", by="engine")}, "ops"),
+    Panel(
+        "Time of a step in the runner",
+        {BY_ENGINE: ratio("step_seconds_total", "engine_steps_total", by="engine")},
+        "s",
+    ),
+    Panel(
+        "Share of the time that runners work",
+        {BY_ENGINE: rate("step_seconds_total", by="engine")},
+        "percentunit",
+    ),
+    Panel("Tokens", TOKENS, "tokens/s"),
+    Panel(
+        "Preemptions",
+        {
+            "all": rate("num_preemptions_total"),
+            "by swap": rate("num_preemptions_by_swap_total"),
+        },
+        "ops",
+    ),
+    Panel("Preemptions of a request", {"mean": mean("request_num_preemptions")}),
+    heatmap("Prompt lengths", "request_prompt_tokens"),
+    heatmap("Output lengths", "request_generation_tokens"),
+    heatmap("Output limits", "request_params_max_tokens"),
+    Panel("Choices of a prompt", {"mean": mean("request_params_n", MODEL)}),
+    Panel("Longest choice of a prompt", quantiles("request_max_num_generation_tokens", MODEL)),
+]
+
+RELIABILITY = [
+    Panel("Failures", each("request_failures_total", "code"), "reqps"),
+    Panel("Requests not taken", each("admission_rejections_total", "reason"), "reqps"),
+    Panel(
+        "Answers by route and status",
+        {"{{handler}} {{status}}": rate("http_requests_total", MODEL, "handler, status")},
+        "reqps",
+    ),
+    Panel(
+        "Restarts",
+        {
+            "runners": grown("runner_restarts_total"),
+            "engines": grown("engine_restarts_total"),
+        },
+    ),
+    Panel("Epoch", {BY_ENGINE: f"rayfin_engine_epoch{{{ENGINE}}}"}),
+    Panel("Replays", each("request_replays_total", "reason", MODEL), "reqps"),
+    Panel(
+        "Put back and handed over",
+        {
+            "requeued": rate("num_requests_requeued_total"),
+            "moved": rate("requests_moved_total"),
+        },
+        "reqps",
+    ),
+    Panel("Suspects on trial", {BY_ENGINE: f"rayfin_quarantine_suspects{{{ENGINE}}}"}),
+    Panel("Logits that were not finite", {"requests": rate("corrupted_requests_total")}, "reqps"),
+    Panel("Clients that left", {"requests": rate("client_disconnects_total", MODEL)}, "reqps"),
+    Panel("No step finished for", {BY_ENGINE: f"rayfin_engine_stalled_seconds{{{ENGINE}}}"}, "s"),
+    Panel("Draining", {BY_ENGINE: f"rayfin_engine_draining{{{ENGINE}}}"}),
+]
+
+OF_MODEL = "{{model_name}}"
+PER_MODEL = [
+    Panel("Answers", {OF_MODEL: rate("http_requests_total", MODEL, "model_name")}, "reqps"),
+    Panel(
+        "Generated", {OF_MODEL: rate("generation_tokens_total", MODEL, "model_name")}, "tokens/s"
+    ),
+    Panel("Prompts", {OF_MODEL: rate("prompt_tokens_total", MODEL, "model_name")}, "tokens/s"),
+    Panel("Time to first token, p95", {OF_MODEL: quantile(0.95, TTFT, MODEL, "model_name")}, "s"),
+    Panel("Between tokens, p95", {OF_MODEL: quantile(0.95, ITL, MODEL, "model_name")}, "s"),
+    Panel("Whole request, p95", {OF_MODEL: quantile(0.95, E2E, MODEL, "model_name")}, "s"),
+    Panel("Running", {OF_MODEL: total("num_requests_running", MODEL, "model_name")}),
+    Panel("Waiting", {OF_MODEL: total("num_requests_waiting", MODEL, "model_name")}),
+    Panel(
+        "KV cache in use",
+        {OF_MODEL: f"avg by (model_name) (rayfin_kv_cache_usage_perc{{{MODEL}}})"},
+        "percentunit",
+    ),
+    Panel(
+        "Prompt tokens found in the cache",
+        {
+            OF_MODEL: ratio(
+                "prefix_cache_hits_total", "prefix_cache_queries_total", MODEL, "model_name"
+            )
+        },
+        "percentunit",
+    ),
+    Panel("Failures", {OF_MODEL: rate("request_failures_total", MODEL, "model_name")}, "reqps"),
+    Panel("Engines", {OF_MODEL: f"count by (model_name) (rayfin_engine_epoch{{{MODEL}}})"}),
+]
+
+DASHBOARDS = {
+    "overview": OVERVIEW,
+    "latency": LATENCY,
+    "cache": CACHE,
+    "scheduler": SCHEDULER,
+    "reliability": RELIABILITY,
+    "per-model": PER_MODEL,
+}
+
+
+def panel_json(panel: Panel, number: int) -> dict[str, Any]:
+    targets = [
+        {
+            "refId": chr(ord("A") + at),
+            "datasource": SOURCE,
+            "expr": query,
+            "legendFormat": legend,
+            **({"format": "heatmap"} if panel.kind == "heatmap" else {}),
+        }
+        for at, (legend, query) in enumerate(panel.queries.items())
+    ]
+    column, row = number % 3, number // 3
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.kind == "timeseries":
+        stacking = {"mode": "normal" if panel.stacked else "none"}
+        defaults["custom"] = {"fillOpacity": 30 if panel.stacked else 5, "stacking": stacking}
+    return {
+        "id": number + 1,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.help,
+        "datasource": SOURCE,
+        "gridPos": {"x": WIDTH * column, "y": HEIGHT * row, "w": WIDTH, "h": HEIGHT},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "targets": targets,
+    }
+
+
+def variable(name: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "label": name,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def dashboard(name: str, panels: Sequence[Panel]) -> dict[str, Any]:
+    running = "rayfin_num_requests_running"
+    engines = f'label_values({running}{{model_name=~"$model"}}, engine)'
+    return {
+        "uid": f"rayfin-{name}",
+        "title": f"Rayfin / {name.capitalize()}",
+        "tags": ["rayfin"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "links": [
+            {"type": "dashboards", "tags": ["rayfin"], "title": "Rayfin", "asDropdown": True}
+        ],
+        "templating": {
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus"},
+                variable("model", f"label_values({running}, model_name)"),
+                variable("engine", engines),
+            ]
+        },
+        "panels": [panel_json(panel, number) for number, panel in enumerate(panels)],
+    }
+
+
+def files() -> dict[Path, str]:
+    """All that is generated, by path."""
+    written = {
+        HERE / f"{name}.json": json.dumps(dashboard(name, panels), indent=1) + "\n"
+        for name, panels in DASHBOARDS.items()
+    }
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "rayfin"},
+        "spec": yaml.safe_load(RULES.read_text()),
+    }
+    head = "# Written by k8s/grafana/generate.py from rules/rayfin.yaml.\n"
+    written[PROMETHEUS_RULE] = head + yaml.safe_dump(rule, sort_keys=False, width=100)
+    return written
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.write_text(text)
+        print(path)

@@ -1,0 +1,124 @@
+"""A Prometheus beside a running Rayfin: every query of every panel of every dashboard has data."""
+
+import importlib.util
+import json
+import math
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DASHBOARDS = sorted((ROOT / "k8s" / "grafana").glob("*.json"))
+WINDOW = "30s"  # in place of Grafana's $__rate_interval
+
+pytestmark = pytest.mark.skipif(
+    not shutil.which("prometheus"), reason="Debian's package prometheus is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def observe() -> ModuleType:
+    """The script behind ``make observe``."""
+    path = ROOT / "k8s" / "prometheus" / "observe.py"
+    spec = importlib.util.spec_from_file_location("observe", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def prometheus(
+    app: Any, observe: ModuleType, tmp_path: Path, port: int, eventually: Callable[..., Any]
+) -> Iterator[httpx.Client]:
+    """It scrapes the application's ingress twice a second."""
+    config = observe.write_config(tmp_path, [app.url.removeprefix("http://")], "500ms")
+    program = observe.find_prometheus()
+    address = f"127.0.0.1:{port}"
+    process = subprocess.Popen(observe.command(program, config, tmp_path, address))
+    try:
+        with httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+            eventually(lambda: answers(client, "/-/ready"), "Prometheus is ready")
+            yield client
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(client: httpx.Client, path: str) -> bool:
+    try:
+        return client.get(path).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Every query as Grafana would send it, with all models and engines chosen, and its place."""
+    values = {"$__rate_interval": WINDOW, "$model": ".*", "$engine": ".*"}
+    for path in DASHBOARDS:
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                query = target["expr"]
+                for name, value in values.items():
+                    query = query.replace(name, value)
+                assert "$" not in query, query
+                yield f"{path.stem}: {panel['title']} {target['refId']}", query
+
+
+def evaluated(client: httpx.Client, query: str) -> list[float]:
+    reply = client.get("/api/v1/query", params={"query": query}).raise_for_status().json()
+    return [float(found["value"][1]) for found in reply["data"]["result"]]
+
+
+def test_every_panel_has_data(
+    app: Any, http: httpx.Client, prometheus: httpx.Client, eventually: Callable[..., Any]
+) -> None:
+    up = "count_over_time(rayfin_num_requests_running[30s]) > 1"
+    eventually(lambda: evaluated(prometheus, up), "it was scraped twice")
+    for number in range(4):
+        prompt = f"{'Tell me of the sea. ' * 20}{number % 2}"
+        body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "stream": number > 1}
+        http.post("/v1/completions", json={**body, "n": 2}).raise_for_status()
+
+    missing: list[str] = []
+
+    def all_have_data() -> bool:
+        missing[:] = [
+            f"{place}: {query}"
+            for place, query in queries()
+            if not any(map(math.isfinite, evaluated(prometheus, query)))
+        ]
+        return not missing
+
+    try:
+        eventually(all_have_data, "every panel has data", 25.0)
+    except AssertionError:
+        pytest.fail("\n".join(missing))
+    assert len(list(queries())) > 100
+    rules = prometheus.get("/api/v1/rules").json()["data"]["groups"]
+    assert rules
+    for rule in (rule for group in rules for rule in group["rules"]):
+        assert rule["health"] in ("ok", "unknown") and not rule.get("lastError"), rule
+
+
+def test_make_observe(
+    app: Any, drive: Callable[..., Any], port: int, eventually: Callable[..., Any]
+) -> None:
+    """It says where Prometheus is, which scrapes; Ctrl-C stops both."""
+    script = str(ROOT / "k8s" / "prometheus" / "observe.py")
+    target = app.url.removeprefix("http://")
+    driver = drive(script, "--port", str(port), "--target", target)
+    driver.wait_for(f"http://127.0.0.1:{port}/graph")
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        eventually(lambda: answers(client, "/-/ready"), "Prometheus is ready")
+        eventually(lambda: evaluated(client, "rayfin_ingress_replicas"), "it has scraped")
+    driver.signal(signal.SIGINT, group=True)
+    assert driver.wait() == 0, driver.output
+    driver.wait_until_nothing_is_left()
