@@ -37,19 +37,13 @@ class HubLink:
         kill: Callable[[Any], None],
         report: Callable[[], Report],
     ) -> None:
-        self.known = Ledger()  # as of the hub's last answer
+        self.known = Ledger()  # as of the hub's last answer; who tells it may add to it
         self._start = start
         self._kill = kill
         self._report = report
         self._hub: Any = None
         self._misses = 0
-        self._fresh = False
         self._task = asyncio.create_task(self._run())
-
-    def news(self) -> Ledger | None:
-        """What the hub has said since this was last asked, for the caller to change."""
-        fresh, self._fresh = self._fresh, False
-        return self.known.copy() if fresh else None
 
     async def scrape(self) -> bytes | None:
         """The text of all metrics now; None if there is no hub, or it does not answer."""
@@ -65,13 +59,12 @@ class HubLink:
         while True:
             if self._hub is None:
                 try:
-                    self._hub = await asyncio.to_thread(self._start, self.known)
+                    self._hub = await asyncio.to_thread(self._start, self.known.copy())
                 except Exception as error:  # Ray's own, whatever it is: the registry is away
                     logger.warning("the metrics hub cannot be started: %s", error)
             if self._hub is not None:
                 known = await self._ask(lambda hub: hub.report.remote(self._report()))
-                if known is not None:
-                    self.known, self._fresh = known, True
+                self.known = known or self.known
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _ask(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -40,7 +40,7 @@ class ObservedClient:
         self._hub = hub
         self._alias = alias
         self._tracing = tracing
-        self._known = Ledger()  # what the hub had told when it was last there, and what came since
+        self._own = Ledger()  # without a hub
         client.on_replay = self._replayed
 
     async def info(self) -> EngineInfo:
@@ -108,12 +108,12 @@ class ObservedClient:
         if self._hub is not None:
             if (text := await self._hub.scrape()) is not None:
                 return text
-            self._known = self._hub.news() or self._known
-        now = time.monotonic()
-        self._known.take(self._counts.report(), now)
-        for engine, stats in (await self._client.stats()).items():
-            self._known.take(engine_report(engine, stats), now)
-        return render(self._model_name, self._alias, self._known)
+        engines = await self._client.stats()
+        known, now = self._own if self._hub is None else self._hub.known, time.monotonic()
+        known.take(self._counts.report(), now)
+        for engine, stats in engines.items():
+            known.take(engine_report(engine, stats), now)
+        return render(self._model_name, self._alias, known)
 
     def _replayed(self, reason: str) -> None:
         self._counts.replays[reason] += 1

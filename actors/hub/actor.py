@@ -98,6 +98,8 @@ class MetricsHub:
         with self._pulling:
             if self._pulled_at < called:
                 self._pulled_at = time.monotonic()
+                if not self._schedulers:  # it is new, or all engines are
+                    self._find()
                 self._pull()
         with self._lock:
             return self._ledger.copy()
