@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -275,7 +275,8 @@ class Driver:
 
     def kill(self) -> None:
         for pid in self.relatives():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has gone since
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def relatives(self) -> list[int]:
