@@ -36,10 +36,12 @@ NAMESPACE = "rayfin"
 
 SLICE_SECONDS = 1.0
 LOAD_SECONDS = 1800.0
+PROCESS_SECONDS = 60.0
 ADOPT_SECONDS = 15.0
 GONE_SECONDS = 20.0
-"""Patience with: a turn of waiting, a model that loads, a runner that finishes its last step before
-it is taken over, and a process that was killed."""
+"""Patience with: a turn of waiting, a model that loads or a node that is yet to come, the process of
+a runner's successor (Ray may never notice that it could not be started: a full disk), a runner that
+finishes its last step before it is taken over, and a process that was killed."""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,7 @@ class RunnerGroup:
             self._config, self.epoch = adopted.config, adopted.epoch
             logger.warning("adopted %s at epoch %d", self._name, self.epoch)
             return self._config
-        return self._start_new()
+        return self._start_new(LOAD_SECONDS)
 
     def submit(self, info: SchedulerInfo) -> _RemoteStep:
         """Sends a step without waiting. Steps run in the order in which they are sent."""
@@ -133,7 +135,7 @@ class RunnerGroup:
         self.stop()
         self._pause(self.watchdog.backoff())
         self.epoch += 1
-        self._start_new()
+        self._start_new(PROCESS_SECONDS)
 
     def sleep(self) -> None:
         """See ``Executor.sleep``."""
@@ -229,12 +231,13 @@ class RunnerGroup:
             self._on_wait()
             time.sleep(min(left, SLICE_SECONDS))
 
-    def _start_new(self) -> EngineConfig:
+    def _start_new(self, patience: float) -> EngineConfig:
+        """Waits so many seconds for the process, and then for its model."""
         self.watchdog.restart()
         self._runner = self._new_runner()
         load = "loading the model"
         try:
-            self._process = self.wait(self._runner.process.remote(), LOAD_SECONDS, "starting")
+            self._process = self.wait(self._runner.process.remote(), patience, "starting")
             facts, limits = self.wait(self._runner.load.remote(self._args), LOAD_SECONDS, load)
             if self._config is None:
                 self._config = resolve(self._args, facts, limits)

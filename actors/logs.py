@@ -1,7 +1,7 @@
 """How a process of Rayfin's writes its log: lines for people, or one JSON object each.
 
 Only Rayfin's own logger, on the standard error, which Ray keeps in a file for each worker. Neither
-prompts nor outputs nor keys are ever logged (tests/deployments/test_logs.py).
+prompts nor outputs nor keys are ever logged (tests/deployments/openai/test_logs.py).
 """
 
 import json

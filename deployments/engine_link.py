@@ -137,7 +137,8 @@ class EngineLink:
             async with asyncio.timeout(COMMAND_SECONDS):
                 self.stats = await self.scheduler.manage.remote(command)
         except (RayError, TimeoutError) as error:
-            raise EngineUnavailable(f"engine {self.name}: {error}") from error
+            logger.warning("engine %s did not do %s: %s", self.name, command, error)
+            raise EngineUnavailable(f"engine {self.name}: {type(error).__name__}") from error
         self._changed()
         return self.stats
 

@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 2.0
 ANSWER_SECONDS = 3.0
-MISSES = 3
-"""A hub that leaves so many reports in a row unanswered is hung, and is killed."""
+MISSES, STARTING_MISSES = 3, 12
+"""A hub that leaves so many reports in a row unanswered is hung, and is killed; a new one that has
+answered none yet gets a minute to start."""
 
 
 class HubLink:
@@ -42,7 +43,7 @@ class HubLink:
         self._kill = kill
         self._report = report
         self._hub: Any = None
-        self._misses = 0
+        self._misses, self._allowed = 0, STARTING_MISSES
         self._task = asyncio.create_task(self._run())
 
     async def scrape(self) -> bytes | None:
@@ -63,24 +64,33 @@ class HubLink:
                 except Exception as error:  # Ray's own, whatever it is: the registry is away
                     logger.warning("the metrics hub cannot be started: %s", error)
             if self._hub is not None:
-                known = await self._ask(lambda hub: hub.report.remote(self._report()))
-                self.known = known or self.known
+                await self._tell()
             await asyncio.sleep(REPORT_SECONDS)
+
+    async def _tell(self) -> None:
+        hub = self._hub
+        known = await self._ask(lambda hub: hub.report.remote(self._report()))
+        if known is not None:
+            self.known = known
+            self._misses, self._allowed = 0, MISSES
+            return
+        self._misses += 1
+        if self._hub is hub and self._misses >= self._allowed:
+            logger.warning("the metrics hub does not answer: it is killed")
+            self._forget(hub)
+            try:
+                await asyncio.to_thread(self._kill, hub)
+            except Exception as error:  # Ray's own, whatever it is
+                logger.warning("the metrics hub cannot be killed: %s", type(error).__name__)
 
     async def _ask(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
         """The hub's answer; None if there is none, and without a hub from then on if it is dead."""
         hub = self._hub
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                answer = await ask(hub)
-            self._misses = 0
-            return answer
+                return await ask(hub)
         except TimeoutError:
-            self._misses += 1
-            if self._misses >= MISSES:
-                logger.warning("the metrics hub does not answer: it is killed")
-                self._kill(hub)
-                self._forget(hub)
+            pass
         except RayError as error:
             logger.warning("the metrics hub is gone: %s", type(error).__name__)
             self._forget(hub)
@@ -88,4 +98,4 @@ class HubLink:
 
     def _forget(self, hub: Any) -> None:
         if self._hub is hub:
-            self._hub, self._misses = None, 0
+            self._hub, self._misses, self._allowed = None, 0, STARTING_MISSES

@@ -200,7 +200,7 @@ class RayEngineClient:
             DeadlineExceeded: for longer than the request has time.
         """
         while not (ready := self._ready(refused) or self._ready()):
-            if self._all_asleep:
+            if self._all_asleep and not replay.begun:  # a stream waits
                 raise EngineAsleep("every engine sleeps, until an operator wakes it")
             await self._until_ready(self._seconds_left(replay))
         home = self._homes.get(request.sibling_of) if request.sibling_of is not None else None
@@ -240,6 +240,8 @@ class RayEngineClient:
 
     async def _until_ready(self, seconds: float) -> None:
         """Returns when an engine is ready, or after so many seconds."""
+        if not self._ready():
+            self._any_ready.clear()  # it is also set where all sleep: the next change is waited for
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):  # wait_for may lose a cancellation (3.11)
                 await self._any_ready.wait()
@@ -263,6 +265,7 @@ class RayEngineClient:
         for name, scheduler in found.items():
             if name not in self._links:
                 self._links[name] = EngineLink(self._clients, name, scheduler, self._changed)
+        self._changed()
 
     def _changed(self) -> None:
         """A link is ready now, or no longer is."""

@@ -34,6 +34,11 @@ class Replay:
         self.attempts = 0
         self.deaths = source.deaths
 
+    @property
+    def begun(self) -> bool:
+        """Whether there are tokens of it."""
+        return bool(self._output)
+
     def attempt(self, now: float) -> EngineRequest:
         """What to send next, under a key that no attempt before had: late news are nobody's.
 

@@ -55,10 +55,12 @@ class ServerArgs:
         None, "tenants whose requests may have a priority; default: everybody's; may be repeated"
     )
     metrics_alias: Literal["vllm"] | None = _flag(
-        None, "tell every metric under the names that vLLM has for it as well"
+        None, "tell metrics under the names that vLLM has for them as well"
     )
     metrics_port: int | None = _flag(
-        None, "serve the metrics on a port of their own as well, on the cluster's head node"
+        None,
+        "serve the metrics on a port of their own as well, on the cluster's head node: "
+        "without a key, on all interfaces",
     )
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
     data_parallel_size: int = _flag(1, "engines, each with its own copy of the model")

@@ -149,4 +149,8 @@ class TraceRequests:
                         span.set_status(StatusCode.ERROR)
                 await send(message)
 
-            await self._app(scope, receive, noted)
+            try:
+                await self._app(scope, receive, noted)
+            except Exception as error:  # its text may hold a prompt's
+                span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+                raise

@@ -20,6 +20,7 @@ import ray
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from ray.exceptions import RayError
 
+from rayfin import __version__
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.group import NAMESPACE
 from rayfin.actors.hub.collector import LedgerCollector
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 PULL_SECONDS = 2.0
 ANSWER_SECONDS = 1.0  # that a scrape waits for schedulers; then their last numbers stand
-SILENT_SECONDS = 10.0  # gauges of an ingress that does not report
+SILENT_SECONDS = 10.0  # gauges of an ingress that does not report, of an engine that answers not
 LEASE_SECONDS = 15.0
 OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 16}
 HEAD = "node:__internal_head__"
@@ -120,11 +121,13 @@ class MetricsHub:
             if (scheduler := find_actor(name)) is not None:
                 found[name.rpartition("/")[2]] = scheduler
         self._schedulers = found
+        silent = time.monotonic() - SILENT_SECONDS
         with self._lock:
             for engine in self._ledger.engines:
                 if engine not in found:
                     self._ledger.drop_gauges(engine)
-            self._ledger.drop_silent(INGRESSES, time.monotonic() - SILENT_SECONDS)
+                self._ledger.drop_silent(engine, silent)
+            self._ledger.drop_silent(INGRESSES, silent)
 
     def _pull(self) -> None:
         """Asks all schedulers at once; who does not answer has said nothing new."""
@@ -144,9 +147,10 @@ class MetricsHub:
 def start_hub(app: str, settings: HubSettings, known: Ledger) -> Any:
     """The application's hub, a new one that starts from ``known`` if there is none.
 
-    One of other settings, from before an update, is none, and leaves with its last ingress.
+    One of other settings or another version, from before an update, is none, and leaves with its
+    last ingress.
     """
-    digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(repr((__version__, settings)).encode()).hexdigest()[:8]
     actor_class: Any = MetricsHub  # Ray's stubs lose `options` on a decorated class
     return actor_class.options(
         name=f"{app}/metrics/{digest}",

@@ -47,6 +47,10 @@ class Report:
     def source(self) -> Source:
         return self.engine, self.incarnation
 
+    def is_before(self, other: "Report") -> bool:
+        """Whether this one of the same incarnation is older."""
+        return any(self.counters.get(series, 0) < n for series, n in other.counters.items())
+
 
 @dataclass(slots=True)
 class Totals:
@@ -67,6 +71,8 @@ class Ledger:
     def take(self, report: Report, now: float) -> None:
         """Adds what is new in the report, which came at ``now`` seconds of any clock."""
         last = self._last.get(report.source)
+        if not report.incarnation or (last is not None and report.is_before(last)):
+            return  # nobody's, or it was overtaken
         totals = self.totals.get(report.engine)
         if totals is None:
             totals = self.totals[report.engine] = Totals()

@@ -26,7 +26,7 @@ def add_admin_routes(app: FastAPI, service: OpenAIService) -> None:
     router = APIRouter(dependencies=[Depends(require_operator)])
 
     async def tell(command: Command, engine: str | None, operator: str) -> Answer:
-        logger.warning("%s says %s to engine %s", operator, command, engine or "(all)")
+        logger.warning("%s says %s to engine %r", operator, command, (engine or "(all)")[:64])
         return _answer(await service.client.manage(command, engine))
 
     @router.get("/admin/engines")

@@ -102,12 +102,16 @@ class Server(AbstractContextManager["Server"]):
         return self._call("POST", command, engine)
 
     def requests_left(self, engine: str | None) -> int:
-        """Requests of one engine, or of all, that have not ended."""
-        return sum(
-            own["stats"]["running"] + own["stats"]["waiting"]
-            for own in self.look().engines
-            if engine in (None, own["engine"])
-        )
+        """Requests of one engine, or of all, that have not ended.
+
+        Raises:
+            ServerError: nobody knows, for one does not answer.
+        """
+        asked = [own for own in self.look().engines if engine in (None, own["engine"])]
+        for own in asked:
+            if own["state"] == "lost":
+                raise ServerError(f"engine {own['engine']} does not answer")
+        return sum(own["stats"]["running"] + own["stats"]["waiting"] for own in asked)
 
     def _call(self, method: str, path: str, engine: str | None) -> list[dict[str, Any]]:
         params = {} if engine is None else {"engine": engine}

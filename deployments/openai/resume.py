@@ -190,7 +190,12 @@ class Cursor:
             return await _computed_again(client, choice, mark, log.receipt if log else receipt)
 
         marks = self._asked_marks(len(choices))
-        return list(await asyncio.gather(*map(whole, choices, marks, logs)))
+        tasks = [asyncio.create_task(own) for own in map(whole, choices, marks, logs)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 async def answered(client: EngineClient, choice: Choice) -> AsyncGenerator[TokenDelta, None]:

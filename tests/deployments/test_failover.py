@@ -296,6 +296,23 @@ async def test_sleeping_engine_gets_nothing_new_and_loses_nothing(
         await client.manage(Command.WAKE, "7")
 
 
+async def test_stream_whose_engine_is_replaced_waits_beside_one_that_sleeps(
+    world: Any, client: RayEngineClient
+) -> None:
+    world.start("app/engine/0")
+    first = world.start("app/engine/1")
+    await until(lambda: len(client._ready()) == 2)
+    await client.manage(Command.SLEEP, "0")
+    first.steps_left = 8
+    reader = Reader(client, request(40))
+    await until(lambda: not first.steps_left)
+    world.kill("app/engine/1")
+    await until(lambda: list(client._links) == ["app/engine/0"])
+    assert client._all_asleep and not reader.task.done() and reader.tokens
+    world.start("app/engine/1")
+    await reader.check()
+
+
 async def test_engine_that_sleeps_unseen_sends_newcomers_away(
     world: Any, client: RayEngineClient
 ) -> None:

@@ -26,6 +26,13 @@ def report(life: str, steps: float, engine: str = "0", waits: int = 0, running: 
     return Report(life, engine, {("running", ()): running}, {STEPS: steps}, {WAIT: histogram})
 
 
+def test_reports_that_were_overtaken_or_are_nobodys_count_nothing() -> None:
+    ledger = Ledger()
+    for own in (report("a", 5, waits=5), report("a", 3, waits=3), report("", 0), report("a", 6)):
+        ledger.take(own, 0.0)
+    assert ledger.totals["0"].counters == {STEPS: 6, (ENGINE_RESTARTS.name, ()): 0}
+
+
 class Machine:
     """Some actors that count and die, a hub that hears of them, and copies of its ledger."""
 

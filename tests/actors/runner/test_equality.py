@@ -66,7 +66,7 @@ def test_preempted_at_any_step(
     """Whatever of it is computed, scheduled or on its way then."""
     tiny = tiny_model("qwen3")
     engine = served(tiny.folder, preemption=preemption, max_batch_tokens=5, max_decoding_batch=2)
-    lifecycle, schedule = engine.engine.lifecycle, engine.engine._scheduler.schedule
+    lifecycle, schedule = engine.engine.lifecycle, engine.engine._quarantine.schedule
     calls = 0
 
     def preempt_then_schedule() -> Any:
@@ -77,7 +77,7 @@ def test_preempted_at_any_step(
                 lifecycle.preempt(slot)
         return schedule()
 
-    engine.engine._scheduler.schedule = preempt_then_schedule
+    engine.engine._quarantine.schedule = preempt_then_schedule
     prompts = {0: PROMPT, 1: _prompt(6)}
     tokens = engine.run(*(request_of(key, own, OUTPUT) for key, own in prompts.items()))
     for key, own in prompts.items():

@@ -137,3 +137,4 @@ def test_it_asks_for_a_key(
     page.click("#key-form button")
     sync_api.expect(page.locator("#health")).to_have_text("serving")
     sync_api.expect(page.locator("#key-form")).to_be_hidden()
+    page.goto("about:blank")  # the server ends before the browser here
