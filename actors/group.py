@@ -39,9 +39,9 @@ LOAD_SECONDS = 1800.0
 PROCESS_SECONDS = 60.0
 ADOPT_SECONDS = 15.0
 GONE_SECONDS = 20.0
-"""Patience with: a turn of waiting, a model that loads or a node that is yet to come, the process of
-a runner's successor (Ray may never notice that it could not be started: a full disk), a runner that
-finishes its last step before it is taken over, and a process that was killed."""
+"""Patience with: a turn of waiting, a model that loads or a node that is yet to come, the process
+of a runner's successor (on a full disk Ray may never tell that it could not be started), a runner
+that finishes its last step before it is taken over, and a process that was killed."""
 
 
 @dataclass(slots=True)
