@@ -29,7 +29,7 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.deltas = [TokenDelta("r", [1]), TokenDelta("r", [2]), TokenDelta("r", [3], "length")]
-        self.current: EngineStats | None = EngineStats()
+        self.current: EngineStats | None = EngineStats(incarnation="one")
         self.closed = 0
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -131,6 +131,7 @@ async def test_failure_is_neither(observed: ObservedClient, engine: FakeClient) 
 
 async def test_engine_numbers(observed: ObservedClient, engine: FakeClient) -> None:
     engine.current = EngineStats(
+        incarnation="one",
         epoch=2,
         steps=9,
         running=3,
@@ -176,7 +177,7 @@ async def test_engine_numbers(observed: ObservedClient, engine: FakeClient) -> N
 
 
 async def test_every_engine_has_its_own(observed: ObservedClient, engine: FakeClient) -> None:
-    numbers = {"0": EngineStats(running=3), "1": EngineStats(running=4)}
+    numbers = {"0": EngineStats(running=3, incarnation="a"), "1": EngineStats(running=4, incarnation="b")}
 
     async def stats() -> dict[str, EngineStats]:
         return numbers
