@@ -177,7 +177,10 @@ async def test_engine_numbers(observed: ObservedClient, engine: FakeClient) -> N
 
 
 async def test_every_engine_has_its_own(observed: ObservedClient, engine: FakeClient) -> None:
-    numbers = {"0": EngineStats(running=3, incarnation="a"), "1": EngineStats(running=4, incarnation="b")}
+    numbers = {
+        "0": EngineStats(running=3, incarnation="a"),
+        "1": EngineStats(running=4, incarnation="b"),
+    }
 
     async def stats() -> dict[str, EngineStats]:
         return numbers
