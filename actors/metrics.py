@@ -10,6 +10,7 @@ theirs, and finer ones.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from rayfin.actors.histogram import Bounds
@@ -73,21 +74,8 @@ class Family:
     alias_bounds: Bounds = ()  # where there are fewer buckets there
 
 
-def _gauge(
-    name: str,
-    help: str,
-    read: Callable[[EngineStats], Value],
-    label: str | None = None,
-    values: tuple[str, ...] = (),
-    alias: bool = False,
-) -> Family:
-    labels = () if label is None else (label,)
-    return Family(
-        name=name, kind="gauge", help=help, labels=labels, values=values, read=read, alias=alias
-    )
-
-
-def _counter(
+def _numbers(
+    kind: Literal["gauge", "counter"],
     name: str,
     help: str,
     read: Callable[[EngineStats], Value] | None = None,
@@ -97,8 +85,11 @@ def _counter(
 ) -> Family:
     labels = () if label is None else (label,)
     return Family(
-        name=name, kind="counter", help=help, labels=labels, values=values, read=read, alias=alias
+        name=name, kind=kind, help=help, labels=labels, values=values, read=read, alias=alias
     )
+
+
+_gauge, _counter = partial(_numbers, "gauge"), partial(_numbers, "counter")
 
 
 def _histogram(name: str, help: str, *, alias: bool = True, bounds: Bounds = ()) -> Family:
