@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -26,7 +26,7 @@ from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.processes import Process, end
 from rayfin.actors.runner.actor import GENERATION_BITS, Adoption, ModelRunnerActor
-from rayfin.actors.scheduler.executor import Fenced, GroupFailed
+from rayfin.actors.scheduler.executor import Fenced, GroupFailed, StepMissing
 from rayfin.actors.scheduler.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,13 @@ GONE_SECONDS = 20.0
 of a runner's successor (on a full disk Ray may never tell that it could not be started), a runner
 that finishes its last step before it is taken over, and a process that was killed."""
 
+RESEND_SECONDS, RESEND_PAUSE_SECONDS = 1.0, 0.02
+"""A step whose call was lost is sent again for so long, so often; then its runner is given up."""
+
+
+class CallLost(GroupFailed):
+    """A call or its answer was lost on its way; the runner may well live."""
+
 
 @dataclass(slots=True)
 class _RemoteStep:
@@ -53,8 +60,20 @@ class _RemoteStep:
     info: SchedulerInfo
 
     def result(self) -> StepResult:
+        """Its answer. A call that was lost is made again: a runner runs no step twice."""
         group, patience = self.group, self.group.watchdog.patience(self.info)
-        result: StepResult = group.wait(self.ref, patience, "the step")
+        lost_since: float | None = None
+        while True:
+            try:
+                result: StepResult = group.wait(self.ref, patience, "the step")
+                break
+            except CallLost as lost:
+                lost_since = lost_since or time.monotonic()
+                if time.monotonic() - lost_since > RESEND_SECONDS:
+                    raise
+                logger.warning("step %d is sent again: %s", self.info.step, lost)
+                time.sleep(RESEND_PAUSE_SECONDS)
+                self.ref = group.send(self.info)
         group.watchdog.observe(self.info, result.seconds)
         if failpoints.ACTIVE and failpoints.ACTIVE.hit_step("group.reply", self.info) == "drop":
             return group.wait(None, patience, "the step")  # type: ignore[no-any-return]
@@ -120,7 +139,11 @@ class RunnerGroup:
         """Sends a step without waiting. Steps run in the order in which they are sent."""
         if failpoints.ACTIVE:
             return self._submit_planted(info)
-        return _RemoteStep(self, self._runner.execute.remote(info), info)
+        return _RemoteStep(self, self.send(info), info)
+
+    def send(self, info: SchedulerInfo) -> Any:
+        """One call for a step; the ref of its answer."""
+        return self._runner.execute.remote(info)
 
     def restart(self) -> None:
         """Kills the runners and starts new ones under a new epoch; the page count stays.
@@ -158,6 +181,8 @@ class RunnerGroup:
             return None
         try:
             ray.get(ping)
+        except ActorUnavailableError:  # the call was lost; the next one tells
+            return True
         except RayError:
             return False
         return True
@@ -184,6 +209,7 @@ class RunnerGroup:
 
         Raises:
             GroupFailed: the runner has died, or not answered in so many seconds.
+            CallLost: nobody knows whether it has had the call.
             Fenced: it belongs to another scheduler.
             RayfinError: what the runner raised.
         """
@@ -198,7 +224,11 @@ class RunnerGroup:
             except RayTaskError as error:
                 if isinstance(error.cause, Fenced):
                     raise error.cause from None
+                if isinstance(error.cause, StepMissing):
+                    raise CallLost(describe(error)) from error
                 raise GroupFailed(describe(error), by_step=True) from error
+            except ActorUnavailableError as error:
+                raise CallLost(describe(error)) from error
             except RayError as error:
                 raise GroupFailed(describe(error)) from error
             self._on_wait()
@@ -268,8 +298,8 @@ class RunnerGroup:
             case "drop":
                 return _RemoteStep(self, None, info)
             case "duplicate":
-                self._runner.execute.remote(info)
-        return _RemoteStep(self, self._runner.execute.remote(info), info)
+                self.send(info)
+        return _RemoteStep(self, self.send(info), info)
 
 
 def runner_name(engine: str, rank: int = 0) -> str:

@@ -12,6 +12,7 @@ from rayfin.actors.lifeline import Lifeline
 from rayfin.actors.logs import set_up
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.processes import Process, this_process
+from rayfin.actors.runner.answers import Answers
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,15 @@ class Adoption:
 class ModelRunnerActor:
     """One process with one device. Calls run one at a time, in the order in which they are sent.
 
-    Ray retries nothing here: a step that may or may not have run is for the scheduler to replay.
+    Ray retries nothing here: a step that may or may not have run is sent again by its group, which is
+    answered from memory if it has (answers.py).
     """
 
     def __init__(self, lease: float = RUNNER_LEASE_SECONDS) -> None:
         self._args: EngineArgs | None = None
         self._config: EngineConfig | None = None
         self._epoch = -1
+        self._answers = Answers()
         self._lifeline = Lifeline(lease, _exit)
         self._lifeline.watch()
 
@@ -70,6 +73,7 @@ class ModelRunnerActor:
         with self._lifeline.work():
             self._runner.start(config, epoch)
             self._config, self._epoch = config, epoch
+            self._answers.start(epoch)
 
     def sleep(self) -> None:
         """Gives the pages' memory back, until the next ``start``."""
@@ -88,13 +92,22 @@ class ModelRunnerActor:
         return Adoption(self._config, self._epoch)
 
     def execute(self, info: SchedulerInfo) -> StepResult:
-        """Runs a step; its answer is an object ref in the scheduler's hands meanwhile."""
+        """Runs a step; its answer is an object ref in the scheduler's hands meanwhile.
+
+        A step that has been run is not run again: its answer is given once more.
+
+        Raises:
+            StepMissing: the step before it has not come.
+        """
         with self._lifeline.work():
-            if failpoints.ACTIVE is None:
-                return self._runner.execute(info)
-            failpoints.ACTIVE.hit_step("runner.before_execute", info)
+            if (known := self._answers.find(info)) is not None:
+                return known
+            if failpoints.ACTIVE:
+                failpoints.ACTIVE.hit_step("runner.before_execute", info)
             result = self._runner.execute(info)
-            failpoints.ACTIVE.hit_step("runner.before_reply", info)
+            self._answers.keep(result)
+            if failpoints.ACTIVE:
+                failpoints.ACTIVE.hit_step("runner.before_reply", info)
             return result
 
     def ping(self) -> None:

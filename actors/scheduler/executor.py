@@ -26,6 +26,12 @@ class Fenced(RayfinError):
     code = "fenced"
 
 
+class StepMissing(RayfinError):
+    """A step has come before the one that it follows, which was lost on its way."""
+
+    code = "runner_failed"
+
+
 class PendingStep(Protocol):
     """A step on its way."""
 
