@@ -77,6 +77,8 @@ class Watchdog:
 
 def work(info: SchedulerInfo) -> float:
     """A step's prompts in tokens of a short context; rows that decode count by the step."""
+    if not info.prefill_batch:
+        return 0.0
     chunks = info.chunk_len[info.decoding_batch :].astype(np.float64)
     depth = info.kv_len[info.decoding_batch :] + chunks
     return float((chunks * (1.0 + depth / CONTEXT_TOKENS)).sum())
