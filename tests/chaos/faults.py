@@ -66,6 +66,13 @@ async def hang_runner(nemesis: Nemesis) -> None:
     nemesis.plant("")
 
 
+async def wait_for_ever(nemesis: Nemesis) -> None:
+    """In a step that it has computed, as in a collective to which another rank does not come."""
+    nemesis.plant_once("runner.before_reply=sleep:60")
+    await asyncio.sleep(12)
+    nemesis.plant("")
+
+
 async def fail_row(nemesis: Nemesis) -> None:
     """One request whose row raises; the name of it is ``poison``."""
     nemesis.plant(f"runner.row=raise@token:{POISON}")
@@ -182,6 +189,15 @@ async def cut_off_runner_briefly(nemesis: Nemesis) -> None:
     await asyncio.sleep(2)
     nemesis.plant("")
     await asyncio.sleep(6)
+
+
+async def cut_off_node(nemesis: Nemesis) -> None:
+    """A node that nothing reaches for 10 s, and that is then back with what it was about to say.
+
+    In place of a cable that is pulled, for which one must be root: its processes are stopped.
+    """
+    await nemesis.stop_node(_index_of(nemesis, "runner"), 10)
+    await asyncio.sleep(8)
 
 
 async def lose_step(nemesis: Nemesis) -> None:

@@ -1,7 +1,8 @@
 """What processes hold, sampled over time, and whether it grows: slopes by least squares."""
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,46 +13,71 @@ HOUR = 3600.0
 
 @dataclass(slots=True)
 class Series:
-    """One quantity over time."""
+    """One quantity over time, in the *lives* of whatever holds it: a new process holds less."""
 
     name: str
     times: list[float] = field(default_factory=list)  # seconds
     values: list[float] = field(default_factory=list)
+    lives: list[Hashable] = field(default_factory=list)
 
-    def add(self, at: float, value: float) -> None:
+    def add(self, at: float, value: float, life: Hashable = None) -> None:
         self.times.append(at)
         self.values.append(value)
+        self.lives.append(life)
 
-    def per_hour(self) -> float:
-        """Its slope by least squares, as a share of its mean, for an hour; 0 of one sample."""
-        if len(self.times) < 2 or not any(self.values):
-            return 0.0
-        slope = float(np.polyfit(np.array(self.times) - self.times[0], self.values, 1)[0])
-        return HOUR * slope / float(np.mean(self.values))
+    def per_hour(self) -> tuple[float, float]:
+        """(its slope, the slope's standard error), as shares of its mean, for an hour.
+
+        By least squares with one slope for all lives and a level for each; zeros of one sample.
+        """
+        times, values = np.array(self.times), np.array(self.values)
+        if not np.any(values):
+            return 0.0, 0.0
+        mean = float(values.mean())
+        numbers = np.unique([str(life) for life in self.lives], return_inverse=True)[1]
+        for number in range(numbers.max() + 1):
+            own = numbers == number
+            times[own] -= times[own].mean()
+            values[own] -= values[own].mean()
+        spread = float((times**2).sum())
+        if not spread:
+            return 0.0, 0.0
+        slope = float((times * values).sum()) / spread
+        freedom = max(1, len(times) - numbers.max() - 2)
+        error = float(np.sqrt(((values - slope * times) ** 2).sum() / freedom / spread))
+        return HOUR * slope / mean, HOUR * error / mean
 
 
 @dataclass(slots=True)
 class Growth:
-    """Series by name; the first ``skip`` samples are of a system that is still warming up."""
+    """Series by name; the first ``skip`` samples of each life are of one that is warming up."""
 
     skip: int = 0
     series: dict[str, Series] = field(default_factory=dict)
-    _seen: int = 0
+    _seen: Counter[tuple[str, Hashable]] = field(default_factory=Counter)
 
-    def add(self, at: float, values: dict[str, float]) -> None:
-        self._seen += 1
-        if self._seen > self.skip:
-            for name, value in values.items():
-                self.series.setdefault(name, Series(name)).add(at, value)
+    def add(
+        self, at: float, values: dict[str, float], lives: Mapping[str, Hashable] | None = None
+    ) -> None:
+        """``lives``: by the first word of a name, whose life the value is of."""
+        for name, value in values.items():
+            life = (lives or {}).get(name.split()[0])
+            self._seen[name, life] += 1
+            if self._seen[name, life] > self.skip:
+                self.series.setdefault(name, Series(name)).add(at, value, life)
 
     def lines(self, most: float) -> tuple[list[str], list[str]]:
-        """(all of them in words, names of those that grow by more than ``most`` an hour)."""
+        """(all of them in words, names of those that grow by more than ``most`` an hour for sure,
+        which is by more than two standard errors)."""
         told, grown = [], []
         for name, series in sorted(self.series.items()):
-            slope = series.per_hour()
-            first, last = series.values[0], series.values[-1]
-            told.append(f"{name:24} {first:10,.1f} -> {last:10,.1f}  {100 * slope:+.2f} %/h")
-            if slope > most and last > first:
+            slope, error = series.per_hour()
+            first, last, lives = series.values[0], series.values[-1], len(set(series.lives))
+            told.append(
+                f"{name:24} {first:8,.1f} -> {last:8,.1f}  {100 * slope:+7.2f} +- {100 * error:.2f}"
+                f" %/h  ({len(series.values)} samples of {lives} lives)"
+            )
+            if slope - 2 * error > most:
                 grown.append(name)
         return told, grown
 

@@ -119,6 +119,15 @@ class Nemesis:
             os.kill(pid, signal.SIGKILL)
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
+    async def stop_node(self, index: int, seconds: float) -> None:
+        """SIGSTOP to all processes of a node, and SIGCONT: nothing goes in or out meanwhile."""
+        node = self.cluster.nodes[index]
+        pids = self.cluster.workers_of(node)
+        pids += [own.process.pid for group in node.all_processes.values() for own in group]
+        self.signal(pids, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        self.signal(pids, signal.SIGCONT)
+
     async def restart_gcs(self, after: float) -> None:
         """SIGKILL to the GCS; a new one after so many seconds, on the same Redis."""
         head = self.cluster.nodes[0]

@@ -4,23 +4,27 @@
 
 Between faults the system comes to rest, and what its processes hold is measured: memory, file
 descriptors, threads, pages, series of metrics. Exits with 1 when a promise was broken or when
-something grows by more than a percent an hour (runs of over half an hour; shorter ones only tell).
+something surely grows by more than a percent an hour within the lives of its processes (runs of
+over half an hour; shorter ones only tell). ``--cases``: only these.
 """
 
 import argparse
+import json
 import random
 import sys
 import time
+import traceback
 
 from cases import ONE, TWO, Case, all_cases
 from growth import Growth, held_by
-from run import parser, run_child
+from results import Result
+from run import chosen, parser, run_child
 from session import Session, tell
 
 KINDS = ("ingress", "engine", "scheduler", "runner", "proxy", "controller")
 MOST = 0.01  # an hour
 LONG_ENOUGH = 30.0  # minutes: a shorter run's slopes are of noise
-WARM_UP = 3  # cases before the first measurement that counts
+WARM_UP = 12  # measurements of a process before the first one that counts: some minutes
 
 
 def main() -> int:
@@ -38,6 +42,9 @@ def soak_parser() -> argparse.ArgumentParser:
     own = parser()
     own.description = __doc__
     own.add_argument("--two", action="store_true", help="two engines")
+    own.add_argument(
+        "--samples", help="file for what is measured after each case, as lines of JSON"
+    )
     return own
 
 
@@ -46,25 +53,54 @@ def soak(options: argparse.Namespace) -> int:
     layout = TWO if options.two else ONE
     draw, growth = random.Random(options.seed), Growth(skip=WARM_UP)
     session = Session(layout, options.child, options.seed, options.streams)
-    cases = [case for case in all_cases() if case.layout == layout and usable(case)]
+    wanted = chosen(all_cases(), options.cases)
+    cases = [case for case in wanted if case.layout == layout and usable(case)]
     end, broken, count = time.monotonic() + 60 * options.minutes, 0, 0
     try:
         while time.monotonic() < end:
             case = draw.choice(cases)
             session.seed = draw.getrandbits(31)
             started = time.monotonic()
-            result = session.run(case)
+            result = attempt(session, case)
             count += 1
             broken += not result.held
             tell(result, time.monotonic() - started)
-            if session.cluster is not None:
-                growth.add(time.monotonic(), measured(session))
+            if session.cluster is None:
+                continue
+            try:
+                values = measured(session)
+            except Exception:  # this sample is missing; the next case finds what is wrong
+                traceback.print_exc()
+                continue
+            pids = {kind: session.cluster.pids(kind) for kind in KINDS}
+            growth.add(time.monotonic(), values, {kind: tuple(pids[kind]) for kind in KINDS})
+            if options.samples:
+                note(options.samples, case, values, pids)
     finally:
         session.close()
     lines, grown = growth.lines(MOST)
     print("\n".join([f"{count} faults, {broken} broke the promise (seed {options.seed})", *lines]))
     counts = options.minutes >= LONG_ENOUGH
     return int(bool(broken or (counts and grown)))
+
+
+def attempt(session: Session, case: Case) -> Result:
+    """One case; what it raises breaks it, and the next one has a fresh cluster."""
+    try:
+        return session.run(case)
+    except Exception as error:
+        traceback.print_exc()
+        session.close()
+        result = Result(case.name, case.row, case.fault)
+        result.violations.append(f"{type(error).__name__}: {error}")
+        return result
+
+
+def note(path: str, case: Case, values: dict[str, float], pids: dict[str, list[int]]) -> None:
+    """One measurement into a file, with the ids of the processes."""
+    line = {"at": time.monotonic(), "case": case.name, "values": values, "pids": pids}
+    with open(path, "a") as file:
+        print(json.dumps(line), file=file)
 
 
 def usable(case: Case) -> bool:

@@ -26,6 +26,7 @@ FIRST, VOCAB_SIZE = 259, 2048  # the demo model's tokenizer, without bytes and c
 STEP_SECONDS = float(os.environ.get("CHAOS_STEP_SECONDS", "0.01"))
 MODEL_LEN = 8192
 PAGE_BYTES = 1024
+ACTIVATION_BYTES = 40 * 1024**2  # over glibc's largest threshold: mapped anew in each step
 
 
 class PatientExecutor(FakeExecutor):
@@ -99,6 +100,7 @@ class ModelRunner:
         if executor is None or (info.epoch, info.step) != (executor.epoch, executor._next_step):
             raise EngineUnavailable(f"step {info.epoch}.{info.step} refused")
         failed = planted(info)
+        np.empty(ACTIVATION_BYTES, np.uint8)  # as a model takes some; MemoryError under a limit
         result = executor.run(info)
         for row, error in failed.items():
             executor.live[int(info.ids[row])].over_since = executor.num_run
