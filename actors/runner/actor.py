@@ -35,7 +35,7 @@ class Adoption:
 class ModelRunnerActor:
     """One process with one device. Calls run one at a time, in the order in which they are sent.
 
-    Ray retries nothing here: a step that may or may not have run is sent again by its group, which is
+    Ray retries nothing here: a step that may or may not have run is sent again by its group, and
     answered from memory if it has (answers.py).
     """
 
