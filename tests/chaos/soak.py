@@ -24,7 +24,10 @@ from session import Session, tell
 KINDS = ("ingress", "engine", "scheduler", "runner", "proxy", "controller")
 MOST = 0.01  # an hour
 LONG_ENOUGH = 30.0  # minutes: a shorter run's slopes are of noise
-WARM_UP = 12  # measurements of a process before the first one that counts: some minutes
+WARM_UP = 6  # measurements of a life before the first one that counts
+CROWDS = ("herd", "slow-readers", "disconnects", "runner-hangs")
+"""Cases with hundreds of clients at once: memory that was needed once is not given back to the
+system, so the lives of processes are counted anew from there."""
 
 
 def main() -> int:
@@ -55,7 +58,7 @@ def soak(options: argparse.Namespace) -> int:
     session = Session(layout, options.child, options.seed, options.streams)
     wanted = chosen(all_cases(), options.cases)
     cases = [case for case in wanted if case.layout == layout and usable(case)]
-    end, broken, count = time.monotonic() + 60 * options.minutes, 0, 0
+    end, broken, count, crowds = time.monotonic() + 60 * options.minutes, 0, 0, 0
     try:
         while time.monotonic() < end:
             case = draw.choice(cases)
@@ -73,7 +76,9 @@ def soak(options: argparse.Namespace) -> int:
                 traceback.print_exc()
                 continue
             pids = {kind: session.cluster.pids(kind) for kind in KINDS}
-            growth.add(time.monotonic(), values, {kind: tuple(pids[kind]) for kind in KINDS})
+            crowds += case.name in CROWDS
+            lives = {kind: (crowds, *pids[kind]) for kind in KINDS}
+            growth.add(time.monotonic(), values, lives)
             if options.samples:
                 note(options.samples, case, values, pids)
     finally:
