@@ -13,12 +13,15 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def available_bytes(
-    run_largest_step: Callable[[], None], device: torch.device, utilization: float | None
+    run_largest_step: Callable[[], None],
+    device: torch.device,
+    utilization: float | None,
+    ranks: int = 1,
 ) -> int:
     """memory x utilization - what the process holds at the peak of the largest step, bytes.
 
     The peak counts weights and activations, measured, not modelled (vLLM's profiling run). May be
-    negative.
+    negative. The ``ranks`` of a group have a GPU each, but share a host's memory.
     """
     share = utilization or DEFAULT_MEMORY_UTILIZATION[device.type]
     if device.type == "cuda":
@@ -31,7 +34,7 @@ def available_bytes(
         return int(total * share) - peak - max(elsewhere, 0)
     _reset_peak()
     run_largest_step()
-    return int(total_host_bytes() * share) - _peak_bytes()
+    return int(total_host_bytes() * share / ranks) - _peak_bytes()
 
 
 def total_host_bytes() -> int:

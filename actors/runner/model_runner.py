@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import (
@@ -28,9 +29,13 @@ from rayfin.actors.runner.isolate import is_out_of_memory, isolate
 from rayfin.actors.runner.memory import available_bytes
 from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel, StepModel
+from rayfin.actors.runner.parallel import LOAD_SECONDS, Peers
+from rayfin.actors.runner.place import Place
 from rayfin.actors.runner.profiling import largest_step
+from rayfin.actors.runner.relay import TokenRelay
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.actors.runner.sampler import Sampled, Sampler
+from rayfin.actors.runner.shard_weights import load_share
 from rayfin.actors.runner.weights import load_config, load_model, max_position
 from rayfin.actors.scheduler.executor import Fenced
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
@@ -54,43 +59,60 @@ ONE_THREAD_PARAMETERS = 32_000_000
 
 
 class ModelRunner:
-    """One device's model, pages and requests. A plain class; the actor around it adds nothing.
+    """One device's model, or its share of one, pages and requests. A plain class; the actor around
+    it adds nothing. ``place`` is that of a rank among several, which get the same calls.
 
     Life: construct (weights), ``profile`` (facts for ``resolve``), ``start`` (pages), ``execute``;
     ``sleep`` and another ``start`` between two steps.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, place: Place | None = None) -> None:
         self._args = args
         self._device = pick_device(args.device)
+        self._ranks = 1 if place is None else place.size
         if args.quantization:
-            _require_quantisable(args, self._device)
+            _require_quantisable(args, self._device, self._ranks)
         self._hf_config = load_config(args)
-        model = load_model(args, self._hf_config, self._device, ATTENTION)
+        self._peers = None if place is None else Peers(place, self._device)
+        model, layers = self._load()
         kernels = None
         if self._device.type == "cpu":
-            threads = args.threads or default_threads(model.num_parameters())
+            threads = args.threads or default_threads(model.num_parameters(), self._ranks)
             torch.set_num_threads(threads)
             kernels = try_kernels(threads) if args.attention in ("auto", "cpu") else None
         try:
             kernel = select_attention(self._device, model.dtype, args.attention, kernels)
         except ValueError as error:
             raise InvalidConfig(str(error), "attention") from None
-        paged = PagedModel(model, kernel)
+        paged = PagedModel(model, kernel, layers)
         self._model: StepModel = paged
         self._gpu_model: GpuModel | None = None
-        if args.attention in ("auto", "triton") and can_use_triton(self._device):
+        if self._peers:
+            if kernels and model.dtype in TOLERANCE:
+                pack_linears(paged, kernels)
+        elif args.attention in ("auto", "triton") and can_use_triton(self._device):
             from rayfin.actors.runner.gpu_model import fuse_for_gpu  # Triton is not everywhere
 
             self._gpu_model = fuse_for_gpu(paged, kernel)
             self._model = self._gpu_model or paged
-        if kernels and model.dtype in TOLERANCE:
+        if not self._peers and kernels and model.dtype in TOLERANCE:
             self._model = self._on_kernels(paged, kernels, args.quantization)
         self._page_size = args.page_size
         self._epoch = -1
         self._next_step = 0
         self._failed_steps = 0  # in a row, of which no row could be computed
         self._graphs: DecodeGraphs | None = None
+        self._relay: TokenRelay | None = None  # in a group
+
+    def _load(self) -> tuple[PreTrainedModel, range | None]:
+        """The model, or this rank's share of it, and which layers that has."""
+        args, config, device = self._args, self._hf_config, self._device
+        if self._peers is None:
+            return load_model(args, config, device, ATTENTION), None
+        model = load_share(args, config, device, ATTENTION, self._peers)
+        self._peers.connect("load", LOAD_SECONDS)
+        total = config.get_text_config(decoder=True).num_hidden_layers
+        return model, self._peers.place.layers(total)
 
     @staticmethod
     def _on_kernels(
@@ -120,6 +142,7 @@ class ModelRunner:
                 lambda: self._run_largest_step(limits, model_len),
                 self._device,
                 args.memory_utilization,
+                self._ranks,
             )
         facts = ModelFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
@@ -131,7 +154,11 @@ class ModelRunner:
         return facts, limits
 
     def start(self, config: EngineConfig, epoch: int) -> None:
-        """Allocates the pages; steps of ``epoch`` may come."""
+        """Allocates the pages; steps of ``epoch`` may come.
+
+        Raises:
+            PeerLost: another rank of the group does not start.
+        """
         self._graphs = None
         self._bind(0)  # a restart frees the old pages before it takes new ones
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
@@ -139,6 +166,9 @@ class ModelRunner:
         self._sampler = Sampler(self._slots, self._device, sample)
         self._mover = PageMover(self._bind(config.num_pages), self._host(config.num_host_pages))
         self._graphs = self._decode_graphs(config)
+        if self._peers:
+            self._peers.connect(str(epoch))
+            self._relay = TokenRelay(self._peers, self._slots, self._sampler)
         self._epoch = epoch
         self._next_step = 0
 
@@ -218,6 +248,8 @@ class ModelRunner:
         try:
             return self._compute(info)
         except Exception as error:
+            if self._peers:  # the others are in the midst of it: nobody can begin again alone
+                raise
             self._leave_broken_device(error)
             result.out_of_memory |= is_out_of_memory(error)
             self._failed_steps += 1
@@ -240,13 +272,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute(self, info: SchedulerInfo) -> Sampled:
+        if self._relay:
+            self._relay.before(info)
         inputs = build_inputs(info, self._slots, self._page_size, self._device)
         wanted = self._sampler.wanted(info, inputs)
         spoiled = _planted(info) if failpoints.ACTIVE else []
         logits = self._model.forward(inputs.input_ids, inputs.batch, wanted)
         if spoiled:
             logits[np.isin(inputs.sampled_rows, spoiled).nonzero()[0]] = torch.nan
-        sampled = self._sampler.sample(info, inputs, logits)
+        sampled = (self._relay or self._sampler).sample(info, inputs, logits)
         self._slots.remember(info, sampled.tokens)
         return sampled
 
@@ -306,10 +340,12 @@ def _planted(info: SchedulerInfo) -> list[int]:
     ]
 
 
-def _require_quantisable(args: EngineArgs, device: torch.device) -> None:
+def _require_quantisable(args: EngineArgs, device: torch.device, ranks: int = 1) -> None:
     """Refuses quantization where its kernels do not run; says why."""
     why = None
-    if device.type != "cpu":
+    if ranks > 1:
+        why = "is for one device, not for several that share a model"
+    elif device.type != "cpu":
         why = f"is for a CPU, and the device is {device.type!r}"
     elif args.attention not in ("auto", "cpu"):
         why = f"runs on the compiled CPU kernels, not with attention {args.attention!r}"
@@ -334,13 +370,14 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def default_threads(parameters: int) -> int:
-    """Compute threads for a model on a CPU: all usable cores, or one for a very small model.
+def default_threads(parameters: int, ranks: int = 1) -> int:
+    """Compute threads for a rank of a model on a CPU: its share of the usable cores, or one for a
+    very small model.
 
     A step of a small model is over before its threads have found each other, and beside a busy
     HTTP process a thread that waits for a core holds up the others (docs/benchmarks/channel.md).
     """
-    return usable_cores() if parameters >= ONE_THREAD_PARAMETERS else 1
+    return max(usable_cores() // ranks, 1) if parameters >= ONE_THREAD_PARAMETERS else 1
 
 
 def usable_cores() -> int:

@@ -171,12 +171,19 @@ class _Probe:
 class PagedModel:
     """Runs a step's packed tokens through the model, with the cache of ``bind``.
 
+    Args:
+        layers: those of the model's that are here; None: all.
+
     Raises:
         UnsupportedModel: some layer keeps state that pages cannot hold.
     """
 
-    def __init__(self, model: PreTrainedModel, kernel: PagedAttention) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernel: PagedAttention, layers: range | None = None
+    ) -> None:
         self._model = model
+        total = model.config.get_text_config(decoder=True).num_hidden_layers
+        self._layers = range(total) if layers is None else layers
         self._kernel = kernel
         self._step = CurrentStep()
         self._attention_modules: list[torch.nn.Module] = []
@@ -256,13 +263,14 @@ class PagedModel:
         """Every layer must attend once, through the registry, with the window that it declares."""
         config = self._model.config.get_text_config(decoder=True)
         name = type(self._model).__name__
-        if len(probe.seen) != config.num_hidden_layers:
+        if len(probe.seen) != len(self._layers):
             raise UnsupportedModel(
-                f"{name} cannot be served: {len(probe.seen)} of {config.num_hidden_layers} layers "
+                f"{name} cannot be served: {len(probe.seen)} of {len(self._layers)} layers "
                 "attend through transformers' attention registry",
                 "model",
             )
         layer_types = getattr(config, "layer_types", None) or []
+        layer_types = layer_types[self._layers.start : self._layers.stop]
         for layer_type, window in zip(layer_types, probe.windows, strict=False):
             if (layer_type == "sliding_attention") != (window is not None):
                 raise UnsupportedModel(

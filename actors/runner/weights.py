@@ -31,7 +31,7 @@ def load_config(args: EngineArgs) -> PretrainedConfig:
             args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise InvalidConfig(_why_not_loaded(args.model, error), "model") from None
+        raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
     _refuse_unservable(config)
     return config
 
@@ -71,17 +71,29 @@ def load_model(
             model, report = loaded
             _require_all_weights(args.model, report)
     except KeyError as error:
-        if error.args != (attention,):
-            raise
-        raise UnsupportedModel(
-            _unsupported(config, "its attention cannot be paged"), "model"
-        ) from None
+        raise dispatch_refused(config, attention, error) from None
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InvalidConfig(_why_not_loaded(args.model, error), "model") from None
-    if not model._supports_attention_backend or model._is_stateful:
-        raise UnsupportedModel(_unsupported(config, "its attention cannot be paged"), "model")
+        raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
+    require_pageable(model)
     served: PreTrainedModel = model.to(device).eval()
     return served.requires_grad_(False)
+
+
+def dispatch_refused(config: PretrainedConfig, attention: str, error: KeyError) -> Exception:
+    """What to raise for a KeyError on making a model: it may say that there is no dispatch."""
+    if error.args != (attention,):
+        return error
+    return UnsupportedModel(_unsupported(config, "its attention cannot be paged"), "model")
+
+
+def require_pageable(model: PreTrainedModel) -> None:
+    """Refuses a model whose attention transformers does not dispatch, or that has other state.
+
+    Raises:
+        UnsupportedModel: it is one.
+    """
+    if not model._supports_attention_backend or model._is_stateful:
+        raise UnsupportedModel(_unsupported(model.config, "its attention cannot be paged"), "model")
 
 
 def resolve_dtype(args: EngineArgs, config: PretrainedConfig, device: torch.device) -> torch.dtype:
@@ -157,7 +169,8 @@ def _unsupported(config: PretrainedConfig, why: str) -> str:
     return f"{names} cannot be served: {why}"
 
 
-def _why_not_loaded(model: str, error: Exception) -> str:
+def why_not_loaded(model: str, error: Exception) -> str:
+    """One line about a model that could not be loaded."""
     path = Path(model)
     if not path.exists() and (path.is_absolute() or model.startswith((".", "~"))):
         return f"there is no folder {model}"

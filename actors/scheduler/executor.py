@@ -32,6 +32,12 @@ class StepMissing(RayfinError):
     code = "runner_failed"
 
 
+class PeerLost(RayfinError):
+    """A runner waits in vain for another one of its group: somebody has died, or is stuck."""
+
+    code = "runner_failed"
+
+
 class PendingStep(Protocol):
     """A step on its way."""
 

@@ -1,0 +1,56 @@
+"""What the last stage samples, made known to the stages before it.
+
+Only the last stage has logits. A stage before it goes on to its next step at once, and waits for
+tokens where that step is to begin with them: in between it computes prompts.
+"""
+
+from collections import deque
+
+import numpy as np
+import torch
+
+from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo
+from rayfin.actors.runner.batch import StepInputs
+from rayfin.actors.runner.parallel import Peers
+from rayfin.actors.runner.request_slots import RequestSlots
+from rayfin.actors.runner.sampler import Sampled, Sampler
+
+
+class TokenRelay:
+    """Stands between a stage's forward and the step's result."""
+
+    def __init__(self, peers: Peers, slots: RequestSlots, sampler: Sampler) -> None:
+        self._peers = peers
+        self._slots = slots
+        self._sampler = sampler
+        self._awaited = deque[tuple[SchedulerInfo, Int64Array]]()  # steps, and rows that sample
+
+    def before(self, info: SchedulerInfo) -> None:
+        """The step's inputs are about to be built; some may be tokens that are on their way."""
+        if (info.merge_prompt < 0).any():
+            self._settle()
+
+    def sample(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> Sampled:
+        """The step's tokens; on a stage before the last NO_TOKEN for those that are to come."""
+        rows = inputs.sampled_rows
+        if self._peers.place.is_last:
+            sampled = self._sampler.sample(info, inputs, logits)
+            if len(rows):
+                self._peers.send_tokens(sampled.tokens[rows])
+            return sampled
+        if info.lease > 1 and len(rows):  # which of its rows go on depends on them
+            self._settle()
+            return Sampled(self._receive(info, rows))
+        if len(rows):
+            self._awaited.append((info, rows))
+        return Sampled(np.full(len(info.ids), NO_TOKEN, np.int32))
+
+    def _settle(self) -> None:
+        while self._awaited:
+            earlier, rows = self._awaited.popleft()
+            self._slots.remember(earlier, self._receive(earlier, rows))
+
+    def _receive(self, info: SchedulerInfo, rows: Int64Array) -> Int32Array:
+        tokens = np.full(len(info.ids), NO_TOKEN, np.int32)
+        tokens[rows] = self._peers.receive_tokens(len(rows))
+        return tokens

@@ -1,0 +1,187 @@
+"""A rank's share of a model, read from safetensors slice by slice: no rank reads the whole."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.runner.parallel import Peers
+from rayfin.actors.runner.shards import Cut, check_sizes, checkpoint_name, cut_model
+from rayfin.actors.runner.weights import (
+    dispatch_refused,
+    require_pageable,
+    require_safetensors,
+    resolve_dtype,
+    why_not_loaded,
+)
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Checkpoint:
+    """The tensors of a model's safetensors files, opened as they are wanted.
+
+    Raises:
+        InvalidConfig: there are no such files.
+        OSError: a name of the hub that cannot be had.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        require_safetensors(args.model)
+        self._model = args.model
+        self._files: dict[str, Path] = {}
+        for path in _files(args):
+            with safe_open(path, framework="pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, shape: torch.Size, cut: Cut | None) -> torch.Tensor:
+        """The tensor ``name``, or its part; ``shape`` is what is wanted, of the part.
+
+        Raises:
+            InvalidConfig: it is not there, or of another shape.
+        """
+        if name not in self._files:
+            raise InvalidConfig(f"{self._model} lacks the weight {name}", "model")
+        wanted = list(shape)
+        if cut is not None:
+            wanted[cut.dim] = cut.whole
+        with safe_open(self._files[name], framework="pt") as file:
+            stored = file.get_slice(name)
+            if stored.get_shape() != wanted:
+                raise InvalidConfig(
+                    f"{self._model} holds {name} of shape {stored.get_shape()}, its config "
+                    f"wants {wanted}",
+                    "model",
+                )
+            if cut is None:
+                whole: torch.Tensor = file.get_tensor(name)
+                return whole
+            stop = min(cut.stop, cut.whole)
+            start = min(cut.start, stop)
+            part = stored[start:stop] if cut.dim == 0 else stored[:, start:stop]
+        return _filled_up(part, shape)
+
+
+def load_share(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, attention: str, peers: Peers
+) -> PreTrainedModel:
+    """What ``load_model`` gives, of which this rank has its share only.
+
+    ``load_format="dummy"`` draws each weight from ``seed`` and its name: not what one rank alone
+    draws.
+
+    Raises:
+        InvalidConfig: sizes do not divide; weights are missing, broken or of other shapes.
+        UnsupportedModel: the architecture cannot be cut, or its attention not be paged.
+    """
+    check_sizes(config, peers.place)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config,
+                trust_remote_code=args.trust_remote_code,
+                dtype=resolve_dtype(args, config, device),
+                attn_implementation=attention,
+            )
+    except KeyError as error:
+        raise dispatch_refused(config, attention, error) from None
+    require_pageable(model)
+    ties = model.all_tied_weights_keys
+    cuts = cut_model(model, peers)
+    _make_buffers(model, device)
+    try:
+        if args.load_format == "dummy":
+            _draw(model, cuts, args.seed, device)
+        else:
+            _read(model, cuts, Checkpoint(args), ties, device)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
+    served: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
+    return served.requires_grad_(False)
+
+
+def _read(
+    model: PreTrainedModel,
+    cuts: dict[str, Cut],
+    checkpoint: Checkpoint,
+    ties: dict[str, str],
+    device: torch.device,
+) -> None:
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        source = checkpoint_name(name)
+        if source in ties and (ties[source] in checkpoint or source not in checkpoint):
+            source = ties[source]
+        tensor = checkpoint.read(source, parameter.shape, cuts.get(name))
+        _set(model, name, tensor.to(device, parameter.dtype))
+
+
+def _draw(model: PreTrainedModel, cuts: dict[str, Cut], seed: int, device: torch.device) -> None:
+    spread = getattr(model.config, "initializer_range", None) or 0.02
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        shape, cut = list(parameter.shape), cuts.get(name)
+        if cut is not None:
+            shape[cut.dim] = cut.whole
+        source = checkpoint_name(name)
+        if len(shape) > 1:
+            draw = torch.Generator().manual_seed(seed ^ zlib.crc32(source.encode()))
+            tensor = torch.empty(shape).normal_(0.0, spread, generator=draw)
+        else:
+            tensor = torch.zeros(shape) if source.endswith("bias") else torch.ones(shape)
+        if cut is not None:
+            stop = min(cut.stop, cut.whole)
+            start = min(cut.start, stop)
+            tensor = _filled_up(tensor.narrow(cut.dim, start, stop - start), parameter.shape)
+        _set(model, name, tensor.to(device, parameter.dtype))
+
+
+def _filled_up(part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """``part`` with zeros behind its rows where there are not enough."""
+    if part.shape == shape:
+        return part
+    whole = part.new_zeros(shape)
+    whole[: len(part)] = part
+    return whole
+
+
+def _set(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    parameter = torch.nn.Parameter(tensor.contiguous(), requires_grad=False)
+    setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Rotary frequencies and such, by the model's own initialisation, as transformers does it."""
+    for module in model.modules():
+        buffers: dict[str, Any] = module._buffers
+        if not buffers:
+            continue
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                buffers[name] = torch.empty_like(buffer, device=device)
+        model._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+def _files(args: EngineArgs) -> list[Path]:
+    def find(name: str) -> str | None:
+        found: str | None = cached_file(
+            args.model, name, revision=args.revision, _raise_exceptions_for_missing_entries=False
+        )
+        return found
+
+    if index := find(INDEX):
+        names = set(json.loads(Path(index).read_text())["weight_map"].values())
+        found = [find(name) for name in sorted(names)]
+        return [Path(path) for path in found if path]
+    if single := find(SINGLE):
+        return [Path(single)]
+    return sorted(Path(args.model).glob("*.safetensors"))

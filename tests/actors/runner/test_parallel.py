@@ -1,0 +1,254 @@
+"""Groups of runners give the tokens of one: ranks are threads here, with real Gloo between them."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayfin.actors.config import EngineArgs, resolve
+from rayfin.actors.errors import RayfinError
+from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StepResult
+from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.paged_model import ATTENTION
+from rayfin.actors.runner.parallel import Peers, open_store
+from rayfin.actors.runner.place import Place
+from rayfin.actors.runner.shard_weights import Checkpoint, load_share
+from rayfin.actors.runner.weights import load_config
+from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.executor import PeerLost
+
+Make = Callable[..., Any]
+HOST = "127.0.0.1"
+OUTPUT = 12
+SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3)]  # tensor size, stages
+PROMPTS = [[5, 9, 3, 100, 7, 7, 60, 2, 44, 31, 8], [4, 9, 90], [77] * 6, [5, 9, 3, 100, 7, 7, 1]]
+
+
+@dataclass
+class _Step:
+    """A step on all ranks."""
+
+    answers: list["Future[StepResult]"]
+    answering: int
+
+    def result(self) -> StepResult:
+        return self.answers[self.answering].result(60)
+
+
+class Group:
+    """The ranks of an engine as threads of this process, behind the executor's interface."""
+
+    def __init__(
+        self, args: EngineArgs, tensor: int, stages: int, num_pages: int | None = None
+    ) -> None:
+        self.args = args
+        self.sizes = (tensor, stages)
+        ranks = range(tensor * stages)
+        self.epoch = 0
+        self.store = open_store()
+        self.threads = [ThreadPoolExecutor(1) for _ in ranks]
+        self.steps: list[SchedulerInfo] = []
+        try:
+            self.runners: list[ModelRunner] = self._all(self._load, ranks)
+            facts = self._all(ModelRunner.profile, self.runners)
+            scarcest = min(facts, key=lambda own: own[0].available_bytes // own[0].page_bytes)
+            config = resolve(args, *scarcest)
+            pages = num_pages or config.num_pages
+            self.config = replace(config, num_pages=pages, steps_in_flight=stages + 1)
+            self.restart()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, info: SchedulerInfo) -> _Step:
+        self.steps.append(info)
+        calls = zip(self.threads, self.runners, strict=True)
+        answers = [thread.submit(runner.execute, info) for thread, runner in calls]
+        tensor, stages = self.sizes
+        return _Step(answers, tensor * (stages - 1))
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self._all(lambda runner: runner.start(self.config, self.epoch), self.runners)
+
+    def sleep(self) -> None:
+        self._all(ModelRunner.sleep, self.runners)
+
+    def wake(self) -> None:
+        self.restart()
+
+    def close(self) -> None:
+        for thread in self.threads:
+            thread.shutdown(wait=False)
+
+    def _load(self, rank: int) -> ModelRunner:
+        return ModelRunner(self.args, Place(rank, *self.sizes, (HOST, self.store.port), HOST))
+
+    def _all(self, call: Callable[[Any], Any], of: Sequence[Any]) -> list[Any]:
+        pairs = zip(self.threads, of, strict=True)
+        answers = [thread.submit(call, own) for thread, own in pairs]
+        return [answer.result(60) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def group(engine_args: Make) -> Iterator[Make]:
+    """Makes groups, which end with the module; those of the same settings are one."""
+    made: dict[Any, Group] = {}
+    with ExitStack() as stack:
+
+        def make(folder: Path, tensor: int, stages: int, **settings: Any) -> Group:
+            pages = settings.pop("num_pages", None)
+            key = (engine_args(folder, **settings), tensor, stages, pages)
+            if key in made:
+                made[key].restart()
+            else:
+                made[key] = Group(*key)
+                stack.callback(made[key].close)
+            return made[key]
+
+        yield make
+
+
+def _run(
+    group: Group, requests: Sequence[EngineRequest], stagger: int = 0, fast: bool = False
+) -> Any:
+    """Tokens and log probabilities of all requests by key, and the engine."""
+    engine = Engine(group.config, group)
+    if fast:  # as long a lease as may be, however long steps take
+        engine._leases.observe(1e-6, 1)
+        engine._leases.observe = lambda *_, **__: None  # type: ignore[method-assign]
+    tokens: dict[int, list[int]] = {request.key: [] for request in requests}
+    logprobs: dict[int, list[float]] = {request.key: [] for request in requests}
+    waiting, countdown = list(requests), 0
+    while waiting or engine.has_work:
+        while waiting and countdown <= 0:
+            engine.add(waiting.pop(0))
+            countdown = stagger
+        countdown -= 1
+        for deltas in engine.step().values():
+            for key, token in zip(deltas.keys.tolist(), deltas.tokens.tolist(), strict=True):
+                tokens[key].append(token)
+            if deltas.logprobs is not None:
+                for at, entry in deltas.logprobs.entries():
+                    logprobs[int(deltas.keys[at])].append(entry.logprob)
+            assert not [ended.error for ended in deltas.ended if ended.error]
+    engine.check_integrity()
+    return tokens, logprobs, engine
+
+
+@pytest.mark.parametrize(("tensor", "stages"), SHAPES)
+@pytest.mark.parametrize("form", ["llama", "gemma3_text"])
+def test_greedy(
+    form: str, tensor: int, stages: int, tiny_model: Make, group: Make, request_of: Make
+) -> None:
+    """What transformers says, with prompts in chunks, requests that come later, prefix hits."""
+    tiny = tiny_model(form)
+    ranks = group(tiny.folder, tensor, stages, max_batch_tokens=8)
+    requests = [request_of(key, prompt, OUTPUT) for key, prompt in enumerate(PROMPTS)]
+    tokens, _, engine = _run(ranks, requests, stagger=2)
+    assert tokens == {key: tiny.greedy(own, OUTPUT) for key, own in enumerate(PROMPTS)}
+    assert engine.stats().prefix_hits > 0
+
+
+SAMPLED = [
+    Sampling(temperature=0.8, seed=11, top_k=40, top_p=0.9, logprobs=2),
+    Sampling(temperature=1.0, seed=12, presence_penalty=0.5, frequency_penalty=0.3),
+    Sampling(repetition_penalty=1.3, logprobs=0),
+    Sampling(banned=(7, 9), banned_until=20, logit_bias=((5, 3.0),), bad_words=((3, 100),)),
+]
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (2, 2)])
+def test_what_one_rank_samples(
+    tensor: int, stages: int, tiny_model: Make, served: Make, group: Make, request_of: Make
+) -> None:
+    """Seeds, penalties, rules and log probabilities; with preemption for want of pages."""
+    folder = tiny_model("llama").folder
+    alone = served(folder, max_batch_tokens=8)
+    requests = [
+        request_of(key, prompt, OUTPUT, sampling=SAMPLED[key]) for key, prompt in enumerate(PROMPTS)
+    ]
+    expected = alone.run(*requests)
+    ranks = group(folder, tensor, stages, max_batch_tokens=8, max_model_len=24, num_pages=9)
+    tokens, logprobs, engine = _run(ranks, requests)
+    assert tokens == expected
+    assert engine.lifecycle.num_preemptions > 0
+    for key in (0, 2):
+        told = [entry[0] for entry in alone.logprobs[key]]
+        assert logprobs[key] == pytest.approx(told, abs=1e-4)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_lease(tensor: int, stages: int, tiny_model: Make, group: Make, request_of: Make) -> None:
+    """Rows of one call end at different steps, on all ranks alike."""
+    tiny = tiny_model("llama")
+    ranks = group(tiny.folder, tensor, stages, max_batch_tokens=8, max_lease=8)
+    limits = [3, 12, 7, 10]
+    requests = [request_of(key, PROMPTS[key], limits[key]) for key in range(4)]
+    tokens, _, _ = _run(ranks, requests, fast=True)
+    assert tokens == {key: tiny.greedy(PROMPTS[key], limits[key]) for key in range(4)}
+    assert max(step.lease for step in ranks.steps) > 1
+
+
+def test_peer_that_does_not_come(tiny_model: Make, group: Make) -> None:
+    """A rank that is alone says so, instead of waiting for ever."""
+    ranks = group(tiny_model("llama").folder, 2, 1, max_batch_tokens=8)
+    with pytest.raises(PeerLost, match="does not answer"):
+        ranks.runners[0]._peers.connect("alone", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("form", "tensor", "stages", "param", "words"),
+    [
+        ("llama", 3, 1, "tensor_parallel_size", "does not divide the model's num_attention_heads"),
+        ("llama", 4, 1, "tensor_parallel_size", "num_key_value_heads (2)"),
+        ("llama", 1, 4, "pipeline_parallel_size", "over the model's 3 layers"),
+        ("phi3", 2, 1, "tensor_parallel_size", "cannot run on several devices"),
+        ("mixtral", 2, 1, "tensor_parallel_size", "cannot run on several devices"),
+        ("gpt2", 2, 1, "tensor_parallel_size", "cannot run on several devices"),
+        ("gpt_neox", 1, 2, "pipeline_parallel_size", "cannot run on several devices"),
+    ],
+)
+def test_refused(
+    *,
+    form: str,
+    tensor: int,
+    stages: int,
+    param: str,
+    words: str,
+    tiny_model: Make,
+    engine_args: Make,
+) -> None:
+    args = engine_args(tiny_model(form).folder)
+    with pytest.raises(RayfinError, match=re.escape(words)) as refused:
+        ModelRunner(args, Place(0, tensor, stages, (HOST, 1), HOST))
+    assert refused.value.param == param
+
+
+def test_a_rank_reads_its_share(
+    tiny_model: Make, engine_args: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each cut tensor its slice and no more; of other stages' layers nothing."""
+    tiny, read = tiny_model("llama"), dict[str, torch.Tensor]()
+
+    def spy(checkpoint: Checkpoint, name: str, *how: Any) -> torch.Tensor:
+        read[name] = own_read(checkpoint, name, *how)
+        return read[name]
+
+    own_read = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", spy)
+    args = engine_args(tiny.folder)
+    peers = Peers(Place(3, 2, 2, (HOST, 1), HOST), torch.device("cpu"))  # never connected
+    load_share(args, load_config(args), torch.device("cpu"), ATTENTION, peers)
+    whole = tiny.model.state_dict()
+    assert not [name for name in read if ".layers.0." in name or "embed" in name]
+    query, out = "model.layers.1.self_attn.q_proj.weight", "model.layers.2.mlp.down_proj.weight"
+    assert torch.equal(read[query], whole[query][16:])
+    assert torch.equal(read[out], whole[out][:, 24:])
+    assert torch.equal(read["lm_head.weight"], whole["lm_head.weight"][64:])
