@@ -257,6 +257,7 @@ class Ended:
     hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
     deaths: int = 0  # of runners that had it in flight, of which it has not been cleared
     queued: float = 0.0  # seconds from its arrival here until it was admitted
+    first_token: float | None = None  # and to its first token, if there was one
 
 
 @dataclass(slots=True)
@@ -299,7 +300,8 @@ class TokenDelta:
     logprobs: list[TokenLogprob] | None = None  # one for each token, where the request asks
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
     hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
-    queued: float = 0.0  # seconds, in the last delta: until its engine admitted it
+    queued: float = 0.0  # seconds, in the last delta: until its engine admitted it ...
+    first_token: float | None = None  # ... and until it had its first token, if there was one
 
 
 @dataclass(slots=True, frozen=True)

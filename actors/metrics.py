@@ -24,6 +24,7 @@ EVERY_ENGINE = "all"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 REPLAY_REASONS = ("lost", "moved")
 WAITING_REASONS = ("capacity", "deferred")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 PAGE_STATES = ("held", "cached", "free")
 TOKEN_SOURCES = ("local_compute", "local_cache_hit")
 REJECTIONS = ("queue_full", "draining", "quarantined", "invalid")
@@ -145,6 +146,14 @@ ENGINE_GAUGES = (
     ),
     _gauge("engine_epoch", "Grows whenever the runners are replaced.", lambda s: s.epoch),
     _gauge("engine_draining", "1 while it takes no new requests.", lambda s: s.draining),
+    _gauge(
+        "engine_sleep_state",
+        "1 at the state that it is in; asleep is weights_offloaded, though they stay.",
+        lambda s: {"awake": not s.asleep, "weights_offloaded": s.asleep},
+        "sleep_state",
+        SLEEP_STATES,
+        alias=True,
+    ),
     _gauge(
         "engine_stalled_seconds",
         "Since it finished a step, while it has work; 0 when idle.",
@@ -272,6 +281,11 @@ ENGINE_HISTOGRAMS = (
         "Decode time by tokens after the first.",
         bounds=VLLM_ITL_BOUNDS,
     ),
+    _histogram(
+        "step_transport_seconds",
+        "Of a step: to the runner and back, as far as the scheduler waited for it.",
+        alias=False,
+    ),
 )
 
 
@@ -327,6 +341,11 @@ INGRESS_FAMILIES = (
         "first_flush_seconds",
         "histogram",
         "From a streamed HTTP request's arrival to the first event on the wire.",
+    ),
+    _of_ingress(
+        "request_transport_seconds",
+        "histogram",
+        "To the engine, until its loop takes the request in, and back with the first token.",
     ),
     _of_ingress("request_params_n", "histogram", "Choices of a prompt.", alias=True),
     _of_ingress(

@@ -40,6 +40,7 @@ class IngressCounts:
         self.e2e = Histogram(LATENCY_BOUNDS)
         self.ingress_time = Histogram(LATENCY_BOUNDS)
         self.first_flush = Histogram(TTFT_BOUNDS)
+        self.transit = Histogram(ITL_BOUNDS)
         self.disconnects = 0
         self._in_flight = in_flight
         self.replays = dict.fromkeys(REPLAY_REASONS, 0)
@@ -90,6 +91,7 @@ class IngressCounts:
             "e2e_request_latency_seconds": self.e2e,
             "ingress_time_seconds": self.ingress_time,
             "first_flush_seconds": self.first_flush,
+            "request_transport_seconds": self.transit,
             "request_params_n": self._choices,
             "request_max_num_generation_tokens": self._longest,
         }

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from rayfin.actors.hub.collector import render
 from rayfin.actors.hub.ledger import Ledger, engine_report
@@ -14,7 +15,9 @@ from rayfin.deployments.admin.report import EngineReport
 from rayfin.deployments.hub_link import HubLink
 from rayfin.deployments.ingress_counts import IngressCounts
 from rayfin.deployments.ray_client import RayEngineClient
-from rayfin.deployments.tracing import Tracing
+
+if TYPE_CHECKING:  # its packages are an extra
+    from rayfin.deployments.tracing import Tracing
 
 
 class ObservedClient:
@@ -32,7 +35,7 @@ class ObservedClient:
         model_name: str,
         hub: HubLink | None = None,
         alias: str | None = None,
-        tracing: Tracing | None = None,
+        tracing: "Tracing | None" = None,
     ) -> None:
         self._client = client
         self._counts = counts
@@ -42,6 +45,7 @@ class ObservedClient:
         self._tracing = tracing
         self._own = Ledger()  # without a hub
         client.on_replay = self._replayed
+        client.on_transit = counts.transit.observe
 
     async def info(self) -> EngineInfo:
         return await self._client.info()

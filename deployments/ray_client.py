@@ -25,6 +25,7 @@ from rayfin.deployments.engine_link import EngineLink, EngineLost, News
 from rayfin.deployments.prefix_router import PrefixAware
 from rayfin.deployments.replay import Replay
 from rayfin.deployments.router import Router
+from rayfin.deployments.transit import Transit
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class RayEngineClient:
         self._homes: dict[int, EngineLink] = {}  # of elders that run: siblings go there too
         self._any_ready = asyncio.Event()
         self.on_replay: Callable[[str], None] = lambda reason: None  # of REPLAY_REASONS
+        self.on_transit: Callable[[float], None] = lambda seconds: None
         self._refreshing = asyncio.create_task(self._refresh())
 
     async def info(self) -> EngineInfo:
@@ -112,10 +114,13 @@ class RayEngineClient:
                 attempt = replay.attempt(_now())
                 key = attempt.key
                 self._homes[request.key] = link
-                news = link.open(attempt)
+                news, transit = link.open(attempt), Transit(_now())
                 try:
                     while True:
-                        delta = replay.take(await _next(news), _now())
+                        delta = await _next(news)
+                        delta = replay.take(delta, now := _now())
+                        if (seconds := transit.take(delta, now)) is not None:
+                            self.on_transit(seconds)
                         failures = 0
                         refused.clear()
                         yield delta

@@ -61,6 +61,7 @@ class EngineCounts:
         self._decode = Histogram(LATENCY_BOUNDS)
         self._inference = Histogram(LATENCY_BOUNDS)
         self._per_token = Histogram(ITL_BOUNDS)
+        self.transport = Histogram(ITL_BOUNDS)  # of steps; StepTransport's
 
     def admitted(self, request: Request) -> None:
         """It runs for the first time."""
@@ -135,4 +136,5 @@ class EngineCounts:
             "request_decode_time_seconds": self._decode.copy(),
             "request_inference_time_seconds": self._inference.copy(),
             "request_time_per_output_token_seconds": self._per_token.copy(),
+            "step_transport_seconds": self.transport.copy(),
         }

@@ -48,6 +48,7 @@ from rayfin.actors.scheduler.stopping import ended_requests
 from rayfin.actors.scheduler.taint import tainted_requests
 from rayfin.actors.scheduler.token_logs import TokenLogs
 from rayfin.actors.scheduler.token_scheduler import TokenScheduler
+from rayfin.actors.scheduler.transport import StepTransport
 from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.cache.prefix_index import HashChain
 
@@ -83,6 +84,7 @@ class Engine:
         self._builder.restart(executor.epoch)
         self._executor = executor
         self._in_flight: deque[tuple[StepRecord, PendingStep]] = deque()
+        self._transport = StepTransport(clock, self.lifecycle.counts.transport)
         self._live: dict[tuple[str, int], Request] = {}
         self._arrivals = 0
         self._outbox = Outbox()
@@ -244,6 +246,7 @@ class Engine:
                 record = self._builder.build(decoding, chunks, lease)
                 if record is None:
                     break
+                self._transport.sent()
                 self._in_flight.append((record, self._executor.submit(record.info)))
             if self._in_flight:
                 self._take_oldest()
@@ -290,7 +293,7 @@ class Engine:
     def _take_oldest(self) -> None:
         """Waits for the oldest step in flight, which stays so if it fails."""
         record, pending = self._in_flight[0]
-        self._update(record, pending.result())
+        self._update(record, self._transport.result(pending))
         self._in_flight.popleft()
 
     def _update(self, record: StepRecord, result: StepResult) -> None:
@@ -392,11 +395,12 @@ class Engine:
         cached = request.cached_tokens
         admitted = self._clock() if request.admitted_at is None else request.admitted_at
         queued = admitted - request.arrival
+        first = request.first_token_at
         self._outbox.end(
             source.client,
             Ended(
                 *(source.key, reason, stop_reason, error, cached, list(hypotheses)),
-                *(request.deaths, queued),
+                *(request.deaths, queued, None if first is None else first - request.arrival),
             ),
         )
 
@@ -417,6 +421,7 @@ class Engine:
             self._restarts_without_progress = 0
             self._end(convicted, "error", error=self._quarantine.block(convicted))
         self._in_flight.clear()
+        self._transport.forget()
         self.lifecycle.restart()
         while True:
             self._restarts_without_progress += 1

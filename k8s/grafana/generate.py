@@ -115,6 +115,7 @@ OVERVIEW = [
 
 PHASES = {
     "ingress": mean("ingress_time_seconds", MODEL),
+    "transport": mean("request_transport_seconds", MODEL),
     "queue": mean("request_queue_time_seconds"),
     "prefill": mean("request_prefill_time_seconds"),
     "decode": mean("request_decode_time_seconds"),
@@ -130,6 +131,17 @@ LATENCY = [
     latency("Time per output token", "request_time_per_output_token_seconds"),
     latency("Whole request", E2E, MODEL),
     latency("Ingress", "ingress_time_seconds", MODEL, "Checks, template, tokenizing."),
+    latency(
+        "Between ingress and engine",
+        "request_transport_seconds",
+        MODEL,
+        "There, until the engine's loop takes the request in, and back with the first token.",
+    ),
+    latency(
+        "Between scheduler and runner",
+        "step_transport_seconds",
+        help="Of a step, as far as the step before did not hide it.",
+    ),
     latency("Queue", "request_queue_time_seconds"),
     latency("Prefill", "request_prefill_time_seconds"),
     latency("Decode", "request_decode_time_seconds"),
@@ -248,6 +260,7 @@ RELIABILITY = [
     Panel("Clients that left", {"requests": rate("client_disconnects_total", MODEL)}, "reqps"),
     Panel("No step finished for", {BY_ENGINE: f"rayfin_engine_stalled_seconds{{{ENGINE}}}"}, "s"),
     Panel("Draining", {BY_ENGINE: f"rayfin_engine_draining{{{ENGINE}}}"}),
+    Panel("Awake or asleep", {"{{sleep_state}}": total("engine_sleep_state", by="sleep_state")}),
 ]
 
 OF_MODEL = "{{model_name}}"

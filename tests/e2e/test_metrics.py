@@ -42,6 +42,7 @@ def test_acceptance_numbers(app: Any, http: httpx.Client, stream: bool) -> None:
     assert grown["prompt_tokens_total"] == R * P and grown["generation_tokens_total"] == R * T
     assert grown["iteration_tokens_total_sum"] == R * (P + T)
     assert grown["iteration_tokens_total_count"] == grown["engine_steps_total"] == R * T
+    assert 0 < grown["step_transport_seconds_count"] <= R * T  # leases are several steps
     assert grown["inter_token_latency_seconds_count"] == R * (T - 1)
     assert grown["first_flush_seconds_count"] == R * stream
     assert grown["request_success_total/length"] == R
@@ -50,6 +51,7 @@ def test_acceptance_numbers(app: Any, http: httpx.Client, stream: bool) -> None:
         "time_to_first_token_seconds",
         "e2e_request_latency_seconds",
         "ingress_time_seconds",
+        "request_transport_seconds",
         *(f"request_{phase}_time_seconds" for phase in phases),
         "request_time_per_output_token_seconds",
         "request_prompt_tokens",
@@ -68,6 +70,9 @@ def test_acceptance_numbers(app: Any, http: httpx.Client, stream: bool) -> None:
     }
     engine = sum(grown[f"request_{phase}_time_seconds_sum"] for phase in phases[:3])
     assert engine <= grown["e2e_request_latency_seconds_sum"]
+    first = sum(grown[f"request_{phase}_time_seconds_sum"] for phase in ("queue", "prefill"))
+    transport = grown["request_transport_seconds_sum"]
+    assert 0 < transport and first + transport <= grown["time_to_first_token_seconds_sum"]
     zeros = ("client_disconnects_total", "num_preemptions_total", "engine_restarts_total")
     assert [grown[name] for name in zeros] == [0, 0, 0]
 
