@@ -6,6 +6,7 @@ from typing import Any
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
+from rayfin.deployments.admin.port import admin_deployment
 from rayfin.deployments.autoscaling import autoscaling
 from rayfin.deployments.edge.settings import Cors, EdgeSettings
 from rayfin.deployments.engine import EngineDeployment
@@ -54,12 +55,16 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
         graceful_shutdown_timeout_s=drain,
     )
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
+    admin = None
+    if server.admin_port is not None:
+        admin = admin_deployment(server.admin_host, server.admin_port, server.admin_keys())
     keeper_class: Any = KeeperDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
-    # Serve replaces ingresses whose settings change: not for another number of engines.
+    # Serve replaces ingresses whose settings change: not for what others have to know.
     secrets: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key"))
-    own = replace(server, **secrets, data_parallel_size=1, min_engines=None, max_engines=None)
-    app: Application = ingress.bind(own, engine_args, edge, engine, keeper)
+    others: dict[str, Any] = dict.fromkeys(("min_engines", "max_engines", "admin_port"))
+    own = replace(server, **secrets, **others, data_parallel_size=1)
+    app: Application = ingress.bind(own, engine_args, edge, engine, keeper, admin)
     return app
 
 
@@ -97,7 +102,7 @@ def edge_settings(server: ServerArgs) -> EdgeSettings:
     )
     return EdgeSettings(
         keys=server.api_keys(),
-        admin_keys=server.admin_keys(),
+        admin_keys=server.admin_keys() if server.admin_port is None else None,
         cors=cors,
         max_body_bytes=server.max_body_bytes,
         docs=server.enable_docs,

@@ -4,7 +4,7 @@ import asyncio
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from fastapi import FastAPI
@@ -16,7 +16,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.hub.actor import HubSettings, start_hub
 from rayfin.actors.logs import set_up
 from rayfin.actors.messages import EngineInfo
@@ -41,7 +41,11 @@ from rayfin.deployments.ray_client import Patience, RayEngineClient
 from rayfin.deployments.requests import sampling_defaults
 from rayfin.deployments.server_args import ServerArgs
 from rayfin.deployments.text.tokenizer import Tokenizer
-from rayfin.deployments.tracing import Tracing
+
+if TYPE_CHECKING:  # its packages are an extra
+    from rayfin.deployments.tracing import Tracing
+
+NO_TRACING = "otlp_traces_endpoint needs some packages: pip install 'rayfin[tracing]'"
 
 
 @serve.deployment(
@@ -53,7 +57,7 @@ from rayfin.deployments.tracing import Tracing
 )
 @serve.ingress()
 class IngressDeployment:
-    """One HTTP replica. ``engine`` is only bound so that Serve deploys it with this one.
+    """One HTTP replica. ``engine`` and ``admin`` are only bound so that Serve deploys them too.
 
     ``keeper`` holds the responses that several replicas share.
     """
@@ -65,6 +69,7 @@ class IngressDeployment:
         edge: EdgeSettings,
         engine: DeploymentHandle[Any],
         keeper: DeploymentHandle[Any] | None = None,
+        admin: DeploymentHandle[Any] | None = None,
     ) -> None:
         set_up(engine_args.log_format, engine_args.log_level)
         step_behind_runners()
@@ -85,7 +90,7 @@ class IngressDeployment:
         if server.generation_config == "auto":
             defaults = sampling_defaults(model_path(engine_args.model), engine_args.revision)
         endpoint = server.otlp_traces_endpoint
-        tracing = None if endpoint is None else Tracing.to(endpoint, name)
+        tracing = None if endpoint is None else start_tracing(endpoint, name)
         info = await _first_info(client)
         load = Load()
         counts = IngressCounts(lambda: load.in_flight)
@@ -109,6 +114,11 @@ class IngressDeployment:
             if keeper is None
             else SharedResponses(context.replica_id.unique_id, keeper_calls(keeper)),
         )
+
+    async def __del__(self) -> None:  # Serve awaits it at the end, when all requests have ended
+        service = getattr(self, "_service", None)
+        if service is not None and service.tracing is not None:
+            await asyncio.to_thread(service.tracing.close)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = build_api(self._service)
@@ -145,6 +155,19 @@ class BehindServe:
             await send(message)
 
         await self._app(scope, receive_or_gone, without_id)
+
+
+def start_tracing(endpoint: str, model: str) -> "Tracing":
+    """Spans that go to an OTLP collector.
+
+    Raises:
+        InvalidConfig: the packages for it are not installed.
+    """
+    try:
+        from rayfin.deployments.tracing import Tracing
+    except ImportError:
+        raise InvalidConfig(NO_TRACING, "otlp_traces_endpoint") from None
+    return Tracing.to(endpoint, model)
 
 
 async def _first_info(client: RayEngineClient) -> EngineInfo:

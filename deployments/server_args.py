@@ -34,6 +34,11 @@ class ServerArgs:
     admin_api_key: str | list[str] | None = _flag(
         None, "operators must send one to /admin/*, which is not there without"
     )
+    admin_port: int | None = _flag(
+        None,
+        "serve /admin/* on this port of the cluster's head node, and no longer beside the API",
+    )
+    admin_host: str = _flag("127.0.0.1", "with --admin-port: the address; 0.0.0.0: all")
     allowed_origins: list[str] | None = _flag(
         None, "web pages that may call the API from a browser; may be repeated"
     )
@@ -100,10 +105,11 @@ class ServerArgs:
             raise InvalidConfig(
                 f"metrics_alias must be 'vllm', got {self.metrics_alias!r}", "metrics_alias"
             )
-        if self.metrics_port is not None and not 0 < self.metrics_port < 65536:
-            raise InvalidConfig(
-                f"metrics_port must be in [1, 65535], got {self.metrics_port}", "metrics_port"
-            )
+        for name in ("metrics_port", "admin_port"):
+            if (value := getattr(self, name)) is not None and not 0 < value < 65536:
+                raise InvalidConfig(f"{name} must be in [1, 65535], got {value}", name)
+        if self.admin_port is not None and self.admin_port == self.metrics_port:
+            raise InvalidConfig("admin_port must not be metrics_port", "admin_port")
         for name in ("ingress_replicas", "data_parallel_size"):
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)

@@ -52,7 +52,10 @@ def serve(
         KeyboardInterrupt: Ctrl-C or SIGTERM came before it was ready; all is stopped.
     """
     check_model(engine)
+    _check_ports(server, port)
     with _cluster(verbose) as ours, _serve_instance(host, port, keep=ours):
+        if ours:  # the head node is here
+            _require_own_ports(server)
         # From here on: Ray has set a SIGTERM handler that aborts, and a shell script starts what it
         # puts in the background with SIGINT ignored.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -109,7 +112,7 @@ def _serve_instance(host: str, port: int, *, keep: bool) -> Iterator[None]:
             )
         yield
         return
-    _require_free(host, port)
+    _require_free(host, port, "port")
     ray_serve.start(http_options={"host": host, "port": port})
     try:
         yield
@@ -162,7 +165,28 @@ def _serve_port() -> int | None:
     return None if client is None else int(client.http_config.port)
 
 
-def _require_free(host: str, port: int) -> None:
+def _check_ports(server: ServerArgs, port: int) -> None:
+    """Raises:
+    InvalidConfig: two doors have one port, or the operators' has no key.
+    """
+    for name in ("metrics_port", "admin_port"):
+        if getattr(server, name) == port:
+            raise InvalidConfig(f"{name} must not be the API's, {port}", name)
+    if server.admin_port is not None and server.admin_keys() is None:
+        raise InvalidConfig("admin_port needs admin_api_key", "admin_port")
+
+
+def _require_own_ports(server: ServerArgs) -> None:
+    """Raises:
+    InvalidConfig: one of the ports beside the API's is taken.
+    """
+    if server.metrics_port is not None:
+        _require_free("0.0.0.0", server.metrics_port, "metrics_port")
+    if server.admin_port is not None:
+        _require_free(server.admin_host, server.admin_port, "admin_port")
+
+
+def _require_free(host: str, port: int, name: str) -> None:
     """Refuses a port that something listens on.
 
     Raises:
@@ -175,7 +199,7 @@ def _require_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise InvalidConfig(
-                f"cannot listen on {host}:{port}: {error.strerror}", "port"
+                f"cannot listen on {host}:{port}: {error.strerror or error}", name
             ) from None
 
 
@@ -196,10 +220,13 @@ def _welcome(server: ServerArgs, engine: EngineArgs, host: str, port: int) -> st
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     model = server.served_model_name or engine.model
     key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
+    admin = ""
+    if server.admin_port is not None:
+        admin = f"\nOperators: rayfin status --url http://{server.admin_host}:{server.admin_port}\n"
     return f"""
 Rayfin serves {model} at http://{shown}:{port}/v1  (Ctrl-C stops it)
 
   curl http://{shown}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "temperature": 0,
          "messages": [{{"role": "user", "content": "What is 37 + 48?"}}]}}'
-"""
+{admin}"""

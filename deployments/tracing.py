@@ -8,7 +8,7 @@
         └── decode              until its last
 
 Names of attributes are those of OpenTelemetry's conventions for generative AI, as in vLLM's spans.
-No text and no key is in a span.
+No text and no key is in a span. This module needs the packages of the extra ``tracing``.
 """
 
 import time
@@ -17,6 +17,7 @@ from contextlib import aclosing
 from typing import Any
 
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -27,24 +28,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin import __version__
-from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.deployments.openai.load import GENERATING
 
 NANOSECONDS = 1_000_000_000
-NO_EXPORTER = "otlp_traces_endpoint needs the exporter: pip install 'rayfin[tracing]'"
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Sends spans to an OTLP collector over HTTP, such as http://127.0.0.1:4318/v1/traces.
-
-    Raises:
-        InvalidConfig: the package for it is not installed.
-    """
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ImportError:
-        raise InvalidConfig(NO_EXPORTER, "otlp_traces_endpoint") from None
+    """Sends spans to an OTLP collector over HTTP, such as http://127.0.0.1:4318/v1/traces."""
     exporter: SpanExporter = OTLPSpanExporter(endpoint=endpoint)
     return exporter
 
@@ -63,6 +54,10 @@ class Tracing:
     def to(cls, endpoint: str, model: str) -> "Tracing":
         """See ``otlp_exporter``."""
         return cls(BatchSpanProcessor(otlp_exporter(endpoint)), model)
+
+    def layer(self, app: ASGIApp) -> ASGIApp:
+        """The application, with a span for each request for tokens."""
+        return TraceRequests(app, self)
 
     def close(self) -> None:
         """Sends what is left; waits for it."""

@@ -1,7 +1,7 @@
 """What an operator may ask and tell, with a key of its own; these routes are not there without."""
 
 import logging
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Query
 
@@ -9,7 +9,6 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.scheduler.commands import Command
 from rayfin.deployments.admin.auth import require_operator
 from rayfin.deployments.admin.report import EngineReport
-from rayfin.deployments.openai.service import OpenAIService
 
 logger = logging.getLogger("rayfin.admin")
 
@@ -21,17 +20,25 @@ LEVELS = ("0", "1")
 which nothing could give back."""
 
 
-def add_admin_routes(app: FastAPI, service: OpenAIService) -> None:
+class Engines(Protocol):
+    """What operators may ask and tell: see ``EngineClient``."""
+
+    async def engines(self) -> list[EngineReport]: ...
+
+    async def manage(self, command: Command, engine: str | None) -> list[EngineReport]: ...
+
+
+def add_admin_routes(app: FastAPI, client: Engines) -> None:
     """``/admin/*``, and vLLM's names for some of it."""
     router = APIRouter(dependencies=[Depends(require_operator)])
 
     async def tell(command: Command, engine: str | None, operator: str) -> Answer:
         logger.warning("%s says %s to engine %r", operator, command, (engine or "(all)")[:64])
-        return _answer(await service.client.manage(command, engine))
+        return _answer(await client.manage(command, engine))
 
     @router.get("/admin/engines")
     async def engines() -> Answer:
-        return _answer(await service.client.engines())
+        return _answer(await client.engines())
 
     @router.post("/admin/drain")
     async def drain(operator: Operator, engine: Which = None) -> Answer:
@@ -60,7 +67,7 @@ def add_admin_routes(app: FastAPI, service: OpenAIService) -> None:
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> Answer:
-        reports = await service.client.engines()
+        reports = await client.engines()
         return {"is_sleeping": bool(reports) and all(own.state == "asleep" for own in reports)}
 
     app.include_router(router)

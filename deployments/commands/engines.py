@@ -121,7 +121,10 @@ class Server(AbstractContextManager["Server"]):
         except httpx.HTTPError as error:
             raise ServerError(f"{address}: {describe(error)}") from None
         if response.status_code == 404 and "unknown_url" in response.text:
-            raise ServerError(f"{address} has no operator's key (rayfin serve --admin-api-key)")
+            raise ServerError(
+                f"{address} has no operator's key (rayfin serve --admin-api-key), or its operators "
+                "have a port of their own (rayfin serve --admin-port, here --url)"
+            )
         if response.is_error:
             raise refusal(response)
         engines: list[dict[str, Any]] = response.json()["engines"]

@@ -13,13 +13,21 @@ from rayfin.deployments.commands.group import Commands
 from rayfin.deployments.commands.options import DEFAULT_URL, ENVIRONMENT
 
 POLL_SECONDS = 0.5
+ADMIN_URL_VARIABLE = "RAYFIN_ADMIN_URL"
 
 Command = Callable[..., Any]
 
 
 def operator_options(command: Command) -> Command:
     """The options of a command that speaks to a server's ``/admin``."""
-    url = click.option("--url", default=DEFAULT_URL, show_default=True, help="the server's API")
+    url = click.option(
+        *("--url", "--admin-url", "url"),
+        default=DEFAULT_URL,
+        show_default=True,
+        envvar=ADMIN_URL_VARIABLE,
+        show_envvar=True,
+        help="the server's API, or where its --admin-port is",
+    )
     key = click.option(
         "--admin-api-key",
         envvar=ENVIRONMENT["admin_api_key"],

@@ -40,17 +40,22 @@ def middlewares() -> list[Middleware]:
 
     Serve calls this in the proxy before it asks uvicorn for a server.
     """
+    limit_heads()
+    layers: tuple[Any, ...] = (
+        *(ProxyFlow, ServeAnswers, ServeDoor, TransportLimits, Failures, RequestIds),
+        AnthropicErrors,
+    )
+    return [Middleware(layer) for layer in layers]
+
+
+def limit_heads() -> None:
+    """Puts our HTTP under the servers that uvicorn makes in this process from here on."""
     try:
         from rayfin.deployments.edge import protocol
     except ImportError as error:  # uvicorn's modules are not where they were, or httptools is not
         logger.warning("uvicorn speaks HTTP its own way (docs/security.md): %s", error)
     else:
         protocol.install()
-    layers: tuple[Any, ...] = (
-        *(ProxyFlow, ServeAnswers, ServeDoor, TransportLimits, Failures, RequestIds),
-        AnthropicErrors,
-    )
-    return [Middleware(layer) for layer in layers]
 
 
 class ServeDoor:

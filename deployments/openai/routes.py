@@ -22,7 +22,6 @@ from rayfin.deployments.openai.responses.routes import add_response_routes
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.openai.status import add_status_routes
 from rayfin.deployments.openai.tokenize import add_tokenize_routes
-from rayfin.deployments.tracing import TraceRequests
 from rayfin.deployments.web.routes import add_web_routes
 
 
@@ -39,7 +38,7 @@ def build_api(service: OpenAIService) -> FastAPI:
     add_error_handlers(app)
     app.add_middleware(LoadCounter, load=service.load)
     if service.tracing is not None:
-        app.add_middleware(TraceRequests, tracing=service.tracing)
+        app.add_middleware(service.tracing.layer)
     app.add_middleware(Idempotency, answers=service.answers)
     add_edge(app, service.edge)
     app.add_middleware(AnthropicErrors)
@@ -53,7 +52,7 @@ def build_api(service: OpenAIService) -> FastAPI:
     if service.edge.web:
         add_web_routes(app, service)
     if service.edge.admin_keys is not None:
-        add_admin_routes(app, service)
+        add_admin_routes(app, service.client)
     add_openapi(app, docs=service.edge.docs)
     return app
 

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.errors import ModelNotFound, NotPermitted
 from rayfin.deployments.edge.settings import EdgeSettings
@@ -13,7 +13,9 @@ from rayfin.deployments.openai.load import Load
 from rayfin.deployments.openai.quotas import TokenQuotas
 from rayfin.deployments.openai.responses.kept import OwnResponses, Responses
 from rayfin.deployments.text.tokenizer import Tokenizer
-from rayfin.deployments.tracing import Tracing
+
+if TYPE_CHECKING:  # its packages are an extra
+    from rayfin.deployments.tracing import Tracing
 
 
 @dataclass(slots=True)
@@ -32,7 +34,7 @@ class OpenAIService:
     responses: Responses = field(default_factory=OwnResponses)
     answers: AnswerStore = field(default_factory=AnswerStore)
     quotas: TokenQuotas | None = None  # None: everybody may use as many tokens as there are
-    tracing: Tracing | None = None
+    tracing: "Tracing | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_priority(self, priority: int, tenant: str) -> None:

@@ -21,17 +21,25 @@ TRIES = 12  # requests of which one reaches each replica
 
 
 @pytest.fixture(scope="module")
-def metrics_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def ports() -> tuple[int, int]:
+    """Of the metrics, and of the operators."""
+    with socket.socket() as one, socket.socket() as other:
+        for probe in (one, other):
+            probe.bind(("", 0))
+        return int(one.getsockname()[1]), int(other.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
 def pair(
-    deploy: Callable[..., Any], served: str, settings: dict[str, Any], metrics_port: int
+    deploy: Callable[..., Any], served: str, settings: dict[str, Any], ports: tuple[int, int]
 ) -> Iterator[Any]:
-    server = ServerArgs(ingress_replicas=2, metrics_alias="vllm", metrics_port=metrics_port)
+    server = ServerArgs(
+        ingress_replicas=2,
+        metrics_alias="vllm",
+        metrics_port=ports[0],
+        admin_port=ports[1],
+        admin_api_key="operator",
+    )
     application = bind_app(server, EngineArgs(**settings))
     yield deploy(application, "pair", served, "/pair")
     serve.delete("pair")
@@ -113,12 +121,12 @@ def test_the_store_may_die(
 
 
 def test_any_replica_tells_the_metrics_of_both(
-    pair: Any, client: openai.OpenAI, metrics_port: int, eventually: Callable[..., Any]
+    pair: Any, client: openai.OpenAI, ports: tuple[int, int], eventually: Callable[..., Any]
 ) -> None:
     """And so does the hub's own port, under vLLM's names as well."""
 
     def told() -> list[float]:
-        urls = [f"{pair.url}/metrics"] * TRIES + [f"http://127.0.0.1:{metrics_port}/metrics"]
+        urls = [f"{pair.url}/metrics"] * TRIES + [f"http://127.0.0.1:{ports[0]}/metrics"]
         found = []
         for url in urls:
             text = httpx.get(url).raise_for_status().text
@@ -132,3 +140,27 @@ def test_any_replica_tells_the_metrics_of_both(
     for _ in range(TRIES):
         client.completions.create(model=pair.model, prompt="Hello", max_tokens=2)
     eventually(lambda: set(told()) == {before + TRIES}, "all tell of the new requests")
+
+
+def test_operators_have_a_port_of_their_own(
+    pair: Any, client: openai.OpenAI, ports: tuple[int, int], eventually: Callable[..., Any]
+) -> None:
+    """Where the API knows none of their routes; what is told there holds for all replicas."""
+    key = {"Authorization": "Bearer operator"}
+    asked: dict[str, Any] = {"model": pair.model, "prompt": "Hello", "max_tokens": 2}
+    assert httpx.get(f"{pair.url}/admin/engines", headers=key).status_code == 404
+    with httpx.Client(base_url=f"http://127.0.0.1:{ports[1]}", timeout=120, headers=key) as http:
+        assert http.get("/admin/engines", headers={"Authorization": "Bearer x"}).status_code == 401
+        assert http.get("/v1/models").status_code == 404
+        (engine,) = http.get("/admin/engines").json()["engines"]
+        assert engine["state"] == "ready"
+        http.post("/admin/sleep").raise_for_status()
+
+        def all_refuse() -> bool:
+            told = [httpx.post(f"{pair.url}/v1/completions", json=asked) for _ in range(TRIES)]
+            return {answer.status_code for answer in told} == {503}
+
+        eventually(all_refuse, "both replicas know that it sleeps")
+        http.post("/admin/wake").raise_for_status()
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert client.completions.create(**asked).usage

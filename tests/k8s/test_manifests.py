@@ -11,7 +11,9 @@ import kubernetes_validate
 import pytest
 import ray
 import yaml
-from jsonschema import Draft7Validator
+from cloudcoil.models.keda import v1alpha1 as keda
+from cloudcoil.models.prometheus_operator import v1 as monitoring
+from jsonschema import Draft7Validator, Draft202012Validator
 from ray.serve.schema import ServeDeploySchema
 
 from rayfin.deployments.server_args import AppArgs, split_args
@@ -21,7 +23,7 @@ CRD = Path(__file__).parent / "crds" / "ray.io_rayservices.yaml.gz"
 FOLDERS = ["base", *(f"overlays/{path.name}" for path in sorted(ROOT.glob("k8s/overlays/*")))]
 PROXY_DRAIN_SECONDS = 30  # what Serve's proxy gives to open connections
 KUBERNETES = "1.33"
-MONITORING = "monitoring.coreos.com/v1"  # of the Prometheus operator: its schemas are not at hand
+MONITORING = "monitoring.coreos.com/v1"  # of the Prometheus operator
 
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl renders the manifests")
 
@@ -88,6 +90,25 @@ def test_everything_else_is_valid_kubernetes(objects: list[dict[str, Any]]) -> N
             kubernetes_validate.validate(own, KUBERNETES, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("file", "models"),
+    [
+        ("podmonitor", {"PodMonitor": monitoring.PodMonitor}),
+        ("prometheusrule", {"PrometheusRule": monitoring.PrometheusRule}),
+        ("keda", {"ScaledObject": keda.ScaledObject}),
+    ],
+)
+def test_what_other_operators_read_is_theirs(file: str, models: dict[str, Any]) -> None:
+    """By models made from their CRDs, with unknown fields as errors."""
+    path = ROOT / "k8s" / "prometheus" / f"{file}.yaml"
+    for own in yaml.safe_load_all(path.read_text()):
+        schema = changed(models[own["kind"]].model_json_schema(by_alias=True), closed)
+        validator = Draft202012Validator(schema)
+        assert [error.message for error in validator.iter_errors(own)] == []
+        own["spec"]["misspelt"] = 1
+        assert list(validator.iter_errors(own))
+
+
 def test_prometheus_finds_the_hub(objects: list[dict[str, Any]]) -> None:
     """The pods that are monitored are there, with their ports; Rayfin serves one of those."""
     spec = rayservice(objects)
@@ -106,6 +127,46 @@ def test_prometheus_finds_the_hub(objects: list[dict[str, Any]]) -> None:
     rules = policy["spec"]["ingress"]
     open_ports = [port["port"] for rule in rules for port in rule.get("ports", ())]
     assert application["args"]["metrics_port"] in open_ports
+
+
+def test_operators_have_a_port_that_only_they_reach() -> None:
+    objects = rendered("overlays/production")
+    spec = rayservice(objects)
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    port = application["args"]["admin_port"]
+    head, *workers = [group["template"] for group in groups(spec)]
+    assert ports(head)["admin"] == port and application["args"]["admin_host"] == "0.0.0.0"
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    (rule,) = (
+        rule
+        for rule in policy["spec"]["ingress"]
+        if port in [own["port"] for own in rule.get("ports", ())]
+    )
+    (who,) = rule["from"]
+    assert who["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "rayfin-operator"}
+    for pod in (head, *workers):  # `build_app` reads it, wherever Ray runs that
+        (container,) = pod["spec"]["containers"]
+        assert "RAYFIN_ADMIN_API_KEY" in [own["name"] for own in container["env"]]
+
+
+def test_a_worker_has_the_gpus_of_an_engine(objects: list[dict[str, Any]]) -> None:
+    """And room for what its ranks and Ray's object store share, within the pod's memory."""
+    spec = rayservice(objects)
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    args = application["args"]
+    _, worker = groups(spec)
+    (container,) = worker["template"]["spec"]["containers"]
+    limits = container["resources"]["limits"]
+    gpus = args.get("tensor_parallel_size", 1) if args.get("device") == "cuda" else 0
+    assert int(limits.get("nvidia.com/gpu", 0)) == gpus
+    assert int(limits["cpu"]) > gpus  # a core for each rank, and for who schedules and speaks HTTP
+    volumes = {own["name"]: own for own in worker["template"]["spec"]["volumes"]}
+    shared = gibibytes(volumes["dshm"]["emptyDir"]["sizeLimit"])
+    assert 2 * max(1, gpus) <= shared <= gibibytes(limits["memory"]) / 2
+
+
+def gibibytes(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi"))
 
 
 def ports(pod: dict[str, Any]) -> dict[str, int]:

@@ -69,7 +69,7 @@ async def test_routes_are_closed_by_themselves(service: Any, engine: Any) -> Non
     """Were the layer before them forgotten, or were a route not in its list."""
     app = FastAPI()
     add_error_handlers(app)
-    add_admin_routes(app, service)
+    add_admin_routes(app, service.client)
     assert set(app.openapi()["paths"]) == ADMIN_PATHS
     async with connect(app) as http:
         answers = [await ask(http, path, headers=OPERATOR) for path in ADMIN_PATHS]

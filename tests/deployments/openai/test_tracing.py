@@ -2,7 +2,10 @@
 
 import asyncio
 import gzip
+import subprocess
+import sys
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -10,10 +13,11 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from rayfin.actors.errors import RequestFailed
+from rayfin.actors.errors import InvalidConfig, RequestFailed
+from rayfin.deployments.ingress import IngressDeployment, start_tracing
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.tracing import Tracing
 
@@ -137,3 +141,31 @@ async def test_a_collector_gets_them(service: Any, engine: Any) -> None:
 async def test_off_without_an_endpoint(service: Any) -> None:
     assert service.tracing is None
     assert await ask(service, {"prompt": "x", "max_tokens": 2}) == 200
+
+
+async def test_what_is_left_is_sent_at_the_end(service: Any) -> None:
+    """Serve awaits the deployment's ``__del__``; a batch of spans may not have gone by then."""
+    exporter = InMemorySpanExporter()
+    service.tracing = Tracing(BatchSpanProcessor(exporter, schedule_delay_millis=10**7), "tiny")
+    assert await ask(service, {"prompt": "x", "max_tokens": 2}) == 200
+    assert not exporter.get_finished_spans()
+    ingress = types.SimpleNamespace(_service=service)
+    await IngressDeployment.func_or_class.__bases__[0].__del__(ingress)
+    assert set(by_name(exporter)) == {"POST /v1/completions"}
+
+
+def test_without_its_packages_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "rayfin.deployments.tracing", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(InvalidConfig, match=r"pip install 'rayfin\[tracing\]'") as error:
+        start_tracing("http://127.0.0.1:4318/v1/traces", "tiny")
+    assert error.value.param == "otlp_traces_endpoint"
+
+
+def test_a_server_without_traces_needs_none_of_its_packages() -> None:
+    modules = ("deployments.ingress", "deployments.openai.routes", "deployments.app")
+    script = "import sys\nsys.modules['opentelemetry.exporter.otlp'] = None\n"
+    script += "".join(f"import rayfin.{name}\n" for name in modules)
+    script += "assert 'rayfin.deployments.tracing' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
