@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from itertools import dropwhile
 from pathlib import Path
 
 import click
@@ -14,7 +15,13 @@ from rayfin.deployments.server_args import AppArgs, split_args
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OWN = [ROOT / "docs" / f"{name}.md" for name in ("quickstart", "serving", "tuning", "contributing")]
+VARIABLE = re.compile(r"[A-Z_]+=")
+OTHERS = ("curl", "docker", "helm", "kubectl", "export", "pip", "git")
+"""Programs that are not ours: what they are told is not looked at."""
+
+SCRIPTS = [path for name in ("benchmarks", "tests/chaos") for path in ROOT.glob(f"{name}/*.py")]
+"""Those whose own flags the documents name too."""
+
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -24,9 +31,11 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 def commands(page: Path) -> list[list[str]]:
     """The words of each command line, without comments and paths of the environment."""
-    lines = (line for text in blocks(page, "") for line in text.replace("\\\n", " ").splitlines())
+    told = (text for text in blocks(page, "") if "►" not in text)  # that is a picture
+    lines = (line for text in told for line in text.replace("\\\n", " ").splitlines())
     words = [shlex.split(line, comments=True) for line in lines if "|" not in line.split("#")[0]]
-    return [[own[0].removeprefix(".venv/bin/"), *own[1:]] for own in words if own]
+    found = [list(dropwhile(VARIABLE.match, own)) for own in words]
+    return [[own[0].removeprefix(".venv/bin/"), *own[1:]] for own in found if own]
 
 
 def parse(words: list[str]) -> None:
@@ -44,8 +53,11 @@ def parse(words: list[str]) -> None:
     command.make_context(str(command.name), words, parent=context)
 
 
-@pytest.mark.parametrize("page", OWN, ids=lambda page: page.name)
-def test_commands_are_there(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_there(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)  # where a command may look for it
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for words in commands(page):
         match words:
@@ -57,8 +69,10 @@ def test_commands_are_there(page: Path) -> None:
                 assert (ROOT / config).is_file()
             case ["python", "-m", "pytest", path, *_]:
                 assert (ROOT / path).is_file()
+            case ["python", path, *_] if path.endswith(".py"):
+                assert (ROOT / path).is_file()
             case _:
-                assert words[0] in (".", "curl", "serve"), words
+                assert words[0] in (*OTHERS, ".", "serve"), words
 
 
 def test_a_wrong_flag_is_found() -> None:
@@ -67,7 +81,7 @@ def test_a_wrong_flag_is_found() -> None:
             parse(words)
 
 
-@pytest.mark.parametrize("page", OWN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_in_the_text_are_there(page: Path) -> None:
     known = {
         option
@@ -76,7 +90,9 @@ def test_flags_in_the_text_are_there(page: Path) -> None:
         for param in own.params
         for option in (*param.opts, *param.secondary_opts)
     }
-    known |= {"--help"}
+    for script in SCRIPTS:
+        known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', script.read_text()))
+    known |= {"--help", *(option for param in cli.params for option in param.opts)}
     named = set(re.findall(r"`(?:rayfin [a-z ]*)?(--[a-z][a-z0-9-]*)", page.read_text()))
     assert named <= known
 

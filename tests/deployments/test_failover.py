@@ -401,3 +401,20 @@ async def test_engines_have_short_names_in_metrics(world: Any, client: RayEngine
     world.start("app/engine/new")
     await until(lambda: len(client._ready()) == 3)
     assert set(await client.stats()) == {"0", "1", "2"}
+
+
+async def test_each_whole_answer_tells_its_time_on_the_way(
+    client: RayEngineClient, world: Any
+) -> None:
+    """Also after a replay: of the attempt that came to its end."""
+    told: list[float] = []
+    client.on_transit = told.append
+    one = world.start("one")
+    readers = [Reader(client, request()) for _ in range(3)]
+    await until(lambda: all(reader.tokens for reader in readers))
+    world.kill("one")
+    world.start("two")
+    for reader in readers:
+        await reader.check()
+    assert len(told) == len(readers) and all(0 <= seconds < 20 for seconds in told)
+    assert not one.alive
