@@ -121,6 +121,9 @@ void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, 
   if (rows <= 0) return;
   switch (weight.storage) {
     case kFloat32:
+#if defined(__AMX_TILE__)
+      return matmul_tiles(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+#endif
       return matmul_as<float>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
     case kBFloat16:
 #if defined(__AMX_TILE__)

@@ -23,7 +23,7 @@ void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, 
             int64_t y_stride, const Epilogue& epilogue);
 
 #if defined(__AMX_TILE__)
-// The same for 16-bit weights (matmul_amx.cpp); rows > 0.
+// The same for 16-bit and fp32 weights (matmul_amx.cpp, matmul_amx_float.cpp); rows > 0.
 void matmul_tiles(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
                   int64_t y_stride, const Epilogue& epilogue);
 #endif

@@ -1,4 +1,5 @@
-// The matmul of 16-bit weights on AMX tiles: as exact as one of fp32 FMAs, and several times as fast.
+// The matmul of 16-bit weights on AMX tiles: as exact as one of fp32 FMAs, and several times as fast. (What fp32
+// weights need beyond that is in matmul_amx_float.cpp.)
 //
 // A float is the sum of three bfloat16 (8 of its 24 bits each; Henry, Tang and Heinecke, 2019), the product of two
 // bfloat16 is exact in fp32, and the tile product adds in fp32: three tile products, one for each part of x, are
@@ -9,26 +10,20 @@
 // again is the same tile, so the chain does not depend on how rows and depth are cut: see matmul.h.
 #if defined(__AMX_TILE__)
 
-#include <immintrin.h>
-
 #include <algorithm>
 
-#include "amx.h"
+#include "amx_sums.h"
 #include "epilogue.h"
 #include "matmul_amx_few.h"
+#include "matmul_amx_float.h"
 
 namespace rayfin {
 
 namespace {
 
-constexpr int64_t kParts = 3;
-constexpr int64_t kTile = kRegisterRows * kStep;  // elements of a tile of weights: a kilobyte
-constexpr int64_t kSide = 2;                      // panels side by side: four tiles of sums
-constexpr int64_t kWide = kSide * kPanel;
 constexpr int kLines = int(kTile * 2 / 64);
 // Rows of x that are split at once: their parts are 1.5 times the size of x.
 constexpr int64_t kMostRows = 512;
-constexpr int64_t kSplitFloats = 8 << 10;  // by a tile of the pool
 // The parts of a chunk's rows should stay in the second-level cache (2 MiB) while panels pass.
 constexpr int64_t kChunkBytes = 1 << 20;
 constexpr int64_t kLeastBlocks = 4, kMostBlocks = 16;
@@ -37,64 +32,6 @@ constexpr int64_t kStripSteps = 8;
 // Weights that are used once are fetched so far ahead (half a step of a panel; at a step and beyond more is lost).
 constexpr int64_t kAheadBytes = 1024;
 constexpr double kTileSeconds = 40e-6, kBytesPerSecond = 12e9, kFlopsPerSecond = 300e9;
-
-// The rows of x, cut into blocks of as many rows as the registers are told to have.
-struct Rows {
-  int64_t count, blocks, per_block, steps;
-
-  int64_t part_size() const { return per_block * kStep; }  // elements
-  int64_t block_size() const { return steps * kParts * part_size(); }
-};
-
-// Two vectors of x to three rows of bfloat16, whose sum they are.
-RAYFIN_INLINE void split(Vec low, Vec high, BFloat16* out, int64_t part_size) {
-  for (int64_t part = 0; part < kParts; ++part, out += part_size) {
-    const auto rounded = _mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low));
-    std::memcpy(out, &rounded, sizeof(rounded));
-    low -= load(out);
-    high -= load(out + kWidth);
-  }
-}
-
-// Depth steps first .. last - 1 of a block to tiles [step][part][per_block][kStep]; rows past the last are zeros.
-void split_block(const Rows& rows, const float* x, int64_t x_stride, int64_t inputs, int64_t block, int64_t first,
-                 int64_t last, BFloat16* parts) {
-  BFloat16* out = parts + block * rows.block_size() + first * kParts * rows.part_size();
-  for (int64_t step = first; step < last; ++step, out += kParts * rows.part_size()) {
-    for (int64_t i = 0; i < rows.per_block; ++i) {
-      const int64_t row = block * rows.per_block + i, left = row < rows.count ? inputs - step * kStep : 0;
-      const float* at = x + row * x_stride + step * kStep;
-      const Vec low = left > 0 ? load_part(at, left) : Vec{};
-      const Vec high = left > kWidth ? load_part(at + kWidth, left - kWidth) : Vec{};
-      split(low, high, out + i * kStep, rows.part_size());
-    }
-  }
-}
-
-void split_rows(Pool& pool, const Rows& rows, const float* x, int64_t x_stride, int64_t inputs, BFloat16* parts) {
-  const int64_t pieces = std::clamp<int64_t>(rows.per_block * inputs / kSplitFloats, 1, rows.steps);
-  pool.run(rows.blocks * pieces, [&](int64_t tile, int) {
-    const int64_t piece = tile % pieces;
-    split_block(rows, x, x_stride, inputs, tile / pieces, rows.steps * piece / pieces,
-                rows.steps * (piece + 1) / pieces, parts);
-  });
-}
-
-// Registers 0 .. 3 are sums [per_block][16] of one or two panels, 4 .. 6 the parts of x, 7 weights.
-
-template <int kC>
-RAYFIN_INLINE void start_sums(const float* out, bool resume) {
-  if (resume) {
-    load_tile<kC>(out + kC * kWidth, kWide * sizeof(float));
-  } else {
-    zero_tile<kC>();
-  }
-}
-
-template <int kC>
-RAYFIN_INLINE void keep_sums(float* out) {
-  store_tile<kC>(out + kC * kWidth, kWide * sizeof(float));
-}
 
 // What is fetched while a tile of weights is multiplied: all that lies `bytes` behind it, or some of the strip
 // that follows, if other rows multiply by the tile as well.
@@ -129,16 +66,9 @@ RAYFIN_INLINE void multiply_tile(const BFloat16* weights, const Fetch& fetch, in
 template <int kPanels, bool kAlone>
 RAYFIN_INLINE void multiply_block(const BFloat16* x, int64_t part_size, const BFloat16* weights, int64_t panel_size,
                                   int64_t steps, float* out, bool resume, const Fetch& fetch) {
-  start_sums<0>(out, resume);
-  start_sums<1>(out, resume);
-  if constexpr (kPanels == 2) {
-    start_sums<2>(out, resume);
-    start_sums<3>(out, resume);
-  }
+  start_sums<kPanels>(out, resume);
   for (int64_t s = 0; s < steps; ++s, x += kParts * part_size, weights += 2 * kTile) {
-    load_tile<6>(x + 2 * part_size, kRegisterBytes);
-    load_tile<5>(x + part_size, kRegisterBytes);
-    load_tile<4>(x, kRegisterBytes);
+    load_parts(x, part_size);
     multiply_tile<0, kAlone>(weights, fetch, s);
     multiply_tile<1, kAlone>(weights + kTile, fetch, s);
     if constexpr (kPanels == 2) {
@@ -146,12 +76,7 @@ RAYFIN_INLINE void multiply_block(const BFloat16* x, int64_t part_size, const BF
       multiply_tile<3, kAlone>(weights + panel_size + kTile, fetch, s);
     }
   }
-  keep_sums<0>(out);
-  keep_sums<1>(out);
-  if constexpr (kPanels == 2) {
-    keep_sums<2>(out);
-    keep_sums<3>(out);
-  }
+  keep_sums<kPanels>(out);
 }
 
 // The one block of few rows times one or two panels, whose weights come from memory and are used once.
@@ -183,21 +108,14 @@ void some_blocks(const Matrix& weight, int64_t panel, const Rows& rows, const BF
 
 // A chunk's blocks times a panel and, if side is 2, the next.
 void multiply_side(const Matrix& weight, int64_t panel, int64_t side, const Rows& rows, const BFloat16* x,
-                   int64_t blocks, float* out) {
-  if (blocks == 1) {
+                   int64_t blocks, BFloat16* cut, float* out) {
+  if (weight.storage == kFloat32) {
+    multiply_float(weight, panel, side, rows, x, blocks, cut, out);
+  } else if (blocks == 1) {
     (side == 2 ? one_block<2> : one_block<1>)(weight, panel, rows, x, out);
   } else {
     (side == 2 ? some_blocks<2> : some_blocks<1>)(weight, panel, rows, x, blocks, out);
   }
-}
-
-Rows cut_rows(int64_t count, int64_t inputs) {
-  Rows rows;
-  rows.count = count;
-  rows.blocks = (count + kRegisterRows - 1) / kRegisterRows;
-  rows.per_block = (count + rows.blocks - 1) / rows.blocks;
-  rows.steps = (inputs + kStep - 1) / kStep;
-  return rows;
 }
 
 int64_t chunks_of(const Rows& rows) {
@@ -218,24 +136,26 @@ int64_t panels_per_tile(const Matrix& weight, int64_t rows, int64_t chunks, int 
 // At most kMostRows rows.
 void multiply_rows(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t count, float* y,
                    int64_t y_stride, const Epilogue& epilogue) {
-  const Rows rows = cut_rows(count, weight.inputs);
+  const Rows rows(count, weight.inputs);
   BFloat16* parts = pool.workspace<BFloat16>(rows.blocks * rows.block_size());
   split_rows(pool, rows, x, x_stride, weight.inputs, parts);
   const int64_t chunks = chunks_of(rows);
   const int64_t group = panels_per_tile(weight, (count + chunks - 1) / chunks, chunks, pool.threads());
   const int64_t groups = (weight.panels + group - 1) / group;
   const uint8_t height = uint8_t(rows.per_block);
+  const int64_t cut_size = weight.storage == kFloat32 ? float_cut_size() : 0;
   pool.run(chunks * groups, [&](int64_t tile, int thread) {
     const TileShapes shapes({height, height, height, height, height, height, height, kRegisterRows});
     const int64_t chunk = tile / groups, first_panel = tile % groups * group;
     const int64_t first = rows.blocks * chunk / chunks, last = rows.blocks * (chunk + 1) / chunks;
     const int64_t start = first * rows.per_block, n = std::min(last * rows.per_block, rows.count) - start;
-    float* out = pool.scratch<float>(thread, (last - first) * rows.per_block * kWide);
+    float* out = pool.scratch<float>(thread, (last - first) * rows.per_block * kWide + cut_size / 2);
+    BFloat16* cut = reinterpret_cast<BFloat16*>(out + (last - first) * rows.per_block * kWide);
     const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
     const int64_t end = std::min(first_panel + group, weight.panels);
     for (int64_t panel = first_panel; panel < end; panel += kSide) {
       const int64_t side = std::min(kSide, end - panel);
-      multiply_side(weight, panel, side, rows, parts + first * rows.block_size(), last - first, out);
+      multiply_side(weight, panel, side, rows, parts + first * rows.block_size(), last - first, cut, out);
       for (int64_t p = 0; p < side; ++p)
         finish_panel(weight, panel + p, out + p * kPanel, kWide, n, residual, y + start * y_stride, y_stride,
                      epilogue);

@@ -1,4 +1,4 @@
-// One row of x, or two, times 16-bit weights that lie as AMX wants them: the tile product's own sums, bit for bit,
+// One row of x, or two, times weights that lie as AMX wants them: the tile product's own sums, bit for bit,
 // by AVX-512.
 //
 // So few rows wait for the weights to come from memory. Tiles come as a kilobyte at once from one or two places;
@@ -15,15 +15,15 @@
 
 #include <algorithm>
 
+#include "amx_rows.h"
 #include "epilogue.h"
 
 namespace rayfin {
 
 namespace {
 
-constexpr int kParts = 3;
 constexpr int kPairs = kStep / 2;
-constexpr int64_t kTile = kPairs * kStep;  // elements of a tile of weights: 16 outputs of 32 inputs
+constexpr int kProducts = 6;  // of parts, with fp32 weights
 constexpr int64_t kAheadBytes = 2048;
 constexpr double kTileSeconds = 20e-6, kBytesPerSecond = 12e9;
 
@@ -61,6 +61,16 @@ void split_rows(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, 
   }
 }
 
+// Weights to the parts that matmul_amx_float.cpp cuts them into.
+RAYFIN_INLINE void cut(Vec weights, Vec (&parts)[kParts]) {
+  const VecU upper = VecU{} + 0xffff0000u;
+  for (int part = 0; part + 1 < kParts; ++part) {
+    parts[part] = bit_cast<Vec>(bit_cast<VecU>(weights) & upper);
+    weights -= parts[part];
+  }
+  parts[kParts - 1] = weights;
+}
+
 // Adds kM rows times the tiles at `weights` + p * panel_size, p < kP, to sums[m][p].
 template <int kM, int kP>
 RAYFIN_INLINE void add_tiles(const float* x, int64_t x_size, const BFloat16* weights, int64_t panel_size,
@@ -90,11 +100,46 @@ RAYFIN_INLINE void add_tiles(const float* x, int64_t x_size, const BFloat16* wei
       for (int part = kParts - 1; part >= 0; --part) sums[m][p] += even[m][p][part] + odd[m][p][part];
 }
 
-// kM rows times panels first .. first + kP - 1: out[m][p][kPanel].
+// The same with fp32 weights, in the six products of matmul_amx_float.cpp. Their sums fill the registers, so panels
+// come one after the other; what is fetched takes turns among them nonetheless, which is worth a fifth.
 template <int kM, int kP>
+RAYFIN_INLINE void add_tiles(const float* x, int64_t x_size, const float* weights, int64_t panel_size,
+                             Vec (&sums)[kM][kP]) {
+  for (int p = 0; p < kP; ++p) {
+    Vec even[kM][kProducts] = {}, odd[kM][kProducts] = {};
+#pragma GCC unroll 4
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const float* at = weights + p * panel_size + pair * kStep;
+      const float* ahead = weights + kTile + pair % kP * panel_size + (p * kPairs + pair) / kP * kStep;
+      __builtin_prefetch(ahead, 0, 3);
+      __builtin_prefetch(ahead + kWidth, 0, 3);
+      Vec e[kParts], o[kParts];
+      cut(load(at), e);
+      cut(load(at + kWidth), o);
+#pragma GCC unroll 2
+      for (int m = 0; m < kM; ++m) {
+        const float* two = x + m * x_size + 2 * pair;
+        int product = 0;
+#pragma GCC unroll 3
+        for (int part = kParts - 1; part >= 0; --part) {
+#pragma GCC unroll 3
+          for (int x_part = kParts - 1 - part; x_part >= 0; --x_part, ++product) {
+            even[m][product] += broadcast(two[x_part * kStep]) * e[part];
+            odd[m][product] += broadcast(two[x_part * kStep + 1]) * o[part];
+          }
+        }
+      }
+    }
+    for (int m = 0; m < kM; ++m)
+      for (int product = 0; product < kProducts; ++product) sums[m][p] += even[m][product] + odd[m][product];
+  }
+}
+
+// kM rows times panels first .. first + kP - 1: out[m][p][kPanel].
+template <int kM, int kP, class Weight>
 void some_panels(const Matrix& weight, int64_t first, const float* x, float* out) {
   const int64_t steps = weight.depth / kStep, x_size = steps * kParts * kStep;
-  const BFloat16* weights = weight.panel<BFloat16>(first);
+  const Weight* weights = weight.panel<Weight>(first);
   Vec sums[2][kM][kP] = {};
   for (int64_t step = 0; step < steps; ++step, weights += 2 * kTile, x += kParts * kStep)
     for (int half = 0; half < 2; ++half)
@@ -104,22 +149,22 @@ void some_panels(const Matrix& weight, int64_t first, const float* x, float* out
       for (int half = 0; half < 2; ++half) store(out + (m * kP + p) * kPanel + half * kWidth, sums[half][m][p]);
 }
 
-template <int kM, int kP>
+template <int kM, int kP, class Weight>
 void multiply_panels(const Matrix& weight, int64_t first, int64_t last, const float* x, float* y, int64_t y_stride,
                      const Epilogue& epilogue) {
   alignas(64) float out[kM * kP * kPanel];
   for (int64_t panel = first; panel + kP <= last; panel += kP) {
-    some_panels<kM, kP>(weight, panel, x, out);
+    some_panels<kM, kP, Weight>(weight, panel, x, out);
     for (int p = 0; p < kP; ++p)
       finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
   }
 }
 
-template <int kM>
+template <int kM, class Weight>
 void multiply(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, float* y, int64_t y_stride,
               const Epilogue& epilogue) {
-  constexpr int kP = 4 / kM;
-  const double seconds = double(weight.panel_size()) * double(sizeof(BFloat16)) / kBytesPerSecond;
+  constexpr int kP = sizeof(Weight) == sizeof(float) ? 4 : 4 / kM;
+  const double seconds = double(weight.panel_size()) * double(sizeof(Weight)) / kBytesPerSecond;
   const int64_t wanted = int64_t(kTileSeconds / seconds) + 1, fair = weight.panels / (4 * pool.threads()) + 1;
   const int64_t group = (std::min(wanted, fair) + kP - 1) / kP * kP;
   pool.run((weight.panels + group - 1) / group, [&](int64_t tile, int thread) {
@@ -128,8 +173,8 @@ void multiply(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride
     split_rows(x, x_stride, kM, weight.inputs, parts);
     const int64_t first = tile * group, last = std::min(first + group, weight.panels);
     const int64_t rest = first + (last - first) / kP * kP;
-    multiply_panels<kM, kP>(weight, first, rest, parts, y, y_stride, epilogue);
-    multiply_panels<kM, 1>(weight, rest, last, parts, y, y_stride, epilogue);
+    multiply_panels<kM, kP, Weight>(weight, first, rest, parts, y, y_stride, epilogue);
+    multiply_panels<kM, 1, Weight>(weight, rest, last, parts, y, y_stride, epilogue);
   });
 }
 
@@ -137,10 +182,11 @@ void multiply(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride
 
 void matmul_few(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
                 int64_t y_stride, const Epilogue& epilogue) {
+  const bool whole = weight.storage == kFloat32;
   if (rows == 1) {
-    multiply<1>(pool, weight, x, x_stride, y, y_stride, epilogue);
+    (whole ? multiply<1, float> : multiply<1, BFloat16>)(pool, weight, x, x_stride, y, y_stride, epilogue);
   } else {
-    multiply<2>(pool, weight, x, x_stride, y, y_stride, epilogue);
+    (whole ? multiply<2, float> : multiply<2, BFloat16>)(pool, weight, x, x_stride, y, y_stride, epilogue);
   }
 }
 

@@ -16,9 +16,10 @@ size_t element_size(Storage storage) { return storage == kFloat32 ? 4 : storage 
 int64_t depth_of(int64_t inputs, Storage storage) {
   if (storage == kInt8) return (inputs + kLine - 1) / kLine * kLine;
 #if defined(__AMX_TILE__)
-  if (storage == kBFloat16) return (inputs + kStep - 1) / kStep * kStep;
-#endif
+  return (inputs + kStep - 1) / kStep * kStep;
+#else
   return inputs;
+#endif
 }
 
 int64_t panels_of(int64_t outputs, bool paired) {
@@ -55,8 +56,7 @@ void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride
     Place at = place(first + i);
     const T* source = weights + i * stride;
     if (storage == kFloat32) {
-      float* out = data_.as<float>() + at.panel * panel_size() + at.lane;
-      for (int64_t k = 0; k < inputs; ++k) out[k * kPanel] = widen(source[k]);
+      for (int64_t k = 0; k < inputs; ++k) *float_at(at, k) = widen(source[k]);
     } else if (storage == kInt8) {
       std::vector<float> wide(size_t(inputs), 0.0f);
       for (int64_t k = 0; k < inputs; ++k) wide[size_t(k)] = widen(source[k]);
@@ -70,6 +70,16 @@ void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride
 // Where depth step k of an output lies.
 int8_t* Matrix::int8_at(Place at, int64_t k) const {
   return data_.as<int8_t>() + at.panel * panel_size() + k / 4 * (4 * kPanel) + at.lane * 4 + k % 4;
+}
+
+float* Matrix::float_at(Place at, int64_t k) const {
+  float* panel = data_.as<float>() + at.panel * panel_size();
+#if defined(__AMX_TILE__)
+  const int64_t pair = (k / kStep * 2 + at.lane / kWidth) * (kStep / 2) + k % kStep / 2;
+  return panel + pair * kPanel + k % 2 * kWidth + at.lane % kWidth;
+#else
+  return panel + k * kPanel + at.lane;
+#endif
 }
 
 BFloat16* Matrix::half_at(Place at, int64_t k) const {
@@ -101,7 +111,7 @@ void Matrix::read_row(int64_t output, float* weights) const {
   Place at = place(output);
   for (int64_t k = 0; k < inputs; ++k) {
     if (storage == kFloat32) {
-      weights[k] = panel<float>(at.panel)[k * kPanel + at.lane];
+      weights[k] = *float_at(at, k);
     } else if (storage == kInt8) {
       weights[k] = float(*int8_at(at, k)) * scales()[at.panel * kPanel + at.lane];
     } else {

@@ -5,8 +5,9 @@
 // stream. A paired matrix holds two halves of a merged weight (gate, up): a panel's first vector is
 // of the gate, its second of the up projection, and the product of both is made in registers.
 //
-// With AMX a panel of 16-bit weights is cut along its depth into steps of kStep inputs, filled up with zeros, and a
-// step into two tiles of 16 outputs; a row of a tile is a pair of inputs of each (amx.h).
+// With AMX a panel of 16-bit or fp32 weights is cut along its depth into steps of kStep inputs, filled up with zeros,
+// and a step into two tiles of 16 outputs. A row of a tile is a pair of inputs of each output: side by side if of 16
+// bits, as amx.h wants them, and the even inputs before the odd ones if of 32.
 //
 // 8-bit weights are integers from -127 to 127 times a scale of their output. Four depth steps of an output lie
 // side by side in 32 bits, and the depth is filled up with zeros to whole cache lines of a row.
@@ -56,6 +57,7 @@ class Matrix {
   Place place(int64_t output) const;
   void fill_int8(Place at, const float* weights);
   int8_t* int8_at(Place at, int64_t k) const;
+  float* float_at(Place at, int64_t k) const;
   BFloat16* half_at(Place at, int64_t k) const;
 
   Buffer data_, scales_, offsets_;

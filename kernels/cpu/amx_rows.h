@@ -1,0 +1,33 @@
+// Rows of x as the tile products want them: in three bfloat16 each whose sum they are.
+#pragma once
+
+#include "pool.h"
+#include "simd.h"
+
+#if defined(__AMX_TILE__)
+
+#include "amx.h"
+#include "matrix.h"
+
+namespace rayfin {
+
+constexpr int64_t kParts = 3;
+constexpr int64_t kTile = kRegisterRows * kStep;  // elements of a tile of weights
+constexpr int64_t kSide = 2;                      // panels side by side: four tiles of sums
+constexpr int64_t kWide = kSide * kPanel;
+
+// The rows of x, cut into blocks of as many rows as the registers are told to have.
+struct Rows {
+  int64_t count, blocks, per_block, steps;
+
+  Rows(int64_t count, int64_t inputs);
+  int64_t part_size() const { return per_block * kStep; }  // elements
+  int64_t block_size() const { return steps * kParts * part_size(); }
+};
+
+// x to parts[block][step][part][per_block][kStep]; rows past the last are zeros.
+void split_rows(Pool& pool, const Rows& rows, const float* x, int64_t x_stride, int64_t inputs, BFloat16* parts);
+
+}  // namespace rayfin
+
+#endif
