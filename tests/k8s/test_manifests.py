@@ -201,9 +201,16 @@ def test_the_serve_config_is_one_that_ray_and_rayfin_take(objects: list[dict[str
 def test_a_pod_is_killed_after_its_streams_had_their_time(objects: list[dict[str, Any]]) -> None:
     spec = rayservice(objects)
     (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
-    needed = application["args"]["shutdown_timeout"] + PROXY_DRAIN_SECONDS + 10  # preStop
+    needed = application["args"]["shutdown_timeout"] + PROXY_DRAIN_SECONDS
     for group in groups(spec):
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= needed
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        (drain,) = (
+            int(own["value"])
+            for own in container["env"]
+            if own["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+        )
+        assert needed <= drain < pod["terminationGracePeriodSeconds"] - 5 - 10  # preStop
     assert spec["rayClusterDeletionDelaySeconds"] >= needed
 
 
