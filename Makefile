@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels sanitize serve observe test simulate chaos soak lint format bench bench-core bench-gpu demo-model
+.PHONY: help install kernels sanitize serve observe test simulate chaos soak lint format bench bench-core bench-gpu pictures demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -77,6 +77,9 @@ bench: $(INSTALLED)  ## Rayfin beside other engines: docs/benchmarks/engines.md 
 
 bench-gpu: $(INSTALLED)  ## check and time the GPU path, where there is a GPU: docs/benchmarks/gpu.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+pictures: $(PLOTS)  ## take the pictures of the documents anew: /ui, and the dashboards' panels
+	$(BIN)/python benchmarks/pictures.py $(ARGS)
 
 demo-model: $(INSTALLED)  ## train the built-in model again (about half an hour on 2 cores)
 	$(BIN)/python -m rayfin.deployments.demo.train $(ARGS)

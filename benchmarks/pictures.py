@@ -1,0 +1,140 @@
+"""Takes the pictures of the documents: the page at /ui, and the dashboards' panels, of a real run.
+
+    make pictures
+
+A server of the built-in model works for some users; a browser opens the page and asks something,
+Prometheus scrapes, and what it answers to the panels' own queries is drawn. Needs Chromium,
+playwright, matplotlib and Debian's package prometheus.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import matplotlib
+from playwright.sync_api import sync_playwright
+from server import RAYFIN, free_ports, served
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+PANELS = {
+    "overview": ("Answers by status", "Tokens", "Requests in the engines", "KV cache in use"),
+}
+"""Dashboard -> titles of those of its panels that are drawn, four each."""
+
+WINDOW = "10s"  # in place of Grafana's $__rate_interval
+UNITS = {"s": "seconds", "reqps": "a second", "tokens/s": "tokens a second", "percentunit": "share"}
+QUESTION = "What is 37 + 48?"
+
+
+def observe() -> Any:
+    """The script behind ``make observe``."""
+    path = ROOT / "k8s" / "prometheus" / "observe.py"
+    spec = importlib.util.spec_from_file_location("observe", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def photograph(url: str, path: Path) -> None:
+    """The page, with a question that was answered, while the engine works for others."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1180, "height": 760})
+        page.set_default_timeout(60_000)
+        page.goto(f"{url}/ui")
+        page.fill("#prompt", QUESTION)
+        page.click("#send")
+        page.wait_for_selector(".turn.assistant small")
+        time.sleep(10)  # of the lines that grow
+        page.screenshot(path=path)
+        browser.close()
+
+
+def panel(dashboard: str, title: str) -> Any:
+    panels = json.loads((ROOT / "k8s" / "grafana" / f"{dashboard}.json").read_text())["panels"]
+    return next(own for own in panels if own["title"] == title)
+
+
+def series(prometheus: httpx.Client, query: str, since: float) -> list[Any]:
+    """What Prometheus answers to one of a panel's queries, as Grafana would ask it."""
+    for name, value in {"$__rate_interval": WINDOW, "$model": ".*", "$engine": ".*"}.items():
+        query = query.replace(name, value)
+    asked = {"query": query, "start": since, "end": time.time(), "step": 1}
+    answer = prometheus.get("/api/v1/query_range", params=asked).raise_for_status()
+    found: list[Any] = answer.json()["data"]["result"]
+    return found
+
+
+def draw(prometheus: httpx.Client, dashboard: str, since: float, path: Path) -> None:
+    figure, places = pyplot.subplots(2, 2, figsize=(10, 5.6), layout="constrained")
+    for title, axes in zip(PANELS[dashboard], places.flat, strict=True):
+        shown = panel(dashboard, title)
+        for target in shown["targets"]:
+            for own in series(prometheus, target["expr"], since):
+                label = target["legendFormat"]
+                for name, value in own["metric"].items():
+                    label = label.replace(f"{{{{{name}}}}}", value)
+                points = [(at - since, float(value)) for at, value in own["values"]]
+                known = [point for point in points if math.isfinite(point[1])]
+                if any(value for _, value in known):
+                    axes.plot(*zip(*known, strict=True), label=label, linewidth=1.4)
+        unit = UNITS.get(shown["fieldConfig"]["defaults"]["unit"], "")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_ylabel(unit, fontsize=8)
+        axes.set_ylim(bottom=0)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=7, frameon=False, loc="upper left", ncols=3)
+    figure.supxlabel("seconds", fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def take(url: str, folder: Path, seconds: float) -> None:
+    module, (port,) = observe(), free_ports(1)
+    config = module.write_config(folder, [url.removeprefix("http://")], "1s")
+    program = module.find_prometheus()
+    watching = subprocess.Popen(module.command(program, config, folder, f"127.0.0.1:{port}"))
+    flags = ("--url", f"{url}/v1", "--users", "12", "--duration", str(seconds))
+    users = subprocess.Popen([sys.executable, "-c", RAYFIN, "users", *flags], stdout=sys.stderr)
+    since = time.time()
+    try:
+        time.sleep(seconds / 4)
+        photograph(url, PICTURES / "ui.png")
+        users.wait()
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as prometheus:
+            for dashboard in PANELS:
+                draw(prometheus, dashboard, since, PICTURES / f"{dashboard}.png")
+    finally:
+        for process in (users, watching):
+            process.terminate()
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Take the pictures of the documents.")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the users' work")
+    options = parser.parse_args()
+    PICTURES.mkdir(exist_ok=True)
+    with served() as url, tempfile.TemporaryDirectory(prefix="rayfin-pictures-") as name:
+        take(url, Path(name), options.seconds)
+    for path in sorted(PICTURES.glob("*.png")):
+        print(path.relative_to(ROOT), f"{path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""``rayfin serve`` in a process of its own, for scripts that look at it from outside."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+PATIENCE = 300.0  # seconds to start in
+RAYFIN = "import sys; from rayfin.deployments.cli import main; sys.exit(main())"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[str]:
+    """A server of the built-in model, with a Ray of its own: its address, until the block ends."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        environment.pop("RAY_ADDRESS", None)
+        command = [sys.executable, "-c", RAYFIN, "serve", "--port", str(port), *flags]
+        log = Path(folder) / "serve.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+        try:
+            _wait(f"{url}/health", process, log)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE)
+
+
+def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.get(url, timeout=10).status_code == 200:
+                return
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"it does not serve: {log.read_text()[-2000:]}")
+        time.sleep(0.2)
