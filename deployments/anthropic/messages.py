@@ -87,7 +87,7 @@ class MessagesHandler:
         first = await first_of(request, deltas)
         events = self._events(generation.choices[0], after(first, deltas))
         request_id = getattr(request.state, "request_id", "")
-        return EventStream(_closed_by_error(events, request_id), deltas, headers)
+        return EventStream(_closed_by_error(events, request_id), deltas, headers, first)
 
     async def _events(self, choice: Choice, deltas: Deltas) -> AsyncGenerator[str, None]:
         empty = Message(id=self._id, model=self._model, content=[], usage=_usage(choice))

@@ -81,7 +81,7 @@ class CompletionHandler:
         first = await first_of(request, deltas)
         fresh = in_groups(cursor.untold(after(first, deltas)), body.stream_interval)
         events = self._events(generation, fresh, cursor)
-        return EventStream(closed_by_done(events), deltas, headers)
+        return EventStream(closed_by_done(events), deltas, headers, first)
 
     async def _prepare(self, caller: Caller, request_id: str) -> tuple[Generation, SamplingParams]:
         """What will run, all of it checked."""

@@ -25,7 +25,12 @@ from rayfin.deployments.openai.quotas import metered
 from rayfin.deployments.openai.replies import PromptTokensDetails, Usage
 from rayfin.deployments.openai.resume import answered
 from rayfin.deployments.openai.service import OpenAIService
-from rayfin.deployments.openai.sse import cancelled, until_disconnect
+from rayfin.deployments.openai.sse import (
+    cancelled,
+    ended,
+    until_disconnect,
+    wait_for_some_time,
+)
 from rayfin.deployments.requests import build_requests
 from rayfin.deployments.text.output import OutputText, TextDelta
 
@@ -241,8 +246,11 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
         await cancelled(*tasks)
 
 
-async def first_of(request: Request, events: AsyncGenerator[T, None]) -> T:
+async def first_of(request: Request, events: AsyncGenerator[T, None]) -> asyncio.Task[T]:
     """The first event, so that an engine's refusal still has a status; closes on failure.
+
+    It is waited for as long as a client may be left without a byte. Then the stream begins, and
+    tells what becomes of it; whether the task is done or not, EventStream ends it.
 
     Raises:
         ClientGone: the client left before it came.
@@ -251,15 +259,21 @@ async def first_of(request: Request, events: AsyncGenerator[T, None]) -> T:
     async def pull() -> T:
         return await anext(events)
 
+    first = asyncio.create_task(pull())
     try:
-        return await while_connected(request, pull())
+        await while_connected(request, wait_for_some_time(first))
+        if first.done():
+            first.result()
     except BaseException:
+        await ended(first)
         await events.aclose()
         raise
+    return first
 
 
-async def after(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    yield first
+async def after(first: asyncio.Task[T], rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The first event, when it has come, and the rest."""
+    yield await first
     async for item in rest:
         yield item
 

@@ -49,7 +49,8 @@ def tells_failure(chunk: bytes) -> bool:
 class EventStream(Response):
     """Streams events until they end, the client leaves, or it stops reading.
 
-    Whatever happens, ``events`` and then ``source`` are closed before the response returns.
+    Whatever happens, ``first``, which awaits the source's first item, is ended, and ``events`` and
+    then ``source`` are closed before the response returns.
     """
 
     media_type = "text/event-stream"
@@ -59,11 +60,13 @@ class EventStream(Response):
         events: AsyncGenerator[str, None],
         source: AsyncGenerator[Any, None],
         headers: Mapping[str, str] | None = None,
+        first: asyncio.Task[Any] | None = None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._source = source
+        self._first = first
         self._writing = asyncio.Lock()
         self._written = 0  # events and comments
 
@@ -76,11 +79,16 @@ class EventStream(Response):
                 await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 await cancelled(sending, commenting, leaving)
+                if self._first is not None and not self._first.done():
+                    await ended(self._first)
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
-        await send({**start, "headers": self.raw_headers})
+        async with self._writing:
+            await send({**start, "headers": self.raw_headers})
         try:
+            if self._first is not None and not self._first.done():
+                await self._write(send, COMMENT)  # it has been waited for already
             async for text in self._events:
                 await self._write(send, text)
             async with self._writing:
@@ -94,7 +102,7 @@ class EventStream(Response):
             while True:
                 written = self._written
                 await asyncio.sleep(COMMENT_SECONDS)
-                if written and written == self._written:
+                if written == self._written:
                     await self._write(send, COMMENT)
 
     async def _write(self, send: Send, text: str) -> None:
@@ -116,3 +124,14 @@ async def cancelled(*tasks: asyncio.Task[Any]) -> None:
     for end in ends:
         if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
             raise end
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Cancels the task and waits until it has ended, however it does."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def wait_for_some_time(task: asyncio.Task[Any]) -> None:
+    """Until the task is done, or a client should hear of us."""
+    await asyncio.wait({task}, timeout=COMMENT_SECONDS)

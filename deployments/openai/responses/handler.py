@@ -15,7 +15,7 @@ from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.edge.caller import Caller
 from rayfin.deployments.openai.choice import Prompt
 from rayfin.deployments.openai.fields import called
-from rayfin.deployments.openai.generation import Generation, first_of, while_connected
+from rayfin.deployments.openai.generation import Generation, after, first_of, while_connected
 from rayfin.deployments.openai.logprobs import LogprobsWriter
 from rayfin.deployments.openai.responses.bodies import OUR_NAMES, ResponseRequest
 from rayfin.deployments.openai.responses.drive import drive
@@ -60,7 +60,7 @@ class ResponseHandler:
             return reply(state, headers)
         try:
             if body.stream:
-                await first_of(request, ticks)
+                first = await first_of(request, ticks)
             else:
                 await while_connected(request, _run_out(ticks))
         except BaseException:
@@ -68,7 +68,7 @@ class ResponseHandler:
                 store.forget(state)  # nobody has been told its id
             raise
         if body.stream:
-            return EventStream(_events(state, ticks), ticks, headers)
+            return EventStream(_events(state, first, ticks), ticks, headers, first)
         return reply(state, headers)
 
     async def _prepare(self, caller: Caller) -> tuple[ResponseState, Generation]:
@@ -143,10 +143,13 @@ def event_stream(
     return EventStream((sse(event) async for event in events), events, headers)
 
 
-async def _events(state: ResponseState, ticks: Ticks) -> AsyncGenerator[str, None]:
-    """The events of a response that ends with its client. The first tick has been taken."""
+async def _events(
+    state: ResponseState, first: asyncio.Task[None], ticks: Ticks
+) -> AsyncGenerator[str, None]:
+    """The events of a response that ends with its client. ``first`` takes the first tick."""
     number = 0
     ended = False
+    ticks = after(first, ticks)
     async with aclosing(ticks):
         while not ended:
             for event in events_from(state, number):
