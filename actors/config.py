@@ -6,7 +6,7 @@ is ever written back, and nothing else decides a default.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -81,10 +81,10 @@ class EngineArgs:
     max_waiting_tokens: int | None = _flag(
         None, "most prompt tokens in the queue, over which it gets 429; one prompt may always wait"
     )
-    steps_in_flight: int = _flag(2, "steps handed to the runner ahead of their results")
+    steps_in_flight: int = _flag(2, "2: a step more than there are pipeline stages; 1: none ahead")
     max_lease: int = _flag(16, "most decode steps in one call to the runner")
-    tensor_parallel_size: int = _flag(1, "devices that share each layer")
-    pipeline_parallel_size: int = _flag(1, "devices that share the layers")
+    tensor_parallel_size: int = _flag(1, "devices of a node that share each layer")
+    pipeline_parallel_size: int = _flag(1, "stages of consecutive layers, each on its devices")
     threads: int | None = _flag(
         None, "compute threads of a CPU; default: its cores, 1 for a tiny model"
     )
@@ -175,8 +175,8 @@ class EngineArgs:
                 f"max_logprobs must be at least 0, or -1, got {self.max_logprobs}", "max_logprobs"
             )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) != 1:
-                raise InvalidConfig(f"{name} other than 1 is not supported yet", name)
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name} must be at least 1, got {getattr(self, name)}", name)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EngineArgs":
@@ -309,6 +309,11 @@ def resolve_host_pages(args: EngineArgs, page_bytes: int, most: int) -> int:
     return min(pages, most)
 
 
+def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
+    """Those of the rank with room for the fewest pages, of a group's: each rank has all pages."""
+    return min(facts, key=lambda own: own.available_bytes // own.page_bytes)
+
+
 def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:
     """Decides the number of pages and the longest request.
 
@@ -347,7 +352,9 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_tokens=args.max_waiting_tokens,
-        steps_in_flight=args.steps_in_flight,
+        steps_in_flight=args.steps_in_flight
+        if args.steps_in_flight == 1
+        else args.pipeline_parallel_size + 1,
         prefix_caching=args.prefix_caching,
         max_lease=args.max_lease,
         max_logprobs=args.max_logprobs,

@@ -2,13 +2,15 @@
 
 The channel is plain Ray: a SchedulerInfo goes out as the argument of an actor call, whose object
 ref stands for the step until its StepResult is asked for. With two steps in flight the way there
-and back is hidden behind the step before. What was measured against the alternatives (``ray.put``
-and a shared ref, which costs more than it saves for one rank): docs/architecture.md.
+and back is hidden behind the step before. Several ranks get one shared ref, and the first of the
+last stage answers; for one rank a ``ray.put`` costs more than it saves: docs/architecture.md.
+
+The ranks live and die together: when one is lost, all are replaced under a new epoch.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +23,13 @@ from ray.util.scheduling_strategies import (
 )
 
 from rayfin.actors import failpoints
-from rayfin.actors.config import EngineArgs, EngineConfig, resolve
+from rayfin.actors.config import EngineArgs, EngineConfig, resolve, scarcest
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.processes import Process, end
 from rayfin.actors.runner.actor import GENERATION_BITS, Adoption, ModelRunnerActor
-from rayfin.actors.scheduler.executor import Fenced, GroupFailed, StepMissing
+from rayfin.actors.runner.place import group_size
+from rayfin.actors.scheduler.executor import Fenced, GroupFailed, PeerLost, StepMissing
 from rayfin.actors.scheduler.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -53,30 +56,34 @@ class CallLost(GroupFailed):
 
 @dataclass(slots=True)
 class _RemoteStep:
-    """A step on a runner; rank 0 answers for all."""
+    """A step on all ranks, of which one answers."""
 
     group: "RunnerGroup"
-    ref: Any  # ObjectRef of a StepResult; None: a step that was lost on purpose
+    refs: list[Any] | None  # by rank, of a StepResult or of None; None: lost on purpose
     info: SchedulerInfo
 
     def result(self) -> StepResult:
-        """Its answer. A call that was lost is made again: a runner runs no step twice."""
+        """Its answer. A call that was lost is made again: a runner runs no step twice.
+
+        Not to several ranks: those that had it may wait in the next step for the one that had not.
+        """
         group, patience = self.group, self.group.watchdog.patience(self.info)
         lost_since: float | None = None
         while True:
             try:
-                result: StepResult = group.wait(self.ref, patience, "the step")
+                answers = group.wait(self.refs, patience, "the step")
                 break
             except CallLost as lost:
                 lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > RESEND_SECONDS:
+                if time.monotonic() - lost_since > RESEND_SECONDS or len(self.refs or ()) > 1:
                     raise
                 logger.warning("step %d is sent again: %s", self.info.step, lost)
                 time.sleep(RESEND_PAUSE_SECONDS)
-                self.ref = group.send(self.info)
+                self.refs = group.send(self.info)
+        result: StepResult = next(answer for answer in answers if answer is not None)
         group.watchdog.observe(self.info, result.seconds)
         if failpoints.ACTIVE and failpoints.ACTIVE.hit_step("group.reply", self.info) == "drop":
-            return group.wait(None, patience, "the step")  # type: ignore[no-any-return]
+            group.wait(None, patience, "the step")
         return result
 
 
@@ -86,7 +93,7 @@ class RunnerGroup:
 
     Args:
         generation: of the scheduler that this belongs to; a later one's steps fence an earlier's.
-        known: the runner's process, where somebody knows of one; a hung one cannot tell.
+        known: the runners' processes, where somebody knows of them; a hung one cannot tell.
         detached: the runners outlive this process, until nobody has sent a step or a ping for
             ``RUNNER_LEASE_SECONDS``. Otherwise they die with it.
         on_wait: called at least once a second while this waits for runners.
@@ -100,7 +107,7 @@ class RunnerGroup:
         placement: PlacementGroup | None = None,
         *,
         generation: int = 0,
-        known: Process | None = None,
+        known: Sequence[Process] = (),
         detached: bool = False,
         on_wait: Callable[[], None] = lambda: None,
         may_restart: Callable[[], bool] = lambda: True,
@@ -108,13 +115,13 @@ class RunnerGroup:
         self.epoch = generation << GENERATION_BITS
         self.watchdog = Watchdog()
         self._args = args
-        self._name = runner_name(name)
+        self._names = [runner_name(name, rank) for rank in range(group_size(args))]
         self._placement = placement
         self._detached = detached
         self._on_wait = on_wait
         self._may_restart = may_restart
-        self._runner: Any = None
-        self._process = known
+        self._runners: list[Any] = []  # by rank
+        self._processes = list(known)
         self._config: EngineConfig | None = None
 
     @property
@@ -131,7 +138,7 @@ class RunnerGroup:
         """
         if (adopted := self._adopt()) is not None:
             self._config, self.epoch = adopted.config, adopted.epoch
-            logger.warning("adopted %s at epoch %d", self._name, self.epoch)
+            logger.warning("adopted %s at epoch %d", ", ".join(self._names), self.epoch)
             return self._config
         return self._start_new(LOAD_SECONDS)
 
@@ -141,9 +148,10 @@ class RunnerGroup:
             return self._submit_planted(info)
         return _RemoteStep(self, self.send(info), info)
 
-    def send(self, info: SchedulerInfo) -> Any:
-        """One call for a step; the ref of its answer."""
-        return self._runner.execute.remote(info)
+    def send(self, info: SchedulerInfo) -> list[Any]:
+        """A call for a step to each runner; the refs of their answers."""
+        shared: Any = info if len(self._runners) == 1 else ray.put(info)
+        return self._on_all("execute", shared)
 
     def restart(self) -> None:
         """Kills the runners and starts new ones under a new epoch; the page count stays.
@@ -162,35 +170,33 @@ class RunnerGroup:
 
     def sleep(self) -> None:
         """See ``Executor.sleep``."""
-        self.wait(self._runner.sleep.remote(), ADOPT_SECONDS, "to give pages back")
+        self.wait(self._on_all("sleep"), ADOPT_SECONDS, "to give pages back")
 
     def wake(self) -> None:
         """See ``Executor.wake``."""
         self.epoch += 1
-        start = self._runner.start.remote(self._config, self.epoch)
+        start = self._on_all("start", self._config, self.epoch)
         self.wait(start, LOAD_SECONDS, "taking pages")
 
     def ping(self) -> Any:
-        """Keeps idle runners from leaving; the ref fails when they have died; None without any."""
-        runner = self._runner
-        return None if runner is None else runner.ping.remote()
+        """Keeps idle runners from leaving; a ref fails when one has died; None without any."""
+        return self._on_all("ping") or None
 
     def alive(self, ping: Any) -> bool | None:
         """Whether a ``ping`` was answered; None: not yet."""
-        if not ray.wait([ping], timeout=0)[0]:
-            return None
+        answered, missing = ray.wait(ping, num_returns=len(ping), timeout=0)
         try:
-            ray.get(ping)
+            ray.get(answered)
         except ActorUnavailableError:  # the call was lost; the next one tells
             return True
         except RayError:
             return False
-        return True
+        return None if missing else True
 
     @property
-    def process(self) -> Process | None:
-        """The runner's, once it has started."""
-        return self._process
+    def processes(self) -> list[Process]:
+        """The runners', once they have started."""
+        return list(self._processes)
 
     def stop(self) -> None:
         """Kills the runners, and returns when they are gone, and their memory with them.
@@ -198,26 +204,28 @@ class RunnerGroup:
         Raises:
             GroupFailed: they cannot be killed.
         """
-        if self._process is not None and not end_process(self._process):
-            raise GroupFailed(f"the old runner cannot be killed: {self._process}")
-        if self._runner is not None:
-            ray.kill(self._runner)
-        self._runner = self._process = None
+        for process in self._processes:
+            if not end_process(process):
+                raise GroupFailed(f"the old runner cannot be killed: {process}")
+        for runner in self._runners:
+            ray.kill(runner)
+        self._runners, self._processes = [], []
 
-    def wait(self, ref: Any, seconds: float, what: str) -> Any:
-        """The value of ``ref``, None for one that never comes.
+    def wait(self, refs: list[Any] | None, seconds: float, what: str) -> list[Any]:
+        """The values of ``refs``, one of each rank; None for what never comes.
 
         Raises:
-            GroupFailed: the runner has died, or not answered in so many seconds.
-            CallLost: nobody knows whether it has had the call.
+            GroupFailed: a runner has died, or not answered in so many seconds.
+            CallLost: nobody knows whether one has had the call.
             Fenced: it belongs to another scheduler.
             RayfinError: what the runner raised.
         """
         deadline = time.monotonic() + seconds
         while True:
             try:
-                if ref is not None:
-                    return ray.get(ref, timeout=SLICE_SECONDS)
+                if refs is not None:
+                    values: list[Any] = ray.get(refs, timeout=SLICE_SECONDS)
+                    return values
                 time.sleep(SLICE_SECONDS)
             except GetTimeoutError:
                 pass
@@ -226,7 +234,8 @@ class RunnerGroup:
                     raise error.cause from None
                 if isinstance(error.cause, StepMissing):
                     raise CallLost(describe(error)) from error
-                raise GroupFailed(describe(error), by_step=True) from error
+                by_step = not isinstance(error.cause, PeerLost)  # the peer is to blame, or its end
+                raise GroupFailed(describe(error), by_step=by_step) from error
             except ActorUnavailableError as error:
                 raise CallLost(describe(error)) from error
             except RayError as error:
@@ -236,24 +245,26 @@ class RunnerGroup:
                 raise GroupFailed(f"{what} has taken over {seconds:.1f} s: the runner hangs")
 
     def _adopt(self) -> Adoption | None:
-        """The runner that lives under the name, if it has the model; else it is ended."""
-        try:
-            self._runner = ray.get_actor(self._name, namespace=NAMESPACE)
-        except ValueError:
+        """The runners that live under the names, if all have the model; else they are ended."""
+        self._runners = [found for name in self._names if (found := _find(name)) is not None]
+        if len(self._runners) < len(self._names):
             self.stop()
             return None
-        adopted: Adoption | None = None
+        adopted: list[Adoption | None] = [None]
         try:
-            self._process = self.wait(
-                self._runner.process.remote(), ADOPT_SECONDS, "a sign of life"
-            )
-            adopt = self._runner.adopt.remote(self._args, self.generation)
+            self._processes = self.wait(self._on_all("process"), ADOPT_SECONDS, "a sign of life")
+            adopt = self._on_all("adopt", self._args, self.generation)
             adopted = self.wait(adopt, ADOPT_SECONDS, "its last step")
         except GroupFailed as failure:
-            logger.warning("%s cannot be adopted: %s", self._name, failure)
-        if adopted is None:
+            logger.warning("%s cannot be adopted: %s", ", ".join(self._names), failure)
+        if any(own != adopted[0] for own in adopted) or adopted[0] is None:
             self.stop()
-        return adopted
+            return None
+        return adopted[0]
+
+    def _on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of each runner; refs by rank."""
+        return [getattr(runner, method).remote(*arguments) for runner in self._runners]
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -264,30 +275,45 @@ class RunnerGroup:
     def _start_new(self, patience: float) -> EngineConfig:
         """Waits so many seconds for the process, and then for its model."""
         self.watchdog.restart()
-        self._runner = self._new_runner()
+        for rank in range(len(self._names)):
+            self._runners.append(self._new_runner(rank))
         load = "loading the model"
         try:
-            self._process = self.wait(self._runner.process.remote(), patience, "starting")
-            facts, limits = self.wait(self._runner.load.remote(self._args), LOAD_SECONDS, load)
+            self._processes = self.wait(self._on_all("process"), patience, "starting")
+            loaded = self.wait(self._load(), LOAD_SECONDS, load)
             if self._config is None:
-                self._config = resolve(self._args, facts, limits)
-            self.wait(self._runner.start.remote(self._config, self.epoch), LOAD_SECONDS, load)
+                facts, limits = zip(*loaded, strict=True)
+                self._config = resolve(self._args, scarcest(facts), limits[0])
+            start = self._on_all("start", self._config, self.epoch)
+            self.wait(start, LOAD_SECONDS, load)
         except GroupFailed as failure:
             task = failure.__cause__
-            if isinstance(task, RayTaskError) and isinstance(task.cause, RayfinError):
-                raise task.cause from None
+            cause = task.cause if isinstance(task, RayTaskError) else None
+            if isinstance(cause, RayfinError) and not isinstance(cause, PeerLost):
+                raise cause from None
             raise
         return self._config
 
-    def _new_runner(self) -> Any:
-        options: dict[str, Any] = {"num_cpus": 1, "name": self._name, "namespace": NAMESPACE}
+    def _load(self) -> list[Any]:
+        if len(self._runners) == 1:
+            return self._on_all("load", self._args)
+        first = [self._runners[0].open_store.remote()]
+        (store,) = self.wait(first, LOAD_SECONDS, "opening a store")
+        return [
+            runner.load.remote(self._args, rank, store) for rank, runner in enumerate(self._runners)
+        ]
+
+    def _new_runner(self, rank: int) -> Any:
+        name = self._names[rank]
+        options: dict[str, Any] = {"num_cpus": 1, "name": name, "namespace": NAMESPACE}
         if self._detached:
             options["lifetime"] = "detached"
         if self._args.device == "cuda":
             options["num_gpus"] = 1
         if self._placement is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._placement, placement_group_bundle_index=0
+                self._placement,
+                placement_group_bundle_index=rank // self._args.tensor_parallel_size,
             )
         actor_class: Any = ModelRunnerActor  # Ray's stubs lose `options` on a decorated class
         return when_name_is_free(lambda: actor_class.options(**options).remote())
@@ -300,6 +326,13 @@ class RunnerGroup:
             case "duplicate":
                 self.send(info)
         return _RemoteStep(self, self.send(info), info)
+
+
+def _find(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
 
 
 def runner_name(engine: str, rank: int = 0) -> str:

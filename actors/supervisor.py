@@ -35,6 +35,7 @@ from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.group import NAMESPACE, describe, end_process, runner_name, when_name_is_free
 from rayfin.actors.messages import EngineInfo, EngineStats
 from rayfin.actors.processes import Process, is_stopped
+from rayfin.actors.runner.place import group_size
 from rayfin.actors.scheduler.actor import Claim, NotOwner, SchedulerActor, Start
 from rayfin.actors.scheduler.executor import GroupFailed
 
@@ -140,7 +141,8 @@ class Supervisor:
         if self._scheduler is None:
             return
         ray.kill(self._scheduler)
-        kill_named(runner_name(self.name))
+        for rank in range(group_size(self._args)):
+            kill_named(runner_name(self.name, rank))
         if self._placement is not None:
             remove_placement_group(self._placement)
 
@@ -149,8 +151,11 @@ class Supervisor:
         self.name = name
         self._scheduler = self._new_scheduler()
         options = {} if self._id is None else {"name": name, "lifetime": "detached"}
-        bundle = {"CPU": 1.0, "GPU": 1.0} if self._args.device == "cuda" else {"CPU": 1.0}
-        self._placement = placement_group([bundle], strategy="STRICT_PACK", **options)
+        # A bundle lies on one node: the ranks of a stage are together, stages as near as they go.
+        each = float(self._args.tensor_parallel_size)
+        bundle = {"CPU": each, "GPU": each} if self._args.device == "cuda" else {"CPU": each}
+        stages = [bundle] * self._args.pipeline_parallel_size
+        self._placement = placement_group(stages, strategy="PACK", **options)
 
     def _place_first_free(self) -> None:
         """The first number whose name is free, and that left no placement group behind."""
@@ -158,7 +163,7 @@ class Supervisor:
         while True:
             name = f"{prefix}{number}"
             try:
-                if find_actor(runner_name(name)) is None:
+                if not self._find_runners(name):
                     self._place(name)
                     return
             except ValueError:  # the name is taken
@@ -168,8 +173,8 @@ class Supervisor:
     async def _launch(self) -> EngineInfo:
         """Starts the engine of the scheduler at hand."""
         assert self._placement is not None
-        runner = self._processes[1] if len(self._processes) > 1 else None
-        start = Start(self._args, self._placement, self._id, self._generation, runner)
+        runners = self._processes[1:]
+        start = Start(self._args, self._placement, self._id, self._generation, runners)
         try:
             await self._placement.ready()
             process = await self._scheduler.process.remote()
@@ -239,7 +244,7 @@ class Supervisor:
         prefix = self.name
         for name in await asyncio.to_thread(engine_names, prefix):
             try:
-                if find_actor(name) is None and find_actor(runner_name(name)) is not None:
+                if find_actor(name) is None and self._find_runners(name):
                     self._placement = get_placement_group(name)
                     self.name = name
                     self._scheduler = self._new_scheduler()
@@ -248,6 +253,11 @@ class Supervisor:
                 logger.warning("the runners of %s cannot be adopted: %s", name, error)
             self.name = prefix
         return None
+
+    def _find_runners(self, name: str) -> bool:
+        """Whether a runner of an engine of this name and size is there."""
+        ranks = range(group_size(self._args))
+        return any(find_actor(runner_name(name, rank)) is not None for rank in ranks)
 
     async def _watch(self) -> None:
         """Looks after the engine for ever, or until another supervisor does."""

@@ -104,8 +104,8 @@ class _NoRay:
     """In place of ``ray`` in group.py: to get is to call."""
 
     @staticmethod
-    def get(ref: Callable[[], Any], timeout: float) -> Any:
-        return ref()
+    def get(refs: list[Callable[[], Any]], timeout: float) -> list[Any]:
+        return [ref() for ref in refs]
 
 
 def guarded(runner: Any) -> group.RunnerGroup:
@@ -114,7 +114,7 @@ def guarded(runner: Any) -> group.RunnerGroup:
     actor = actor_class.__ray_metadata__.modified_class(FOR_EVER)
     actor._runner = runner
     own = group.RunnerGroup(EngineArgs(), "cost")
-    own._runner = _Handle(actor)
+    own._runners = [_Handle(actor)]
     return own
 
 

@@ -16,6 +16,7 @@ from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
 from rayfin.actors.messages import Ended, EngineInfo, EngineRequest, EngineStats, TokenDeltas
 from rayfin.actors.priority import keep_workers_equal
+from rayfin.actors.runner.place import group_size
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.supervisor import Supervisor
 
@@ -174,6 +175,12 @@ def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:
         InvalidConfig: another name, or a model that cannot be served.
     """
     if executor == "inline":
+        if group_size(args) > 1:
+            name = "tensor" if args.tensor_parallel_size > 1 else "pipeline"
+            raise InvalidConfig(
+                f"{name}_parallel_size over 1 needs executor='ray': a process for each device",
+                f"{name}_parallel_size",
+            )
         return InlineEngine(args)
     if executor == "ray":
         return RayEngine(args)

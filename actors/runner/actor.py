@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -13,6 +14,7 @@ from rayfin.actors.logs import set_up
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.processes import Process, this_process
 from rayfin.actors.runner.answers import Answers
+from rayfin.actors.runner.place import Address, Place
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,8 @@ class Adoption:
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class ModelRunnerActor:
-    """One process with one device. Calls run one at a time, in the order in which they are sent.
+    """One process with one device: one rank of its engine's group. Calls run one at a time, in the
+    order in which they are sent.
 
     Ray retries nothing here: a step that may or may not have run is sent again by its group, and
     answered from memory if it has (answers.py).
@@ -44,6 +47,8 @@ class ModelRunnerActor:
         self._config: EngineConfig | None = None
         self._epoch = -1
         self._answers = Answers()
+        self._speaks = True  # for its group
+        self._store: Any = None
         self._lifeline = Lifeline(lease, _exit)
         self._lifeline.watch()
 
@@ -51,8 +56,21 @@ class ModelRunnerActor:
         """Who this is, for those who must see it gone."""
         return this_process(ray.get_runtime_context().get_node_id())
 
-    def load(self, args: EngineArgs) -> tuple[ModelFacts, BatchLimits]:
-        """Loads the weights and measures the memory left for pages.
+    def open_store(self) -> Address:
+        """Where the ranks of a new group will find each other; of rank 0, before any loads."""
+        with self._lifeline.work():
+            from rayfin.actors.runner.parallel import open_store
+
+            self._store = open_store()
+            return _host(), self._store.port
+
+    def load(
+        self, args: EngineArgs, rank: int = 0, store: Address | None = None
+    ) -> tuple[ModelFacts, BatchLimits]:
+        """Loads the weights, or a rank's share of them, and measures the memory left for pages.
+
+        Args:
+            store: of rank 0, where there are several; then all ranks load at once.
 
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
@@ -64,8 +82,13 @@ class ModelRunnerActor:
             # Here, where the device is: the scheduler's process sees this class, and no torch.
             from rayfin.actors.runner.model_runner import ModelRunner
 
+            place = None
+            if store is not None:
+                sizes = (args.tensor_parallel_size, args.pipeline_parallel_size)
+                place = Place(rank, *sizes, store, _host())
+                self._speaks = place.answers
             self._args = args
-            self._runner = ModelRunner(args)
+            self._runner = ModelRunner(args, place)
             return self._runner.profile()
 
     def start(self, config: EngineConfig, epoch: int) -> None:
@@ -91,24 +114,25 @@ class ModelRunnerActor:
         self.start(self._config, generation << GENERATION_BITS)
         return Adoption(self._config, self._epoch)
 
-    def execute(self, info: SchedulerInfo) -> StepResult:
+    def execute(self, info: SchedulerInfo) -> StepResult | None:
         """Runs a step; its answer is an object ref in the scheduler's hands meanwhile.
 
-        A step that has been run is not run again: its answer is given once more.
+        A step that has been run is not run again: its answer is given once more. None from all
+        ranks of a group but the one that answers.
 
         Raises:
             StepMissing: the step before it has not come.
         """
         with self._lifeline.work():
-            if (known := self._answers.find(info)) is not None:
-                return known
-            if failpoints.ACTIVE:
-                failpoints.ACTIVE.hit_step("runner.before_execute", info)
-            result = self._runner.execute(info)
-            self._answers.keep(result)
-            if failpoints.ACTIVE:
-                failpoints.ACTIVE.hit_step("runner.before_reply", info)
-            return result
+            result = self._answers.find(info)
+            if result is None:
+                if failpoints.ACTIVE:
+                    failpoints.ACTIVE.hit_step("runner.before_execute", info)
+                result = self._runner.execute(info)
+                self._answers.keep(result)
+                if failpoints.ACTIVE:
+                    failpoints.ACTIVE.hit_step("runner.before_reply", info)
+            return result if self._speaks else None
 
     def ping(self) -> None:
         """Somebody wants this runner still."""
@@ -116,6 +140,11 @@ class ModelRunnerActor:
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def _host() -> str:
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
 
 
 def _exit() -> None:

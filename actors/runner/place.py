@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rayfin.actors.config import EngineArgs
+
 Address = tuple[str, int]
 """Host and port."""
 
@@ -47,3 +49,8 @@ class Place:
     def layers(self, total: int) -> range:
         """This stage's share of the model's layers: consecutive ones, as evenly as they go."""
         return range(total * self.stage // self.stages, total * (self.stage + 1) // self.stages)
+
+
+def group_size(args: EngineArgs) -> int:
+    """Runners of an engine."""
+    return args.tensor_parallel_size * args.pipeline_parallel_size

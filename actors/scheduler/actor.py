@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -84,7 +84,7 @@ class Start:
     placement: PlacementGroup | None = None
     owner: str | None = None  # the supervisor whose pulse it needs; None: it lives with its creator
     generation: int = 0
-    runner: Process | None = None  # of the scheduler before this one
+    runners: Sequence[Process] = ()  # of the scheduler before this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class SchedulerActor:
                 self._name,
                 start.placement,
                 generation=start.generation,
-                known=start.runner,
+                known=start.runners,
                 detached=start.owner is not None,
                 on_wait=self._tick,
                 may_restart=self._is_current,
@@ -296,8 +296,7 @@ class SchedulerActor:
         return question.answer.result(seconds)
 
     def _runners(self) -> list[Process]:
-        process = self._group.process if self._group else None
-        return [] if process is None else [process]
+        return self._group.processes if self._group else []
 
     def _beat(self) -> TokenDeltas:
         message = TokenDeltas.only()

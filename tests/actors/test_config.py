@@ -74,8 +74,8 @@ def _resolve(pages: float, *, max_position: int | None = 256, **args: Any) -> En
         ("tenant_weights", "gold=4"),  # without the policy that reads it
         ("quantization", "int4"),
         ("steps_in_flight", 3),
-        ("tensor_parallel_size", 2),
-        ("pipeline_parallel_size", 2),
+        ("tensor_parallel_size", 0),
+        ("pipeline_parallel_size", 0),
     ],
 )
 def test_refused_values(name: str, value: Any) -> None:

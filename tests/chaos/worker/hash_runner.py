@@ -86,7 +86,7 @@ def take_memory() -> None:
 class ModelRunner:
     """In place of the ModelRunner of actors/runner/model_runner.py, with its life and its doors."""
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, place: None = None) -> None:
         self._args = args
         self._executor: FakeExecutor | None = None
 
