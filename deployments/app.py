@@ -1,5 +1,6 @@
 """The wiring of a Rayfin application, top to bottom: what ``serve deploy`` imports."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from rayfin.deployments.edge.settings import Cors, EdgeSettings
 from rayfin.deployments.engine import EngineDeployment
 from rayfin.deployments.ingress import IngressDeployment
 from rayfin.deployments.keeper import KeeperDeployment
+from rayfin.deployments.model_args import ModelArgs, several_models
 from rayfin.deployments.models import model_path
 from rayfin.deployments.server_args import (
     ADMIN_KEY_VARIABLES,
@@ -31,24 +33,33 @@ def build_app(args: AppArgs) -> Application:  # type: ignore[valid-type]
     Raises:
         InvalidConfig: a setting that no engine can run with.
     """
-    server, engine_args = split_args(args.model_dump())  # type: ignore[attr-defined]
+    settings: dict[str, Any] = args.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
+    models = settings.pop("models", None)
+    server, engine_args = split_args(settings)
     if server.api_key is None and server.api_key_file is None:
         server = replace(server, api_key=key_of_environment())
     if server.admin_api_key is None:
         server = replace(server, admin_api_key=key_of_environment(ADMIN_KEY_VARIABLES))
-    return bind_app(server, engine_args)
+    if models is None:
+        return bind_app(server, engine_args)
+    return bind_models(server, engine_args, several_models(server, engine_args, models))
 
 
 def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
     """One model behind the OpenAI API: an ingress deployment over an engine deployment."""
-    engine_class: Any = EngineDeployment  # Ray's stubs lose what @serve.deployment adds
-    ingress_class: Any = IngressDeployment
+    return bind_models(server, engine_args, [ModelArgs(server, engine_args)])
+
+
+def bind_models(
+    server: ServerArgs, engine_args: EngineArgs, models: Sequence[ModelArgs]
+) -> Application:
+    """Models behind one OpenAI API: an ingress deployment over one of engines for each model.
+
+    ``server`` and ``engine_args`` say what is not a model's own: keys, quotas, logs.
+    """
+    ingress_class: Any = IngressDeployment  # Ray's stubs lose what @serve.deployment adds
     drain = server.shutdown_timeout
-    engine = engine_class.options(
-        **serve_logs(engine_args),
-        **number_of_engines(server),
-        graceful_shutdown_timeout_s=drain + SHUTDOWN_SECONDS,
-    ).bind(replace(engine_args, model=model_path(engine_args.model)), drain)
+    engines = [bind_engines(model, drain) for model in models]
     ingress = ingress_class.options(
         **serve_logs(engine_args),
         num_replicas=server.ingress_replicas,
@@ -57,15 +68,40 @@ def bind_app(server: ServerArgs, engine_args: EngineArgs) -> Application:
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
     admin = None
     if server.admin_port is not None:
-        admin = admin_deployment(server.admin_host, server.admin_port, server.admin_keys())
+        admin = admin_deployment(
+            server.admin_host,
+            server.admin_port,
+            server.admin_keys(),
+            [(model.names, model.deployment) for model in models],
+        )
     keeper_class: Any = KeeperDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
-    # Serve replaces ingresses whose settings change: not for what others have to know.
+    told = [
+        replace(model, server=for_ingresses(model.server), from_zero=model.server.min_engines == 0)
+        for model in models
+    ]
+    app: Application = ingress.bind(for_ingresses(server), told, edge, engines, keeper, admin)
+    return app
+
+
+def bind_engines(model: ModelArgs, drain: float) -> Application:
+    """The engines of one model, which get ``drain`` seconds to finish when they are to go."""
+    engine_class: Any = EngineDeployment
+    bound: Application = engine_class.options(
+        **serve_logs(model.engine),
+        **number_of_engines(model.server),
+        name=model.deployment,
+        graceful_shutdown_timeout_s=drain + SHUTDOWN_SECONDS,
+    ).bind(replace(model.engine, model=model_path(model.engine.model)), drain)
+    return bound
+
+
+def for_ingresses(server: ServerArgs) -> ServerArgs:
+    """Without keys, and without what others have to know: Serve replaces ingresses whose settings
+    change."""
     secrets: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key"))
     others: dict[str, Any] = dict.fromkeys(("min_engines", "max_engines", "admin_port"))
-    own = replace(server, **secrets, **others, data_parallel_size=1)
-    app: Application = ingress.bind(own, engine_args, edge, engine, keeper, admin)
-    return app
+    return replace(server, **secrets, **others, data_parallel_size=1)
 
 
 def privileged(tenants: list[str] | None) -> frozenset[str] | None:
@@ -77,8 +113,9 @@ def number_of_engines(server: ServerArgs) -> dict[str, Any]:
     """Deployment options: so many engines, or as many as the work wants."""
     if server.max_engines is None:
         return {"num_replicas": server.data_parallel_size}
-    least = server.min_engines or server.data_parallel_size
-    return {"num_replicas": None, "autoscaling_config": autoscaling(least, server.max_engines)}
+    least = server.data_parallel_size if server.min_engines is None else server.min_engines
+    config = autoscaling(least, server.max_engines, server.idle_timeout)
+    return {"num_replicas": None, "autoscaling_config": config}
 
 
 def serve_logs(args: EngineArgs) -> dict[str, Any]:

@@ -23,20 +23,21 @@ TTFT_SECONDS = 2.0
 """... and the time that its queue takes at the pace at which it was admitted from so far."""
 
 TARGETS = {"waiting_tokens": WAITING_TOKENS, "page_share": PAGE_SHARE, "ttft": TTFT_SECONDS}
-UPSCALE_SECONDS, DOWNSCALE_SECONDS = 10.0, 300.0
-"""For which more or fewer engines must be wanted, in a row: a model takes its time to load."""
+UPSCALE_SECONDS = 10.0
+"""For which more engines must be wanted, in a row: a model takes its time to load."""
 
 FORGETTING = 0.7
 """Per report: the pace of admission is a moving mean."""
 
 
 def wanted(reports: Mapping[str, Sequence[float]]) -> int:
-    """Engines over which the work would spread at the targets; at least one.
+    """Engines over which the work would spread at the targets; none if there is no work.
 
-    ``reports`` are the values of each engine, by the names of ``TARGETS``.
+    ``reports`` are the values of each engine, by the names of ``TARGETS``, and "busy".
     """
     spread = [sum(values) / TARGETS[name] for name, values in reports.items() if name in TARGETS]
-    return max(1, math.ceil(max(spread, default=0.0)))
+    least = 1 if any(reports.get("busy", [1.0])) else 0
+    return max(least, math.ceil(max(spread, default=0.0)))
 
 
 def engines_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -48,14 +49,19 @@ def engines_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     return wanted(reports), {}
 
 
-def autoscaling(least: int, most: int) -> dict[str, Any]:
-    """The ``autoscaling_config`` of the engine deployment."""
+def autoscaling(least: int, most: int, idle_seconds: float) -> dict[str, Any]:
+    """The ``autoscaling_config`` of the engine deployment.
+
+    With ``least`` 0 the first engine is started all the same: ingresses learn its limits. From zero
+    Serve starts one for what is queued at the deployment's handle, which is a call of whoever waits
+    (deployments/waiting_room.py): this policy is not asked.
+    """
     return {
         "min_replicas": least,
-        "initial_replicas": least,
+        "initial_replicas": max(1, least),
         "max_replicas": most,
         "upscale_delay_s": UPSCALE_SECONDS,
-        "downscale_delay_s": DOWNSCALE_SECONDS,
+        "downscale_delay_s": idle_seconds,
         "metrics_interval_s": 2.0,
         "look_back_period_s": 10.0,
         "policy": {"policy_function": "rayfin.deployments.autoscaling:engines_wanted"},
@@ -71,8 +77,12 @@ class Report:
         self._pace = 0.0  # prompt tokens admitted a second, while some waited
 
     def take(self, stats: EngineStats, now: float) -> dict[str, float]:
-        """The values of ``TARGETS``' names; ``now`` in seconds."""
+        """The values of ``TARGETS``' names; ``now`` in seconds.
+
+        And "busy": 1 if there is work, or was since the last look, or nobody has looked yet.
+        """
         before, seconds = self._before, now - self._at
+        busy = before is None or _work(stats) != _work(before) or stats.running or stats.waiting
         if before is not None and seconds > 0 and before.waiting_tokens:
             came = stats.prompt_tokens - before.prompt_tokens
             admitted = max(0.0, (before.waiting_tokens + came - stats.waiting_tokens) / seconds)
@@ -83,4 +93,9 @@ class Report:
             "waiting_tokens": float(waiting),
             "page_share": stats.pages_held / stats.pages_total if stats.pages_total else 0.0,
             "ttft": waiting / self._pace if waiting and self._pace else 0.0,
+            "busy": 1.0 if busy else 0.0,
         }
+
+
+def _work(stats: EngineStats) -> tuple[int, int]:
+    return stats.prompt_tokens, stats.generation_tokens

@@ -10,13 +10,13 @@ from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.logs import set_up
 from rayfin.actors.supervisor import Supervisor
 from rayfin.deployments.autoscaling import Report
-from rayfin.deployments.engine_names import engine_prefix
+from rayfin.deployments.engine_names import ENGINE, engine_prefix
 
 logger = logging.getLogger(__name__)
 
 
 @serve.deployment(
-    name="engine",
+    name=ENGINE,
     num_replicas=1,
     ray_actor_options={"num_cpus": 0},
     health_check_period_s=2,
@@ -33,8 +33,9 @@ class EngineDeployment:
         set_up(args.log_format, args.log_level)
         self._drain_seconds = drain_seconds
         self._report = Report()
-        app = serve.get_replica_context().app_name
-        self._supervisor = Supervisor(args, engine_prefix(app), detached=True)
+        own = serve.get_replica_context()
+        prefix = engine_prefix(own.app_name, own.deployment)
+        self._supervisor = Supervisor(args, prefix, detached=True)
         await self._supervisor.start()
 
     async def check_health(self) -> None:
@@ -44,6 +45,9 @@ class EngineDeployment:
         except EngineUnavailable as error:
             logger.error("%s", error)
             raise
+
+    async def started(self) -> None:
+        """Returns, for the engine is there: a call that waited for it (waiting_room.py)."""
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's controller is told; see deployments/autoscaling.py."""

@@ -1,12 +1,8 @@
 """The Serve deployment that speaks HTTP: text at the edge, tokens over plain actor handles."""
 
 import asyncio
-import os
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
@@ -15,37 +11,22 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig
-from rayfin.actors.hub.actor import HubSettings, start_hub
 from rayfin.actors.logs import set_up
-from rayfin.actors.messages import EngineInfo
 from rayfin.actors.priority import step_behind_runners
 from rayfin.deployments.edge.flow import ReplicaFlow
 from rayfin.deployments.edge.request_id import REQUEST_ID
 from rayfin.deployments.edge.settings import EdgeSettings
-from rayfin.deployments.engine_names import engine_prefix, find_engines
-from rayfin.deployments.hub_link import HubLink
-from rayfin.deployments.ingress_counts import IngressCounts
 from rayfin.deployments.keeper import keeper_calls
-from rayfin.deployments.models import model_path, tokenizer_path
-from rayfin.deployments.observed_client import ObservedClient
+from rayfin.deployments.model_args import ModelArgs
+from rayfin.deployments.model_service import model_service
+from rayfin.deployments.openai.answers import AnswerStore
 from rayfin.deployments.openai.errors import RETRY_SECONDS
 from rayfin.deployments.openai.load import Load
 from rayfin.deployments.openai.quotas import TokenQuotas
 from rayfin.deployments.openai.responses.kept import OwnResponses
 from rayfin.deployments.openai.responses.shared import SharedResponses
 from rayfin.deployments.openai.routes import build_api
-from rayfin.deployments.openai.service import OpenAIService
-from rayfin.deployments.ray_client import Patience, RayEngineClient
-from rayfin.deployments.requests import sampling_defaults
 from rayfin.deployments.server_args import ServerArgs
-from rayfin.deployments.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # its packages are an extra
-    from rayfin.deployments.tracing import Tracing
-
-NO_TRACING = "otlp_traces_endpoint needs some packages: pip install 'rayfin[tracing]'"
 
 
 @serve.deployment(
@@ -57,7 +38,10 @@ NO_TRACING = "otlp_traces_endpoint needs some packages: pip install 'rayfin[trac
 )
 @serve.ingress()
 class IngressDeployment:
-    """One HTTP replica. ``engine`` and ``admin`` are only bound so that Serve deploys them too.
+    """One HTTP replica. ``engines`` are the deployments of the models' engines.
+
+    They and ``admin`` are bound so that Serve deploys them with this one; they are called only to
+    have an engine started.
 
     ``keeper`` holds the responses that several replicas share.
     """
@@ -65,63 +49,38 @@ class IngressDeployment:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         server: ServerArgs,
-        engine_args: EngineArgs,
+        models: list[ModelArgs],
         edge: EdgeSettings,
-        engine: DeploymentHandle[Any],
+        engines: list[DeploymentHandle[Any]],
         keeper: DeploymentHandle[Any] | None = None,
         admin: DeploymentHandle[Any] | None = None,
     ) -> None:
-        set_up(engine_args.log_format, engine_args.log_level)
+        set_up(models[0].engine.log_format, models[0].engine.log_level)
         step_behind_runners()
-        context = serve.get_replica_context()
-        name = server.served_model_name or engine_args.model
-        client = RayEngineClient(
-            f"ingress-{context.replica_id.unique_id}-{os.getpid()}",
-            partial(find_engines, context.app_name),
-            patience=Patience(server.engine_timeout, server.replay_timeout),
-        )
-        tokenizer = await asyncio.to_thread(
-            Tokenizer.load,
-            tokenizer_path(engine_args),
-            engine_args.revision,
-            engine_args.trust_remote_code,
-        )
-        defaults = {}
-        if server.generation_config == "auto":
-            defaults = sampling_defaults(model_path(engine_args.model), engine_args.revision)
-        endpoint = server.otlp_traces_endpoint
-        tracing = None if endpoint is None else start_tracing(endpoint, name)
-        info = await _first_info(client)
-        load = Load()
-        counts = IngressCounts(lambda: load.in_flight)
-        hub = HubSettings(
-            engine_prefix(context.app_name), name, server.metrics_alias, server.metrics_port
-        )
-        link = HubLink(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
-        self._service = OpenAIService(
-            client=ObservedClient(client, counts, name, link, server.metrics_alias, tracing),
-            load=load,
-            counts=counts,
-            tokenizer=tokenizer,
-            model_names=[name],
-            max_model_len=info.max_model_len,
-            chat_template=_template(server.chat_template),
-            sampling_defaults=defaults,
-            edge=edge,
-            tracing=tracing,
-            quotas=_quotas(server),
-            responses=OwnResponses()
+        replica = serve.get_replica_context().replica_id.unique_id
+        shared: dict[str, Any] = {
+            "load": Load(),
+            "answers": AnswerStore(),
+            "edge": edge,
+            "quotas": _quotas(server),
+            "responses": OwnResponses()
             if keeper is None
-            else SharedResponses(context.replica_id.unique_id, keeper_calls(keeper)),
+            else SharedResponses(replica, keeper_calls(keeper)),
+        }
+        self._services = await asyncio.gather(
+            *(
+                model_service(place, model, own, shared)
+                for place, (model, own) in enumerate(zip(models, engines, strict=True))
+            )
         )
 
     async def __del__(self) -> None:  # Serve awaits it at the end, when all requests have ended
-        service = getattr(self, "_service", None)
-        if service is not None and service.tracing is not None:
-            await asyncio.to_thread(service.tracing.close)
+        for service in getattr(self, "_services", ()):
+            if service.tracing is not None:
+                await asyncio.to_thread(service.tracing.close)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = build_api(self._service)
+        app = build_api(*self._services)
         app.add_middleware(ReplicaFlow)
         app.add_middleware(BehindServe)
         return app
@@ -157,36 +116,7 @@ class BehindServe:
         await self._app(scope, receive_or_gone, without_id)
 
 
-def start_tracing(endpoint: str, model: str) -> "Tracing":
-    """Spans that go to an OTLP collector.
-
-    Raises:
-        InvalidConfig: the packages for it are not installed.
-    """
-    try:
-        from rayfin.deployments.tracing import Tracing
-    except ImportError:
-        raise InvalidConfig(NO_TRACING, "otlp_traces_endpoint") from None
-    return Tracing.to(endpoint, model)
-
-
-async def _first_info(client: RayEngineClient) -> EngineInfo:
-    """Waits for the engine, however long its model takes to load."""
-    while True:
-        try:
-            return await client.info()
-        except EngineUnavailable:
-            continue
-
-
 def _quotas(server: ServerArgs) -> TokenQuotas | None:
     """This replica's share: requests come to all replicas alike, and none knows of the others."""
     rate = server.tenant_token_rate
     return None if rate is None else TokenQuotas(rate / server.ingress_replicas)
-
-
-def _template(value: str | None) -> str | None:
-    """A template is given as text or as a file."""
-    if value is not None and "{" not in value:
-        return Path(value).read_text(encoding="utf-8")
-    return value

@@ -26,6 +26,7 @@ from rayfin.deployments.prefix_router import PrefixAware
 from rayfin.deployments.replay import Replay
 from rayfin.deployments.router import Router
 from rayfin.deployments.transit import Transit
+from rayfin.deployments.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ class RayEngineClient:
     """One process' connections to the engines of an application.
 
     ``find`` returns the schedulers' handles by name; it is asked again and again, in a thread. A
-    request goes to the engine that ``router`` picks. When that is lost, the request goes on at the
-    next one as prompt + tokens so far: whoever reads its stream sees a pause and nothing else.
+    request goes to the engine that ``router`` picks, or waits in ``room`` for one. When that is
+    lost, the request goes on at the next one as prompt + tokens so far: whoever reads its stream
+    sees a pause and nothing else.
     """
 
     def __init__(
@@ -56,11 +58,14 @@ class RayEngineClient:
         find: Callable[[], Mapping[str, Any]],
         router: Router | None = None,
         patience: Patience | None = None,
+        room: WaitingRoom | None = None,
     ) -> None:
         self._clients = (f"{client}.{number}" for number in itertools.count())
         self._find = find
         self._router: Router = PrefixAware() if router is None else router
         self._patience = Patience() if patience is None else patience
+        self._room = WaitingRoom() if room is None else room
+        self._in_vain = False  # a request has waited for its time, and there is still no engine
         self._links: dict[str, EngineLink] = {}
         self._labels: dict[str, str] = {}  # in metrics, by engine
         self._limits: EngineInfo | None = None
@@ -77,7 +82,8 @@ class RayEngineClient:
             EngineUnavailable: there has been none.
         """
         if self._limits is None:
-            await self._until_ready(self._patience.newcomer)
+            with self._room.waiting():
+                await self._until_ready(self._patience.newcomer)
         if self._limits is None:
             raise EngineUnavailable("no engine is ready")
         return self._limits
@@ -89,7 +95,10 @@ class RayEngineClient:
         return {self._label(link.name): own for link, own in zip(links, stats, strict=True)}
 
     async def check_health(self) -> None:
-        """See ``EngineClient.check_health``; never waits for an engine."""
+        """See ``EngineClient.check_health``; never waits for an engine.
+
+        Where engines are started on demand, that there is none is no fault.
+        """
         reason = EngineUnavailable("no engine is ready")
         for link in self._links.values():
             if not link.connected:
@@ -99,7 +108,9 @@ class RayEngineClient:
                 return
             except EngineUnavailable as error:
                 reason = error
-        raise reason
+        connected = any(link.connected for link in self._links.values())
+        if connected or self._in_vain or not self._room.starts_engines:
+            raise reason
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """See ``EngineClient.stream``."""
@@ -201,13 +212,20 @@ class RayEngineClient:
 
         Raises:
             EngineAsleep: an operator has put them all to sleep.
+            Overloaded: too many wait.
             EngineUnavailable: there was none for too long.
             DeadlineExceeded: for longer than the request has time.
         """
+        waited = False
         while not (ready := self._ready(refused) or self._ready()):
             if self._all_asleep and not replay.begun:  # a stream waits
                 raise EngineAsleep("every engine sleeps, until an operator wakes it")
-            await self._until_ready(self._seconds_left(replay))
+            seconds, tokens = self._seconds_left(replay), len(request.prompt)
+            if not waited and not replay.attempts:
+                self._room.check(tokens)
+            waited = True
+            with self._room.waiting(tokens):
+                await self._until_ready(seconds)
         home = self._homes.get(request.sibling_of) if request.sibling_of is not None else None
         if home in ready:
             return home
@@ -240,6 +258,7 @@ class RayEngineClient:
         left = replay.waiting_since + patience - now
         own = replay.left(now)
         if left <= 0:
+            self._in_vain = True
             raise EngineUnavailable(f"no engine has taken the request for {patience:g} s")
         return left if own is None else min(left, own)
 
@@ -259,7 +278,8 @@ class RayEngineClient:
                 logger.warning("cannot look for engines: %s", error)
             else:
                 self._update_links(found)
-            await asyncio.sleep(REFRESH_SECONDS if self._any_ready.is_set() else SEARCH_SECONDS)
+            searching = not self._any_ready.is_set() and not self._room.is_quiet
+            await asyncio.sleep(SEARCH_SECONDS if searching else REFRESH_SECONDS)
 
     def _update_links(self, found: Mapping[str, Any]) -> None:
         for name, link in list(self._links.items()):
@@ -277,6 +297,7 @@ class RayEngineClient:
         ready = self._ready()
         infos = [link.info for link in ready if link.info is not None]
         if infos:
+            self._in_vain = False
             self._limits = replace(
                 infos[0],
                 max_model_len=min(info.max_model_len for info in infos),

@@ -22,11 +22,18 @@ def _flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def _model_flag(default: Any, help: str) -> Any:
+    """A setting that each model of an application may have for itself."""
+    return field(default=default, metadata={"help": help, "of_model": True})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerArgs:
     """The doors' settings: one field per flag."""
 
-    served_model_name: str | None = _flag(None, "the name clients use; default: the model's")
+    served_model_name: str | list[str] | None = _model_flag(
+        None, "the name clients use, or several; the first is in answers; default: the model's"
+    )
     api_key: str | list[str] | None = _flag(
         None, "clients must send one as a bearer token; may be repeated, or a list with commas"
     )
@@ -48,8 +55,8 @@ class ServerArgs:
     enable_docs: bool = _flag(False, "a page at /docs that describes the API")
     ui: bool = _flag(True, "a page at /ui: a chat, and what the engines are doing")
     max_body_bytes: int = _flag(MAX_BODY_BYTES, "largest request body")
-    chat_template: str | None = _flag(None, "a Jinja template, or a file that holds one")
-    generation_config: Literal["auto", "vllm", "none"] = _flag(
+    chat_template: str | None = _model_flag(None, "a Jinja template, or a file that holds one")
+    generation_config: Literal["auto", "vllm", "none"] = _model_flag(
         "auto", "auto: the model's sampling defaults; vllm or none: ignore them"
     )
     shutdown_timeout: float = _flag(30.0, "seconds that running requests get to finish at a stop")
@@ -68,20 +75,30 @@ class ServerArgs:
         "without a key, on all interfaces",
     )
     ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
-    data_parallel_size: int = _flag(1, "engines, each with its own copy of the model")
-    min_engines: int | None = _flag(
-        None, "with --max-engines: fewest engines; default: --data-parallel-size"
+    data_parallel_size: int = _model_flag(1, "engines, each with its own copy of the model")
+    min_engines: int | None = _model_flag(
+        None,
+        "with --max-engines: fewest engines, 0 for none while nobody asks; "
+        "default: --data-parallel-size",
     )
-    max_engines: int | None = _flag(
+    max_engines: int | None = _model_flag(
         None, "engines are started and stopped with the work, at most so many; default: fixed"
+    )
+    idle_timeout: float = _model_flag(
+        300.0,
+        "with --max-engines: seconds for which fewer engines would do before one goes; before "
+        "the last one goes (--min-engines 0), seconds without a request",
+    )
+    cold_start_timeout: float = _model_flag(
+        300.0, "with --min-engines 0: seconds that a new request waits for an engine to start"
     )
     otlp_traces_endpoint: str | None = _flag(
         None, "an OTLP collector's URL, which gets a trace of each request for tokens"
     )
-    engine_timeout: float = _flag(
+    engine_timeout: float = _model_flag(
         25.0, "seconds that a new request waits for an engine while there is none"
     )
-    replay_timeout: float = _flag(
+    replay_timeout: float = _model_flag(
         120.0, "seconds that an open stream waits for another engine when its own is lost"
     )
 
@@ -90,6 +107,8 @@ class ServerArgs:
         lists = ("allowed_origins", "allowed_methods", "allowed_headers", "priority_tenants")
         for name in lists:
             words(getattr(self, name), name)
+        if isinstance(self.served_model_name, list) and not self.served_model_name:
+            raise InvalidConfig("served_model_name must not be empty", "served_model_name")
         self.api_keys()
         self.admin_keys()
         if self.max_body_bytes < 1:
@@ -114,7 +133,10 @@ class ServerArgs:
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
         self._check_engines()
-        for name in ("shutdown_timeout", "engine_timeout", "replay_timeout"):
+        for name in (
+            *("shutdown_timeout", "engine_timeout", "replay_timeout"),
+            *("idle_timeout", "cold_start_timeout"),
+        ):
             if (value := getattr(self, name)) < 0:
                 raise InvalidConfig(f"{name} must not be negative, got {value}", name)
         if self.chat_template is not None and "{" not in self.chat_template:
@@ -125,11 +147,12 @@ class ServerArgs:
         least = self.data_parallel_size if self.min_engines is None else self.min_engines
         if self.min_engines is not None and self.max_engines is None:
             raise InvalidConfig("min_engines needs max_engines", "min_engines")
-        if least < 1:
-            raise InvalidConfig(f"min_engines must be at least 1, got {least}", "min_engines")
-        if self.max_engines is not None and self.max_engines < least:
+        if least < 0:
+            raise InvalidConfig(f"min_engines must not be negative, got {least}", "min_engines")
+        if self.max_engines is not None and self.max_engines < max(1, least):
             raise InvalidConfig(
-                f"max_engines must be at least {least}, got {self.max_engines}", "max_engines"
+                f"max_engines must be at least {max(1, least)}, got {self.max_engines}",
+                "max_engines",
             )
 
     def api_keys(self) -> ApiKeys | None:
@@ -192,7 +215,7 @@ def key_of_environment(variables: Iterable[str] = KEY_VARIABLES) -> str | None:
 
 
 class _AppArgs(BaseModel):
-    """The typed arguments of ``build_app``: the fields of ServerArgs and of EngineArgs."""
+    """Typed arguments of ``build_app``: the fields of ServerArgs and of EngineArgs, and models."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -202,17 +225,34 @@ def _fields_of(kind: type) -> dict[str, Any]:
     return {f.name: (hints[f.name], f.default) for f in fields(kind)}
 
 
+OF_MODEL = frozenset(f.name for f in fields(ServerArgs) if "of_model" in f.metadata)
+
+ModelSettings: type[_AppArgs] = create_model(
+    "ModelSettings",
+    __base__=_AppArgs,
+    **{name: own for name, own in _fields_of(ServerArgs).items() if name in OF_MODEL},
+    **_fields_of(EngineArgs),
+)
+"""One of several models: what is its own; the rest is as for all."""
+
+_MODELS: Any = (list[ModelSettings] | None, None)  # type: ignore[valid-type]
+
 AppArgs: type[_AppArgs] = create_model(
-    "AppArgs", __base__=_AppArgs, **_fields_of(ServerArgs), **_fields_of(EngineArgs)
+    "AppArgs",
+    __base__=_AppArgs,
+    **_fields_of(ServerArgs),
+    **_fields_of(EngineArgs),
+    models=_MODELS,
 )
 
 
 def split_args(values: dict[str, Any]) -> tuple[ServerArgs, EngineArgs]:
-    """Flat settings, taken apart.
+    """Flat settings, taken apart; those of several ``models`` are left out.
 
     Raises:
         InvalidConfig: a name or value that is none.
     """
     own = {f.name for f in fields(ServerArgs)}
+    values = {name: value for name, value in values.items() if name != "models"}
     server = ServerArgs(**{name: value for name, value in values.items() if name in own})
     return server, EngineArgs.from_dict({n: v for n, v in values.items() if n not in own})

@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,8 +18,9 @@ from ray.serve.schema import ApplicationStatus
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
 from rayfin.actors.priority import keep_workers_equal
-from rayfin.deployments.app import bind_app
+from rayfin.deployments.app import bind_models
 from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
+from rayfin.deployments.model_args import ModelArgs
 from rayfin.deployments.preflight import check_model
 from rayfin.deployments.server_args import ServerArgs
 
@@ -37,8 +38,11 @@ def serve(
     port: int,
     name: str = "rayfin",
     verbose: bool = False,
+    models: Sequence[ModelArgs] = (),
 ) -> int:
     """Serves a model until Ctrl-C or SIGTERM; joins a running Ray cluster or starts a local one.
+
+    Or several ``models``, to which ``server`` and ``engine`` say what they have in common.
 
     Stops what it started, and nothing else: the application, Serve if it was not there, Ray if it
     was not there.
@@ -51,7 +55,9 @@ def serve(
         EngineUnavailable: the cluster cannot run it.
         KeyboardInterrupt: Ctrl-C or SIGTERM came before it was ready; all is stopped.
     """
-    check_model(engine)
+    models = models or [ModelArgs(server, engine)]
+    for model in models:
+        check_model(model.engine)
     _check_ports(server, port)
     with _cluster(verbose) as ours, _serve_instance(host, port, keep=ours):
         if ours:  # the head node is here
@@ -63,8 +69,9 @@ def serve(
         if name in ray_serve.status().applications:
             raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
         try:
-            _deploy(server, engine, name)
-            print(_welcome(server, engine, host, port), flush=True)
+            print(f"Loading {', '.join(own.engine.model for own in models)} ...", flush=True)
+            _deploy(bind_models(server, engine, models), name)
+            print(_welcome(models, host, port), flush=True)
             _wait_for_signal()
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
         finally:
@@ -121,15 +128,14 @@ def _serve_instance(host: str, port: int, *, keep: bool) -> Iterator[None]:
             ray_serve.shutdown()  # type: ignore[no-untyped-call]
 
 
-def _deploy(server: ServerArgs, engine: EngineArgs, name: str) -> None:
+def _deploy(application: ray_serve.Application, name: str) -> None:
     """Deploys and waits until requests can come.
 
     Raises:
         RayfinError: the deployment's own error, if it was one of Rayfin's.
     """
-    print(f"Loading {engine.model} ...", flush=True)
     try:
-        ray_serve.run(bind_app(server, engine), name=name, route_prefix="/")
+        ray_serve.run(application, name=name, route_prefix="/")
     except RuntimeError as error:
         raise _reason("\n".join([str(error), *_deployment_messages(name)])) from None
     if ray_serve.status().applications[name].status is not ApplicationStatus.RUNNING:
@@ -216,15 +222,16 @@ def _wait_for_signal() -> None:
         return
 
 
-def _welcome(server: ServerArgs, engine: EngineArgs, host: str, port: int) -> str:
+def _welcome(models: Sequence[ModelArgs], host: str, port: int) -> str:
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    model = server.served_model_name or engine.model
+    model, served = models[0].names[0], ", ".join(own.names[0] for own in models)
+    server = models[0].server
     key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
     admin = ""
     if server.admin_port is not None:
         admin = f"\nOperators: rayfin status --url http://{server.admin_host}:{server.admin_port}\n"
     return f"""
-Rayfin serves {model} at http://{shown}:{port}/v1  (Ctrl-C stops it)
+Rayfin serves {served} at http://{shown}:{port}/v1  (Ctrl-C stops it)
 
   curl http://{shown}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "temperature": 0,

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ray import serve
 from rayfin import __version__
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.hub.actor import HEAD
-from rayfin.deployments.admin.routes import Engines, add_admin_routes
+from rayfin.deployments.admin.routes import Operated, add_admin_routes
 from rayfin.deployments.edge.keys import ApiKeys
 from rayfin.deployments.edge.proxy import limit_heads
 from rayfin.deployments.edge.settings import EdgeSettings, add_edge
@@ -29,14 +29,14 @@ logger = logging.getLogger("rayfin.admin")
 BIND_SECONDS = 20.0  # for which the one before, of an update, may still have the port
 
 
-def build_admin_api(engines: Engines, keys: ApiKeys) -> FastAPI:
+def build_admin_api(models: Sequence[Operated], keys: ApiKeys) -> FastAPI:
     """The routes behind the limits that all have, and behind the operators' keys."""
     app = FastAPI(
         title="Rayfin's operators", version=__version__, openapi_url=None, redirect_slashes=False
     )
     add_error_handlers(app)
     add_edge(app, EdgeSettings(admin_keys=keys, web=False))
-    add_admin_routes(app, engines)
+    add_admin_routes(app, models)
     return app
 
 
@@ -74,14 +74,20 @@ class AdminDeployment:
         InvalidConfig: somebody has the port, and keeps it.
     """
 
-    async def __init__(self, host: str, port: int, keys: ApiKeys) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, host: str, port: int, keys: ApiKeys, models: list[tuple[list[str], str]]
+    ) -> None:
         address = await _bind_in_time(host, port)
         context = serve.get_replica_context()
         name = f"admin-{context.replica_id.unique_id}-{os.getpid()}"
-        self._client = RayEngineClient(name, partial(find_engines, context.app_name))
+        self._clients = {
+            deployment: RayEngineClient(name, partial(find_engines, context.app_name, deployment))
+            for _, deployment in models
+        }
+        operated = [Operated(names, self._clients[deployment]) for names, deployment in models]
         limit_heads()
         config = uvicorn.Config(
-            build_admin_api(self._client, keys), log_level="warning", lifespan="off"
+            build_admin_api(operated, keys), log_level="warning", lifespan="off"
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[address]))
@@ -97,7 +103,8 @@ class AdminDeployment:
     async def __del__(self) -> None:  # Serve awaits it at the end
         self._server.should_exit = True
         await self._serving
-        self._client.close()
+        for client in self._clients.values():
+            client.close()
 
 
 class _Server(uvicorn.Server):
@@ -120,8 +127,10 @@ async def _bind_in_time(host: str, port: int) -> socket.socket:
         await asyncio.sleep(1.0)
 
 
-def admin_deployment(host: str, port: int, keys: ApiKeys | None) -> Any:
-    """The bound deployment.
+def admin_deployment(
+    host: str, port: int, keys: ApiKeys | None, models: list[tuple[list[str], str]]
+) -> Any:
+    """The bound deployment; ``models`` are names and the deployments of engines.
 
     Raises:
         InvalidConfig: there is no key: the port would be nobody's, or everybody's.
@@ -129,4 +138,4 @@ def admin_deployment(host: str, port: int, keys: ApiKeys | None) -> Any:
     if keys is None:
         raise InvalidConfig("admin_port needs admin_api_key", "admin_port")
     deployment: Any = AdminDeployment  # Ray's stubs lose what @serve.deployment adds
-    return deployment.bind(host, port, keys)
+    return deployment.bind(host, port, keys, models)

@@ -6,20 +6,21 @@ from rayfin.deployments.anthropic.bodies import MessagesRequest, PromptBody
 from rayfin.deployments.anthropic.messages import MessagesHandler, prompt_ids
 from rayfin.deployments.anthropic.replies import TokenCount
 from rayfin.deployments.openai.fields import ignored_header, read_body
-from rayfin.deployments.openai.service import OpenAIService
+from rayfin.deployments.openai.models_served import ServedModels
 
 
-def add_message_routes(app: FastAPI, service: OpenAIService) -> None:
+def add_message_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/v1/messages")
     async def create(request: Request) -> Response:
         body = await read_body(request, MessagesRequest)
         headers = ignored_header(body.ignored_fields())
+        service = models.asked(request, body.model)
         return await MessagesHandler(service, body).answer(request, headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: Request, response: Response) -> TokenCount:
         body = await read_body(request, PromptBody)
-        service.served_name(body.model)
+        service = models.asked(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
         ids = await prompt_ids(service, body, any_length=True)
         return TokenCount(input_tokens=len(ids))

@@ -18,6 +18,7 @@ STYLES = {"ready": "green", "draining": "yellow", "asleep": "dim", "lost": "red"
 COLUMNS = (
     *("engine", "state", "running", "waiting", "waiting tokens", "pages"),
     *("prompt tokens/s", "output tokens/s", "requests/s", "prefix hits", "preempted"),
+    "model",
 )
 
 
@@ -45,6 +46,7 @@ class Row:
     requests_per_second: float
     prefix_hit_rate: float | None  # of the prompt tokens admitted since; None: there were none
     preemptions: int  # since the engine's start
+    model: str
 
     def cells(self) -> list[str]:
         hits = "-" if self.prefix_hit_rate is None else f"{self.prefix_hit_rate:.0%}"
@@ -54,7 +56,7 @@ class Row:
             f"{self.prompt_tokens_per_second:.1f}",
             f"{self.output_tokens_per_second:.1f}",
             f"{self.requests_per_second:.1f}",
-            *(hits, str(self.preemptions)),
+            *(hits, str(self.preemptions), self.model),
         ]
 
 
@@ -65,8 +67,8 @@ class Status:
     @classmethod
     def between(cls, first: Look, second: Look) -> "Status":
         seconds = max(second.at - first.at, 1e-9)
-        before = {own["engine"]: own["stats"] for own in first.engines}
-        return cls([_row(own, before.get(own["engine"]), seconds) for own in second.engines])
+        before = {own["name"]: own["stats"] for own in first.engines}
+        return cls([_row(own, before.get(own["name"]), seconds) for own in second.engines])
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -95,26 +97,29 @@ class Server(AbstractContextManager["Server"]):
         return cls(httpx.Client(**settings))
 
     def look(self) -> Look:
-        return Look(monotonic(), self._call("GET", "engines", None))
+        return Look(monotonic(), self._call("GET", "engines"))
 
-    def tell(self, command: str, engine: str | None) -> list[dict[str, Any]]:
+    def tell(
+        self, command: str, engine: str | None, model: str | None = None
+    ) -> list[dict[str, Any]]:
         """How the engines are that were told."""
-        return self._call("POST", command, engine)
+        return self._call("POST", command, engine=engine, model=model)
 
-    def requests_left(self, engine: str | None) -> int:
-        """Requests of one engine, or of all, that have not ended.
+    def requests_left(self, engines: list[dict[str, Any]]) -> int:
+        """Requests of ``engines``, as ``tell`` returns them, that have not ended.
 
         Raises:
             ServerError: nobody knows, for one does not answer.
         """
-        asked = [own for own in self.look().engines if engine in (None, own["engine"])]
+        names = {own["name"] for own in engines}
+        asked = [own for own in self.look().engines if own["name"] in names]
         for own in asked:
             if own["state"] == "lost":
                 raise ServerError(f"engine {own['engine']} does not answer")
         return sum(own["stats"]["running"] + own["stats"]["waiting"] for own in asked)
 
-    def _call(self, method: str, path: str, engine: str | None) -> list[dict[str, Any]]:
-        params = {} if engine is None else {"engine": engine}
+    def _call(self, method: str, path: str, **which: str | None) -> list[dict[str, Any]]:
+        params = {name: value for name, value in which.items() if value is not None}
         address = str(self._client.base_url).rstrip("/")
         try:
             response = self._client.request(method, f"admin/{path}", params=params)
@@ -150,7 +155,7 @@ def lines(status: Status) -> list[str]:
 def table(status: Status) -> RenderableType:
     """The table for a terminal."""
     made = Table(*COLUMNS)
-    for column in made.columns[2:]:
+    for column in made.columns[2:-1]:
         column.justify = "right"
     for row in status.rows:
         number, state, *rest = row.cells()
@@ -180,4 +185,5 @@ def _row(own: dict[str, Any], before: dict[str, Any] | None, seconds: float) -> 
         requests_per_second=ended / seconds,
         prefix_hit_rate=grown("prefix_hits") / queries if queries else None,
         preemptions=stats["preemptions"],
+        model=own["model"],
     )

@@ -38,9 +38,14 @@ def operator_options(command: Command) -> Command:
 
 
 def engine_option(command: Command) -> Command:
-    return click.option(
+    """Which engines a command is for."""
+    engine = click.option(
         "--engine", metavar="N", help="one engine, by its number in `rayfin status`; default: all"
-    )(command)
+    )
+    model = click.option(
+        "--model", metavar="NAME", help="whose engines, where several models are served"
+    )
+    return engine(model(command))
 
 
 @click.command()
@@ -91,7 +96,12 @@ def status(url: str, admin_api_key: str | None, once: bool, as_json: bool, inter
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="seconds to wait")
 @click.option("--undo", is_flag=True, help="take requests again")
 def drain(
-    url: str, admin_api_key: str | None, engine: str | None, timeout: float, undo: bool
+    url: str,
+    admin_api_key: str | None,
+    engine: str | None,
+    model: str | None,
+    timeout: float,
+    undo: bool,
 ) -> int:
     """Stop giving an engine requests, and wait until it has none.
 
@@ -105,9 +115,9 @@ def drain(
     from rayfin.deployments.commands.engines import Server
 
     with Server.connect(url, admin_api_key) as server:
-        server.tell("admit" if undo else "drain", engine)
+        told = server.tell("admit" if undo else "drain", engine, model)
         deadline = monotonic() + timeout
-        while not undo and (left := server.requests_left(engine)):
+        while not undo and (left := server.requests_left(told)):
             if monotonic() > deadline:
                 click.echo(f"{left} requests are left.")
                 return 1
@@ -124,21 +134,21 @@ def cache() -> None:
 @cache.command()
 @operator_options
 @engine_option
-def reset(url: str, admin_api_key: str | None, engine: str | None) -> None:
+def reset(url: str, admin_api_key: str | None, engine: str | None, model: str | None) -> None:
     """Forget all prefixes: what comes is computed anew. Requests that run keep their pages.
 
     \b
     Example:
       rayfin cache reset
     """
-    _tell(url, admin_api_key, "cache/reset", engine)
+    _tell(url, admin_api_key, "cache/reset", engine, model)
     click.echo("The prefix cache is empty.")
 
 
 @click.command()
 @operator_options
 @engine_option
-def sleep(url: str, admin_api_key: str | None, engine: str | None) -> None:
+def sleep(url: str, admin_api_key: str | None, engine: str | None, model: str | None) -> None:
     """Give back the memory of an engine's KV cache; its weights stay.
 
     Requests that run there wait, and go on, exact, when it is woken. While all engines sleep, new
@@ -148,26 +158,26 @@ def sleep(url: str, admin_api_key: str | None, engine: str | None) -> None:
     Example:
       rayfin sleep --engine 1
     """
-    _tell(url, admin_api_key, "sleep", engine)
+    _tell(url, admin_api_key, "sleep", engine, model)
     click.echo("Asleep.")
 
 
 @click.command()
 @operator_options
 @engine_option
-def wake(url: str, admin_api_key: str | None, engine: str | None) -> None:
+def wake(url: str, admin_api_key: str | None, engine: str | None, model: str | None) -> None:
     """End an engine's sleep.
 
     \b
     Example:
       rayfin wake
     """
-    _tell(url, admin_api_key, "wake", engine)
+    _tell(url, admin_api_key, "wake", engine, model)
     click.echo("Awake.")
 
 
-def _tell(url: str, key: str | None, command: str, engine: str | None) -> None:
+def _tell(url: str, key: str | None, command: str, engine: str | None, model: str | None) -> None:
     from rayfin.deployments.commands.engines import Server
 
     with Server.connect(url, key) as server:
-        server.tell(command, engine)
+        server.tell(command, engine, model)

@@ -11,7 +11,10 @@ EVENTS = b"text/event-stream"
 
 
 class RequestMeter:
-    """ASGI: counts every answer, and leaves ``arrival`` in the request's state."""
+    """ASGI: counts every answer, and leaves ``arrival`` in the request's state.
+
+    An answer counts where ``counts`` in that state says, which is the model that was asked.
+    """
 
     def __init__(self, app: ASGIApp, counts: IngressCounts) -> None:
         self._app = app
@@ -25,6 +28,10 @@ class RequestMeter:
         status: int | None = None
         flushing = False  # the first event of a stream is still to come
 
+        def counts() -> IngressCounts:  # layers on the way replace the state
+            own: IngressCounts = scope["state"].get("counts", self._counts)
+            return own
+
         async def metered(message: Message) -> None:
             nonlocal status, flushing
             await send(message)
@@ -33,12 +40,12 @@ class RequestMeter:
                 flushing = _is_stream(message)
             elif flushing and message.get("body"):
                 flushing = False
-                self._counts.first_flush.observe(time.monotonic() - arrival)
+                counts().first_flush.observe(time.monotonic() - arrival)
 
         try:
             await self._app(scope, receive, metered)
         finally:
-            self._counts.answered(get_route_path(scope), status)
+            counts().answered(get_route_path(scope), status)
 
 
 def _is_stream(start: Message) -> bool:

@@ -6,9 +6,9 @@ from typing import Literal
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from rayfin.actors.errors import ModelNotFound
 from rayfin.deployments.anthropic.errors import VERSION
 from rayfin.deployments.anthropic.replies import ModelInfo, ModelPage
+from rayfin.deployments.openai.models_served import ServedModels
 from rayfin.deployments.openai.service import OpenAIService
 
 
@@ -45,21 +45,19 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-def add_model_routes(app: FastAPI, service: OpenAIService) -> None:
+def add_model_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models")
-    async def models(request: Request) -> ModelList | ModelPage:
-        names = service.model_names
+    async def every(request: Request) -> ModelList | ModelPage:
+        names = models.names
         if VERSION in request.headers:
-            data = [_anthropic_card(service, name) for name in names]
+            data = [_anthropic_card(models.named(name), name) for name in names]
             return ModelPage(data=data, first_id=names[0], last_id=names[-1])
-        return ModelList(data=[_card(service, name) for name in names])
+        return ModelList(data=[_card(models.named(name), name) for name in names])
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> ModelCard | ModelInfo:
-        if name not in service.model_names:
-            raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
         card = _anthropic_card if VERSION in request.headers else _card
-        return card(service, name)
+        return card(models.named(name), name)
 
 
 def _card(service: OpenAIService, name: str) -> ModelCard:

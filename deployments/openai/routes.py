@@ -3,7 +3,7 @@
 from fastapi import FastAPI, Request, Response
 
 from rayfin import __version__
-from rayfin.deployments.admin.routes import add_admin_routes
+from rayfin.deployments.admin.routes import Operated, add_admin_routes
 from rayfin.deployments.anthropic.errors import AnthropicErrors
 from rayfin.deployments.anthropic.routes import add_message_routes
 from rayfin.deployments.edge.settings import add_edge
@@ -17,6 +17,7 @@ from rayfin.deployments.openai.json_body import read_json
 from rayfin.deployments.openai.load import LoadCounter
 from rayfin.deployments.openai.meter import RequestMeter
 from rayfin.deployments.openai.models import add_model_routes
+from rayfin.deployments.openai.models_served import ServedModels
 from rayfin.deployments.openai.openapi import add_openapi
 from rayfin.deployments.openai.responses.routes import add_response_routes
 from rayfin.deployments.openai.service import OpenAIService
@@ -25,8 +26,13 @@ from rayfin.deployments.openai.tokenize import add_tokenize_routes
 from rayfin.deployments.web.routes import add_web_routes
 
 
-def build_api(service: OpenAIService) -> FastAPI:
-    """Every endpoint of one ingress. Bodies are read by the handlers, and described apart."""
+def build_api(*services: OpenAIService) -> FastAPI:
+    """Every endpoint of one ingress, over one service for each model; see ``ServedModels``.
+
+    Bodies are read by the handlers, and described apart.
+    """
+    models = ServedModels(services)
+    service = models.first  # for what all have in common
     app = FastAPI(
         title="Rayfin",
         version=__version__,
@@ -43,27 +49,29 @@ def build_api(service: OpenAIService) -> FastAPI:
     add_edge(app, service.edge)
     app.add_middleware(AnthropicErrors)
     app.add_middleware(RequestMeter, counts=service.counts)
-    add_completion_routes(app, service)
-    add_response_routes(app, service)
-    add_message_routes(app, service)
-    add_model_routes(app, service)
-    add_tokenize_routes(app, service)
-    add_status_routes(app, service)
+    add_completion_routes(app, models)
+    add_response_routes(app, models)
+    add_message_routes(app, models)
+    add_model_routes(app, models)
+    add_tokenize_routes(app, models)
+    add_status_routes(app, models)
     if service.edge.web:
-        add_web_routes(app, service)
+        add_web_routes(app, models)
     if service.edge.admin_keys is not None:
-        add_admin_routes(app, service.client)
+        add_admin_routes(app, [Operated(own.model_names, own.client) for own in services])
     add_openapi(app, docs=service.edge.docs)
     return app
 
 
-def add_completion_routes(app: FastAPI, service: OpenAIService) -> None:
+def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
     async def complete(request: Request, body: CompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
+        service = models.asked(request, body.model)
         return await CompletionHandler(service, body).answer(request, headers)
 
     async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
+        service = models.asked(request, body.model)
         return await ChatHandler(service, body).answer(request, headers)
 
     @app.post("/v1/completions")

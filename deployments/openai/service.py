@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # its packages are an extra
 
 @dataclass(slots=True)
 class OpenAIService:
-    """An engine, the text side of its model, and the names it is served under."""
+    """One model: its engines, its text side, and the names it is served under."""
 
     client: EngineClient
     tokenizer: Tokenizer

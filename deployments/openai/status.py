@@ -1,20 +1,25 @@
 """What operators and balancers ask: is it well, how busy, which version, which numbers."""
 
+import asyncio
+
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
 from rayfin import __version__
-from rayfin.deployments.openai.service import OpenAIService
+from rayfin.actors.hub.texts import merged
+from rayfin.deployments.openai.models_served import ServedModels
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def add_status_routes(app: FastAPI, service: OpenAIService) -> None:
+def add_status_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/health")
     @app.get("/ping")  # SageMaker's name for it
     @app.post("/ping")
     async def health() -> Response:
-        await service.client.check_health()
+        """Well if every model is."""
+        for service in models.services:
+            await service.client.check_health()
         return Response()
 
     @app.get("/live")
@@ -24,7 +29,7 @@ def add_status_routes(app: FastAPI, service: OpenAIService) -> None:
 
     @app.get("/load")
     async def load() -> dict[str, int]:
-        return {"server_load": service.load.in_flight}
+        return {"server_load": models.first.load.in_flight}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -32,7 +37,8 @@ def add_status_routes(app: FastAPI, service: OpenAIService) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(await service.client.metrics(), media_type=METRICS_TYPE)
+        texts = await asyncio.gather(*(own.client.metrics() for own in models.services))
+        return Response(merged(texts), media_type=METRICS_TYPE)
 
     @app.get("/")
     async def root() -> Response:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.openai.fields import ignored_header, read_body
 from rayfin.deployments.openai.generation import off_loop
+from rayfin.deployments.openai.models_served import ServedModels
 from rayfin.deployments.openai.prompts import chat_ids, text_ids
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.text.checks import missing
@@ -64,11 +65,11 @@ class Detokenized(BaseModel):
     prompt: str
 
 
-def add_tokenize_routes(app: FastAPI, service: OpenAIService) -> None:
+def add_tokenize_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request, response: Response) -> Tokens:
         body = await read_body(request, TokenizeRequest)
-        service.served_name(body.model)
+        service = models.asked(request, body.model)
         response.headers.update(ignored_header(list(body.model_extra or {})))
         ids = await _ids(service, body)
         tokens = Tokens(count=len(ids), max_model_len=service.max_model_len, tokens=ids)
@@ -79,7 +80,7 @@ def add_tokenize_routes(app: FastAPI, service: OpenAIService) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request, response: Response) -> Detokenized:
         body = await read_body(request, DetokenizeRequest)
-        service.served_name(body.model)
+        service = models.asked(request, body.model)
         response.headers.update(ignored_header(list(body.model_extra or {})))
         vocab_size = (await service.client.info()).vocab_size
         for i, token in enumerate(body.tokens):

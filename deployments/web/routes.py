@@ -8,7 +8,7 @@ from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 
 from rayfin import __version__
-from rayfin.deployments.openai.service import OpenAIService
+from rayfin.deployments.openai.models_served import ServedModels
 from rayfin.deployments.web.paths import FILES
 
 FOLDER = Path(__file__).parent / "page"
@@ -23,17 +23,21 @@ HEADERS = {
 }
 
 
-def add_web_routes(app: FastAPI, service: OpenAIService) -> None:
+def add_web_routes(app: FastAPI, models: ServedModels) -> None:
     """The page's files, and ``/ui/state`` that it asks twice a second."""
     contents = {path: (FOLDER / name).read_bytes() for path, (name, _) in FILES.items()}
 
     @app.get("/ui/state")
     async def state() -> dict[str, Any]:
         return {
-            "model": service.model_names[0],
+            "model": models.first.model_names[0],
             "version": __version__,
-            "engines": [asdict(own) for own in await service.client.snapshots()],
-            "latency": service.client.latency(),
+            "engines": [
+                asdict(own)
+                for service in models.services
+                for own in await service.client.snapshots()
+            ],
+            "latency": models.first.client.latency(),
         }
 
     @app.get("/ui", include_in_schema=False)

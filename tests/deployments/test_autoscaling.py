@@ -33,6 +33,8 @@ ENGINE = DeploymentID("engine", "app")
         ({"page_share": [0.3, 0.3, 0.1]}, 1),
         ({"ttft": [3 * TTFT_SECONDS], "page_share": [0.9]}, 3),  # the scarcest decides
         ({"somebody_elses": [1e9]}, 1),
+        ({"busy": [0.0, 0.0], "page_share": [0.0, 0.0]}, 0),
+        ({"busy": [0.0, 0.2], "page_share": [0.0, 0.0]}, 1),  # there was work a moment ago
     ],
 )
 def test_engines_for_the_work(reports: dict[str, list[float]], engines: int) -> None:
@@ -42,7 +44,7 @@ def test_engines_for_the_work(reports: dict[str, list[float]], engines: int) -> 
 def test_the_queue_at_the_pace_so_far() -> None:
     report = Report()
     first = report.take(EngineStats(waiting_tokens=900, prompt_tokens=1000), 10.0)
-    assert first == {"waiting_tokens": 900.0, "page_share": 0.0, "ttft": 0.0}  # no pace yet
+    assert first == {"waiting_tokens": 900.0, "page_share": 0.0, "ttft": 0.0, "busy": 1.0}
     now = 10.0
     prompts = 1000
     for _ in range(30):  # 100 tokens a second are admitted, and come
@@ -51,7 +53,17 @@ def test_the_queue_at_the_pace_so_far() -> None:
         last = report.take(EngineStats(waiting_tokens=900, prompt_tokens=prompts), now)
     assert last["ttft"] == pytest.approx(9.0, rel=0.01)
     idle = report.take(EngineStats(pages_held=16, pages_total=64, prompt_tokens=prompts), now + 1)
-    assert idle == {"waiting_tokens": 0.0, "page_share": 0.25, "ttft": 0.0}
+    assert idle == {"waiting_tokens": 0.0, "page_share": 0.25, "ttft": 0.0, "busy": 0.0}
+
+
+def test_short_requests_between_two_looks_are_work() -> None:
+    report = Report()
+    looks = [(0, 0), (0, 0), (5, 0), (5, 3), (5, 3)]  # prompt tokens and tokens so far
+    taken = [
+        report.take(EngineStats(prompt_tokens=prompts, generation_tokens=tokens), float(now))
+        for now, (prompts, tokens) in enumerate(looks)
+    ]
+    assert [own["busy"] for own in taken] == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
 def context(config: AutoscalingConfig, waiting: dict[str, float]) -> AutoscalingContext:
@@ -79,7 +91,7 @@ def context(config: AutoscalingConfig, waiting: dict[str, float]) -> Autoscaling
 
 def test_serve_takes_the_policy() -> None:
     """Its own schema, and its own import of the function by name."""
-    config = AutoscalingConfig(**autoscaling(1, 4))
+    config = AutoscalingConfig(**autoscaling(1, 4, 300.0))
     policy = config.policy.get_policy()
     assert policy(context(config, {"a": 3 * WAITING_TOKENS, "b": 1.0}))[0] == 4
     assert policy(context(config, {}))[0] == 2  # nobody has reported
@@ -88,7 +100,7 @@ def test_serve_takes_the_policy() -> None:
 def test_flags() -> None:
     def deployed(**settings: int) -> AutoscalingConfig | int:
         app = bind_app(ServerArgs(**settings), EngineArgs())
-        engine = app._bound_deployment.init_args[3]._bound_deployment
+        engine = app._bound_deployment.init_args[3][0]._bound_deployment
         own = engine._deployment_config
         return own.autoscaling_config or own.num_replicas
 
@@ -99,5 +111,8 @@ def test_flags() -> None:
     for bad in ({"min_engines": 1}, {"max_engines": 0}, {"min_engines": 3, "max_engines": 2}):
         with pytest.raises(InvalidConfig):
             ServerArgs(**bad)
-    with pytest.raises(InvalidConfig):
-        ServerArgs(min_engines=0, max_engines=2)
+    asleep = deployed(min_engines=0, max_engines=2)
+    assert isinstance(asleep, AutoscalingConfig)
+    assert (asleep.min_replicas, asleep.initial_replicas, asleep.downscale_delay_s) == (0, 1, 300)
+    with pytest.raises(InvalidConfig, match="max_engines must be at least 1"):
+        ServerArgs(min_engines=0, max_engines=0)

@@ -194,7 +194,7 @@ def test_serve_passes_its_flags_on(serving: FakeServing) -> None:
     line = "serve org/name --port 9000 --host 0.0.0.0 --max-model-len 512 --trust-remote-code"
     assert main([*line.split(), *"--served-model-name me --shutdown-timeout 5".split()]) == 0
     server, engine, more = serving.calls[0]
-    assert server == ServerArgs(served_model_name="me", shutdown_timeout=5.0)
+    assert server == ServerArgs(served_model_name=["me"], shutdown_timeout=5.0)
     assert engine == EngineArgs(model="org/name", max_model_len=512, trust_remote_code=True)
     assert more == {"host": "0.0.0.0", "port": 9000, "name": "rayfin", "verbose": False}
 

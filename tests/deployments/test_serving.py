@@ -4,6 +4,7 @@ import pytest
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.deployments.model_args import ModelArgs
 from rayfin.deployments.server_args import ServerArgs
 from rayfin.deployments.serving import _reason, _welcome
 
@@ -39,11 +40,11 @@ def test_other_failures_are_told_by_their_last_line() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "127.0.0.1"])
 def test_welcome_shows_an_address_that_can_be_opened(host: str) -> None:
-    text = _welcome(ServerArgs(served_model_name="tiny"), EngineArgs(), host, 8123)
+    text = _welcome([ModelArgs(ServerArgs(served_model_name="tiny"), EngineArgs())], host, 8123)
     assert "Rayfin serves tiny at http://127.0.0.1:8123/v1" in text
     assert "Authorization" not in text
 
 
 def test_welcome_keeps_the_key_to_itself() -> None:
-    text = _welcome(ServerArgs(api_key="secret"), EngineArgs(), "127.0.0.1", 1)
+    text = _welcome([ModelArgs(ServerArgs(api_key="secret"), EngineArgs())], "127.0.0.1", 1)
     assert "secret" not in text and '"Authorization: Bearer $KEY"' in text

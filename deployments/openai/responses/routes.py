@@ -6,6 +6,7 @@ from fastapi import FastAPI, Request, Response
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.openai.fields import ignored_header, read_body
+from rayfin.deployments.openai.models_served import ServedModels
 from rayfin.deployments.openai.responses.bodies import (
     ResponsePromptBody,
     ResponseRequest,
@@ -16,28 +17,30 @@ from rayfin.deployments.openai.responses.items import input_items
 from rayfin.deployments.openai.responses.prompt import history_of, prompt_ids
 from rayfin.deployments.openai.responses.replies import Deleted, InputTokens, ItemList
 from rayfin.deployments.openai.responses.state import ResponseState
-from rayfin.deployments.openai.service import OpenAIService
 
 MAX_PAGE = 100  # items
 PAGE = 20
 MAX_DIGITS = 12  # of a number in a query
 
 
-def add_response_routes(app: FastAPI, service: OpenAIService) -> None:
+def add_response_routes(app: FastAPI, models: ServedModels) -> None:
+    store = models.first.responses  # of all models
+
     async def find(request: Request, response_id: str) -> ResponseState:
-        return await service.responses.get(response_id, _tenant(request))
+        return await store.get(response_id, _tenant(request))
 
     @app.post("/v1/responses")
     async def create(request: Request) -> Response:
         body = await read_body(request, ResponseRequest)
         headers = ignored_header(body.ignored_fields())
+        service = models.asked(request, body.model)
         return await ResponseHandler(service, body, _tenant(request)).answer(request, headers)
 
     @app.post("/v1/responses/input_tokens")
     async def count(request: Request, response: Response) -> InputTokens:
         body = await read_body(request, ResponsePromptBody)
         body.check()
-        service.served_name(body.model)
+        service = models.asked(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
         items = await history_of(service, body, _tenant(request)) + input_items(body.input)
         return InputTokens(
@@ -51,13 +54,13 @@ def add_response_routes(app: FastAPI, service: OpenAIService) -> None:
             check_include(request.query_params.getlist(name))
         after = _number(request, "starting_after", -1, 0)
         if _choice(request, "stream", ("false", "true")) == "true":
-            return event_stream(service.responses.follow(state, after + 1))
+            return event_stream(store.follow(state, after + 1))
         return reply(state)
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> Deleted:
         state = await find(request, response_id)
-        await service.responses.remove(state)
+        await store.remove(state)
         return Deleted(id=state.id)
 
     @app.post("/v1/responses/{response_id}/cancel")
@@ -65,7 +68,7 @@ def add_response_routes(app: FastAPI, service: OpenAIService) -> None:
         state = await find(request, response_id)
         if not state.created.background:
             raise InvalidRequest("Only background responses can be cancelled.", "response_id")
-        await service.responses.cancel(state)
+        await store.cancel(state)
         return reply(state)
 
     @app.get("/v1/responses/{response_id}/input_items")

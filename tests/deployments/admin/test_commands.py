@@ -67,7 +67,7 @@ def test_status_as_lines(run: Run) -> None:
 def test_an_engine_that_began_anew_has_no_rates_below_nothing() -> None:
     def look(at: float, steps: int) -> engines.Look:
         report = EngineReport.of("0", "x", None)
-        own = {"engine": "0", "state": "ready"}
+        own = {"engine": "0", "state": "ready", "name": "x", "model": "m"}
         stats = {name: 0 for name in report.stats.__slots__}
         return engines.Look(at, [own | {"stats": stats | {"steps": steps, "finished": {}}}])
 

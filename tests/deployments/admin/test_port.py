@@ -12,11 +12,13 @@ from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.scheduler.commands import Command
 from rayfin.deployments.admin.paths import ADMIN_PATHS
 from rayfin.deployments.admin.port import bind, build_admin_api
+from rayfin.deployments.admin.routes import Operated
 from rayfin.deployments.app import AppArgs, bind_app, build_app, edge_settings
 from rayfin.deployments.cli import main
 from rayfin.deployments.commands import engines
 from rayfin.deployments.edge.keys import ApiKeys
 from rayfin.deployments.edge.limits import MAX_URL
+from rayfin.deployments.model_args import ModelArgs
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.server_args import ServerArgs
 from rayfin.deployments.serving import _check_ports, _welcome
@@ -29,7 +31,7 @@ OPERATOR = {"Authorization": "Bearer admin-key"}
 def door(engine: Any) -> TestClient:
     keys = ADMIN.admin_keys()
     assert keys is not None
-    return TestClient(build_admin_api(engine, keys))
+    return TestClient(build_admin_api([Operated(["m"], engine)], keys))
 
 
 def test_it_has_the_routes_of_operators_alone(door: TestClient, engine: Any) -> None:
@@ -85,7 +87,8 @@ def test_commands_find_it(
 def test_it_is_deployed_with_the_digests_of_its_keys() -> None:
     args = AppArgs(admin_port=9401, admin_host="0.0.0.0", admin_api_key="canary-key")
     server, _, edge, _, _, admin = build_app(args)._bound_deployment.init_args
-    host, port, keys = admin._bound_deployment.init_args
+    host, port, keys, models = admin._bound_deployment.init_args
+    assert models == [(["demo"], "engine")]
     assert (host, port) == ("0.0.0.0", 9401) and keys.tenant("Bearer canary-key") is not None
     assert edge.admin_keys is None and "canary" not in repr((server, edge, keys))
 
@@ -128,7 +131,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_the_welcome_says_where_it_is() -> None:
     assert "rayfin status --url http://127.0.0.1:9401\n" in _welcome(
-        ADMIN, EngineArgs(), "127.0.0.1", 8000
+        [ModelArgs(ADMIN, EngineArgs())], "127.0.0.1", 8000
     )
 
 

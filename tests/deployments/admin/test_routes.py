@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.scheduler.commands import Command
 from rayfin.deployments.admin.paths import ADMIN_PATHS
-from rayfin.deployments.admin.routes import add_admin_routes
+from rayfin.deployments.admin.routes import Operated, add_admin_routes
 from rayfin.deployments.app import AppArgs, build_app, edge_settings
 from rayfin.deployments.edge.keys import ApiKeys
 from rayfin.deployments.openai.errors import add_error_handlers
@@ -69,7 +69,7 @@ async def test_routes_are_closed_by_themselves(service: Any, engine: Any) -> Non
     """Were the layer before them forgotten, or were a route not in its list."""
     app = FastAPI()
     add_error_handlers(app)
-    add_admin_routes(app, service.client)
+    add_admin_routes(app, [Operated(["m"], service.client)])
     assert set(app.openapi()["paths"]) == ADMIN_PATHS
     async with connect(app) as http:
         answers = [await ask(http, path, headers=OPERATOR) for path in ADMIN_PATHS]

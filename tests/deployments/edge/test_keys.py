@@ -75,7 +75,7 @@ def test_nothing_that_is_sent_to_a_replica_holds_a_key(monkeypatch: pytest.Monke
     monkeypatch.setenv("VLLM_API_KEY", "canary-of-a-key")
     for args in (AppArgs(), AppArgs(api_key=["canary-of-a-key"])):
         app = build_app(args)
-        server, engine_args, edge, *_ = app._bound_deployment.init_args
+        server, (model,), edge, *_ = app._bound_deployment.init_args
         assert edge.keys.tenant("Bearer canary-of-a-key") is not None
-        assert isinstance(engine_args, EngineArgs)
-        assert "canary" not in repr((server, edge))
+        assert isinstance(model.engine, EngineArgs)
+        assert "canary" not in repr((server, model, edge))

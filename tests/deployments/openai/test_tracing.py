@@ -17,7 +17,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from rayfin.actors.errors import InvalidConfig, RequestFailed
-from rayfin.deployments.ingress import IngressDeployment, start_tracing
+from rayfin.deployments.ingress import IngressDeployment
+from rayfin.deployments.model_service import start_tracing
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.tracing import Tracing
 
@@ -149,7 +150,7 @@ async def test_what_is_left_is_sent_at_the_end(service: Any) -> None:
     service.tracing = Tracing(BatchSpanProcessor(exporter, schedule_delay_millis=10**7), "tiny")
     assert await ask(service, {"prompt": "x", "max_tokens": 2}) == 200
     assert not exporter.get_finished_spans()
-    ingress = types.SimpleNamespace(_service=service)
+    ingress = types.SimpleNamespace(_services=[service])
     await IngressDeployment.func_or_class.__bases__[0].__del__(ingress)
     assert set(by_name(exporter)) == {"POST /v1/completions"}
 
