@@ -19,7 +19,7 @@ PAUSE_SECONDS = 1.0  # between two calls
 
 
 class WaitingRoom:
-    """As bounded as an engine's queue; limits are an ingress replica's own.
+    """As bounded as an engine's queue if it has engines started; limits are a replica's own.
 
     Args:
         start: returns when an engine has been started; called while anybody waits, and cancelled
@@ -51,10 +51,14 @@ class WaitingRoom:
     def check(self, tokens: int) -> None:
         """Whether a new prompt of so many tokens may wait.
 
+        Where engines are not started on demand any may: a wait is short, or in vain, and an engine
+        that comes back has limits of its own.
+
         Raises:
             Overloaded: too much does already.
         """
-        self._limits.check(tokens)
+        if self.starts_engines:
+            self._limits.check(tokens)
 
     @contextmanager
     def waiting(self, tokens: int = 0) -> Iterator[None]:

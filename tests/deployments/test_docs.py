@@ -45,7 +45,7 @@ def parse(words: list[str]) -> None:
         click.ClickException: there is no such command, flag or value.
     """
     command: click.Command = cli
-    context = click.Context(cli)
+    context = click.Context(cli, **cli.context_settings)  # a command keeps its names for help
     while isinstance(command, click.Group):
         _, found, words = command.resolve_command(context, words)
         assert found is not None

@@ -116,3 +116,12 @@ async def test_elsewhere_an_engine_that_is_missing_is_a_fault(anyio_backend: str
     with pytest.raises(EngineUnavailable):
         await client.check_health()
     client.close()
+
+
+async def test_elsewhere_any_number_may_wait(anyio_backend: str) -> None:
+    room = WaitingRoom(1, 10)
+    with room.waiting(8):
+        room.check(8)
+    room = WaitingRoom(1, 10, Starts())
+    with room.waiting(8), pytest.raises(Overloaded):
+        room.check(8)
