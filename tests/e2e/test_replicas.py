@@ -129,7 +129,7 @@ def test_any_replica_tells_the_metrics_of_both(
         urls = [f"{pair.url}/metrics"] * TRIES + [f"http://127.0.0.1:{ports[0]}/metrics"]
         found = []
         for url in urls:
-            text = httpx.get(url).raise_for_status().text
+            text = httpx.get(url, timeout=120).raise_for_status().text
             for name in ("rayfin_", "vllm:"):
                 lines = [own for own in text.splitlines() if own.startswith(f"{name}{TTFT}")]
                 found.append(sum(float(line.split()[-1]) for line in lines))
