@@ -156,11 +156,13 @@ def test_operators_have_a_port_of_their_own(
         assert engine["state"] == "ready"
         http.post("/admin/sleep").raise_for_status()
 
-        def all_refuse() -> bool:
-            told = [httpx.post(f"{pair.url}/v1/completions", json=asked) for _ in range(TRIES)]
-            return {answer.status_code for answer in told} == {503}
+        def all_say(status: int) -> bool:
+            url = f"{pair.url}/v1/completions"
+            told = [httpx.post(url, json=asked, timeout=60) for _ in range(TRIES)]
+            return {answer.status_code for answer in told} == {status}
 
-        eventually(all_refuse, "both replicas know that it sleeps")
+        eventually(lambda: all_say(503), "both replicas know that it sleeps")
         http.post("/admin/wake").raise_for_status()
         assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+        eventually(lambda: all_say(200), "both replicas know that it is awake")
     assert client.completions.create(**asked).usage
