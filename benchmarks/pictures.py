@@ -8,15 +8,16 @@ playwright, matplotlib and Debian's package prometheus.
 """
 
 import argparse
-import importlib.util
 import json
 import math
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -39,14 +40,9 @@ UNITS = {"s": "seconds", "reqps": "a second", "tokens/s": "tokens a second", "pe
 QUESTION = "What is 37 + 48?"
 
 
-def observe() -> Any:
+def observe() -> SimpleNamespace:
     """The script behind ``make observe``."""
-    path = ROOT / "k8s" / "prometheus" / "observe.py"
-    spec = importlib.util.spec_from_file_location("observe", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "k8s" / "prometheus" / "observe.py")))
 
 
 def photograph(url: str, path: Path) -> None:

@@ -16,7 +16,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,9 +33,9 @@ from rayfin.actors.messages import (
     StopRules,
 )
 from rayfin.actors.runner.actor import ModelRunnerActor
+from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.scheduler.actor import CLIENT_LEASE_SECONDS
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.executor import PendingStep
 from rayfin.actors.scheduler.step_builder import Chunk
 from rayfin.actors.scheduler.subscriptions import Subscriptions
 from rayfin.deployments.models import DEMO_FOLDER
@@ -51,38 +50,11 @@ FOR_EVER = 1e9  # seconds, of leases
 class StubRunner:
     """Says the same token always, at no cost."""
 
+    def start(self, config: EngineConfig, epoch: int) -> None: ...
+
     def execute(self, info: SchedulerInfo) -> StepResult:
         tokens = np.where(info.last_pos >= 0, 7, NO_TOKEN).astype(np.int32)
         return StepResult(info.epoch, info.step, np.repeat(tokens[:, None], info.lease, 1))
-
-
-@dataclass(slots=True)
-class _Later:
-    """A step that runs when its result is asked for."""
-
-    run: Callable[[SchedulerInfo], StepResult]
-    info: SchedulerInfo
-
-    def result(self) -> StepResult:
-        return self.run(self.info)
-
-
-class Bare:
-    """An executor that is nothing but its runner."""
-
-    epoch = 0
-
-    def __init__(self, runner: Any) -> None:
-        self._run = runner.execute
-
-    def submit(self, info: SchedulerInfo) -> PendingStep:
-        return _Later(self._run, info)
-
-    def restart(self) -> None: ...
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
 
 
 class _Method:
@@ -151,7 +123,9 @@ class Side:
 
     def __init__(self, config: EngineConfig, runner: Any, *, recovers: bool) -> None:
         self._recovers = recovers
-        self._engine = Engine(config, guarded(runner) if recovers else Bare(runner))
+        self._engine = Engine(
+            config, guarded(runner) if recovers else InlineExecutor(runner, config)
+        )
         if not recovers:
             self._engine._quarantine = Unguarded(self._engine._quarantine)  # type: ignore[assignment]
             self._engine._logs = NoLogs()  # type: ignore[assignment]

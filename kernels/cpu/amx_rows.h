@@ -16,6 +16,15 @@ constexpr int64_t kTile = kRegisterRows * kStep;  // elements of a tile of weigh
 constexpr int64_t kSide = 2;                      // panels side by side: four tiles of sums
 constexpr int64_t kWide = kSide * kPanel;
 
+// A float as three bfloat16 whose sum it is, each the upper half of what is left.
+RAYFIN_INLINE void cut(Vec floats, Vec (&parts)[kParts]) {
+  const VecU upper = VecU{} + 0xffff0000u;
+  for (int64_t part = 0; part < kParts; ++part) {
+    parts[part] = bit_cast<Vec>(bit_cast<VecU>(floats) & upper);
+    floats -= parts[part];
+  }
+}
+
 // The rows of x, cut into blocks of as many rows as the registers are told to have.
 struct Rows {
   int64_t count, blocks, per_block, steps;

@@ -61,16 +61,6 @@ void split_rows(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, 
   }
 }
 
-// Weights to the parts that matmul_amx_float.cpp cuts them into.
-RAYFIN_INLINE void cut(Vec weights, Vec (&parts)[kParts]) {
-  const VecU upper = VecU{} + 0xffff0000u;
-  for (int part = 0; part + 1 < kParts; ++part) {
-    parts[part] = bit_cast<Vec>(bit_cast<VecU>(weights) & upper);
-    weights -= parts[part];
-  }
-  parts[kParts - 1] = weights;
-}
-
 // Adds kM rows times the tiles at `weights` + p * panel_size, p < kP, to sums[m][p].
 template <int kM, int kP>
 RAYFIN_INLINE void add_tiles(const float* x, int64_t x_size, const BFloat16* weights, int64_t panel_size,

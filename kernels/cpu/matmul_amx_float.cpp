@@ -50,18 +50,16 @@ struct Share {
 
 template <bool kAlone>
 RAYFIN_INLINE void cut_rows(const float* weights, Share share, BFloat16* out) {
-  const VecU upper = VecU{} + 0xffff0000u;
   for (int64_t row = share.first; row < share.last; ++row) {
     const float* at = weights + row * kPanel;
     __builtin_prefetch(at + kAhead<kAlone>, 0, kAlone ? 3 : 2);
     __builtin_prefetch(at + kAhead<kAlone> + kWidth, 0, kAlone ? 3 : 2);
-    Vec even = load(at), odd = load(at + kWidth);
+    Vec even[kParts], odd[kParts];
+    cut(load(at), even);
+    cut(load(at + kWidth), odd);
     for (int64_t part = 0; part < kParts; ++part) {
-      const VecU e = bit_cast<VecU>(even), o = bit_cast<VecU>(odd) & upper;
-      const VecU pairs = e >> 16 | o;
+      const VecU pairs = bit_cast<VecU>(even[part]) >> 16 | bit_cast<VecU>(odd[part]);
       std::memcpy(out + part * kTile + row * kStep, &pairs, sizeof(pairs));
-      even -= bit_cast<Vec>(e & upper);
-      odd -= bit_cast<Vec>(o);
     }
   }
 }

@@ -28,6 +28,11 @@ int64_t panels_of(int64_t outputs, bool paired) {
   return (columns + width - 1) / width;
 }
 
+#if defined(__AMX_TILE__)
+// The row of a panel's tiles, one after the other, that holds depth step k of a lane.
+int64_t tile_row(int lane, int64_t k) { return (k / kStep * 2 + lane / kWidth) * (kStep / 2) + k % kStep / 2; }
+#endif
+
 }  // namespace
 
 Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired)
@@ -75,8 +80,7 @@ int8_t* Matrix::int8_at(Place at, int64_t k) const {
 float* Matrix::float_at(Place at, int64_t k) const {
   float* panel = data_.as<float>() + at.panel * panel_size();
 #if defined(__AMX_TILE__)
-  const int64_t pair = (k / kStep * 2 + at.lane / kWidth) * (kStep / 2) + k % kStep / 2;
-  return panel + pair * kPanel + k % 2 * kWidth + at.lane % kWidth;
+  return panel + tile_row(at.lane, k) * kPanel + k % 2 * kWidth + at.lane % kWidth;
 #else
   return panel + k * kPanel + at.lane;
 #endif
@@ -85,8 +89,7 @@ float* Matrix::float_at(Place at, int64_t k) const {
 BFloat16* Matrix::half_at(Place at, int64_t k) const {
   BFloat16* panel = data_.as<BFloat16>() + at.panel * panel_size();
 #if defined(__AMX_TILE__)
-  const int64_t pair = (k / kStep * 2 + at.lane / kWidth) * (kStep / 2) + k % kStep / 2;
-  return panel + pair * kPanel + at.lane % kWidth * 2 + k % 2;
+  return panel + tile_row(at.lane, k) * kPanel + at.lane % kWidth * 2 + k % 2;
 #else  // in pairs of outputs: see load_panel
   return panel + k * kPanel + (at.lane < kWidth ? 2 * at.lane : 2 * (at.lane - kWidth) + 1);
 #endif

@@ -64,6 +64,22 @@ class Case:
         return why in self.may_fail
 
 
+def with_a_node(name: str, row: str, fault: str, act: Callable[[Nemesis], Awaitable[None]]) -> Case:
+    """A fault that takes all of a node with it: its engine, and its ingress' connections."""
+    return Case(
+        name,
+        row,
+        fault,
+        act,
+        NODES,
+        BREAKS_OFF + REFUSED,
+        "short",
+        resumes=True,
+        after=10,
+        renews=True,
+    )
+
+
 CASES = [
     Case("runner-idle", "1", "runner killed, nothing runs", faults.kill_runner, idle=True),
     Case(
@@ -149,41 +165,23 @@ CASES = [
         resumes=True,
     ),
     Case("controller", "22", "Serve's controller killed", faults.kill_controller),
-    Case(
+    with_a_node(
         "raylet",
         "23",
         "raylet of a runner's node killed",
         faults.kill_raylet_of_runner,
-        NODES,
-        BREAKS_OFF + REFUSED,
-        "short",
-        resumes=True,
-        after=10,
-        renews=True,
     ),
-    Case(
+    with_a_node(
         "raylet-term",
         "43",
         "SIGTERM to the raylet of a runner's node",
         faults.terminate_raylet_of_runner,
-        NODES,
-        BREAKS_OFF + REFUSED,
-        "short",
-        resumes=True,
-        after=10,
-        renews=True,
     ),
-    Case(
+    with_a_node(
         "node",
         "28",
         "a node with a runner lost",
         faults.lose_node_of_runner,
-        NODES,
-        BREAKS_OFF + REFUSED,
-        "short",
-        resumes=True,
-        after=10,
-        renews=True,
     ),
     Case("gcs", "24", "GCS killed, back in 10 s", faults.restart_gcs, REDIS),
     Case(
@@ -200,17 +198,11 @@ CASES = [
         "all between scheduler and runner lost for 2 s",
         faults.cut_off_runner_briefly,
     ),
-    Case(
+    with_a_node(
         "node-cut",
         "29",
         "a node with a runner stopped for 10 s, then woken",
         faults.cut_off_node,
-        NODES,
-        BREAKS_OFF + REFUSED,
-        "short",
-        resumes=True,
-        after=10,
-        renews=True,
     ),
     Case("step-lost", "29, 30", "a step is lost on its way", faults.lose_step),
     Case("answer-lost", "30", "an answer is lost on its way", faults.lose_answer),

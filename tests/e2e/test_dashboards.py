@@ -1,14 +1,14 @@
 """A Prometheus beside a running Rayfin: every query of every panel of every dashboard has data."""
 
-import importlib.util
 import json
 import math
+import runpy
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,19 +24,14 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def observe() -> ModuleType:
+def observe() -> SimpleNamespace:
     """The script behind ``make observe``."""
-    path = ROOT / "k8s" / "prometheus" / "observe.py"
-    spec = importlib.util.spec_from_file_location("observe", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "k8s" / "prometheus" / "observe.py")))
 
 
 @pytest.fixture
 def prometheus(
-    app: Any, observe: ModuleType, tmp_path: Path, port: int, eventually: Callable[..., Any]
+    app: Any, observe: SimpleNamespace, tmp_path: Path, port: int, eventually: Callable[..., Any]
 ) -> Iterator[httpx.Client]:
     """It scrapes the application's ingress twice a second."""
     config = observe.write_config(tmp_path, [app.url.removeprefix("http://")], "500ms")

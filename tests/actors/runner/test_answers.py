@@ -1,5 +1,8 @@
 """A step that comes again is answered again, and not run again."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,31 +11,16 @@ from rayfin.actors.runner.answers import Answers
 from rayfin.actors.scheduler.executor import StepMissing
 
 
-def info(epoch: int, step: int) -> SchedulerInfo:
-    none = np.zeros(0, np.int32)
-    return SchedulerInfo(
-        epoch=epoch,
-        step=step,
-        ids=none,
-        chunk_idx=none,
-        chunk_len=none,
-        merge_prompt=none,
-        kv_len=none,
-        kv_page_len=none,
-        last_pos=none,
-        is_decoding=np.zeros(0, np.bool_),
-        decoding_batch=0,
-        prefill_batch=0,
-        new_pages=none,
-        new_pages_len=none,
-    )
+@pytest.fixture
+def info(step_of: Callable[..., SchedulerInfo]) -> Callable[[int, int], SchedulerInfo]:
+    return lambda epoch, step: step_of(epoch=epoch, step=step)
 
 
 def result(epoch: int, step: int) -> StepResult:
     return StepResult(epoch, step, np.zeros((0, 1), np.int32))
 
 
-def test_a_step_is_answered_as_before() -> None:
+def test_a_step_is_answered_as_before(info: Any) -> None:
     answers = Answers(kept=2)
     answers.start(3)
     given = [result(3, step) for step in range(3)]
@@ -44,7 +32,7 @@ def test_a_step_is_answered_as_before() -> None:
     assert answers.find(info(3, 0)) is None  # forgotten: the runner itself refuses it
 
 
-def test_a_step_before_its_turn_has_to_come_again() -> None:
+def test_a_step_before_its_turn_has_to_come_again(info: Any) -> None:
     answers = Answers()
     answers.start(3)
     with pytest.raises(StepMissing, match="step 1 has come, and 0 has not"):
@@ -55,7 +43,7 @@ def test_a_step_before_its_turn_has_to_come_again() -> None:
         answers.find(info(3, 2))
 
 
-def test_other_epochs_are_the_runners_to_refuse() -> None:
+def test_other_epochs_are_the_runners_to_refuse(info: Any) -> None:
     answers = Answers()
     answers.start(3)
     answers.keep(result(3, 0))
