@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from rayfin.actors.errors import InvalidConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulerName = Literal["v1", "v0"]
 Policy = Literal["fcfs", "priority", "fair"]
@@ -44,7 +45,7 @@ class EngineArgs:
     revision: str | None = _flag(None, "branch, tag or commit of a Hugging Face name")
     trust_remote_code: bool = _flag(False, "run the Python code that the model brings")
     dtype: Dtype = _flag(
-        "auto", "of weights and cache; auto: float32 on a CPU, the model's on a GPU"
+        "auto", "of weights and sums; auto: float32 on a CPU, the model's on a GPU"
     )
     quantization: Quantization | None = _flag(
         None, "int8: weights and the rows they multiply rounded to 8 bits, on a CPU; default: none"
@@ -57,6 +58,9 @@ class EngineArgs:
     max_decoding_batch: int | None = _flag(None, "requests that run at once (64 CPU, 256 GPU)")
     max_prefill_batch: int = _flag(16, "prompts that share one step")
     page_size: int = _flag(16, "tokens in a page of the KV cache")
+    kv_cache_dtype: KVCacheDtype = _flag(
+        "auto", "of the KV cache's pages; auto: dtype. bfloat16 has room for twice float32's tokens"
+    )
     prefix_caching: bool = _flag(True, "share the pages of prompts that begin alike")
     memory_utilization: float | None = _flag(None, "share of the device's memory to use, 0-1")
     kv_cache_memory: int | None = _flag(None, "bytes of KV cache, instead of memory_utilization")
@@ -99,6 +103,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         choices: dict[str, Any] = {
             "dtype": Dtype,
+            "kv_cache_dtype": KVCacheDtype,
             "load_format": LoadFormat,
             "scheduler": SchedulerName,
             "policy": Policy,

@@ -28,7 +28,7 @@ class FusedModel:
         self._decoder = decoder
         self._rotate = rotate
         self.layouts = layouts
-        self.dtype = dtype  # of the pages
+        self.dtype = dtype  # of the pages, unless others are asked for
 
     def bind(self, cache: KVTensors) -> None:
         """From now on the layers keep their keys and values in ``cache``."""

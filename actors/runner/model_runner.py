@@ -28,6 +28,7 @@ from rayfin.actors.runner.fused_model import FusedModel
 from rayfin.actors.runner.isolate import is_out_of_memory, isolate
 from rayfin.actors.runner.memory import available_bytes
 from rayfin.actors.runner.page_moves import PageMover
+from rayfin.actors.runner.page_type import page_type
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.parallel import LOAD_SECONDS, Peers
 from rayfin.actors.runner.place import Place
@@ -84,6 +85,7 @@ class ModelRunner:
             kernel = select_attention(self._device, model.dtype, args.attention, kernels)
         except ValueError as error:
             raise InvalidConfig(str(error), "attention") from None
+        self._page_type = page_type(args.kv_cache_dtype, model.dtype, kernel)
         paged = PagedModel(model, kernel, layers)
         self._model: StepModel = paged
         self._gpu_model: GpuModel | None = None
@@ -148,7 +150,7 @@ class ModelRunner:
             architecture=(config.architectures or [type(config).__name__])[0],
             vocab_size=config.get_text_config(decoder=True).vocab_size,
             max_position=positions,
-            page_bytes=page_bytes(self._model.layouts, args.page_size, self._model.dtype),
+            page_bytes=page_bytes(self._model.layouts, args.page_size, self._page_type),
             available_bytes=available,
         )
         return facts, limits
@@ -313,7 +315,7 @@ class ModelRunner:
 
     def _bind(self, num_pages: int) -> KVTensors:
         model = self._model
-        cache = KVTensors(model.layouts, num_pages, self._page_size, model.dtype, self._device)
+        cache = KVTensors(model.layouts, num_pages, self._page_size, self._page_type, self._device)
         model.bind(cache)
         return cache
 
@@ -323,7 +325,7 @@ class ModelRunner:
         pinned = num_pages > 0 and self._device.type == "cuda"
         try:
             return KVTensors(
-                model.layouts, num_pages, self._page_size, model.dtype, host, pinned=pinned
+                model.layouts, num_pages, self._page_size, self._page_type, host, pinned=pinned
             )
         except (RuntimeError, MemoryError) as error:
             raise InvalidConfig(f"swap_space could not be taken: {error}", "swap_space") from None

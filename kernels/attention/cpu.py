@@ -31,6 +31,8 @@ class CpuAttention:
     chunks go in blocks of queries by heads, with an online softmax (FlashAttention).
     """
 
+    page_types = (torch.float32, torch.bfloat16)
+
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
 

@@ -63,9 +63,9 @@ class PagedAttention(Protocol):
 
         Args:
             query: [T, H, Dk], any float dtype.
-            k_pages: [num_pages, page_size, Hkv, Dk]; H is a multiple of Hkv (grouped queries: head
-                h reads key head h // (H // Hkv)).
-            v_pages: [num_pages, page_size, Hkv, Dv].
+            k_pages: [num_pages, page_size, Hkv, Dk], of a type in `select.page_types`; H is a
+                multiple of Hkv (grouped queries: head h reads key head h // (H // Hkv)).
+            v_pages: [num_pages, page_size, Hkv, Dv], of the same type.
             batch: the step's rows.
             scale: factor on the scores, usually Dk ** -0.5.
             window: w lets a query at position p see the keys p - w + 1 .. p (transformers'

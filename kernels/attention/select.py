@@ -10,6 +10,7 @@ from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.triton.available import can_use_triton
 
 NAMES = ("auto", "cpu", "triton", "torch", "reference")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def select_attention(
@@ -47,3 +48,9 @@ def select_attention(
     if name == "reference":
         return reference.paged_attention
     raise ValueError(f"unknown attention backend {name!r}: choose one of {', '.join(NAMES)}")
+
+
+def page_types(attention: PagedAttention) -> tuple[torch.dtype, ...]:
+    """What pages a backend reads, whatever the type of its queries."""
+    own: tuple[torch.dtype, ...] = getattr(attention, "page_types", FLOATS)
+    return own

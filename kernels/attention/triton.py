@@ -63,6 +63,8 @@ class TritonAttention:
     worked out once and shared by all layers that are alike (`PagedBatch.scratch`).
     """
 
+    page_types = DTYPES
+
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self.cores = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
@@ -81,7 +83,7 @@ class TritonAttention:
     ) -> torch.Tensor:
         """Attends as `PagedAttention` says."""
         assert k_pages.is_contiguous() and v_pages.is_contiguous()
-        assert k_pages.dtype == v_pages.dtype == query.dtype
+        assert k_pages.dtype == v_pages.dtype and k_pages.dtype in DTYPES
         if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
             query = query.contiguous()
         tokens, heads, key_dim = query.shape

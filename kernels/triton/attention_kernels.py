@@ -81,7 +81,7 @@ def attend_tiles(
             k_pages + (slot[None, :] * KV_HEADS + kv_head) * KEY_DIM + dk[:, None],
             mask=inside[None, :] & (dk[:, None] < KEY_DIM),
             other=0.0,
-        )
+        ).to(q.dtype)
         scores = tl.dot(q, k, input_precision="ieee") * scale  # [ROWS, KEYS]
         if SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0))
@@ -97,7 +97,7 @@ def attend_tiles(
             v_pages + (slot[:, None] * KV_HEADS + kv_head) * VALUE_DIM + dv[None, :],
             mask=inside[:, None] & (dv[None, :] < VALUE_DIM),
             other=0.0,
-        )
+        ).to(q.dtype)
         summed = summed * shrink[:, None]
         summed = tl.dot(weights.to(v.dtype), v, summed, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)

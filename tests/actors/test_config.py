@@ -41,6 +41,7 @@ def _resolve(pages: float, *, max_position: int | None = 256, **args: Any) -> En
     "name, value",
     [
         ("dtype", "float8"),
+        ("kv_cache_dtype", "int4"),
         ("load_format", "pickle"),
         ("scheduler", "v2"),
         ("policy", "lifo"),

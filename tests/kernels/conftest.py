@@ -65,6 +65,7 @@ def build_case(
     key_dim: int = 8,
     value_dim: int = 8,
     dtype: torch.dtype = torch.float32,
+    page_dtype: torch.dtype | None = None,
     seed: int = 0,
     decoding: int | None = None,
 ) -> PagedCase:
@@ -80,8 +81,9 @@ def build_case(
     free = list(range(num_pages))
     random.Random(seed).shuffle(free)
     tables = torch.zeros(len(rows), max(pages_of) + 1, dtype=torch.int32)
-    k_pages = torch.full((num_pages, page_size, kv_heads, key_dim), float("nan"), dtype=dtype)
-    v_pages = torch.full((num_pages, page_size, kv_heads, value_dim), float("nan"), dtype=dtype)
+    shape, stored = (num_pages, page_size, kv_heads), page_dtype or dtype
+    k_pages = torch.full((*shape, key_dim), float("nan"), dtype=stored)
+    v_pages = torch.full((*shape, value_dim), float("nan"), dtype=stored)
     keys, values, slots, positions = [], [], [], []
     for row, (cached, chunk) in enumerate(rows):
         own = [free.pop() for _ in range(pages_of[row])]

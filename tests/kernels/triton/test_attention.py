@@ -28,6 +28,8 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no groups": ({"heads": 2, "kv_heads": 2}, {}),
     "key and value sizes": ({"key_dim": 24, "value_dim": 8}, {}),
     "half": ({"dtype": torch.float16}, {}),
+    "half pages": ({"page_dtype": torch.float16}, {}),
+    "float32 pages": ({"dtype": torch.float16, "page_dtype": torch.float32}, {}),
     "window": ({}, {"window": 6}),
     "window of 1": ({}, {"window": 1}),
     "soft cap": ({}, {"softcap": 1.5}),
