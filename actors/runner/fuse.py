@@ -14,7 +14,7 @@ from torch import nn
 
 from rayfin.actors.config import Quantization
 from rayfin.actors.runner.fuse_decoder import Attending, read_decoder
-from rayfin.actors.runner.fuse_layers import LayerParts, NotRecognised, norm_weight
+from rayfin.actors.runner.fuse_layers import GatedParts, LayerParts, NotRecognised, norm_weight
 from rayfin.actors.runner.fused_model import FusedModel
 from rayfin.actors.runner.paged_model import PagedModel, StepModel
 from rayfin.cache.kv_tensors import KVTensors
@@ -96,11 +96,12 @@ def _pack_layer(
         weights = [linear.weight for linear in linears]
         return kernels.pack(weights, paired=paired, storage=storage)
 
+    assert isinstance(part.mlp, GatedParts)  # experts were not asked for
     return DecoderLayer(
         qkv=pack(part.query_key_value),
         attention_out=pack([part.attention_out]),
-        gate_up=pack(part.gate_up, paired=True),
-        down=pack([part.down]),
+        gate_up=pack(part.mlp.gate_up, paired=True),
+        down=pack([part.mlp.down]),
         scale=how.scale,
         attention_norm=vector(part.attention_norm),
         attention_out_norm=vector(part.attention_out_norm),
@@ -108,8 +109,8 @@ def _pack_layer(
         mlp_out_norm=vector(part.mlp_out_norm),
         qkv_bias=_bias(part.query_key_value),
         attention_out_bias=_bias([part.attention_out]),
-        gate_up_bias=_bias(part.gate_up),
-        down_bias=_bias([part.down]),
+        gate_up_bias=_bias(part.mlp.gate_up),
+        down_bias=_bias([part.mlp.down]),
         query_norm=vector(part.query_norm),
         key_norm=vector(part.key_norm),
         sinks=_float(how.sinks),

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayfin.actors.runner.fuse_layers import LayerParts, NotRecognised, norm_weight, read_layer
+from rayfin.actors.runner.fuse_layers import (
+    GatedParts,
+    LayerParts,
+    NotRecognised,
+    norm_weight,
+    read_layer,
+)
 from rayfin.actors.runner.fused_model import Tables, rotary_tables
 from rayfin.actors.runner.paged_model import LAYER, PagedModel
 from rayfin.actors.runner.weights import max_position
@@ -83,8 +89,8 @@ class DecoderParts:
 
 
 @torch.inference_mode()
-def read_decoder(paged: PagedModel) -> DecoderParts:
-    """The parts of the model.
+def read_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -> DecoderParts:
+    """The parts of the model, of which some layers may be mixtures of such ``experts``.
 
     Raises:
         NotRecognised: it has others, or uses them in another way.
@@ -92,7 +98,7 @@ def read_decoder(paged: PagedModel) -> DecoderParts:
     model: Any = paged.transformer
     config = model.config.get_text_config(decoder=True)
     decoder, layers, embedding = _backbone(model)
-    parts = [read_layer(layer) for layer in layers]
+    parts = [read_layer(layer, experts) for layer in layers]
     observed, embedding_scale = _observe(paged, layers[0], embedding)
     attending = [observed[part.attention] for part in parts]
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
@@ -104,7 +110,7 @@ def read_decoder(paged: PagedModel) -> DecoderParts:
     first = attending[0]
     shape = DecoderShape(
         hidden=embedding.weight.shape[1],
-        intermediate=parts[0].down.in_features,
+        intermediate=_intermediate(parts),
         vocabulary=model.lm_head.out_features,
         heads=first.heads,
         kv_heads=first.kv_heads,
@@ -173,13 +179,20 @@ def _has_whole_norm(part: LayerParts, how: Attending) -> bool:
     return query_norm is not None and len(query_norm[0]) != how.key_dim
 
 
+def _intermediate(parts: list[LayerParts]) -> int:
+    """The width of gated MLPs, 0 where all layers are mixtures."""
+    widths = [part.mlp.down.in_features for part in parts if isinstance(part.mlp, GatedParts)]
+    return widths[0] if widths else 0
+
+
 def _require_alike(
     parts: list[LayerParts], attending: list[Attending], shape: DecoderShape
 ) -> None:
-    shared = (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim, shape.intermediate)
+    shared = (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim)
     for part, how in zip(parts, attending, strict=True):
-        sizes = (how.heads, how.kv_heads, how.key_dim, how.value_dim, part.down.in_features)
-        if sizes != shared:
+        sizes = (how.heads, how.kv_heads, how.key_dim, how.value_dim)
+        width = part.mlp.down.in_features if isinstance(part.mlp, GatedParts) else None
+        if sizes != shared or width not in (None, shape.intermediate):
             raise NotRecognised("its layers are of several sizes")
         norms = (part.attention_norm, part.attention_out_norm, part.mlp_norm, part.mlp_out_norm)
         for norm in (*norms, part.query_norm, part.key_norm):

@@ -15,14 +15,21 @@ class NotRecognised(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class GatedParts:
+    """The linear layers of a gated MLP."""
+
+    gate_up: list[nn.Linear]  # one merged, or two
+    down: nn.Linear
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """One layer's modules. Norms run before (``_norm``) or after (``_out_norm``) their block."""
 
     attention: nn.Module
     query_key_value: list[nn.Linear]  # one merged, or three
     attention_out: nn.Linear
-    gate_up: list[nn.Linear]  # one merged, or two
-    down: nn.Linear
+    mlp: GatedParts | nn.Module  # a module: a mixture of experts, to be called as it is
     attention_norm: nn.Module | None
     attention_out_norm: nn.Module | None
     mlp_norm: nn.Module | None
@@ -64,8 +71,8 @@ _NORMS = {
 _IDLE = (nn.Dropout, nn.Identity)
 
 
-def read_layer(layer: nn.Module) -> LayerParts:
-    """The parts of a decoder layer.
+def read_layer(layer: nn.Module, experts: type[nn.Module] | None = None) -> LayerParts:
+    """The parts of a decoder layer; its MLP may be a mixture of ``experts`` of that type.
 
     Raises:
         NotRecognised: it has others, or lacks some.
@@ -79,15 +86,11 @@ def read_layer(layer: nn.Module) -> LayerParts:
     norms = [None if name is None else children[name] for name in names]
     projections = _children(attention)
     query_norm, key_norm = projections.pop("q_norm", None), projections.pop("k_norm", None)
-    gates = _children(mlp)
-    for idle in ("act_fn", "activation_fn"):
-        gates.pop(idle, None)
     return LayerParts(
         attention,
         _take(attention, projections, ("qkv_proj",), ("q_proj", "k_proj", "v_proj")),
         _take(attention, projections, ("o_proj",))[0],
-        _take(mlp, gates, ("gate_up_proj",), ("gate_proj", "up_proj")),
-        _take(mlp, gates, ("down_proj",))[0],
+        _read_mlp(mlp, experts),
         attention_norm=norms[0],
         attention_out_norm=norms[1],
         mlp_norm=norms[2],
@@ -95,6 +98,28 @@ def read_layer(layer: nn.Module) -> LayerParts:
         query_norm=query_norm,
         key_norm=key_norm,
     )
+
+
+def _read_mlp(mlp: nn.Module, experts: type[nn.Module] | None) -> GatedParts | nn.Module:
+    if experts is not None and isinstance(getattr(mlp, "experts", None), experts):
+        return mlp
+    gates = _children(mlp)
+    for idle in ("act_fn", "activation_fn"):
+        gates.pop(idle, None)
+    gate_up = _take(mlp, gates, ("gate_up_proj",), ("gate_proj", "up_proj"))
+    return GatedParts(gate_up, _take(mlp, gates, ("down_proj",))[0])
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it holds gate and up projections [E, 2 F, H], down projections [E, H, F], no more.
+
+    That is how transformers keeps them in Mixtral, Qwen 2 and 3, OLMoE, DeepSeek, Granite and more.
+    """
+    weights = dict(module.named_parameters(recurse=False))
+    if set(weights) != {"gate_up_proj", "down_proj"} or any(w.dim() != 3 for w in weights.values()):
+        return False
+    count, hidden, intermediate = weights["down_proj"].shape
+    return weights["gate_up_proj"].shape == (count, 2 * intermediate, hidden)
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:

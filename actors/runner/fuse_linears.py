@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from rayfin.actors.config import Quantization
 from rayfin.actors.runner.fuse import TOLERANCE, WEIGHTS, probe_logits
 from rayfin.actors.runner.fuse_decoder import ACTIVATIONS
+from rayfin.actors.runner.fuse_layers import is_experts
 from rayfin.actors.runner.paged_model import PagedModel
 from rayfin.kernels.cpu.experts import PackedExperts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
@@ -97,20 +98,8 @@ def _packable(
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             linear = type(child) is nn.Linear or type(child) is Conv1D
-            if linear or (activation is not None and _is_experts(child)):
+            if linear or (activation is not None and is_experts(child)):
                 yield owner, name, child
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """Whether it holds gate and up projections [E, 2 F, H], down projections [E, H, F], no more.
-
-    That is how transformers keeps them in Mixtral, Qwen 2 and 3, OLMoE, DeepSeek, Granite and more.
-    """
-    weights = dict(module.named_parameters(recurse=False))
-    if set(weights) != {"gate_up_proj", "down_proj"} or any(w.dim() != 3 for w in weights.values()):
-        return False
-    count, hidden, intermediate = weights["down_proj"].shape
-    return weights["gate_up_proj"].shape == (count, 2 * intermediate, hidden)
 
 
 def _packed(
@@ -119,7 +108,7 @@ def _packed(
     activation: Activation | None,
     storage: torch.dtype | None,
 ) -> nn.Module:
-    if _is_experts(module):
+    if is_experts(module):
         assert activation is not None
         weights = (module.gate_up_proj, module.down_proj)
         return PackedExpertsModule(PackedExperts(kernels, *weights, activation, storage))

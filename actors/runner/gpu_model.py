@@ -10,24 +10,26 @@ from torch import nn
 
 from rayfin.actors.runner.fuse import probe_logits
 from rayfin.actors.runner.fuse_decoder import Attending, DecoderParts, read_decoder
-from rayfin.actors.runner.fuse_layers import LayerParts, NotRecognised, norm_weight
+from rayfin.actors.runner.fuse_experts import NAMES, TOLERANCE, GroupedExperts
+from rayfin.actors.runner.fuse_layers import GatedParts, LayerParts, NotRecognised, norm_weight
 from rayfin.actors.runner.fused_model import Tables
 from rayfin.actors.runner.paged_model import PagedModel
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.interface import PagedAttention, PagedBatch
 from rayfin.kernels.cpu.decoder import DecoderShape
-from rayfin.kernels.cpu.kernels import Activation
 from rayfin.kernels.triton.layers import add_and_norm, gate, rms_norm, turn_and_write
 
 logger = logging.getLogger(__name__)
 
-ACTIVATIONS = {
-    Activation.SILU: "silu",
-    Activation.GELU_TANH: "gelu_tanh",
-    Activation.GELU: "gelu",
-}
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""How far logits may be from the transformers model's, as a share of the largest one."""
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """Weights of an MLP with a gate."""
+
+    gate_up: torch.Tensor  # [2 F, hidden]
+    down: torch.Tensor  # [hidden, F]
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,9 @@ class GpuLayer:
 
     qkv: torch.Tensor  # [H * Dk + Hkv * (Dk + Dv), hidden]
     attention_out: torch.Tensor
-    gate_up: torch.Tensor  # [2 F, hidden]
-    down: torch.Tensor
     qkv_bias: torch.Tensor | None
     attention_out_bias: torch.Tensor | None
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
+    mlp: GatedMlp | nn.Module  # a module: transformers' mixture, around our experts
     attention_norm: torch.Tensor | None
     attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
@@ -55,7 +54,8 @@ class GpuLayer:
 class GpuModel:
     """Runs a step's packed tokens: what ``PagedModel`` does, in fewer and larger kernels.
 
-    A layer is four matrix products, attention, and four small kernels between them.
+    A layer is four matrix products, attention, and four small kernels between them. In the place of
+    the last two products may be a mixture of experts: the model's own router, and `GroupedExperts`.
     """
 
     def __init__(
@@ -114,9 +114,8 @@ class GpuModel:
                 out_weight=layer.attention_out_norm,
                 residual_scale=shape.residual_scale,
             )
-            x = gate(F.linear(x, layer.gate_up, layer.gate_up_bias), ACTIVATIONS[shape.activation])
             x = add_and_norm(
-                F.linear(x, layer.down, layer.down_bias),
+                self._feed_forward(layer.mlp, x),
                 hidden,
                 next_norm,
                 shape.eps,
@@ -172,11 +171,19 @@ class GpuModel:
         )
         return F.linear(out.flatten(1), layer.attention_out, layer.attention_out_bias)
 
+    def _feed_forward(self, mlp: GatedMlp | nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(mlp, GatedMlp):
+            mixed: torch.Tensor = mlp(x.unsqueeze(0))
+            return mixed.squeeze(0)
+        gate_up = F.linear(x, mlp.gate_up, mlp.gate_up_bias)
+        return F.linear(gate(gate_up, NAMES[self._shape.activation]), mlp.down, mlp.down_bias)
+
 
 @torch.inference_mode()
 def fuse_for_gpu(paged: PagedModel, attention: PagedAttention) -> "GpuModel | None":
     """The model on Triton kernels with the same results, or None if it is not recognised.
 
+    Mixtures are, whose experts `group_experts` has replaced.
     Merged weights take the place of the transformers model's, which stays usable: nothing is
     there twice.
     """
@@ -184,7 +191,7 @@ def fuse_for_gpu(paged: PagedModel, attention: PagedAttention) -> "GpuModel | No
     if paged.dtype not in TOLERANCE:
         return None
     try:
-        parts = read_decoder(paged)
+        parts = read_decoder(paged, GroupedExperts)
     except NotRecognised as reason:
         logger.info("%s is not fused: %s", name, reason)
         return None
@@ -205,12 +212,9 @@ def _merge_layer(part: LayerParts, how: Attending, rotary: int) -> GpuLayer:
     return GpuLayer(
         qkv=_merge(part.query_key_value),
         attention_out=part.attention_out.weight,
-        gate_up=_merge(part.gate_up),
-        down=part.down.weight,
         qkv_bias=_merge_biases(part.query_key_value),
         attention_out_bias=part.attention_out.bias,
-        gate_up_bias=_merge_biases(part.gate_up),
-        down_bias=part.down.bias,
+        mlp=_merge_mlp(part.mlp),
         attention_norm=vector(part.attention_norm),
         attention_out_norm=vector(part.attention_out_norm),
         mlp_norm=vector(part.mlp_norm),
@@ -220,6 +224,13 @@ def _merge_layer(part: LayerParts, how: Attending, rotary: int) -> GpuLayer:
         how=how,
         rotary=rotary,
     )
+
+
+def _merge_mlp(mlp: GatedParts | nn.Module) -> GatedMlp | nn.Module:
+    if not isinstance(mlp, GatedParts):
+        return mlp
+    gate_up_bias = _merge_biases(mlp.gate_up)
+    return GatedMlp(_merge(mlp.gate_up), mlp.down.weight, gate_up_bias, mlp.down.bias)
 
 
 def _merge(linears: list[nn.Linear]) -> torch.Tensor:

@@ -40,6 +40,7 @@ from rayfin.actors.runner.shard_weights import load_share
 from rayfin.actors.runner.weights import load_config, load_model, max_position
 from rayfin.actors.scheduler.executor import Fenced
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
+from rayfin.kernels.attention.interface import PagedAttention
 from rayfin.kernels.attention.select import select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
@@ -89,14 +90,10 @@ class ModelRunner:
         paged = PagedModel(model, kernel, layers)
         self._model: StepModel = paged
         self._gpu_model: GpuModel | None = None
-        if self._peers:
-            if kernels and model.dtype in TOLERANCE:
-                pack_linears(paged, kernels)
-        elif args.attention in ("auto", "triton") and can_use_triton(self._device):
-            from rayfin.actors.runner.gpu_model import fuse_for_gpu  # Triton is not everywhere
-
-            self._gpu_model = fuse_for_gpu(paged, kernel)
-            self._model = self._gpu_model or paged
+        if args.attention in ("auto", "triton") and can_use_triton(self._device):
+            self._on_triton(paged, kernel)
+        elif self._peers and kernels and model.dtype in TOLERANCE:
+            pack_linears(paged, kernels)
         if not self._peers and kernels and model.dtype in TOLERANCE:
             self._model = self._on_kernels(paged, kernels, args.quantization)
         self._page_size = args.page_size
@@ -115,6 +112,16 @@ class ModelRunner:
         self._peers.connect("load", LOAD_SECONDS)
         total = config.get_text_config(decoder=True).num_hidden_layers
         return model, self._peers.place.layers(total)
+
+    def _on_triton(self, paged: PagedModel, attention: PagedAttention) -> None:
+        """The model's experts on Triton's kernels, and all of it if it is one device's alone."""
+        from rayfin.actors.runner.fuse_experts import group_experts  # Triton is not everywhere
+        from rayfin.actors.runner.gpu_model import fuse_for_gpu
+
+        group_experts(paged)
+        if self._peers is None:
+            self._gpu_model = fuse_for_gpu(paged, attention)
+            self._model = self._gpu_model or paged
 
     @staticmethod
     def _on_kernels(

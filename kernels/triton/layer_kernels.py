@@ -3,9 +3,7 @@
 import triton
 import triton.language as tl
 
-SILU = tl.constexpr(0)
-GELU_TANH = tl.constexpr(1)
-GELU = tl.constexpr(2)
+from rayfin.kernels.triton.activation import activated
 
 
 @triton.jit
@@ -141,11 +139,5 @@ def gate(
     inside = d < size
     x = tl.load(gate_up + row * 2 * size + d, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + d, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == SILU:
-        x = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == GELU_TANH:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        x = x * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))  # (1 + tanh) / 2
-    else:
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    tl.store(out + row * size + d, (x * up).to(out.dtype.element_ty), mask=inside)
+    result = activated(x, ACTIVATION) * up
+    tl.store(out + row * size + d, result.to(out.dtype.element_ty), mask=inside)

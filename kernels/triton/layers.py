@@ -4,12 +4,8 @@ import torch
 import triton
 
 from rayfin.kernels.triton import layer_kernels as kernels
+from rayfin.kernels.triton.activation import ACTIVATIONS
 
-ACTIVATIONS = {
-    "silu": kernels.SILU.value,
-    "gelu_tanh": kernels.GELU_TANH.value,
-    "gelu": kernels.GELU.value,
-}
 HEADS_AT_ONCE = 8
 COLUMNS_AT_ONCE = 1024
 

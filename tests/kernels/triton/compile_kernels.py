@@ -15,8 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rayfin.kernels.attention.triton import Sizes, TritonAttention, width
-from rayfin.kernels.triton import decode_kernels, layer_kernels, sample_kernels
+from rayfin.kernels.triton import decode_kernels, expert_kernels, layer_kernels, sample_kernels
 from rayfin.kernels.triton.attention_kernels import attend_tiles, merge_parts
+from rayfin.kernels.triton.experts import FEW, MANY, MAP_BLOCK
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 Kernel = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
@@ -82,6 +83,28 @@ def layers() -> Iterator[Kernel]:
         yield f"gate {activation}", layer_kernels.gate, types, constants, {"num_warps": 4}
 
 
+def experts() -> Iterator[Kernel]:
+    types = {"chosen": "*i64", "order": "*i32", "tiles": "*i32"}
+    types |= {"assignments": "i32", "most_tiles": "i32"}
+    for count, bins in ((8, 16), (128, 256)):
+        constants = {"EXPERTS": count, "BINS": bins, "ROWS": 16, "BLOCK": MAP_BLOCK}
+        yield f"map {count} experts", expert_kernels.map_tiles, types, constants, {"num_warps": 4}
+    sizes = {"HIDDEN": 2048, "INTERMEDIATE": 768}
+    types = dict.fromkeys(("order", "tiles"), "*i32")
+    for dtype, shape in (("bf16", FEW), ("bf16", MANY), ("fp32", FEW), ("fp32", MANY)):
+        names = ("x", "weight", "inner", "parts", "shares")
+        types |= dict.fromkeys(names, f"*{dtype}")
+        how = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
+        options = {"num_warps": shape.warps, "num_stages": shape.stages}
+        name, constants = f"{dtype} {shape.rows}", {**sizes, **how}
+        gates = {"CHOICES": 8, "ACTIVATION": 0}
+        yield f"gate up {name}", expert_kernels.gate_up_tiles, types, constants | gates, options
+        yield f"down {name}", expert_kernels.down_tiles, types, constants, options
+    types = {"parts": "*bf16", "chosen": "*i64", "out": "*bf16"}
+    constants = {"CHOICES": 8, "EXPERTS": 128, "HIDDEN": 2048, "BLOCK": 1024}
+    yield "add choices", expert_kernels.add_choices, types, constants, {"num_warps": 4}
+
+
 def sampling() -> Iterator[Kernel]:
     types = dict.fromkeys(("temperatures", "top_ps", "min_ps"), "*fp32")
     types |= dict.fromkeys(("top_ks", "seeds", "positions", "tokens"), "*i64")
@@ -108,12 +131,15 @@ def main() -> None:
     for name, function, types, constants, options in [
         *attention(),
         *layers(),
+        *experts(),
         *sampling(),
         *decoding(),
     ]:
         if args.only and args.only not in name:
             continue
-        signature = {arg: types.get(arg, "constexpr") for arg in function.arg_names}
+        signature = {
+            arg: "constexpr" if arg in constants else types[arg] for arg in function.arg_names
+        }
         aligned = [["tt.divisibility", 16]]  # as torch's tensors are
         attributes = {
             (index,): aligned for index, kind in enumerate(signature.values()) if kind[0] == "*"
