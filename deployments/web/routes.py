@@ -30,14 +30,15 @@ def add_web_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/ui/state")
     async def state() -> dict[str, Any]:
         return {
-            "model": models.first.model_names[0],
             "version": __version__,
-            "engines": [
-                asdict(own)
+            "models": [
+                {
+                    "model": service.model_names[0],
+                    "engines": [asdict(own) for own in await service.client.snapshots()],
+                    "latency": service.client.latency(),
+                }
                 for service in models.services
-                for own in await service.client.snapshots()
             ],
-            "latency": models.first.client.latency(),
         }
 
     @app.get("/ui", include_in_schema=False)

@@ -1,4 +1,4 @@
-// Puts the page together: the key, the chat on the left, the engine on the right.
+// Puts the page together: the key, the model, the chat on the left, the engine on the right.
 import { Chat } from "/ui/chat.js";
 import { Live } from "/ui/live.js";
 
@@ -23,16 +23,37 @@ function say(text, kind) {
   badge.className = `badge ${kind}`;
 }
 
+// The model that is talked to and shown: the first one, until another is chosen.
+function chosen(models) {
+  const choice = at("models");
+  const names = models.map((own) => own.model);
+  if ([...choice.options].map((own) => own.value).join("\n") !== names.join("\n")) {
+    const before = choice.value;
+    choice.replaceChildren(...names.map((name) => new Option(name, name)));
+    if (names.includes(before)) choice.value = before;
+  }
+  choice.hidden = names.length < 2;
+  return models.find((own) => own.model === choice.value);
+}
+
+function show(state) {
+  const model = chosen(state.models);
+  at("model").textContent = (at("models").hidden ? `${model.model} · ` : "") + state.version;
+  chat.model = model.model;
+  live.show(model, state.models);
+  say(model.engines.length ? "serving" : "no engine", model.engines.length ? "good" : "bad");
+}
+
+let shown = null; // the last state
+at("models").addEventListener("change", () => show(shown));
+
 async function poll() {
   try {
     const answer = await fetch("/ui/state", { headers: headers(), signal: AbortSignal.timeout(4000) });
     at("key-form").hidden = answer.status !== 401;
     if (answer.ok) {
-      const state = await answer.json();
-      at("model").textContent = `${state.model} · ${state.version}`;
-      chat.model = state.model;
-      live.show(state);
-      say(state.engines.length ? "serving" : "no engine", state.engines.length ? "good" : "bad");
+      shown = await answer.json();
+      show(shown);
     } else {
       say(answer.status === 401 ? "needs a key" : `error ${answer.status}`, "bad");
     }

@@ -7,30 +7,52 @@ const EVENTS = 50;
 export class Live {
   constructor(at) {
     this.at = at;
+    this.model = ""; // the name of the model shown
     this.chosen = null; // name of the engine shown
     this.before = new Map(); // engine name -> its state before
+    this.latency = new Map(); // model -> its times before
     this.tabbed = ""; // names of the engines that have a button
     this.lines = { rate: [], ttft: [], itl: [], step: [] };
   }
 
-  show(state) {
-    const engines = state.engines;
-    if (!engines.length) return;
-    for (const engine of engines) this.tell(engine, engines.length > 1);
-    if (!engines.some((own) => own.name === this.chosen)) this.choose(engines[0].name);
+  // Shows one of the models, and tells the events of all.
+  show(model, models) {
+    const all = models.flatMap((own) => own.engines);
+    for (const engine of all) this.tell(engine, all.length > 1);
+    const engines = model.engines;
+    if (model.model !== this.model) {
+      this.model = model.model;
+      this.blank();
+    }
+    if (engines.length && !engines.some((own) => own.name === this.chosen)) this.choose(engines[0].name);
     this.tabs(engines);
     const engine = engines.find((own) => own.name === this.chosen);
-    this.measure(engine, state.latency);
-    this.batch(engine);
-    this.pages(engine);
-    this.requests(engine);
-    for (const own of engines) this.before.set(own.name, { ...own, when: performance.now() });
-    this.latency = state.latency;
+    if (engine) { // else what it did last stays in sight
+      this.measure(engine, model.latency, this.latency.get(model.model));
+      this.batch(engine);
+      this.pages(engine);
+      this.requests(engine);
+    }
+    for (const own of all) this.before.set(own.name, { ...own, when: performance.now() });
+    for (const own of models) this.latency.set(own.model, own.latency);
   }
 
   choose(name) {
     this.chosen = name;
     for (const points of Object.values(this.lines)) points.length = 0;
+  }
+
+  // Nothing of the model before is left, should this one have no engine.
+  blank() {
+    this.choose(null);
+    for (const name of Object.keys(this.lines)) {
+      this.at(name).textContent = "–";
+      line(this.at(`${name}-line`), [], KEPT);
+    }
+    for (const id of ["batch-text", "pages-text", "requests-text"]) this.at(id).textContent = "no engine";
+    this.at("requests").tBodies[0].replaceChildren();
+    bars(this.at("batch"), 0, 0);
+    cells(this.at("pages"), [], []);
   }
 
   // Buttons stay as long as the engines do: one that is replaced under a finger is not clicked.
@@ -51,14 +73,14 @@ export class Live {
     }
   }
 
-  measure(engine, latency) {
+  measure(engine, latency, earlier) {
     const before = this.before.get(engine.name);
     if (before) {
       const seconds = (performance.now() - before.when) / 1000;
       const made = engine.totals.generation_tokens - before.totals.generation_tokens;
       this.point("rate", made / seconds, (value) => value.toFixed(0));
       for (const name of ["ttft", "itl"]) {
-        const [sum, count] = latency[name].map((own, i) => own - this.latency[name][i]);
+        const [sum, count] = latency[name].map((own, i) => own - earlier[name][i]);
         this.point(name, count > 0 ? (1000 * sum) / count : null, (value) => `${value.toFixed(1)} ms`);
       }
     }

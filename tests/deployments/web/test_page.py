@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import uvicorn
 
 from rayfin.actors.snapshot import FREE, EngineSnapshot, PagesView
 from rayfin.deployments.edge.keys import ApiKeys
+from rayfin.deployments.ingress_counts import IngressCounts
 from rayfin.deployments.openai.routes import build_api
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
@@ -20,7 +22,13 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 @pytest.fixture
 def url(service: Any) -> Iterator[str]:
-    config = uvicorn.Config(build_api(service), port=0, log_level="error")
+    with serving(service) as address:
+        yield address
+
+
+@contextmanager
+def serving(*services: Any) -> Iterator[str]:
+    config = uvicorn.Config(build_api(*services), port=0, log_level="error")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -125,6 +133,35 @@ def test_engines_have_tabs(url: str, page: Any, engine: Any, shown: EngineSnapsh
     sync_api.expect(page.locator("#requests tbody tr")).to_have_count(3)
     page.click("#engines button:nth-child(2)")
     sync_api.expect(page.locator("#requests tbody tr")).to_have_count(0)
+
+
+def test_every_model_is_shown_and_talked_to(
+    service: Any, page: Any, engine: Any, shown: EngineSnapshot, tokenizer: Any
+) -> None:
+    other = type(engine)(tokenizer)
+    engine.shown = [shown]
+    large = replace(service, client=other, model_names=["large"], counts=IngressCounts())
+    idle = replace(large, client=type(engine)(tokenizer), model_names=["idle"])
+    other.shown = [replace(shown, name="app/engine-large/one", num_waiting=0, waiting=[])]
+    rows = page.locator("#requests tbody tr")
+    with serving(service, large, idle) as url:
+        page.goto(url)
+        sync_api.expect(page.locator("#models option")).to_have_text(["org/tiny", "large", "idle"])
+        sync_api.expect(rows).to_have_count(3)
+        page.select_option("#models", "large")
+        sync_api.expect(rows).to_have_count(2)
+        page.fill("#prompt", "hello")
+        page.press("#prompt", "Enter")
+        sync_api.expect(page.locator(".turn.assistant small")).to_contain_text("tokens")
+        assert len(other.seen) == 1 and not engine.seen
+        page.select_option("#models", "idle")
+        sync_api.expect(rows).to_have_count(0)
+        sync_api.expect(page.locator("#health")).to_have_text("no engine")
+        engine.shown = [replace(shown, epoch=1)]  # what happens to the others is told as well
+        sync_api.expect(page.locator("#events li.bad")).to_contain_text("epoch 1")
+        page.select_option("#models", "org/tiny")
+        sync_api.expect(rows).to_have_count(3)
+        page.goto("about:blank")  # the server ends before the browser here
 
 
 def test_it_asks_for_a_key(

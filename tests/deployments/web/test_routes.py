@@ -37,9 +37,10 @@ async def test_state(service: Any, engine: Any, shown: EngineSnapshot) -> None:
     engine.shown = [shown]
     async with connect(service) as http:
         state = (await http.get("/ui/state")).json()
-    assert state["model"] == service.model_names[0]
-    assert state["latency"] == {"ttft": [0.5, 2], "itl": [0.25, 5]}
-    (own,) = state["engines"]
+    (model,) = state["models"]
+    assert model["model"] == service.model_names[0]
+    assert model["latency"] == {"ttft": [0.5, 2], "itl": [0.25, 5]}
+    (own,) = model["engines"]
     assert own["running"][1] == {
         "id": 5, "phase": "prefill", "prompt": 40, "cached": 16, "output": 0, "pages": 3
     }  # fmt: skip
