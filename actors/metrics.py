@@ -105,6 +105,9 @@ CACHE_CONFIG = Family(
     alias=True,
     alias_labels=("block_size", "num_gpu_blocks"),
 )
+ENGINE_ASKED = _gauge(
+    "engine_reported_timestamp_seconds", "When it was asked for its numbers, Unix time."
+)
 ENGINE_RESTARTS = _counter(
     "engine_restarts", "Times that an engine's scheduler was replaced, or the engine."
 )
@@ -311,6 +314,11 @@ def _of_ingress(
     )
 
 
+INGRESS_HEARD = _of_ingress(
+    "ingress_reported_timestamp_seconds",
+    "gauge",
+    "When the ingresses told theirs, Unix time: of the one that did so least lately.",
+)
 INGRESS_FAMILIES = (
     _of_ingress(
         "time_to_first_token_seconds",
@@ -365,11 +373,13 @@ INGRESS_FAMILIES = (
     _of_ingress("http_requests", "counter", "Answers, by route and status.", ("handler", "status")),
     _of_ingress("http_requests_in_flight", "gauge", "Requests for tokens that are not answered."),
     _of_ingress("ingress_replicas", "gauge", "Ingresses that were heard of lately."),
+    INGRESS_HEARD,
 )
 
 FAMILIES = (
     *ENGINE_GAUGES,
     CACHE_CONFIG,
+    ENGINE_ASKED,
     *ENGINE_COUNTERS,
     ENGINE_RESTARTS,
     *ENGINE_HISTOGRAMS,

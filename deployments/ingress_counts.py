@@ -1,5 +1,6 @@
 """What an ingress counts of its requests: when tokens reached the edge, and how they were asked."""
 
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from rayfin.actors.hub.ledger import Report, Series
 from rayfin.actors.metrics import (
     CHOICES_BOUNDS,
     HANDLERS,
+    INGRESS_HEARD,
     ITL_BOUNDS,
     LATENCY_BOUNDS,
     REPLAY_REASONS,
@@ -84,6 +86,7 @@ class IngressCounts:
         gauges: dict[Series, float] = {
             ("http_requests_in_flight", ()): self._in_flight(),
             ("ingress_replicas", ()): 1,
+            (INGRESS_HEARD.name, ()): time.time(),
         }
         histograms = {
             "time_to_first_token_seconds": self.ttft,

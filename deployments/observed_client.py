@@ -112,11 +112,12 @@ class ObservedClient:
         if self._hub is not None:
             if (text := await self._hub.scrape()) is not None:
                 return text
+        asked = time.time()
         engines = await self._client.stats()
         known, now = self._own if self._hub is None else self._hub.known, time.monotonic()
         known.take(self._counts.report(), now)
         for engine, stats in engines.items():
-            known.take(engine_report(engine, stats), now)
+            known.take(engine_report(engine, stats, asked), now)
         return render(self._model_name, self._alias, known)
 
     def _replayed(self, reason: str) -> None:

@@ -5,7 +5,8 @@
     schedulers ◄── stats ───
 
 It asks the schedulers every other second and at each scrape; they answer from a thread beside the
-one that steps. Nobody waits for the hub but a scrape. It leaves when no ingress reports any more.
+one that steps. A scrape waits for them a moment only: where they are too busy to answer at once,
+their last numbers stand. Nobody else waits for the hub. It leaves when no ingress reports any more.
 """
 
 import hashlib
@@ -23,15 +24,17 @@ from ray.exceptions import RayError
 from rayfin import __version__
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.group import NAMESPACE
-from rayfin.actors.hub.collector import LedgerCollector
+from rayfin.actors.hub.collector import LedgerCollector, render
 from rayfin.actors.hub.ledger import INGRESSES, Ledger, Report, engine_report
+from rayfin.actors.hub.puller import Puller
 from rayfin.actors.lifeline import Lifeline
 from rayfin.actors.supervisor import engine_names, find_actor
 
 logger = logging.getLogger(__name__)
 
 PULL_SECONDS = 2.0
-ANSWER_SECONDS = 1.0  # that a scrape waits for schedulers; then their last numbers stand
+ANSWER_SECONDS = 1.0  # that a pull waits for schedulers
+SCRAPE_SECONDS = 0.03  # that a scrape waits for a pull; then their last numbers stand
 SILENT_SECONDS = 10.0  # gauges of an ingress that does not report, of an engine that answers not
 LEASE_SECONDS = 15.0
 OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 16}
@@ -57,21 +60,21 @@ class MetricsHub:
         self._settings = settings
         self._ledger = known.copy(time.monotonic())
         self._lock = threading.Lock()  # of the ledger
-        self._pulling = threading.Lock()
-        self._pulled_at = 0.0
         self._schedulers: dict[str, Any] = {}  # by label
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(LedgerCollector(settings.model_name, settings.alias, self._fresh))
         self._lifeline = Lifeline(LEASE_SECONDS, lambda: os._exit(0))
         self._lifeline.watch()
         self._listening = settings.port is None
-        threading.Thread(target=self._run, name="pull", daemon=True).start()
+        self._puller = Puller(self._pull, PULL_SECONDS)
+        self._puller.start()
+        threading.Thread(target=self._run, name="find", daemon=True).start()
 
-    def report(self, report: Report) -> Ledger:
-        """An ingress' counters; returns the totals of all."""
+    def report(self, report: Report) -> tuple[Ledger, bytes]:
+        """An ingress' counters; returns the totals of all, and their text as far as it is known."""
         self._take(report)
-        with self._lock:
-            return self._ledger.copy()
+        known = self._copy()
+        return known, render(self._settings.model_name, self._settings.alias, known)
 
     def scrape(self, report: Report) -> bytes:
         """The Prometheus text of all, as it is now, for the ingress that is asked."""
@@ -93,24 +96,20 @@ class MetricsHub:
         with self._lock:
             self._ledger.take(report, time.monotonic())
 
-    def _fresh(self) -> Ledger:
-        """The ledger, after a pull that has begun since this call."""
-        called = time.monotonic()
-        with self._pulling:
-            if self._pulled_at < called:
-                self._pulled_at = time.monotonic()
-                if not self._schedulers:  # it is new, or all engines are
-                    self._find()
-                self._pull()
+    def _copy(self) -> Ledger:
         with self._lock:
             return self._ledger.copy()
+
+    def _fresh(self) -> Ledger:
+        """The ledger after a pull that has begun since this call, if that is quick."""
+        self._puller.refresh(SCRAPE_SECONDS)
+        return self._copy()
 
     def _run(self) -> None:
         while True:
             self._listen()
             try:
                 self._find()
-                self._fresh()
             except Exception as error:  # Ray's own, whatever it is: the registry is away
                 logger.warning("cannot look for engines: %s", error)
             time.sleep(PULL_SECONDS)
@@ -131,13 +130,16 @@ class MetricsHub:
 
     def _pull(self) -> None:
         """Asks all schedulers at once; who does not answer has said nothing new."""
+        if not self._schedulers:  # the hub is new, or all engines are
+            self._find()
+        at = time.time()
         asked = {own.stats.remote(): engine for engine, own in self._schedulers.items()}
         if not asked:
             return
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         for ref in ready:
             try:
-                report = engine_report(asked[ref], ray.get(ref))
+                report = engine_report(asked[ref], ray.get(ref), at)
             except (RayError, EngineUnavailable):  # it has died, or is starting
                 continue
             with self._lock:

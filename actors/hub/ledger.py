@@ -12,10 +12,12 @@ from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.metrics import (
     CACHE_CONFIG,
+    ENGINE_ASKED,
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     ENGINE_HISTOGRAMS,
     ENGINE_RESTARTS,
+    INGRESS_HEARD,
     Family,
     Value,
 )
@@ -28,6 +30,8 @@ Source = tuple[str, str]
 
 INGRESSES = ""
 """In place of an engine's label: of all ingresses together."""
+
+OLDEST: Series = (INGRESS_HEARD.name, ())
 
 MOST_KNOWN = 64
 """Incarnations whose last reports are kept; one that comes back after so many counts anew."""
@@ -108,12 +112,18 @@ class Ledger:
         return copied
 
     def gauges(self, engine: str) -> dict[Series, float]:
-        """The sums over those who are current: an engine has one incarnation at a time."""
+        """The sums over those who are current: an engine has one incarnation at a time.
+
+        Of times, the first one.
+        """
         found: dict[Series, float] = {}
         for source in self._current:
             if source[0] == engine:
                 for series, value in self._last[source].gauges.items():
-                    found[series] = found.get(series, 0) + value
+                    if series == OLDEST:
+                        found[series] = min(value, found.get(series, value))
+                    else:
+                        found[series] = found.get(series, 0) + value
         return found
 
     def drop_gauges(self, engine: str) -> None:
@@ -139,9 +149,9 @@ class Ledger:
         return [engine for engine in self.totals if engine != INGRESSES]
 
 
-def engine_report(engine: str, stats: EngineStats) -> Report:
-    """What a scheduler's counters say, zeros included."""
-    report = Report(stats.incarnation, engine)
+def engine_report(engine: str, stats: EngineStats, at: float) -> Report:
+    """What a scheduler's counters say, zeros included, that was asked at ``at``, Unix time."""
+    report = Report(stats.incarnation, engine, {(ENGINE_ASKED.name, ()): at})
     for family in ENGINE_GAUGES:
         report.gauges.update(_read(family, stats))
     for family in ENGINE_COUNTERS:

@@ -34,6 +34,7 @@ from rayfin.deployments.server_args import ServerArgs
 APP = "chaos"
 NAMESPACE = "rayfin"
 PATIENCE = 120.0
+FRESH_SECONDS = 10.0  # that metrics of now are waited for
 NODE_TRIES = 3
 WORKER = Path(__file__).parent / "worker"
 SOURCE = Path(__file__).parents[2] / "src"
@@ -233,16 +234,26 @@ class Cluster:
         return sum(each.pages_held for each in self.stats()) or -1
 
     def samples(self) -> dict[str, float]:
-        """What /metrics says, summed over engines: name, or name/reason, to number."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if "le" not in sample.labels:
-                    reason = sample.labels.get("finished_reason")
-                    name = f"{sample.name}/{reason}" if reason else sample.name
-                    found[name] = found.get(name, 0.0) + sample.value
-        return found
+        """What /metrics says, summed over engines: name, or name/reason, to number.
+
+        Of now, unless somebody is too busy to say it for ``FRESH_SECONDS``.
+        """
+        asked = time.time()
+        while True:
+            text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+            found: dict[str, float] = {}
+            told = asked
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name.endswith("_reported_timestamp_seconds"):
+                        told = min(told, sample.value)
+                    elif "le" not in sample.labels:
+                        reason = sample.labels.get("finished_reason")
+                        name = f"{sample.name}/{reason}" if reason else sample.name
+                        found[name] = found.get(name, 0.0) + sample.value
+            if told >= asked or time.time() > asked + FRESH_SECONDS:
+                return found
+            time.sleep(0.2)
 
     def healthy(self) -> bool:
         """All engines answer, and so does the door."""

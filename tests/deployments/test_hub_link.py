@@ -28,15 +28,21 @@ class Hub:
     def __init__(self, known: Ledger) -> None:
         self.ledger = known.copy()
         self.dead = self.hung = False
+        self.busy: asyncio.Event | None = None  # scrapes wait for it
         self.report = Method(self._report)
         self.scrape = Method(self._scrape)
 
-    async def _report(self, report: Report) -> Ledger:
+    async def _report(self, report: Report) -> tuple[Ledger, bytes]:
         await self._answer(report)
-        return self.ledger.copy()
+        return self.ledger.copy(), self._text()
 
     async def _scrape(self, report: Report) -> bytes:
+        if self.busy is not None:
+            await self.busy.wait()
         await self._answer(report)
+        return self._text()
+
+    def _text(self) -> bytes:
         return f"left {self.ledger.totals[INGRESSES].counters[LEFT]:g}".encode()
 
     async def _answer(self, report: Report) -> None:
@@ -83,6 +89,7 @@ def anyio_backend() -> str:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_link, "REPORT_SECONDS", 0.001)
     monkeypatch.setattr(hub_link, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 20.0)  # what a fake hub says is of now
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -141,6 +148,42 @@ async def test_a_hub_that_hangs_is_replaced() -> None:
     assert registry.killed == registry.hubs[:1] and MISSES > 1
     await until(lambda: link._misses == 0 and not registry.hubs[1].dead)
     assert await observed.metrics() == b"left 0"
+    link.close()
+
+
+async def test_a_scrape_does_not_wait_for_a_busy_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told what the hub said last; what comes late is for the next one."""
+    for name in ("REPORT_SECONDS", "ANSWER_SECONDS", "YOUNG_SECONDS"):
+        monkeypatch.setattr(hub_link, name, 3600.0)
+    registry, counts = Registry(), IngressCounts()
+    link, observed = connect(registry, counts)
+    await until(lambda: link.known.totals)  # its one report
+    hub = registry.hubs[0]
+    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 0.001)
+    hub.busy = asyncio.Event()
+    counts.disconnects = 1
+    assert await observed.metrics() == b"left 0"
+    hub.busy.set()
+    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 20.0)
+    assert await observed.metrics() == b"left 1"
+
+    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 0.001)
+    monkeypatch.setattr(hub_link, "YOUNG_SECONDS", 0.0)  # too old a text is none
+    hub.busy = asyncio.Event()
+    counts.disconnects = 2
+    scrape = asyncio.create_task(observed.metrics())
+    done, _ = await asyncio.wait([scrape], timeout=0.01)
+    assert not done
+    hub.busy.set()
+    assert await scrape == b"left 2"
+    link.close()
+
+
+async def test_an_overtaken_text_is_not_told() -> None:
+    link, _ = connect(Registry(), IngressCounts())
+    link._keep(hub_link._Text(2, 1.0, b"second"))
+    link._keep(hub_link._Text(1, 0.0, b"first"))
+    assert link._text.text == b"second"
     link.close()
 
 

@@ -33,6 +33,7 @@ PATIENCE = 120.0  # seconds; only a failure waits so long
 MODEL = "demo"
 APP = "e2e"
 ADMIN_KEY = "operator"
+REPORTED = "_reported_timestamp_seconds"
 SERVE_DRIVER = """
 import sys
 from rayfin.actors.config import EngineArgs
@@ -105,7 +106,20 @@ class Deployed:
         return stats
 
     def samples(self) -> dict[str, float]:
-        """What /metrics says now, one number for each series: labels but reasons left out."""
+        """What /metrics says of now, one number for each series: labels but reasons left out.
+
+        Where everybody is busy it says what was a moment ago, and when that was.
+        """
+        asked = time.time()
+
+        def fresh() -> dict[str, float] | None:
+            found = self._samples()
+            times = [value for name, value in found.items() if name.endswith(REPORTED)]
+            return found if times and min(times) >= asked else None
+
+        return _eventually(fresh, "the metrics are of now")
+
+    def _samples(self) -> dict[str, float]:
         with self.client() as http:
             text = http.get("/metrics").raise_for_status().text
         return {

@@ -51,7 +51,13 @@ def test_both_answer_and_one_sleeps_at_zero(zoo: Any, eventually: Callable[..., 
         assert ask(http, "demo") == right  # and the other one has not noticed
         assert ask(http, "rare") == right  # an engine was started for it
         assert find_engines(NAME, "engine-rare")
-        text = http.get("/metrics").raise_for_status().text
-    for model in ("demo", "rare"):
-        count = f'rayfin_e2e_request_latency_seconds_count{{model_name="{model}"}} 2.0'
-        assert count in text
+        counts = [
+            f'rayfin_e2e_request_latency_seconds_count{{model_name="{model}"}} 2.0'
+            for model in ("demo", "rare")
+        ]
+
+        def told() -> bool:
+            text = http.get("/metrics").raise_for_status().text
+            return all(count in text for count in counts)
+
+        eventually(told, "the metrics of both are told")

@@ -33,7 +33,7 @@ def ledger() -> Ledger:
     for engine in "01":
         stats = EngineStats(incarnation=engine, steps=7, pages_total=10, page_size=4)
         stats.histograms = own
-        ledger.take(engine_report(engine, stats), 0.0)
+        ledger.take(engine_report(engine, stats, 0.0), 0.0)
     ledger.take(IngressCounts().report(), 0.0)
     return ledger
 

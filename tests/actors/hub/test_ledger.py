@@ -10,10 +10,12 @@ from rayfin.actors.hub.ledger import INGRESSES, MOST_KNOWN, Ledger, Report, engi
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.metrics import (
     CACHE_CONFIG,
+    ENGINE_ASKED,
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     ENGINE_RESTARTS,
     INGRESS_FAMILIES,
+    INGRESS_HEARD,
 )
 from rayfin.deployments.ingress_counts import IngressCounts
 
@@ -126,8 +128,15 @@ def test_the_ledger_does_not_grow_with_lives() -> None:
     assert ledger.totals["0"].counters[STEPS] == 3 * MOST_KNOWN
 
 
+def test_ingresses_are_as_fresh_as_the_one_that_was_heard_of_least_lately() -> None:
+    ledger, heard = Ledger(), (INGRESS_HEARD.name, ())
+    for life, at in (("a", 30.0), ("b", 20.0), ("c", 40.0)):
+        ledger.take(Report(life, INGRESSES, {heard: at, ("running", ()): 1}), 0.0)
+    assert ledger.gauges(INGRESSES) == {heard: 20.0, ("running", ()): 3}
+
+
 def test_an_engine_reports_every_series_though_it_is_zero() -> None:
-    told = engine_report("3", EngineStats(incarnation="x", pages_total=8, page_size=4))
+    told = engine_report("3", EngineStats(incarnation="x", pages_total=8, page_size=4), 7.5)
     assert told.engine == "3" and told.incarnation == "x"
     expected = {
         (family.name, (value,) if value else ())
@@ -135,7 +144,9 @@ def test_an_engine_reports_every_series_though_it_is_zero() -> None:
         for value in family.values or ("",)
     }
     config = (CACHE_CONFIG.name, ("4", "8"))
-    assert {*told.gauges, *told.counters} == {*expected, config}
+    asked = (ENGINE_ASKED.name, ())
+    assert {*told.gauges, *told.counters} == {*expected, config, asked}
+    assert told.gauges[asked] == 7.5
     assert told.gauges[config] == 1
     assert told.gauges["kv_cache_pages_by_state", ("free",)] == 8
 
@@ -151,7 +162,7 @@ def test_an_ingress_reports_every_series_though_it_is_zero() -> None:
 
 def test_words_outside_the_closed_sets_make_no_series() -> None:
     stats = EngineStats(finished={"stop": 1, "moved": 2, "strange": 3}, rejected={"why": 4})
-    told = engine_report("0", stats)
+    told = engine_report("0", stats, 0.0)
     assert told.counters["request_success", ("stop",)] == 1
     assert told.counters["requests_moved", ()] == 2
     counts = IngressCounts()
