@@ -55,8 +55,10 @@ class Histogram:
         for count in self.counts:
             total += count
             totals.append(total)
-        wanted = self.bounds if bounds is None else bounds
-        told = [(bound, totals[self.bounds.index(bound)]) for bound in wanted]
+        if bounds is None:
+            told = list(zip(self.bounds, totals[:-1], strict=True))
+        else:
+            told = [(bound, totals[self.bounds.index(bound)]) for bound in bounds]
         return [*told, (float("inf"), total)]
 
 

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from ray.exceptions import RayError
 
 from rayfin import __version__
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.group import NAMESPACE
-from rayfin.actors.hub.collector import LedgerCollector, render
 from rayfin.actors.hub.ledger import INGRESSES, Ledger, Report, engine_report
+from rayfin.actors.hub.port import listen
 from rayfin.actors.hub.puller import Puller
+from rayfin.actors.hub.writer import Writer
 from rayfin.actors.lifeline import Lifeline
 from rayfin.actors.supervisor import engine_names, find_actor
 
@@ -61,8 +61,7 @@ class MetricsHub:
         self._ledger = known.copy(time.monotonic())
         self._lock = threading.Lock()  # of the ledger
         self._schedulers: dict[str, Any] = {}  # by label
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(LedgerCollector(settings.model_name, settings.alias, self._fresh))
+        self._writer = Writer(settings.model_name, settings.alias)
         self._lifeline = Lifeline(LEASE_SECONDS, lambda: os._exit(0))
         self._lifeline.watch()
         self._listening = settings.port is None
@@ -74,19 +73,19 @@ class MetricsHub:
         """An ingress' counters; returns the totals of all, and their text as far as it is known."""
         self._take(report)
         known = self._copy()
-        return known, render(self._settings.model_name, self._settings.alias, known)
+        return known, self._writer.write(known)
 
     def scrape(self, report: Report) -> bytes:
         """The Prometheus text of all, as it is now, for the ingress that is asked."""
         self._take(report)
-        return generate_latest(self._registry)
+        return self._fresh()
 
     def _listen(self) -> None:
         port = self._settings.port
         if self._listening or port is None:
             return
         try:
-            start_http_server(port, registry=self._registry)
+            listen(port, self._fresh)
             self._listening = True
         except OSError as error:  # somebody has it: tried again until they leave
             logger.warning("metrics are not served on port %d: %s", port, error)
@@ -100,10 +99,10 @@ class MetricsHub:
         with self._lock:
             return self._ledger.copy()
 
-    def _fresh(self) -> Ledger:
-        """The ledger after a pull that has begun since this call, if that is quick."""
+    def _fresh(self) -> bytes:
+        """The text after a pull that has begun since this call, if that is quick."""
         self._puller.refresh(SCRAPE_SECONDS)
-        return self._copy()
+        return self._writer.write(self._copy())
 
     def _run(self) -> None:
         while True:

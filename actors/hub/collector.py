@@ -1,6 +1,6 @@
 """A ledger as Prometheus text, under Rayfin's names and, if asked, under vLLM's as well."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -25,22 +25,34 @@ class LedgerCollector(Collector):
 
     def __init__(self, model_name: str, alias: str | None, read: Callable[[], Ledger]) -> None:
         self._model_name = model_name
-        self._alias = alias == "vllm"
+        self._alias = alias
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
         ledger = self._read()
         gauges = {engine: ledger.gauges(engine) for engine in ledger.totals}
         counters = {engine: own.counters for engine, own in ledger.totals.items()}
-        for family in FAMILIES:
-            for alias in (False, True) if self._alias and family.alias else (False,):
-                shape = _Shape(self._model_name, family, alias)
-                if family.kind == "histogram":
-                    yield shape.histogram(ledger)
-                elif family.kind == "counter":
-                    yield shape.fill(CounterMetricFamily, counters)
-                else:
-                    yield shape.fill(GaugeMetricFamily, gauges)
+        for family, alias in tellings(FAMILIES, self._alias):
+            shape = _Shape(self._model_name, family, alias)
+            if family.kind == "histogram":
+                yield shape.histogram(ledger)
+            elif family.kind == "counter":
+                yield shape.fill(CounterMetricFamily, counters)
+            else:
+                yield shape.fill(GaugeMetricFamily, gauges)
+
+
+def tellings(families: Sequence[Family], alias: str | None) -> Iterator[tuple[Family, bool]]:
+    """Each family, and after it once more those that are told under the alias as well."""
+    for family in families:
+        yield family, False
+        if alias == "vllm" and family.alias:
+            yield family, True
+
+
+def is_ours(family: Family, engine: str, name: str) -> bool:
+    """Whether an engine's series of that name are the family's."""
+    return name == family.name and (engine != INGRESSES) == family.engine
 
 
 class _Shape:
@@ -64,7 +76,7 @@ class _Shape:
         metric = kind(*self.head, labels=self.labels)
         for engine, own in found.items():
             for (name, values), value in own.items():
-                if self._is_ours(engine, name):
+                if is_ours(self._family, engine, name):
                     metric.add_metric(self._labels(engine, values), value)
         return metric
 
@@ -72,13 +84,10 @@ class _Shape:
         metric = HistogramMetricFamily(*self.head, labels=self.labels)
         for engine, totals in ledger.totals.items():
             for (name, values), own in totals.histograms.items():
-                if self._is_ours(engine, name):
+                if is_ours(self._family, engine, name):
                     buckets = [(_bound(end), n) for end, n in own.cumulative(self._bounds)]
                     metric.add_metric(self._labels(engine, values), buckets, own.sum)
         return metric
-
-    def _is_ours(self, engine: str, name: str) -> bool:
-        return name == self._family.name and (engine != INGRESSES) == self._family.engine
 
     def _labels(self, engine: str, values: tuple[str, ...]) -> list[str]:
         shown = [engine or EVERY_ENGINE] if self._with_engine else []
