@@ -2,60 +2,44 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from rayfin.actors.runner.fuse import probe_logits
-from rayfin.actors.runner.fuse_decoder import Attending, DecoderParts, read_decoder
+from rayfin.actors.runner.fuse_decoder import DecoderParts, read_decoder
 from rayfin.actors.runner.fuse_experts import NAMES, TOLERANCE, GroupedExperts
-from rayfin.actors.runner.fuse_layers import GatedParts, LayerParts, NotRecognised, norm_weight
+from rayfin.actors.runner.fuse_layers import NotRecognised
 from rayfin.actors.runner.fused_model import Tables
+from rayfin.actors.runner.gpu_weights import GatedMlp, GpuLayer, merge_layer
 from rayfin.actors.runner.paged_model import PagedModel
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.interface import PagedAttention, PagedBatch
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.triton.layers import add_and_norm, gate, rms_norm, turn_and_write
+from rayfin.kernels.triton.products import (
+    DTYPES,
+    FEW_ROWS,
+    add_product,
+    gated_product,
+    normed_product,
+)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """Weights of an MLP with a gate."""
-
-    gate_up: torch.Tensor  # [2 F, hidden]
-    down: torch.Tensor  # [hidden, F]
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class GpuLayer:
-    """One layer's weights; norms are float32, None is absent."""
-
-    qkv: torch.Tensor  # [H * Dk + Hkv * (Dk + Dv), hidden]
-    attention_out: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    attention_out_bias: torch.Tensor | None
-    mlp: GatedMlp | nn.Module  # a module: transformers' mixture, around our experts
-    attention_norm: torch.Tensor | None
-    attention_out_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor | None
-    mlp_out_norm: torch.Tensor | None
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    how: Attending
-    rotary: int
 
 
 class GpuModel:
     """Runs a step's packed tokens: what ``PagedModel`` does, in fewer and larger kernels.
 
-    A layer is four matrix products, attention, and four small kernels between them. In the place of
-    the last two products may be a mixture of experts: the model's own router, and `GroupedExperts`.
+    Of few rows, which is what decodes, a layer is six launches: the product of queries, keys and
+    values with the norm before it; their norms, rotary embedding and page write; attention; the
+    product that adds to the residual stream; gate and up with the norm before them and the
+    activation behind; the product that adds again. Of many rows the products are torch's, with
+    four small kernels between them.
+
+    In the place of an MLP may be a mixture of experts: the model's own router around
+    `GroupedExperts`.
     """
 
     def __init__(
@@ -72,13 +56,14 @@ class GpuModel:
         self._final_norm = parts.final_norm
         self._rotate: Callable[[int], Tables] = parts.rotate
         self._layers = [
-            _merge_layer(part, how, rotary)
+            merge_layer(part, how, rotary)
             for part, how, rotary in zip(parts.layers, parts.attending, parts.rotary, strict=True)
         ]
         self._tables: Tables = []
         self._pages: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.layouts = layouts
         self.dtype = dtype
+        self.few_rows = FEW_ROWS
 
     def bind(self, cache: KVTensors) -> None:
         """From now on the layers keep their keys and values in ``cache``."""
@@ -101,43 +86,92 @@ class GpuModel:
         hidden = F.embedding(input_ids, self._embedding)
         if shape.embedding_scale != 1.0:
             hidden = hidden * shape.embedding_scale
-        first = self._layers[0].attention_norm
-        x = hidden if first is None else rms_norm(hidden, first, shape.eps)
-        following = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
-        for layer, pages, next_norm in zip(self._layers, self._pages, following, strict=True):
-            x = self._attend(layer, pages, x, batch)
-            x = add_and_norm(
-                x,
-                hidden,
-                layer.mlp_norm,
-                shape.eps,
-                out_weight=layer.attention_out_norm,
-                residual_scale=shape.residual_scale,
-            )
-            x = add_and_norm(
-                self._feed_forward(layer.mlp, x),
-                hidden,
-                next_norm,
-                shape.eps,
-                out_weight=layer.mlp_out_norm,
-                residual_scale=shape.residual_scale,
-            )
-        logits = F.linear(x.index_select(0, sampled), self._head, self._head_bias)
+        if len(hidden) <= self.few_rows and hidden.dtype in DTYPES:
+            for layer, pages in zip(self._layers, self._pages, strict=True):
+                self._run_few(layer, pages, hidden, batch)
+            x = rms_norm(hidden.index_select(0, sampled), self._final_norm, shape.eps)
+        else:
+            x = self._run_many(hidden, batch).index_select(0, sampled)
+        logits = F.linear(x, self._head, self._head_bias)
         if shape.logit_scale != 1.0:
             logits = logits * shape.logit_scale
         if shape.logit_softcap:
             logits = torch.tanh(logits / shape.logit_softcap) * shape.logit_softcap
         return logits
 
+    def _run_few(
+        self,
+        layer: GpuLayer,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+    ) -> None:
+        """One layer; ``hidden`` [T, hidden] in place."""
+        eps, mlp = self._shape.eps, layer.mlp
+        qkv = normed_product(hidden, layer.attention_norm, layer.qkv, layer.qkv_bias, eps)
+        heads = self._attend(layer, pages, qkv, batch)
+        out, out_bias = layer.attention_out, layer.attention_out_bias
+        self._add(heads, out, out_bias, layer.attention_out_norm, hidden)
+        if isinstance(mlp, GatedMlp):
+            activation = NAMES[self._shape.activation]
+            weights = (layer.mlp_norm, mlp.gate_up, mlp.gate_up_bias)
+            inner = gated_product(hidden, *weights, eps, activation)
+            self._add(inner, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
+        else:
+            norm = layer.mlp_norm
+            x = self._mix(mlp, hidden if norm is None else rms_norm(hidden, norm, eps))
+            self._add_normed(x, layer.mlp_out_norm, None, hidden)
+
+    def _add(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_norm: torch.Tensor | None,
+        hidden: torch.Tensor,
+    ) -> None:
+        """Few rows' product to the residual stream. A norm in between needs all of a row first."""
+        if out_norm is None:
+            scale = self._shape.residual_scale
+            add_product(x, weight, bias, hidden, residual_scale=scale)
+        else:
+            y = normed_product(x, None, weight, bias, self._shape.eps)
+            self._add_normed(y, out_norm, None, hidden)
+
+    def _run_many(self, hidden: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """The final norm of the last layer's stream: [T, hidden]."""
+        first, eps = self._layers[0].attention_norm, self._shape.eps
+        x = hidden if first is None else rms_norm(hidden, first, eps)
+        following = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
+        for layer, pages, next_norm in zip(self._layers, self._pages, following, strict=True):
+            heads = self._attend(layer, pages, F.linear(x, layer.qkv, layer.qkv_bias), batch)
+            x = F.linear(heads, layer.attention_out, layer.attention_out_bias)
+            x = self._add_normed(x, layer.attention_out_norm, layer.mlp_norm, hidden)
+            x = self._feed_forward(layer.mlp, x)
+            x = self._add_normed(x, layer.mlp_out_norm, next_norm, hidden)
+        return x
+
+    def _add_normed(
+        self,
+        x: torch.Tensor,
+        out_norm: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        scale = self._shape.residual_scale
+        return add_and_norm(
+            x, hidden, next_norm, self._shape.eps, out_weight=out_norm, residual_scale=scale
+        )
+
     def _attend(
         self,
         layer: GpuLayer,
         pages: tuple[torch.Tensor, torch.Tensor],
-        x: torch.Tensor,
+        qkv: torch.Tensor,
         batch: PagedBatch,
     ) -> torch.Tensor:
+        """What the heads give [T, H * Dv]; ``qkv`` is [T, H * Dk + Hkv * (Dk + Dv)]."""
         shape = self._shape
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
         query_norm, key_norm = layer.query_norm, layer.key_norm
         if shape.whole_norm:  # over all heads at once: no program of the kernel below sees them all
             assert query_norm is not None and key_norm is not None
@@ -169,14 +203,18 @@ class GpuModel:
             softcap=how.softcap,
             sinks=how.sinks,
         )
-        return F.linear(out.flatten(1), layer.attention_out, layer.attention_out_bias)
+        return out.flatten(1)
 
     def _feed_forward(self, mlp: GatedMlp | nn.Module, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(mlp, GatedMlp):
-            mixed: torch.Tensor = mlp(x.unsqueeze(0))
-            return mixed.squeeze(0)
+            return self._mix(mlp, x)
         gate_up = F.linear(x, mlp.gate_up, mlp.gate_up_bias)
         return F.linear(gate(gate_up, NAMES[self._shape.activation]), mlp.down, mlp.down_bias)
+
+    @staticmethod
+    def _mix(mixture: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = mixture(x.unsqueeze(0))
+        return mixed.squeeze(0)
 
 
 @torch.inference_mode()
@@ -196,61 +234,12 @@ def fuse_for_gpu(paged: PagedModel, attention: PagedAttention) -> "GpuModel | No
         logger.info("%s is not fused: %s", name, reason)
         return None
     fused = GpuModel(parts, attention, paged.layouts, paged.dtype)
-    wanted, given = probe_logits(paged, paged), probe_logits(fused, paged)
-    difference = float((given - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
-    if not difference <= TOLERANCE[paged.dtype]:
-        logger.warning("%s is not fused: logits would differ by %.1e", name, difference)
-        return None
+    wanted = probe_logits(paged, paged)
+    for few_rows in (0, FEW_ROWS):  # both ways through a layer
+        fused.few_rows = few_rows
+        apart = (probe_logits(fused, paged) - wanted).abs().max()
+        difference = float(apart / wanted.abs().max().clamp(min=1e-6))
+        if not difference <= TOLERANCE[paged.dtype]:
+            logger.warning("%s is not fused: logits would differ by %.1e", name, difference)
+            return None
     return fused
-
-
-def _merge_layer(part: LayerParts, how: Attending, rotary: int) -> GpuLayer:
-    def vector(norm: nn.Module | None) -> torch.Tensor | None:
-        weight = norm_weight(norm)
-        return None if weight is None else weight[0]
-
-    return GpuLayer(
-        qkv=_merge(part.query_key_value),
-        attention_out=part.attention_out.weight,
-        qkv_bias=_merge_biases(part.query_key_value),
-        attention_out_bias=part.attention_out.bias,
-        mlp=_merge_mlp(part.mlp),
-        attention_norm=vector(part.attention_norm),
-        attention_out_norm=vector(part.attention_out_norm),
-        mlp_norm=vector(part.mlp_norm),
-        mlp_out_norm=vector(part.mlp_out_norm),
-        query_norm=vector(part.query_norm),
-        key_norm=vector(part.key_norm),
-        how=how,
-        rotary=rotary,
-    )
-
-
-def _merge_mlp(mlp: GatedParts | nn.Module) -> GatedMlp | nn.Module:
-    if not isinstance(mlp, GatedParts):
-        return mlp
-    gate_up_bias = _merge_biases(mlp.gate_up)
-    return GatedMlp(_merge(mlp.gate_up), mlp.down.weight, gate_up_bias, mlp.down.bias)
-
-
-def _merge(linears: list[nn.Linear]) -> torch.Tensor:
-    """The weights, one below the other; the layers keep theirs as a part of it."""
-    if len(linears) == 1:
-        return linears[0].weight
-    merged = torch.cat([linear.weight.detach() for linear in linears])
-    start = 0
-    for linear in linears:
-        linear.weight.data = merged[start : start + linear.out_features]
-        start += linear.out_features
-    return merged
-
-
-def _merge_biases(linears: list[nn.Linear]) -> torch.Tensor | None:
-    """The merged bias; zeros where only some have one."""
-    if all(linear.bias is None for linear in linears):
-        return None
-    biases: list[torch.Tensor] = [
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-        for linear in linears
-    ]
-    return torch.cat(biases)

@@ -15,9 +15,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rayfin.kernels.attention.triton import Sizes, TritonAttention, width
-from rayfin.kernels.triton import decode_kernels, expert_kernels, layer_kernels, sample_kernels
+from rayfin.kernels.triton import (
+    decode_kernels,
+    expert_kernels,
+    layer_kernels,
+    product_kernels,
+    sample_kernels,
+)
 from rayfin.kernels.triton.attention_kernels import attend_tiles, merge_parts
 from rayfin.kernels.triton.experts import FEW, MANY, MAP_BLOCK
+from rayfin.kernels.triton.products import _tiles
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 Kernel = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
@@ -83,6 +90,27 @@ def layers() -> Iterator[Kernel]:
         yield f"gate {activation}", layer_kernels.gate, types, constants, {"num_warps": 4}
 
 
+def products() -> Iterator[Kernel]:
+    for dtype, rows, inputs, outputs in (
+        (torch.bfloat16, 1, 3072, 1024),
+        (torch.bfloat16, 64, 4096, 28672),
+        (torch.float32, 64, 1024, 6144),
+    ):
+        pointer = f"*{NAMES[dtype]}"
+        types = dict.fromkeys(("x", "weight", "bias", "out"), pointer) | {"norm": "*fp32"}
+        types |= {"rows": "i32", "eps": "fp32", "scale": "fp32"}
+        _, how = _tiles(rows, outputs, dtype)
+        options = {name: how.pop(name) for name in ("num_warps", "num_stages")}
+        flags = {"NORM": True, "BIAS": True}
+        constants = {"INPUTS": inputs, "OUTPUTS": outputs, **flags, **how}
+        name = f"{NAMES[dtype]} {rows} x {outputs}"
+        for add in (True, False):
+            more = constants | {"ADD": add, "NORM": not add}
+            yield f"product {name} {add}", product_kernels.product, types, more, options
+        more = constants | {"ACTIVATION": 0}
+        yield f"gated product {name}", product_kernels.gated_product, types, more, options
+
+
 def experts() -> Iterator[Kernel]:
     types = {"chosen": "*i64", "order": "*i32", "tiles": "*i32"}
     types |= {"assignments": "i32", "most_tiles": "i32"}
@@ -131,6 +159,7 @@ def main() -> None:
     for name, function, types, constants, options in [
         *attention(),
         *layers(),
+        *products(),
         *experts(),
         *sampling(),
         *decoding(),

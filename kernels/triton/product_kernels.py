@@ -1,0 +1,114 @@
+"""Matrix products of few rows, with what a decoder layer does before and after them.
+
+A step of few rows reads every weight once and does little with it: what costs beside that are
+launches. So the norm of the rows is taken within the product that reads them, by each program for
+itself, and what comes behind a product is done before its result leaves the program.
+"""
+
+import triton
+import triton.language as tl
+
+from rayfin.kernels.triton.activation import activated
+
+
+@triton.jit
+def product(
+    x,  # [T, K]
+    weight,  # [N, K]
+    norm,  # [K] fp32, any pointer without NORM
+    bias,  # [N], any pointer without BIAS
+    out,  # [T, N], written; with ADD the residual stream
+    rows,  # T
+    eps,
+    scale,  # of what is added
+    INPUTS: tl.constexpr,  # K
+    OUTPUTS: tl.constexpr,  # N
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # of K at once
+):
+    """y = norm(x) W^T + b, and out = y, or out += scale * y. Program (block of columns, of rows).
+
+    A row's root mean square is that of the whole row, known when its last part was multiplied: it
+    divides the sums (x w / r) W^T = ((x w) W^T) / r.
+    """
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for start in range(0, INPUTS, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        inside = k < INPUTS
+        known = (m < rows)[:, None] & inside[None, :]
+        a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
+        used = inside[:, None] & (n < OUTPUTS)[None, :]
+        b = tl.load(weight + n[None, :] * INPUTS + k[:, None], mask=used, other=0.0)
+        if NORM:
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            a = (wide * tl.load(norm + k, mask=inside, other=0.0)[None, :]).to(a.dtype)
+        summed = tl.dot(a, b, summed, input_precision="ieee")
+    if NORM:
+        summed = summed * tl.rsqrt(squares / INPUTS + eps)[:, None]
+    if BIAS:
+        summed += tl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    written = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
+    target = out + m[:, None] * OUTPUTS + n[None, :]
+    if ADD:
+        summed = tl.load(target, mask=written, other=0.0).to(tl.float32) + summed * scale
+    tl.store(target, summed.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def gated_product(
+    x,  # [T, K]
+    weight,  # [2 F, K], gate above up
+    norm,  # [K] fp32, any pointer without NORM
+    bias,  # [2 F], any pointer without BIAS
+    out,  # [T, F], written
+    rows,  # T
+    eps,
+    INPUTS: tl.constexpr,  # K
+    OUTPUTS: tl.constexpr,  # F
+    ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # of K at once
+):
+    """activation(gate) * up of norm(x) [gate | up]^T + b. Program (block of columns, of rows)."""
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for start in range(0, INPUTS, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        inside = k < INPUTS
+        known = (m < rows)[:, None] & inside[None, :]
+        a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
+        used = inside[:, None] & (n < OUTPUTS)[None, :]
+        gates = weight + n[None, :] * INPUTS + k[:, None]
+        b = tl.load(gates, mask=used, other=0.0)
+        c = tl.load(gates + OUTPUTS * INPUTS, mask=used, other=0.0)
+        if NORM:
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            a = (wide * tl.load(norm + k, mask=inside, other=0.0)[None, :]).to(a.dtype)
+        gate = tl.dot(a, b, gate, input_precision="ieee")
+        up = tl.dot(a, c, up, input_precision="ieee")
+    if NORM:
+        factor = tl.rsqrt(squares / INPUTS + eps)[:, None]
+        gate, up = gate * factor, up * factor
+    if BIAS:
+        exists = n < OUTPUTS
+        gate += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + OUTPUTS + n, mask=exists, other=0.0).to(tl.float32)[None, :]
+    result = activated(gate, ACTIVATION) * up
+    written = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
+    target = out + m[:, None] * OUTPUTS + n[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=written)
