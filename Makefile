@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels sanitize serve observe test simulate chaos soak lint format bench bench-core bench-gpu pictures demo-model
+.PHONY: help install kernels sanitize serve observe test simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ chaos: $(INSTALLED)  ## break a running Rayfin in every known way: docs/reliabil
 
 soak: $(INSTALLED)  ## faults at random for MINUTES=60, and what grows meanwhile
 	$(BIN)/python tests/chaos/soak.py $(CHAOS) $(ARGS)
+
+docs: $(INSTALLED)  ## run the commands of README and docs as they are written (ARGS="README.md serving.md")
+	$(BIN)/python tests/run_docs.py $(ARGS)
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

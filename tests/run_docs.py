@@ -1,0 +1,274 @@
+"""Runs the commands of README and docs as they are written, page by page, and says how each went.
+
+    make docs                            # all pages; ARGS="README.md serving.md" for some
+
+A block that starts a server is run against that one, any other against a server of the built-in
+model, the one before or one with two engines. What cannot run on one machine, or changes it, is
+named with the reason. Needs the ports of the documents (8000, 8001, 9090, 9400, 9401) to be free.
+The exit status is 1 if a command failed.
+"""
+
+import argparse
+import os
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[1]
+DOCS = runpy.run_path(str(ROOT / "tests" / "deployments" / "test_docs.py"))
+"""Which pages there are, and what a block is."""
+
+KEY = "RAYFIN_ADMIN_API_KEY"
+OWN_SERVER = "rayfin serve --data-parallel-size 2"
+PLAIN = ("make serve", OWN_SERVER)
+"""Servers that do for blocks that start none."""
+
+START_SECONDS, STOP_SECONDS = 300.0, 120.0
+COMMAND_SECONDS = 300.0
+WATCH_SECONDS = 15.0  # of a command that runs until Ctrl-C
+
+ELSEWHERE = {
+    "docker": "needs Docker",
+    "helm": "needs a Kubernetes cluster",
+    "kubectl": "needs a Kubernetes cluster",
+    "serve deploy": "needs a Ray cluster",
+    "serve status": "needs a Ray cluster",
+    "/path/to": "the path is an example",
+    "--peer": "needs another engine's environment",
+    "make install": "sets up the environment that this runs in",
+    "make format": "changes the files",
+    "make test": "is run by itself",
+    "make chaos": "takes up to 40 minutes",
+    "make soak": "takes an hour",
+    "make docs": "is this",
+    "make pictures": "changes the pictures",
+    "benchmarks/": "takes long, and wants the machine for itself",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK": "is a variable",
+}
+"""What is not run, by words of the command."""
+
+STAND_INS = {
+    "Qwen/Qwen3-0.6B": "demo",
+    "Qwen/Qwen3-8B": "demo",
+    "/models/my-finetune": "./my-model",
+    "--max-model-len 8192": "--max-model-len 512",
+    " [MODEL]": "",
+}
+"""What a document's names stand for here."""
+
+ENDLESS = ("make observe", "rayfin users --users 16", "rayfin status")
+"""Commands that run until Ctrl-C; those that have further flags are not meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive commands of a page, or a Python program."""
+
+    page: Path
+    line: int  # of the first command
+    kind: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """Without comments; a program is one."""
+        if self.kind == "python":
+            Path("snippet.py").write_text(self.text)
+            return ["python snippet.py"]
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [own for line in lines if (own := line.split(" #")[0].strip())]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for match in DOCS["BLOCK"].finditer(text):
+        kind, inside = match.groups()
+        if kind == "python" or (kind == "" and "►" not in inside):  # that is a picture
+            yield Block(page, text.count("\n", 0, match.start()) + 2, kind, inside)
+
+
+class Server:
+    """What a command has started, in a session of its own."""
+
+    def __init__(self, command: str) -> None:
+        self.log = Path("server.log")
+        with self.log.open("w") as output:
+            self._process = subprocess.Popen(
+                ["bash", "-c", f"exec {command}" if command.startswith("rayfin") else command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        words = shlex.split(command)
+        port = words[words.index("--port") + 1] if "--port" in words else "8000"
+        self._health = f"http://127.0.0.1:{port}/health"
+
+    def wait(self) -> str:
+        """Until it is well; else what it said."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with suppress(httpx.TransportError):
+                if httpx.get(self._health, timeout=10).status_code == 200:
+                    return ""
+            time.sleep(0.5)
+        return self.log.read_text()[-1500:] or "it said nothing"
+
+    def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+class Reader:
+    """Does what the pages say, and keeps count."""
+
+    def __init__(self) -> None:
+        self.failed = self.ran = self.left_out = 0
+        self._server: Server | None = None
+        self._serving = ""  # the command that started it
+
+    def read(self, block: Block) -> None:
+        commands = [(own, self._reason(own)) for own in block.commands]
+        serves = any(reason is None and is_server(own) for own, reason in commands)
+        if not serves and any(reason is None for _, reason in commands):
+            self._start_own("--engine" in block.text)
+        for command, reason in commands:
+            if reason is not None:
+                self.left_out += 1
+                self._say(block, "not run", command, reason)
+                continue
+            started = time.monotonic()
+            told = self._start(stand_in(command)) if is_server(command) else run(stand_in(command))
+            self.ran += 1
+            self.failed += bool(told)
+            state = "FAILED" if told else f"{time.monotonic() - started:5.1f} s"
+            self._say(block, state, command, told)
+        if self._serving not in PLAIN:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+        self._server, self._serving = None, ""
+
+    def _start(self, command: str) -> str:
+        self.stop()
+        self._server, self._serving = Server(command), command
+        return self._server.wait()
+
+    def _start_own(self, two_engines: bool) -> None:
+        if self._serving not in PLAIN or (two_engines and self._serving != OWN_SERVER):
+            if told := self._start(OWN_SERVER):
+                raise SystemExit(f"{OWN_SERVER}: {told}")
+
+    def _reason(self, command: str) -> str | None:
+        if command.startswith("export "):
+            return f"{KEY} is set for all"
+        return next((why for words, why in ELSEWHERE.items() if words in command), None)
+
+    def _say(self, block: Block, state: str, command: str, told: str) -> None:
+        note = f"  ({told})" if state == "not run" else ""
+        if state != "not run" and stand_in(command) != command:
+            note = f"  (as: {stand_in(command)})"
+        print(f"{block.page.name}:{block.line:<4} {state:>8}  {command}{note}", flush=True)
+        if state == "FAILED":
+            print("    " + told.strip().replace("\n", "\n    "), flush=True)
+
+
+def is_server(command: str) -> bool:
+    words = shlex.split(command)
+    plain = [own for own in words if "=" not in own.partition("-")[0]]  # without variables
+    return plain[:2] in (["rayfin", "serve"], ["make", "serve"], [".venv/bin/rayfin", "serve"])
+
+
+def stand_in(command: str) -> str:
+    for name, own in STAND_INS.items():
+        command = command.replace(name, own)
+    return command
+
+
+def run(command: str) -> str:
+    """What is wrong with it, if anything."""
+    endless = command in ENDLESS
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=WATCH_SECONDS if endless else COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT if endless else signal.SIGKILL)
+        output, _ = process.communicate()
+        if not endless:
+            return f"it takes over {COMMAND_SECONDS:.0f} s\n{output[-1500:]}"
+    allowed = (0, 130, -signal.SIGINT) if endless else (0,)
+    return "" if process.returncode in allowed else f"{output[-1500:]}\nexit {process.returncode}"
+
+
+@contextmanager
+def workplace() -> Iterator[None]:
+    """A folder where the commands find what they name, and leave what they write."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        for path in ROOT.iterdir():
+            if path.name != ".venv":
+                (folder / path.name).symlink_to(path)
+        environment = folder / ".venv"
+        environment.mkdir()
+        (environment / "bin").symlink_to(Path(sys.executable).parent)
+        for made in (".installed", ".installed-bench"):
+            (environment / made).touch()  # make installs nothing
+        shutil.copytree(ROOT / "deployments" / "demo" / "model", folder / "my-model")
+        (folder / "keys.txt").write_text("tests:secret\n")
+        (folder / "prompts.txt").write_text("The capital of Peru is\nWhat is 37 + 48?\n")
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        os.environ.setdefault("RAY_TMPDIR", name)
+        os.environ.setdefault(KEY, "...")  # as the documents write it
+        os.environ.pop("RAY_ADDRESS", None)
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pages", nargs="*", help="their names; all without")
+    options = parser.parse_args()
+    pages = [page for page in DOCS["PAGES"] if not options.pages or page.name in options.pages]
+    reader = Reader()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without stopping the server
+    with workplace():
+        try:
+            for page in pages:
+                for block in blocks(page):
+                    reader.read(block)
+        finally:
+            reader.stop()
+    print(f"{reader.ran} ran, {reader.failed} of them failed; {reader.left_out} were not run")
+    return 1 if reader.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
