@@ -27,8 +27,10 @@ class TokenRelay:
 
     def before(self, info: SchedulerInfo) -> None:
         """The step's inputs are about to be built; some may be tokens that are on their way."""
-        if (info.merge_prompt < 0).any():
-            self._settle()
+        starts = info.chunk_idx[: info.decoding_batch]
+        unknown = info.ids[: info.decoding_batch][info.merge_prompt[starts] < 0]
+        while any(np.isin(unknown, earlier.ids[rows]).any() for earlier, rows in self._awaited):
+            self._settle_oldest()
 
     def sample(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> Sampled:
         """The step's tokens; on a stage before the last NO_TOKEN for those that are to come."""
@@ -39,16 +41,16 @@ class TokenRelay:
                 self._peers.send_tokens(sampled.tokens[rows])
             return sampled
         if info.lease > 1 and len(rows):  # which of its rows go on depends on them
-            self._settle()
+            while self._awaited:
+                self._settle_oldest()
             return Sampled(self._receive(info, rows))
         if len(rows):
             self._awaited.append((info, rows))
         return Sampled(np.full(len(info.ids), NO_TOKEN, np.int32))
 
-    def _settle(self) -> None:
-        while self._awaited:
-            earlier, rows = self._awaited.popleft()
-            self._slots.remember(earlier, self._receive(earlier, rows))
+    def _settle_oldest(self) -> None:
+        earlier, rows = self._awaited.popleft()
+        self._slots.remember(earlier, self._receive(earlier, rows))
 
     def _receive(self, info: SchedulerInfo, rows: Int64Array) -> Int32Array:
         tokens = np.full(len(info.ids), NO_TOKEN, np.int32)

@@ -45,12 +45,14 @@ class LeasePolicy:
     def grant(self, decoding: Int64Array) -> int:
         """Steps for the slots of ``decoding`` [N], with pages reserved for all of them.
 
-        1 when somebody waits, is in the middle of a prompt or in lockstep, and when pages are
-        short: a lease preempts nobody, and one that does not fit takes nothing.
+        1 when somebody waits, is in the middle of a prompt or in lockstep, when others decode
+        meanwhile in other stages of a pipeline, and when pages are short: a lease preempts nobody,
+        and one that does not fit takes nothing.
         """
         lifecycle = self._lifecycle
         running, tables = lifecycle.running, lifecycle.tables
         busy = len(lifecycle.waiting) or running.prefilling or running.lockstep.any()
+        busy = busy or lifecycle.turns.alternate
         if self._most == 1 or busy or not self._step_seconds or not len(decoding):
             return 1
         lease = math.ceil(CALL_SECONDS * CALLS_OF_WORK / self._step_seconds)

@@ -22,6 +22,7 @@ from rayfin.actors.scheduler.request import Request
 from rayfin.actors.scheduler.running import RunningTable
 from rayfin.actors.scheduler.starts import Starts
 from rayfin.actors.scheduler.swap import PreemptionPolicy, Recompute, Swap
+from rayfin.actors.scheduler.turns import DecodeTurns
 from rayfin.cache.page_tables import PageTables
 
 
@@ -33,6 +34,7 @@ class Lifecycle:
         self.waiting = make_queue(config)
         self.newcomers = QueueLimits(config.max_waiting_requests, config.max_waiting_tokens)
         self.running = RunningTable(slots, config.max_model_len)
+        self.turns = DecodeTurns(self.running, max(config.steps_in_flight - 1, 1))
         self.tables = PageTables(
             slots, config.num_pages, config.page_size, prefix_caching=config.prefix_caching
         )

@@ -33,8 +33,7 @@ class TokenScheduler:
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
-        running = self._lifecycle.running
-        decoding, preempted = make_room(self._lifecycle, running.decodable())
+        decoding, preempted = make_room(self._lifecycle, self._lifecycle.turns.take())
         budget = self._budget - len(decoding)
         chunks = self._continue_prompts(budget)
         if not preempted:

@@ -1,5 +1,6 @@
 """Groups of runners give the tokens of one: ranks are threads here, with real Gloo between them."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -184,12 +185,25 @@ def test_what_one_rank_samples(
         assert logprobs[key] == pytest.approx(told, abs=1e-4)
 
 
+def test_a_pipeline_decodes_in_all_stages(tiny_model: Make, group: Make, request_of: Make) -> None:
+    """While one share of the requests is in the second stage, the other is in the first."""
+    tiny = tiny_model("llama")
+    ranks = group(tiny.folder, 1, 2, max_batch_tokens=24)
+    ranks.steps.clear()
+    requests = [request_of(key, prompt, OUTPUT) for key, prompt in enumerate(PROMPTS)]
+    tokens, _, _ = _run(ranks, requests)
+    assert tokens == {key: tiny.greedy(own, OUTPUT) for key, own in enumerate(PROMPTS)}
+    steady = [set(step.ids.tolist()) for step in ranks.steps if step.decoding_batch == 2]
+    assert len(steady) > OUTPUT
+    assert all(one.isdisjoint(other) for one, other in itertools.pairwise(steady))
+
+
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
 def test_lease(tensor: int, stages: int, tiny_model: Make, group: Make, request_of: Make) -> None:
     """Rows of one call end at different steps, on all ranks alike."""
     tiny = tiny_model("llama")
     ranks = group(tiny.folder, tensor, stages, max_batch_tokens=8, max_lease=8)
-    limits = [3, 12, 7, 10]
+    limits = [3, 24, 7, 10]  # at last one is alone: in a pipeline the others take turns
     requests = [request_of(key, PROMPTS[key], limits[key]) for key in range(4)]
     tokens, _, _ = _run(ranks, requests, fast=True)
     assert tokens == {key: tiny.greedy(PROMPTS[key], limits[key]) for key in range(4)}
