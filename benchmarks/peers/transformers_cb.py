@@ -14,7 +14,8 @@ def load(model: str, settings: dict[str, Any]) -> Static:
     dtype = getattr(torch, settings.get("dtype", "float32"))
     network = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, attn_implementation="paged|sdpa"
-    ).eval()
+    )
+    network = network.eval().to(settings.get("device", "cpu"))
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> None:
         """One length for all, the longest: ``generate_batch`` takes no length per request."""
@@ -25,7 +26,8 @@ def load(model: str, settings: dict[str, Any]) -> Static:
             prompts,
             generation_config=config,
             continuous_batching_config=ContinuousBatchingConfig(
-                num_blocks=settings.get("num_blocks", 128), max_batch_tokens=1024
+                num_blocks=settings.get("num_blocks", 128),
+                max_batch_tokens=settings.get("max_batch_tokens", 1024),
             ),
             persistent_manager=True,
         )
