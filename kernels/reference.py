@@ -5,6 +5,7 @@ design (V0, V1) live in `rayfin.kernels.reference_pages` and are names of this m
 """
 
 import math
+from collections.abc import Collection
 
 import torch
 
@@ -21,11 +22,13 @@ from rayfin.kernels.reference_pages import (
 from rayfin.kernels.sampling.sample import SamplingRows
 
 __all__ = [
+    "adjusted",
     "combine_partials",
     "experts",
     "gelu_mul",
     "int8_rows",
     "last_token_index",
+    "logprobs",
     "matmul_int8",
     "min_p_filter",
     "page_level_decode_attention",
@@ -246,6 +249,30 @@ def penalised(
         value = value / repetition if value > 0 else value * repetition
         out[token] = value - frequency * count - presence * (count > 0)
     return out
+
+
+def adjusted(
+    logits: torch.Tensor,
+    *,
+    allowed: Collection[int] | None = None,
+    banned: Collection[int] = (),
+    bias: dict[int, float] | None = None,
+) -> torch.Tensor:
+    """[V] -> [V]: what comes before penalties: nothing but allowed tokens, bans, bias."""
+    out = logits.float().clone()
+    for token in range(len(out)):
+        if token in banned or (allowed is not None and token not in allowed):
+            out[token] = NEVER
+        out[token] += (bias or {}).get(token, 0.0)
+    return out
+
+
+def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, int, list[int], list[float]]:
+    """[V] -> a token's log probability and rank, the k likeliest tokens and theirs, by a sort."""
+    values = torch.log_softmax(logits.double(), dim=-1).tolist()
+    order = sorted(range(len(values)), key=lambda i: (-float(logits[i]), i))
+    rank = 1 + sum(float(x) > float(logits[token]) for x in logits)
+    return values[token], rank, order[:k], [values[i] for i in order[:k]]
 
 
 def uniform(seed: int, position: int) -> float:

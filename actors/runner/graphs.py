@@ -1,19 +1,23 @@
 """Whole decode steps as CUDA graphs: a lease is some replays one after the other, and one answer.
 
 A step from its inputs to its sampled tokens is recorded once for each batch size; between two
-steps of a lease nothing comes from the host and nothing goes there.
+steps of a lease nothing comes from the host and nothing goes there. Batch sizes have a second
+record, with what changes logits and what tells their logarithms, for leases in which a row asks.
 """
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from rayfin.actors.messages import Int32Array, SchedulerInfo
+from rayfin.actors.messages import Int32Array, Int64Array, Logprobs, SchedulerInfo
+from rayfin.actors.runner.decode_extras import DecodeExtras, Told
 from rayfin.actors.runner.decode_state import DecodeState, bucket_of, bucket_sizes, steps_of
 from rayfin.actors.runner.gpu_model import GpuModel
+from rayfin.actors.runner.lease_rules import LeaseRules
 from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.triton.sample import sample
 
@@ -42,6 +46,20 @@ class CudaRecorder:
         return graph.replay
 
 
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """What a lease gave."""
+
+    tokens: Int32Array  # [lease, R]; -1 where a row could not be sampled
+    told: Told | None
+
+    def logprobs(self, step: int, rows: Int64Array) -> Logprobs | None:
+        """Of a step's ``rows`` [N], numbered 0 .. N - 1; None if none of them asks."""
+        if self.told is None:
+            return None
+        return self.told.logprobs(step, rows, self.tokens[step, rows])
+
+
 class DecodeGraphs:
     """Runs leases of plain decode rows; on a CPU without recording, for Triton's interpreter."""
 
@@ -62,42 +80,54 @@ class DecodeGraphs:
         self._sizes = bucket_sizes(rows)
         most = self._sizes[-1]
         self._state = DecodeState(most, pages_per_request, page_size, device)
+        self._extras = DecodeExtras(most, longest_lease, device)
         self._rows = torch.arange(most, device=device)
         self._tokens = torch.zeros(longest_lease, most, dtype=torch.int64, device=device)
         record = CudaRecorder() if device.type == "cuda" else _as_it_is
         self._replay = {
-            size: record(self._step(size)) for size in reversed(self._sizes)
+            (size, extras): record(self._step(size, extras))
+            for size in reversed(self._sizes)
+            for extras in (False, True)
         }  # the largest first: the others find their memory in its
 
-    def takes(self, info: SchedulerInfo) -> bool:
-        """Whether these are rows that decode one token each, not too many, without log probs."""
+    def takes(self, info: SchedulerInfo, rules: LeaseRules | None) -> bool:
+        """Whether these are rows that decode one token each, not too many, with rules for it."""
         rows = len(info.ids)
         return (
             rows == info.decoding_batch
             and info.lease <= len(self._tokens)
             and bucket_of(rows, self._sizes) is not None
             and bool((info.chunk_len == 1).all() and (info.last_pos >= 0).all())
-            and bool((self._slots.logprobs[info.ids] == NO_LOGPROBS).all())
+            and self._extras.take(rules, self._slots.logprobs[info.ids])
         )
 
     @torch.inference_mode()
-    def run(self, info: SchedulerInfo) -> Int32Array:
-        """The tokens [lease, R] of a lease.
+    def run(self, info: SchedulerInfo, rules: LeaseRules | None) -> Leased | None:
+        """The tokens of a lease.
 
-        -1 where a row cannot be sampled. What stands behind a row's end, by a stop token or its
-        cap, is nothing.
+        What stands behind a row's end, by a stop token or its cap, is nothing. None where a row
+        could not be sampled and a rule may be why: step by step it is found out.
         """
         rows = len(info.ids)
         bucket = bucket_of(rows, self._sizes)
         assert bucket is not None
         self._state.load(info, self._slots, steps_of(info, self._slots, self._page_size), bucket)
+        asked = self._slots.logprobs[info.ids]
+        telling = bool((asked != NO_LOGPROBS).any())
+        if extras := telling or rules is not None:
+            self._extras.load(rules, asked, bucket)
         for step in range(info.lease):
-            self._replay[bucket]()
+            self._replay[bucket, extras]()
             self._tokens[step, :bucket].copy_(self._state.sampled[:bucket])
+            if telling:
+                self._extras.keep(step)
         tokens = self._tokens[: info.lease, :rows].cpu().numpy()  # the lease's only wait
-        return tokens.astype(np.int32)
+        if rules is not None and (tokens < 0).any():
+            return None
+        told = self._extras.told(info.lease, asked) if telling else None
+        return Leased(tokens.astype(np.int32), told)
 
-    def _step(self, bucket: int) -> Callable[[], None]:
+    def _step(self, bucket: int, extras: bool) -> Callable[[], None]:
         state, rows = self._state, self._rows[:bucket]
         batch, sampling = state.batch(bucket), state.sampling(bucket)
 
@@ -105,7 +135,11 @@ class DecodeGraphs:
         def step() -> None:
             state.prepare(bucket)
             logits = self._model.forward(state.tokens[:bucket], batch, rows)
-            state.sampled[:bucket].copy_(sample(logits, sampling))
+            changed = self._extras.adjust(logits, state.drawn[:bucket]) if extras else logits
+            state.sampled[:bucket].copy_(sample(changed, sampling))
+            if extras:
+                sampled, remaining = state.sampled[:bucket], state.remaining[:bucket]
+                self._extras.look_back(logits, sampled, remaining)
             state.finish(bucket)
 
         return step

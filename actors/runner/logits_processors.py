@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, Sampling, SchedulerInfo
+from rayfin.actors.runner.lease_rules import LeaseRules, Ruled, make_lease_rules
 from rayfin.actors.runner.used_tokens import UsedByRequest
 from rayfin.kernels.sampling.masks import add_bias, allow_only, forbid
 from rayfin.kernels.sampling.penalties import UsedTokens, apply_penalties
@@ -108,6 +109,15 @@ class LogitsProcessors:
         if penalised:
             apply_penalties(changed, self._used(penalised))
         return changed
+
+    def lease_rules(self, slots: Int32Array, lease: int) -> LeaseRules | None:
+        """What the device must know for the rows of a lease, None where no rule is among them."""
+        ruled = [
+            Ruled(row, rules.sampling, rules.used)
+            for row, slot in enumerate(slots.tolist() if self._rules else ())
+            if (rules := self._rules.get(slot)) is not None
+        ]
+        return make_lease_rules(len(slots), ruled, lease) if ruled else None
 
     def _make(self, new: NewRequest) -> _Rules:
         sampling = new.sampling

@@ -20,7 +20,7 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, UnsupportedModel
-from rayfin.actors.messages import NO_TOKEN, Int32Array, Logprobs, SchedulerInfo, StepResult
+from rayfin.actors.messages import NO_TOKEN, Logprobs, SchedulerInfo, StepResult
 from rayfin.actors.runner.batch import build_inputs, next_decode
 from rayfin.actors.runner.fuse import TOLERANCE, fuse
 from rayfin.actors.runner.fuse_linears import pack_linears
@@ -49,7 +49,7 @@ from rayfin.kernels.triton.available import can_use_triton
 
 if TYPE_CHECKING:
     from rayfin.actors.runner.gpu_model import GpuModel
-    from rayfin.actors.runner.graphs import DecodeGraphs
+    from rayfin.actors.runner.graphs import DecodeGraphs, Leased
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,9 @@ class ModelRunner:
             if replayed is None:
                 sampled = self._advance(info, result)
             else:
-                sampled = self._sampler.replayed(replayed[column, rows])
+                sampled = self._sampler.replayed(
+                    info, replayed.tokens[column, rows], replayed.logprobs(column, rows)
+                )
                 self._slots.remember(info, sampled.tokens)
             tokens[rows, column] = sampled.tokens
             result.errors |= {int(rows[row]): error for row, error in sampled.errors.items()}
@@ -234,14 +236,15 @@ class ModelRunner:
         result.seconds = time.perf_counter() - started
         return result
 
-    def _replay(self, info: SchedulerInfo) -> Int32Array | None:
-        """The tokens [lease, R] of a lease that CUDA graphs can run, else None."""
-        if self._graphs is None or failpoints.ACTIVE or self._sampler.has_rules:
+    def _replay(self, info: SchedulerInfo) -> "Leased | None":
+        """What a lease gives that CUDA graphs can run, else None."""
+        if self._graphs is None or failpoints.ACTIVE:
             return None
-        if not self._graphs.takes(info):
+        rules = self._sampler.lease_rules(info)
+        if not self._graphs.takes(info, rules):
             return None
         try:
-            return self._graphs.run(info)
+            return self._graphs.run(info, rules)
         except RuntimeError as error:  # step by step it is found out whose fault it is
             self._leave_broken_device(error)
             logger.exception("a lease failed as a graph: it runs step by step")

@@ -8,6 +8,7 @@ import torch
 from rayfin.actors.errors import NumericalError, RequestFailed
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Logprobs, SchedulerInfo
 from rayfin.actors.runner.batch import StepInputs
+from rayfin.actors.runner.lease_rules import LeaseRules
 from rayfin.actors.runner.logits_processors import LogitsProcessors
 from rayfin.actors.runner.logprobs import logprobs_of, sampled_logprobs, scored_chunks
 from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
@@ -40,15 +41,17 @@ class Sampler:
         """Who left and who is new."""
         self._processors.take_news(info)
 
-    @property
-    def has_rules(self) -> bool:
-        """Whether some request has logits changed before it samples."""
-        return len(self._processors) > 0
+    def lease_rules(self, info: SchedulerInfo) -> LeaseRules | None:
+        """What changes the rows' logits before they sample, for a lease; None is nothing."""
+        return self._processors.lease_rules(info.ids, info.lease)
 
-    def replayed(self, tokens: Int32Array) -> Sampled:
+    def replayed(
+        self, info: SchedulerInfo, tokens: Int32Array, logprobs: Logprobs | None
+    ) -> Sampled:
         """What a CUDA graph has sampled: [R], negative where the logits were not finite."""
         bad = np.flatnonzero(tokens < 0).tolist()
-        return Sampled(tokens, {row: NumericalError(NOT_FINITE) for row in bad})
+        self._processors.remember(info.ids, tokens)
+        return Sampled(tokens, {row: NumericalError(NOT_FINITE) for row in bad}, logprobs)
 
     def wanted(self, info: SchedulerInfo, inputs: StepInputs) -> torch.Tensor:
         """Tokens [S + P] of the step whose logits are needed: the S sampled ones, then P scored."""

@@ -79,39 +79,80 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
 
 
-def test_the_tokens_of_an_eager_engine(
+@pytest.fixture
+def run_both(
     tiny_model: Make,
     served: Make,
     request_of: Make,
     monkeypatch: pytest.MonkeyPatch,
     on_triton: None,
-) -> None:
+) -> Callable[..., tuple[Any, Any, list[int]]]:
+    """(engine step by step with torch, engine with leases on Triton, these leases' lengths), after
+    requests of the samplings given, with the same tokens from both.
+    """
+
+    def run(*samplings: Sampling) -> tuple[Any, Any, list[int]]:
+        calls: list[int] = []
+        run_lease = DecodeGraphs.run
+
+        def counted(self: DecodeGraphs, info: SchedulerInfo, rules: Any) -> Any:
+            calls.append(info.lease)
+            engine._rows = []  # what it records is of steps that Python sees
+            return run_lease(self, info, rules)
+
+        monkeypatch.setattr(DecodeGraphs, "run", counted)
+        engines, tokens = [], []
+        for attention in ("torch", "triton"):
+            engine = served(
+                tiny_model("qwen3").folder,
+                attention=attention,
+                max_lease=4,
+                max_decoding_batch=2,
+                device="cuda" if ON_GPU else "cpu",
+            )
+            requests = [
+                request_of(key, list(range(3, 3 + length)), 3 + 3 * key, sampling=samplings[key])
+                for key, length in enumerate((5, 2))
+            ]
+            tokens.append(engine.run(*requests))
+            engines.append(engine)
+            assert attention == "triton" or not calls
+        assert tokens[0] == tokens[1] and engines[0].errors == engines[1].errors
+        return engines[0], engines[1], calls
+
+    return run
+
+
+def test_the_tokens_of_an_eager_engine(run_both: Make) -> None:
     """Rows of other lengths, greedy and seeded; one ends within a lease."""
-    folder = tiny_model("qwen3").folder
-    samplings = [Sampling(), Sampling(temperature=1.2, top_p=0.9, seed=5)]
-    calls: list[int] = []
-    run = DecodeGraphs.run
-
-    def counted(self: DecodeGraphs, info: SchedulerInfo) -> Any:
-        calls.append(info.lease)
-        engine._rows = []  # what it records is of steps that Python sees
-        return run(self, info)
-
-    monkeypatch.setattr(DecodeGraphs, "run", counted)
-    tokens = {}
-    for attention in ("torch", "triton"):
-        engine = served(
-            folder,
-            attention=attention,
-            max_lease=4,
-            max_decoding_batch=2,
-            device="cuda" if ON_GPU else "cpu",
-        )
-        requests = [
-            request_of(key, list(range(3, 3 + length)), 3 + 3 * key, sampling=samplings[key])
-            for key, length in enumerate((5, 2))
-        ]
-        tokens[attention] = engine.run(*requests)
-        assert bool(calls) == (attention == "triton")
-    assert tokens["triton"] == tokens["torch"]
+    _, _, calls = run_both(Sampling(), Sampling(temperature=1.2, top_p=0.9, seed=5))
     assert max(calls) == 4
+
+
+RICH = Sampling(
+    temperature=0.7,
+    seed=3,
+    presence_penalty=0.4,
+    frequency_penalty=1.5,
+    repetition_penalty=1.4,
+    logit_bias=((3, 5.0), (7, -100.0), (9, 2.0)),
+    allowed=tuple(range(2, 60)),
+    bad_words=((4,),),
+    banned=(8, 3),
+    banned_until=6,
+    logprobs=3,
+)
+
+
+def test_rules_and_log_probabilities_stay_on_the_device(run_both: Make) -> None:
+    """Counted on the device within a lease, and on the host for the next one."""
+    samplings = (Sampling(repetition_penalty=1.8, frequency_penalty=0.5, logprobs=0), RICH)
+    eager, leased, calls = run_both(*samplings)
+    assert sum(calls) >= 5 and max(calls) == 4  # all of the second row's but its first
+    for key, sampling in enumerate(samplings):
+        assert len(leased.logprobs[key]) == len(eager.logprobs[key]) > 0
+        for wanted, given in zip(eager.logprobs[key], leased.logprobs[key], strict=True):
+            count = sampling.logprobs
+            assert abs(given[0] - wanted[0]) < 1e-4 and given[1] == wanted[1]
+            assert given[2][:count] == wanted[2][:count]
+            assert np.allclose(given[3][:count], wanted[3][:count], atol=1e-4)

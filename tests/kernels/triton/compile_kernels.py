@@ -16,9 +16,11 @@ from triton.compiler import ASTSource
 
 from rayfin.kernels.attention.triton import Sizes, TritonAttention, width
 from rayfin.kernels.triton import (
+    adjust_kernels,
     decode_kernels,
     expert_kernels,
     layer_kernels,
+    logprob_kernels,
     product_kernels,
     sample_kernels,
 )
@@ -138,6 +140,28 @@ def sampling() -> Iterator[Kernel]:
     types |= dict.fromkeys(("top_ks", "seeds", "positions", "tokens"), "*i64")
     types |= {"logits": "*bf16", "stride": "i32", "vocabulary": "i32"}
     yield "sample", sample_kernels.sample_rows, types, {"BLOCK": 4096}, {"num_warps": 8}
+
+    types = {"logits": "*bf16", "out": "*fp32", "positions": "*i64", "banned_until": "*i64"}
+    types |= dict.fromkeys(("first", "length", "restricted", "counted", "remaining"), "*i32")
+    types |= dict.fromkeys(("tokens", "counts", "kinds"), "*i32") | {"sampled": "*i64"}
+    types |= dict.fromkeys(("repetition", "presence", "frequency", "biases"), "*fp32")
+    types |= {"stride": "i32", "vocabulary": "i32"}
+    for kernel, block in (
+        (adjust_kernels.copy_rows, 4096),
+        (adjust_kernels.adjust_rows, 1024),
+        (adjust_kernels.count_rows, 1024),
+    ):
+        yield kernel.__name__, kernel, types, {"BLOCK": block}, {"num_warps": 4}
+
+    types = {"logits": "*bf16", "tokens": "*i64", "asked": "*i32", "keys": "*i64"}
+    types |= dict.fromkeys(("highest", "total", "values"), "*fp32")
+    types |= dict.fromkeys(("above", "numbers"), "*i32")
+    types |= dict.fromkeys(("stride", "vocabulary", "blocks"), "i32")
+    for kernel, constants in (
+        (logprob_kernels.summarise_blocks, {"MOST": 32, "BLOCK": 4096}),
+        (logprob_kernels.merge_blocks, {"MOST": 32, "BLOCKS": 64, "CANDIDATES": 2048}),
+    ):
+        yield kernel.__name__, kernel, types, constants, {"num_warps": 8}
 
 
 def decoding() -> Iterator[Kernel]:
