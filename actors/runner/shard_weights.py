@@ -12,8 +12,10 @@ from transformers.utils.hub import cached_file
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.runner.cuts import Cut, Cuts, ExpertsCut
 from rayfin.actors.runner.parallel import Peers
-from rayfin.actors.runner.shards import Cut, check_sizes, checkpoint_name, cut_model
+from rayfin.actors.runner.shard_experts import read_experts, stored_name
+from rayfin.actors.runner.shards import check_sizes, checkpoint_name, cut_model
 from rayfin.actors.runner.weights import (
     dispatch_refused,
     require_pageable,
@@ -68,7 +70,7 @@ class Checkpoint:
                 return whole
             stop = min(cut.stop, cut.whole)
             start = min(cut.start, stop)
-            part = stored[start:stop] if cut.dim == 0 else stored[:, start:stop]
+            part = stored[(slice(None),) * cut.dim + (slice(start, stop),)]
         return _filled_up(part, shape)
 
 
@@ -112,7 +114,7 @@ def load_share(
 
 def _read(
     model: PreTrainedModel,
-    cuts: dict[str, Cut],
+    cuts: Cuts,
     checkpoint: Checkpoint,
     ties: dict[str, str],
     device: torch.device,
@@ -121,26 +123,40 @@ def _read(
         source = checkpoint_name(name)
         if source in ties and (ties[source] in checkpoint or source not in checkpoint):
             source = ties[source]
-        tensor = checkpoint.read(source, parameter.shape, cuts.get(name))
+        cut = cuts.get(name)
+        if isinstance(cut, ExpertsCut):
+            found = checkpoint.__contains__
+            tensor = read_experts(source, parameter.shape, cut, found, checkpoint.read)
+        else:
+            source = stored_name(source, checkpoint.__contains__)
+            tensor = checkpoint.read(source, parameter.shape, cut)
         _set(model, name, tensor.to(device, parameter.dtype))
 
 
-def _draw(model: PreTrainedModel, cuts: dict[str, Cut], seed: int, device: torch.device) -> None:
+def _draw(model: PreTrainedModel, cuts: Cuts, seed: int, device: torch.device) -> None:
     spread = getattr(model.config, "initializer_range", None) or 0.02
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        shape, cut = list(parameter.shape), cuts.get(name)
+
+    def draw(source: str, shape: torch.Size, cut: Cut | None) -> torch.Tensor:
+        wanted = list(shape)
         if cut is not None:
-            shape[cut.dim] = cut.whole
-        source = checkpoint_name(name)
-        if len(shape) > 1:
-            draw = torch.Generator().manual_seed(seed ^ zlib.crc32(source.encode()))
-            tensor = torch.empty(shape).normal_(0.0, spread, generator=draw)
+            wanted[cut.dim] = cut.whole
+        if len(wanted) > 1:
+            generator = torch.Generator().manual_seed(seed ^ zlib.crc32(source.encode()))
+            tensor = torch.empty(wanted).normal_(0.0, spread, generator=generator)
         else:
-            tensor = torch.zeros(shape) if source.endswith("bias") else torch.ones(shape)
-        if cut is not None:
-            stop = min(cut.stop, cut.whole)
-            start = min(cut.start, stop)
-            tensor = _filled_up(tensor.narrow(cut.dim, start, stop - start), parameter.shape)
+            tensor = torch.zeros(wanted) if source.endswith("bias") else torch.ones(wanted)
+        if cut is None:
+            return tensor
+        stop = min(cut.stop, cut.whole)
+        start = min(cut.start, stop)
+        return _filled_up(tensor.narrow(cut.dim, start, stop - start), shape)
+
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        source, cut = checkpoint_name(name), cuts.get(name)
+        if isinstance(cut, ExpertsCut):
+            tensor = read_experts(source, parameter.shape, cut, lambda _: False, draw)
+        else:
+            tensor = draw(source, parameter.shape, cut)
         _set(model, name, tensor.to(device, parameter.dtype))
 
 

@@ -11,7 +11,6 @@ on each stage as it is.
 """
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,23 +18,17 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.runner.cuts import Cut, Cuts, ExpertsCut
+from rayfin.actors.runner.fuse_layers import is_experts
 from rayfin.actors.runner.parallel import Peers
 from rayfin.actors.runner.place import Place
+from rayfin.actors.runner.shard_experts import DOWN, GATE_UP, SummedExperts
 
 COLUMNS, ROWS, GATHERED = "colwise", "rowwise", "colwise_gather_output"
+EXPERTS = "moe_tp_experts"
 WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 STAGE_PARTS = {"embed_tokens", "layers", "norm"}
 SHARD = "shard"  # what a wrapped linear layer is called within its wrapper
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Which part of a checkpoint's tensor a parameter is."""
-
-    dim: int
-    start: int
-    stop: int  # may be over ``whole``: the rest is zeros
-    whole: int
 
 
 class RowParallel(nn.Module):
@@ -125,7 +118,7 @@ def check_sizes(config: PretrainedConfig, place: Place) -> None:
         )
 
 
-def cut_model(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
+def cut_model(model: PreTrainedModel, peers: Peers) -> Cuts:
     """Cuts a model without weights in place; which parameters are parts, by name.
 
     Raises:
@@ -133,7 +126,7 @@ def cut_model(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
     """
     if peers.place.stages > 1:
         _keep_stage(model, peers)
-    return _cut_layers(model, peers) if peers.place.tensor_size > 1 else {}
+    return _cut_layers(model, peers) if peers.place.tensor_size > 1 else _whole_experts(model)
 
 
 def checkpoint_name(parameter: str) -> str:
@@ -141,16 +134,30 @@ def checkpoint_name(parameter: str) -> str:
     return parameter.replace(f".{SHARD}.", ".")
 
 
-def _cut_layers(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
+def _whole_experts(model: PreTrainedModel) -> Cuts:
+    """Experts are read one by one where a checkpoint has them so, also by a rank that has all."""
+    cuts: Cuts = {}
+    for name, module in model.named_modules():
+        if is_experts(module):
+            width = module.get_parameter(DOWN).shape[2]
+            cut = ExpertsCut(0, width, width)
+            cuts[f"{name}.{GATE_UP}"] = cuts[f"{name}.{DOWN}"] = cut
+    return cuts
+
+
+def _cut_layers(model: PreTrainedModel, peers: Peers) -> Cuts:
     plan = dict(model.tp_plan or {})
     if not {COLUMNS, ROWS} <= set(plan.values()):
         raise _no_plan(model, "transformers has no plan to share its layers", "tensor")
-    cuts: dict[str, Cut] = {}
+    cuts: Cuts = {}
     used: set[str] = set()
     for name, module in list(model.named_modules()):
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         style = plan.get(pattern)
         if style is None or isinstance(module, nn.Identity) or style in WHOLE:
+            continue
+        if style == EXPERTS and is_experts(module) and _stand_alone(model, name):
+            model.set_submodule(name, _experts(module, name, peers, cuts))
             continue
         is_head = name == "lm_head"
         if type(module) is not nn.Linear or style != (GATHERED if is_head else style):
@@ -170,20 +177,39 @@ def _cut_layers(model: PreTrainedModel, peers: Peers) -> dict[str, Cut]:
     return cuts
 
 
-def _columns(linear: nn.Linear, name: str, peers: Peers, cuts: dict[str, Cut]) -> nn.Module:
+def _columns(linear: nn.Linear, name: str, peers: Peers, cuts: Cuts) -> nn.Module:
     cut = _even(linear.out_features, 0, name, peers)
     cuts[f"{name}.weight"] = cuts[f"{name}.bias"] = cut
     return _linear(linear, linear.in_features, cut.stop - cut.start, linear.bias is not None)
 
 
-def _rows(linear: nn.Linear, name: str, peers: Peers, cuts: dict[str, Cut]) -> nn.Module:
+def _stand_alone(model: PreTrainedModel, name: str) -> bool:
+    """Whether there are only a router and these experts: none that all rows share."""
+    mixture = model.get_submodule(name.rpartition(".")[0])
+    return {child for child, _ in mixture.named_children()} == {"gate", "experts"}
+
+
+def _experts(experts: Any, name: str, peers: Peers, cuts: Cuts) -> nn.Module:
+    count, hidden, width = experts.down_proj.shape
+    own = _even(width, 2, name, peers)
+    cut = ExpertsCut(own.start, own.stop, width)
+    cuts[f"{name}.{SHARD}.{GATE_UP}"] = cuts[f"{name}.{SHARD}.{DOWN}"] = cut
+    share, dtype = own.stop - own.start, experts.down_proj.dtype
+    gate_up = torch.empty(count, 2 * share, hidden, device="meta", dtype=dtype)
+    experts.gate_up_proj = nn.Parameter(gate_up)
+    down = torch.empty(count, hidden, share, device="meta", dtype=dtype)
+    experts.down_proj = nn.Parameter(down)
+    return SummedExperts(experts, peers)
+
+
+def _rows(linear: nn.Linear, name: str, peers: Peers, cuts: Cuts) -> nn.Module:
     cut = _even(linear.in_features, 1, name, peers)
     cuts[f"{name}.{SHARD}.weight"] = cut
     shard = _linear(linear, cut.stop - cut.start, linear.out_features, False)
     return RowParallel(shard, linear.bias, peers)
 
 
-def _head(linear: nn.Linear, name: str, peers: Peers, cuts: dict[str, Cut]) -> nn.Module:
+def _head(linear: nn.Linear, name: str, peers: Peers, cuts: Cuts) -> nn.Module:
     vocab_size, place = linear.out_features, peers.place
     share = -(-vocab_size // place.tensor_size)
     start = share * place.tensor_rank

@@ -1,0 +1,80 @@
+"""A rank's share of a mixture's experts: of each its part of the inner width, summed over ranks.
+
+The router is whole on each rank, so all of them choose alike. A checkpoint keeps the experts'
+weights in two tensors for all of them, or one by one under other names: both are read in slices.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from rayfin.actors.runner.cuts import Cut, ExpertsCut
+from rayfin.actors.runner.parallel import Peers
+
+Read = Callable[[str, torch.Size, "Cut"], torch.Tensor]
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+
+
+class SummedExperts(nn.Module):
+    """The sum over ranks of what their shares of the chosen experts give."""
+
+    def __init__(self, shard: nn.Module, peers: Peers) -> None:
+        super().__init__()
+        self.shard = shard
+        self._peers = peers
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H]."""
+        mixed: torch.Tensor = self.shard(hidden_states, top_k_index, top_k_weights)
+        return self._peers.sum(mixed)
+
+
+_FORMS = (  # of one expert: what stands for "mlp", and its gate, up and down
+    ("mlp", "gate_proj", "up_proj", "down_proj"),  # Qwen 2 and 3, OLMoE
+    ("block_sparse_moe", "w1", "w3", "w2"),  # Mixtral
+)
+
+
+def stored_name(name: str, known: Callable[[str], bool]) -> str:
+    """The name under which a checkpoint has a parameter beside the experts: the router's."""
+    other = name.replace(".mlp.", ".block_sparse_moe.")
+    return other if not known(name) and known(other) else name
+
+
+def read_experts(
+    name: str, shape: torch.Size, cut: ExpertsCut, known: Callable[[str], bool], read: Read
+) -> torch.Tensor:
+    """A rank's part [E, ...] of the experts' parameter ``name``.
+
+    Raises:
+        InvalidConfig: it is not there, under no name that is known (``read`` says so).
+    """
+    count, width = shape[0], cut.stop - cut.start
+    is_down = name.endswith(DOWN)
+    base = name.rpartition(".")[0]
+    for mlp, gate, up, down in _FORMS:
+        prefix = base.replace(".mlp.", f".{mlp}.")
+        if not known(f"{prefix}.0.{down}.weight"):
+            continue
+        own = Cut(1 if is_down else 0, cut.start, cut.stop, cut.whole)
+        rows = [shape[1], width] if is_down else [width, shape[2]]
+        kinds = (down,) if is_down else (gate, up)
+        experts = [
+            torch.cat(
+                [read(f"{prefix}.{i}.{kind}.weight", torch.Size(rows), own) for kind in kinds]
+            )
+            for i in range(count)
+        ]
+        return torch.stack(experts)
+    if is_down:
+        return read(name, shape, Cut(2, cut.start, cut.stop, cut.whole))
+    half = torch.Size([count, width, shape[2]])
+    whole = 2 * cut.whole
+    parts = [
+        read(name, half, Cut(1, first + cut.start, first + cut.stop, whole))
+        for first in (0, cut.whole)
+    ]
+    return torch.cat(parts, dim=1)
