@@ -4,6 +4,7 @@
 
 #include "epilogue.h"
 #include "matmul_int8.h"
+#include "panel_tiles.h"
 #include "register_tile.h"
 
 namespace rayfin {
@@ -27,23 +28,17 @@ constexpr int panels_at_once(int64_t rows) {
   return rows == 1 ? 4 : rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
 }
 
-template <int kM, class Weight>
-void few_rows(const Matrix& weight, const float* x, int64_t x_stride, int64_t first, int64_t last, float* y,
+template <int kM, int kP, class Weight>
+void few_rows(const Matrix& weight, const float* x, int64_t x_stride, int64_t panel, int64_t last, float* y,
               int64_t y_stride, const Epilogue& epilogue) {
-  constexpr int kP = panels_at_once(kM);
   alignas(64) float out[kM * kP * kPanel];
-  int64_t panel = first;
   for (; panel + kP <= last; panel += kP) {
     register_tile<kM, kP, true, false>(x, x_stride, weight.panel<Weight>(panel), weight.panel_size(), weight.inputs,
                                        out, kP * kPanel, false);
     for (int p = 0; p < kP; ++p)
       finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
   }
-  for (; panel < last; ++panel) {
-    register_tile<kM, 1, true, false>(x, x_stride, weight.panel<Weight>(panel), 0, weight.inputs, out, kPanel,
-                                      false);
-    finish_panel(weight, panel, out, kPanel, kM, epilogue.residual, y, y_stride, epilogue);
-  }
+  if constexpr (kP > 1) few_rows<kM, kP / 2, Weight>(weight, x, x_stride, panel, last, y, y_stride, epilogue);
 }
 
 // Rows of x against panels first .. last - 1: each block of a panel is used by all rows. Up to
@@ -82,34 +77,32 @@ int64_t chunk_rows(int64_t rows, int64_t inputs) {
   return std::min(rows, (even + kRows - 1) / kRows * kRows);
 }
 
-int64_t panels_per_tile(const Matrix& weight, int64_t rows, int64_t chunks, int threads, int element) {
+PanelTiles tiles_of(const Matrix& weight, int64_t rows, int64_t chunks, int threads, int element) {
   const double flops = 2.0 * double(rows) * double(weight.panel_size());
   const double bytes = double(weight.panel_size()) * element;
   const double seconds = std::max(flops / kFlopsPerSecond, bytes / kBytesPerSecond);
-  const int64_t wanted = int64_t(kTileSeconds / seconds) + 1;
-  const int64_t fair = weight.panels * chunks / (4 * threads) + 1;  // some tiles for everybody
-  const int64_t unit = rows <= kRows ? panels_at_once(rows) : 1;
-  return (std::min(wanted, fair) + unit - 1) / unit * unit;
+  const int64_t side = rows <= kRows ? panels_at_once(rows) : 1;
+  return {weight.panels, side, int64_t(kTileSeconds / seconds) + 1, chunks, threads};
 }
 
 template <class Weight>
 void matmul_as(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
                int64_t y_stride, const Epilogue& epilogue) {
   const int64_t chunk = chunk_rows(rows, weight.inputs), chunks = (rows + chunk - 1) / chunk;
-  const int64_t group = panels_per_tile(weight, chunk, chunks, pool.threads(), sizeof(Weight));
-  const int64_t groups = (weight.panels + group - 1) / group;
-  pool.run(chunks * groups, [&](int64_t tile, int thread) {
-    const int64_t start = tile / groups * chunk, count = std::min(chunk, rows - start);
-    const int64_t first = tile % groups * group, last = std::min(first + group, weight.panels);
+  const PanelTiles tiles = tiles_of(weight, chunk, chunks, pool.threads(), sizeof(Weight));
+  pool.run(chunks * tiles.count(), [&](int64_t tile, int thread) {
+    const int64_t start = tile / tiles.count() * chunk, count = std::min(chunk, rows - start);
+    const PanelTiles::Range panels = tiles[tile % tiles.count()];
     const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
     if (rows <= kRows) {
       with_rows(rows, [&](auto m) {
-        few_rows<m.value, Weight>(weight, x, x_stride, first, last, y, y_stride, epilogue);
+        few_rows<m.value, panels_at_once(m.value), Weight>(weight, x, x_stride, panels.first, panels.last, y, y_stride,
+                                                         epilogue);
       });
     } else {
       float* out = pool.scratch<float>(thread, count * kPanel);
-      many_rows<Weight>(count, weight, x + start * x_stride, x_stride, first, last, out, residual,
-                        y + start * y_stride, y_stride, epilogue);
+      many_rows<Weight>(count, weight, x + start * x_stride, x_stride, panels.first, panels.last, out,
+                        residual, y + start * y_stride, y_stride, epilogue);
     }
   });
 }

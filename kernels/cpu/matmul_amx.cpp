@@ -16,6 +16,7 @@
 #include "epilogue.h"
 #include "matmul_amx_few.h"
 #include "matmul_amx_float.h"
+#include "panel_tiles.h"
 
 namespace rayfin {
 
@@ -124,13 +125,11 @@ int64_t chunks_of(const Rows& rows) {
   return (rows.blocks + most - 1) / most;
 }
 
-int64_t panels_per_tile(const Matrix& weight, int64_t rows, int64_t chunks, int threads) {
+PanelTiles tiles_of(const Matrix& weight, int64_t rows, int64_t chunks, int threads) {
   const double flops = 2.0 * double(rows) * double(weight.panel_size());
   const double bytes = double(weight.panel_size()) * double(sizeof(BFloat16));
   const double seconds = std::max(flops / kFlopsPerSecond, bytes / kBytesPerSecond);
-  const int64_t wanted = int64_t(kTileSeconds / seconds) + 1;
-  const int64_t fair = weight.panels * chunks / (4 * threads) + 1;  // some tiles for everybody
-  return (std::min(wanted, fair) + kSide - 1) / kSide * kSide;
+  return {weight.panels, kSide, int64_t(kTileSeconds / seconds) + 1, chunks, threads};
 }
 
 // At most kMostRows rows.
@@ -140,21 +139,20 @@ void multiply_rows(Pool& pool, const Matrix& weight, const float* x, int64_t x_s
   BFloat16* parts = pool.workspace<BFloat16>(rows.blocks * rows.block_size());
   split_rows(pool, rows, x, x_stride, weight.inputs, parts);
   const int64_t chunks = chunks_of(rows);
-  const int64_t group = panels_per_tile(weight, (count + chunks - 1) / chunks, chunks, pool.threads());
-  const int64_t groups = (weight.panels + group - 1) / group;
+  const PanelTiles tiles = tiles_of(weight, (count + chunks - 1) / chunks, chunks, pool.threads());
   const uint8_t height = uint8_t(rows.per_block);
   const int64_t cut_size = weight.storage == kFloat32 ? float_cut_size() : 0;
-  pool.run(chunks * groups, [&](int64_t tile, int thread) {
+  pool.run(chunks * tiles.count(), [&](int64_t tile, int thread) {
     const TileShapes shapes({height, height, height, height, height, height, height, kRegisterRows});
-    const int64_t chunk = tile / groups, first_panel = tile % groups * group;
+    const int64_t chunk = tile / tiles.count();
+    const PanelTiles::Range panels = tiles[tile % tiles.count()];
     const int64_t first = rows.blocks * chunk / chunks, last = rows.blocks * (chunk + 1) / chunks;
     const int64_t start = first * rows.per_block, n = std::min(last * rows.per_block, rows.count) - start;
     float* out = pool.scratch<float>(thread, (last - first) * rows.per_block * kWide + cut_size / 2);
     BFloat16* cut = reinterpret_cast<BFloat16*>(out + (last - first) * rows.per_block * kWide);
     const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
-    const int64_t end = std::min(first_panel + group, weight.panels);
-    for (int64_t panel = first_panel; panel < end; panel += kSide) {
-      const int64_t side = std::min(kSide, end - panel);
+    for (int64_t panel = panels.first; panel < panels.last; panel += kSide) {
+      const int64_t side = std::min(kSide, panels.last - panel);
       multiply_side(weight, panel, side, rows, parts + first * rows.block_size(), last - first, cut, out);
       for (int64_t p = 0; p < side; ++p)
         finish_panel(weight, panel + p, out + p * kPanel, kWide, n, residual, y + start * y_stride, y_stride,

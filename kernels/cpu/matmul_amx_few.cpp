@@ -17,6 +17,7 @@
 
 #include "amx_rows.h"
 #include "epilogue.h"
+#include "panel_tiles.h"
 
 namespace rayfin {
 
@@ -140,14 +141,15 @@ void some_panels(const Matrix& weight, int64_t first, const float* x, float* out
 }
 
 template <int kM, int kP, class Weight>
-void multiply_panels(const Matrix& weight, int64_t first, int64_t last, const float* x, float* y, int64_t y_stride,
+void multiply_panels(const Matrix& weight, int64_t panel, int64_t last, const float* x, float* y, int64_t y_stride,
                      const Epilogue& epilogue) {
   alignas(64) float out[kM * kP * kPanel];
-  for (int64_t panel = first; panel + kP <= last; panel += kP) {
+  for (; panel + kP <= last; panel += kP) {
     some_panels<kM, kP, Weight>(weight, panel, x, out);
     for (int p = 0; p < kP; ++p)
       finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
   }
+  if constexpr (kP > 1) multiply_panels<kM, kP / 2, Weight>(weight, panel, last, x, y, y_stride, epilogue);
 }
 
 template <int kM, class Weight>
@@ -155,16 +157,12 @@ void multiply(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride
               const Epilogue& epilogue) {
   constexpr int kP = sizeof(Weight) == sizeof(float) ? 4 : 4 / kM;
   const double seconds = double(weight.panel_size()) * double(sizeof(Weight)) / kBytesPerSecond;
-  const int64_t wanted = int64_t(kTileSeconds / seconds) + 1, fair = weight.panels / (4 * pool.threads()) + 1;
-  const int64_t group = (std::min(wanted, fair) + kP - 1) / kP * kP;
-  pool.run((weight.panels + group - 1) / group, [&](int64_t tile, int thread) {
+  const PanelTiles tiles(weight.panels, kP, int64_t(kTileSeconds / seconds) + 1, 1, pool.threads());
+  pool.run(tiles.count(), [&](int64_t tile, int thread) {
     const SmallAsZero mode;
     float* parts = pool.scratch<float>(thread, kM * weight.depth * kParts);
     split_rows(x, x_stride, kM, weight.inputs, parts);
-    const int64_t first = tile * group, last = std::min(first + group, weight.panels);
-    const int64_t rest = first + (last - first) / kP * kP;
-    multiply_panels<kM, kP, Weight>(weight, first, rest, parts, y, y_stride, epilogue);
-    multiply_panels<kM, 1, Weight>(weight, rest, last, parts, y, y_stride, epilogue);
+    multiply_panels<kM, kP, Weight>(weight, tiles[tile].first, tiles[tile].last, parts, y, y_stride, epilogue);
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include "epilogue.h"
 #include "int8_tile.h"
+#include "panel_tiles.h"
 
 #if defined(__AVX2__)
 #include <cpuid.h>
@@ -59,23 +60,17 @@ Int8Panel panel_of(const Matrix& weight, int64_t panel) {
   return {weight.panel<int8_t>(panel), weight.scales() + panel * kPanel, weight.offsets() + panel * kPanel};
 }
 
-template <class Dot, int kM>
-void few_rows(const Matrix& weight, const Rows& x, int64_t first, int64_t last, float* y, int64_t y_stride,
+template <class Dot, int kM, int kP>
+void few_rows(const Matrix& weight, const Rows& x, int64_t panel, int64_t last, float* y, int64_t y_stride,
               const Epilogue& epilogue) {
-  constexpr int kP = Dot::panels_at_once(kM);
   alignas(64) float out[kM * kP * kPanel];
-  int64_t panel = first;
   for (; panel + kP <= last; panel += kP) {
     int8_tile<Dot, kM, kP, true, false>(x.values, x.stride, x.scales, panel_of(weight, panel), weight.depth, out,
                                         kP * kPanel);
     for (int p = 0; p < kP; ++p)
       finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
   }
-  for (; panel < last; ++panel) {
-    int8_tile<Dot, kM, 1, true, false>(x.values, x.stride, x.scales, panel_of(weight, panel), weight.depth, out,
-                                       kPanel);
-    finish_panel(weight, panel, out, kPanel, kM, epilogue.residual, y, y_stride, epilogue);
-  }
+  if constexpr (kP > 1) few_rows<Dot, kM, kP / 2>(weight, x, panel, last, y, y_stride, epilogue);
 }
 
 // Rows of x against panels first .. last - 1, each panel used by all rows while it is near. Up to kFetchedRows
@@ -116,12 +111,10 @@ int64_t chunk_rows(int64_t rows, int64_t row_bytes, int64_t unit) {
   return std::min(rows, (even + unit - 1) / unit * unit);
 }
 
-int64_t panels_per_tile(const Matrix& weight, int64_t rows, int64_t chunks, int threads, int64_t unit) {
+PanelTiles tiles_of(const Matrix& weight, int64_t rows, int64_t chunks, int threads, int64_t side) {
   const double seconds = std::max(2.0 * double(rows) * double(weight.panel_size()) / kOperationsPerSecond,
                                   double(weight.panel_size()) / kBytesPerSecond);
-  const int64_t wanted = int64_t(kTileSeconds / seconds) + 1;
-  const int64_t fair = weight.panels * chunks / (4 * threads) + 1;  // some tiles for everybody
-  return (std::min(wanted, fair) + unit - 1) / unit * unit;
+  return {weight.panels, side, int64_t(kTileSeconds / seconds) + 1, chunks, threads};
 }
 
 template <class Dot>
@@ -130,22 +123,21 @@ void matmul_by(Pool& pool, const Matrix& weight, const float* x, int64_t x_strid
   const Rows quantised = quantise<Dot>(pool, weight, x, x_stride, rows);
   const bool few = rows <= Dot::kMostRows;
   const int64_t chunk = chunk_rows(rows, quantised.stride, Dot::kMostRows), chunks = (rows + chunk - 1) / chunk;
-  const int64_t group =
-      panels_per_tile(weight, chunk, chunks, pool.threads(), few ? Dot::panels_at_once(rows) : 1);
-  const int64_t groups = (weight.panels + group - 1) / group;
-  pool.run(chunks * groups, [&](int64_t tile, int thread) {
-    const int64_t start = tile / groups * chunk, count = std::min(chunk, rows - start);
-    const int64_t first = tile % groups * group, last = std::min(first + group, weight.panels);
+  const PanelTiles tiles = tiles_of(weight, chunk, chunks, pool.threads(), few ? Dot::panels_at_once(rows) : 1);
+  pool.run(chunks * tiles.count(), [&](int64_t tile, int thread) {
+    const int64_t start = tile / tiles.count() * chunk, count = std::min(chunk, rows - start);
+    const PanelTiles::Range panels = tiles[tile % tiles.count()];
     const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
     if (few) {
       with_rows(rows, [&](auto m) {
         if constexpr (m.value <= Dot::kMostRows)
-          few_rows<Dot, m.value>(weight, quantised, first, last, y, y_stride, epilogue);
+          few_rows<Dot, m.value, Dot::panels_at_once(m.value)>(weight, quantised, panels.first, panels.last, y, y_stride,
+                                                              epilogue);
       });
     } else {
       float* out = pool.scratch<float>(thread, count * kPanel);
-      many_rows<Dot>(count, weight, quantised.from(start), first, last, out, residual, y + start * y_stride, y_stride,
-                     epilogue);
+      many_rows<Dot>(count, weight, quantised.from(start), panels.first, panels.last, out, residual, y + start * y_stride,
+                     y_stride, epilogue);
     }
   });
 }

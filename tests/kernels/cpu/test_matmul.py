@@ -39,6 +39,15 @@ def test_any_shape(
     check(kernels.matmul(x, matrix), product(x, weight))
 
 
+@settings(max_examples=20, deadline=None)
+@given(rows=ROWS, outputs=st.integers(1, 1500), seed=st.integers(0, 99))
+def test_however_outputs_are_dealt_out(
+    kernels: CpuKernels, rows: int, outputs: int, seed: int
+) -> None:
+    weight, x = normal(outputs, 9, seed=seed), normal(rows, 9, seed=seed + 1)
+    check(kernels.matmul(x, kernels.pack([weight])), product(x, weight))
+
+
 @pytest.mark.parametrize("rows", [1, 5, 60, 200])
 @pytest.mark.parametrize("inputs", [576, 1537])
 def test_depth_in_blocks(kernels: CpuKernels, rows: int, inputs: int) -> None:
