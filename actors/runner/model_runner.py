@@ -77,7 +77,7 @@ class ModelRunner:
         self._hf_config = load_config(args)
         self._peers = None if place is None else Peers(place, self._device)
         model, layers = self._load()
-        kernels = None
+        kernels: CpuKernels | None = None
         if self._device.type == "cpu":
             threads = args.threads or default_threads(model.num_parameters(), self._ranks)
             torch.set_num_threads(threads)
@@ -96,6 +96,7 @@ class ModelRunner:
             pack_linears(paged, kernels)
         if not self._peers and kernels and model.dtype in TOLERANCE:
             self._model = self._on_kernels(paged, kernels, args.quantization)
+        self._kernels = kernels
         self._page_size = args.page_size
         self._epoch = -1
         self._next_step = 0
@@ -171,7 +172,7 @@ class ModelRunner:
         self._graphs = None
         self._bind(0)  # a restart frees the old pages before it takes new ones
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
-        sample = select_sample(self._device, self._args.attention)
+        sample = select_sample(self._device, self._args.attention, self._kernels)
         self._sampler = Sampler(self._slots, self._device, sample)
         self._mover = PageMover(self._bind(config.num_pages), self._host(config.num_host_pages))
         self._graphs = self._decode_graphs(config)

@@ -12,7 +12,7 @@ from rayfin.actors.runner.lease_rules import LeaseRules
 from rayfin.actors.runner.logits_processors import LogitsProcessors
 from rayfin.actors.runner.logprobs import logprobs_of, sampled_logprobs, scored_chunks
 from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
-from rayfin.kernels.sampling.sample import find_bad_rows
+from rayfin.kernels.sampling.sample import NOTHING, find_bad_rows
 from rayfin.kernels.sampling.select import Sample
 
 NO_TOKEN_LEFT = "no token is left that allowed_token_ids, bad_words and min_tokens let through"
@@ -72,9 +72,11 @@ class Sampler:
         position = (info.kv_len + info.chunk_len)[rows]
         processed = self._processors.process(raw, slots, position)
         tokens = self._sample(processed, inputs.sampling).cpu().numpy().astype(np.int32)
-        bad = find_bad_rows(raw).cpu().numpy()
+        bad = tokens == NOTHING
         if processed is not raw:
-            empty = find_bad_rows(processed).cpu().numpy() & ~bad
+            empty = bad
+            bad = find_bad_rows(raw).cpu().numpy()
+            empty &= ~bad
             result.errors = {row: RequestFailed(NO_TOKEN_LEFT) for row in rows[empty].tolist()}
             tokens[empty] = NO_TOKEN
         tokens[bad] = NO_TOKEN

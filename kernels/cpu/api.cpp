@@ -5,6 +5,7 @@
 #include "decoder.h"
 #include "experts.h"
 #include "heads.h"
+#include "highest.h"
 #include "isa.h"
 #include "matmul.h"
 #include "matmul_int8.h"
@@ -94,6 +95,12 @@ RAYFIN_API void rayfin_rms_norm(Pool* pool, const float* x, int64_t x_stride, in
                                 float alpha, float* y, int64_t y_stride) {
   Turn turn(pool);
   rms_norm(*pool, x, x_stride, rows, dim, weight, eps, residual, residual_stride, alpha, y, y_stride);
+}
+
+RAYFIN_API void rayfin_highest(Pool* pool, const float* x, int64_t stride, int64_t rows, int64_t count,
+                               int64_t* index) {
+  Turn turn(pool);
+  highest(*pool, x, stride, rows, count, index);
 }
 
 RAYFIN_API void rayfin_prepare_heads(Pool* pool, const Heads* heads) {

@@ -142,6 +142,15 @@ class CpuKernels:
         )
         return out
 
+    def highest(self, x: torch.Tensor) -> torch.Tensor:  # [M, N], rows dense
+        """The first index of each row's highest number, -1 where that is not finite: [M] int64."""
+        assert x.dim() == 2 and x.stride(1) == 1 and x.dtype == torch.float32
+        index = torch.empty(x.shape[0], dtype=torch.int64)
+        self.library.rayfin_highest(
+            self.pool, x.data_ptr(), x.stride(0), *x.shape, index.data_ptr()
+        )
+        return index
+
 
 class Matrix:
     """A weight [outputs, inputs] packed for ``CpuKernels.matmul``, in memory of its own.

@@ -13,6 +13,9 @@ from rayfin.kernels.sampling.filters import (
 from rayfin.kernels.sampling.random import uniform
 from rayfin.kernels.sampling.weights import fixed_point_weights
 
+NOTHING = -1
+"""The token of a row that cannot be sampled."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
@@ -35,10 +38,10 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
     A greedy row gets the highest raw logit, the lowest index among equals. Any other row's token is
     a function of its own logits, parameters, seed and position: its batch mates do not matter. The
-    order is vLLM's: temperature, min_p, top_k, top_p, draw. A bad row (see `find_bad_rows`) gets
-    some token of the vocabulary.
+    order is vLLM's: temperature, min_p, top_k, top_p, draw. A bad row (`find_bad_rows`) gets -1.
     """
-    greedy = logits.argmax(dim=-1)
+    highest, greedy = logits.max(dim=-1)
+    greedy = torch.where(torch.isfinite(highest), greedy, NOTHING)
     if rows.all_greedy:
         return greedy
     filtered = apply_temperature(logits, rows.temperature)  # [S, V] fp32
@@ -49,7 +52,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if rows.any_top_p:
         filtered = top_p_filter(filtered, rows.top_p)
     drawn = draw(filtered, uniform(rows.seed, rows.position))
-    return torch.where(rows.temperature > 0, drawn, greedy)
+    return torch.where((rows.temperature > 0) & (greedy != NOTHING), drawn, greedy)
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,27 @@
 """Which sampling a device gets."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.sampling.cpu import sample_on_cpu
 from rayfin.kernels.sampling.sample import SamplingRows, sample
 from rayfin.kernels.triton.available import can_use_triton
 
 Sample = Callable[[torch.Tensor, SamplingRows], torch.Tensor]
 
 
-def select_sample(device: torch.device, name: str = "auto") -> Sample:
-    """Of the attention backend's name, torch's `sample`, or on a GPU the one without a sort."""
+def select_sample(
+    device: torch.device, name: str = "auto", kernels: CpuKernels | None = None
+) -> Sample:
+    """Of the attention backend's name: torch's `sample`, on a GPU the one without a sort.
+
+    With the CPU's compiled ``kernels``, theirs.
+    """
     if name in ("auto", "triton") and can_use_triton(device):
         from rayfin.kernels.triton.sample import sample as triton_sample  # not installed everywhere
 
         return triton_sample
-    return sample
+    return sample if kernels is None else partial(sample_on_cpu, kernels)

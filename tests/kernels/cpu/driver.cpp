@@ -14,6 +14,7 @@
 #include "../../../kernels/cpu/attention.h"
 #include "../../../kernels/cpu/decoder.h"
 #include "../../../kernels/cpu/experts.h"
+#include "../../../kernels/cpu/highest.h"
 #include "../../../kernels/cpu/isa.h"
 #include "../../../kernels/cpu/matmul.h"
 #include "../../../kernels/cpu/norms.h"
@@ -84,6 +85,17 @@ void norms() {
     const auto x = floats(90 * dim), weight = floats(dim), residual = floats(90 * dim);
     on_pools("norm", 90 * dim, [&](Pool& pool, float* out) {
       rms_norm(pool, x.data(), dim, 90, dim, weight.data(), 1e-5f, residual.data(), dim, 0.5f, out, dim);
+    });
+  }
+}
+
+void highest_of_rows() {
+  for (int64_t count : {1, 33, 4096, 9000}) {
+    const auto x = floats(7 * count);
+    on_pools("highest", 7, [&](Pool& pool, float* out) {
+      std::vector<int64_t> index(7);
+      highest(pool, x.data(), count, 7, count, index.data());
+      std::copy(index.begin(), index.end(), out);
     });
   }
 }
@@ -227,6 +239,7 @@ int main() {
   pools();
   matmuls();
   norms();
+  highest_of_rows();
   attentions<float>(kFloat32, floats);
   attentions<BFloat16>(kBFloat16, halves);
   decoders();

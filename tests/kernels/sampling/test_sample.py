@@ -191,7 +191,9 @@ def test_bad_rows() -> None:
     assert find_bad_rows(logits).tolist() == [False, True, True, True, False, False]
     rows = rows_of(temperature=[1.0] * 6, top_k=[3] * 6, top_p=[0.9] * 6, min_p=[0.1] * 6)
     tokens = sample(logits, rows)
-    assert bool(((tokens >= 0) & (tokens < 9)).all())
+    assert (tokens < 0).tolist() == find_bad_rows(logits).tolist()
+    greedy = sample(logits, rows_of(temperature=[0.0] * 6))
+    assert (greedy < 0).tolist() == find_bad_rows(logits).tolist()
     good = torch.tensor([0, 4, 5])
     assert torch.equal(sample(logits[good], pick(rows, good)), tokens[good])
     assert tokens[4] == 8
