@@ -261,6 +261,14 @@ RELIABILITY = [
     Panel("No step finished for", {BY_ENGINE: f"rayfin_engine_stalled_seconds{{{ENGINE}}}"}, "s"),
     Panel("Draining", {BY_ENGINE: f"rayfin_engine_draining{{{ENGINE}}}"}),
     Panel("Awake or asleep", {"{{sleep_state}}": total("engine_sleep_state", by="sleep_state")}),
+    Panel(
+        "Age of the numbers",
+        {
+            BY_ENGINE: f"time() - rayfin_engine_reported_timestamp_seconds{{{ENGINE}}}",
+            "ingresses": f"time() - min(rayfin_ingress_reported_timestamp_seconds{{{MODEL}}})",
+        },
+        "s",
+    ),
 ]
 
 OF_MODEL = "{{model_name}}"
