@@ -72,14 +72,11 @@ class Sampler:
         position = (info.kv_len + info.chunk_len)[rows]
         processed = self._processors.process(raw, slots, position)
         tokens = self._sample(processed, inputs.sampling).cpu().numpy().astype(np.int32)
-        bad = tokens == NOTHING
-        if processed is not raw:
-            empty = bad
-            bad = find_bad_rows(raw).cpu().numpy()
-            empty &= ~bad
-            result.errors = {row: RequestFailed(NO_TOKEN_LEFT) for row in rows[empty].tolist()}
-            tokens[empty] = NO_TOKEN
-        tokens[bad] = NO_TOKEN
+        unsampled = tokens == NOTHING
+        bad = unsampled if processed is raw else find_bad_rows(raw).cpu().numpy()
+        empty = unsampled & ~bad
+        result.errors = {row: RequestFailed(NO_TOKEN_LEFT) for row in rows[empty].tolist()}
+        tokens[unsampled | bad] = NO_TOKEN
         result.tokens[rows] = tokens
         result.errors |= {row: NumericalError(NOT_FINITE) for row in rows[bad].tolist()}
         asked = self._slots.logprobs[slots]

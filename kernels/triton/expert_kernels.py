@@ -55,6 +55,14 @@ def map_tiles(
 
 
 @triton.jit
+def assignments_of(tile, order, ROWS: tl.constexpr):
+    """A tile's assignments [ROWS] int64, and which of them there are."""
+    m = tl.arange(0, ROWS)
+    valid = m < tl.load(tile + 2)
+    return tl.load(order + tl.load(tile + 1) + m, mask=valid, other=0).to(tl.int64), valid
+
+
+@triton.jit
 def gate_up_tiles(
     x,  # [T, H]
     weight,  # [E, 2 F, H], gate above up
@@ -74,9 +82,8 @@ def gate_up_tiles(
     expert = tl.load(tile).to(tl.int64)
     if expert < 0:
         return
-    m, d = tl.arange(0, ROWS), tl.arange(0, DEPTH)
-    valid = m < tl.load(tile + 2)
-    assignment = tl.load(order + tl.load(tile + 1) + m, mask=valid, other=0).to(tl.int64)
+    d = tl.arange(0, DEPTH)
+    assignment, valid = assignments_of(tile, order, ROWS)
     f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows = x + (assignment // CHOICES)[:, None] * HIDDEN
     gates = weight + (expert * 2 * INTERMEDIATE + f)[None, :] * HIDDEN
@@ -116,9 +123,8 @@ def down_tiles(
     expert = tl.load(tile).to(tl.int64)
     if expert < 0:
         return
-    m, d = tl.arange(0, ROWS), tl.arange(0, DEPTH)
-    valid = m < tl.load(tile + 2)
-    assignment = tl.load(order + tl.load(tile + 1) + m, mask=valid, other=0).to(tl.int64)
+    d = tl.arange(0, DEPTH)
+    assignment, valid = assignments_of(tile, order, ROWS)
     h = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows = inner + assignment[:, None] * INTERMEDIATE
     columns = weight + (expert * HIDDEN + h)[None, :] * INTERMEDIATE

@@ -12,6 +12,19 @@ from rayfin.kernels.triton.activation import activated
 
 
 @triton.jit
+def rows_part(x, norm, squares, m, k, rows, INPUTS: tl.constexpr, NORM: tl.constexpr):
+    """Inputs k of the rows m, times the norm's weights; ``squares`` and theirs added."""
+    inside = k < INPUTS
+    known = (m < rows)[:, None] & inside[None, :]
+    a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
+    if NORM:
+        wide = a.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+        a = (wide * tl.load(norm + k, mask=inside, other=0.0)[None, :]).to(a.dtype)
+    return a, squares
+
+
+@triton.jit
 def product(
     x,  # [T, K]
     weight,  # [N, K]
@@ -42,14 +55,9 @@ def product(
     for start in range(0, INPUTS, DEPTH):
         k = start + tl.arange(0, DEPTH)
         inside = k < INPUTS
-        known = (m < rows)[:, None] & inside[None, :]
-        a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
+        a, squares = rows_part(x, norm, squares, m, k, rows, INPUTS, NORM)
         used = inside[:, None] & (n < OUTPUTS)[None, :]
         b = tl.load(weight + n[None, :] * INPUTS + k[:, None], mask=used, other=0.0)
-        if NORM:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            a = (wide * tl.load(norm + k, mask=inside, other=0.0)[None, :]).to(a.dtype)
         summed = tl.dot(a, b, summed, input_precision="ieee")
     if NORM:
         summed = summed * tl.rsqrt(squares / INPUTS + eps)[:, None]
@@ -89,16 +97,11 @@ def gated_product(
     for start in range(0, INPUTS, DEPTH):
         k = start + tl.arange(0, DEPTH)
         inside = k < INPUTS
-        known = (m < rows)[:, None] & inside[None, :]
-        a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
+        a, squares = rows_part(x, norm, squares, m, k, rows, INPUTS, NORM)
         used = inside[:, None] & (n < OUTPUTS)[None, :]
         gates = weight + n[None, :] * INPUTS + k[:, None]
         b = tl.load(gates, mask=used, other=0.0)
         c = tl.load(gates + OUTPUTS * INPUTS, mask=used, other=0.0)
-        if NORM:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            a = (wide * tl.load(norm + k, mask=inside, other=0.0)[None, :]).to(a.dtype)
         gate = tl.dot(a, b, gate, input_precision="ieee")
         up = tl.dot(a, c, up, input_precision="ieee")
     if NORM:
