@@ -39,6 +39,7 @@ from rayfin.actors.runner.sampler import Sampled, Sampler
 from rayfin.actors.runner.shard_weights import load_share
 from rayfin.actors.runner.weights import load_config, load_model, max_position
 from rayfin.actors.scheduler.executor import Fenced
+from rayfin.cache.first_touch import FirstTouch
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.interface import PagedAttention
 from rayfin.kernels.attention.select import select_attention
@@ -55,6 +56,10 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
 """Steps in a row of which no row could be computed: then it is the runner, which is replaced."""
+
+AHEAD_TOKENS = 16_384
+AHEAD_BYTES = 1 << 30
+"""Pages for so many tokens, and no more memory, are made ready on a CPU before they are used."""
 
 ONE_THREAD_PARAMETERS = 32_000_000
 """Models with fewer parameters compute on one thread unless told otherwise."""
@@ -103,6 +108,7 @@ class ModelRunner:
         self._failed_steps = 0  # in a row, of which no row could be computed
         self._graphs: DecodeGraphs | None = None
         self._relay: TokenRelay | None = None  # in a group
+        self._first_touch: FirstTouch | None = None  # on a CPU, with pages
 
     def _load(self) -> tuple[PreTrainedModel, range | None]:
         """The model, or this rank's share of it, and which layers that has."""
@@ -174,7 +180,9 @@ class ModelRunner:
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
         sample = select_sample(self._device, self._args.attention, self._kernels)
         self._sampler = Sampler(self._slots, self._device, sample)
-        self._mover = PageMover(self._bind(config.num_pages), self._host(config.num_host_pages))
+        cache = self._bind(config.num_pages)
+        self._mover = PageMover(cache, self._host(config.num_host_pages))
+        self._touch_ahead(cache)
         self._graphs = self._decode_graphs(config)
         if self._peers:
             self._peers.connect(str(epoch))
@@ -206,6 +214,8 @@ class ModelRunner:
         if len(info.moves):
             self._mover.run(info.moves)
         self._slots.apply(info)
+        if self._first_touch and len(info.new_pages):
+            self._first_touch.reach(int(info.new_pages.max()))
         self._sampler.take_news(info)
         lease, rows = info.lease, np.arange(len(info.ids))
         replayed = self._replay(info)
@@ -326,9 +336,20 @@ class ModelRunner:
 
     def _bind(self, num_pages: int) -> KVTensors:
         model = self._model
+        if self._first_touch:
+            self._first_touch.stop()
+            self._first_touch = None
         cache = KVTensors(model.layouts, num_pages, self._page_size, self._page_type, self._device)
         model.bind(cache)
         return cache
+
+    def _touch_ahead(self, cache: KVTensors) -> None:
+        """Has memory ready for the next requests' pages where the system gives it at first use."""
+        if self._device.type != "cpu" or not cache.num_pages:
+            return
+        page = page_bytes(self._model.layouts, self._page_size, self._page_type)
+        ahead = min(AHEAD_TOKENS // self._page_size, AHEAD_BYTES // max(page, 1))
+        self._first_touch = FirstTouch([*cache.keys, *cache.values], ahead)
 
     def _host(self, num_pages: int) -> KVTensors:
         """Swap space: pages in host memory, pinned where a GPU copies to and from it."""
