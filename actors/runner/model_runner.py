@@ -22,6 +22,7 @@ from rayfin.actors.config import (
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, UnsupportedModel
 from rayfin.actors.messages import NO_TOKEN, Logprobs, SchedulerInfo, StepResult
 from rayfin.actors.runner.batch import build_inputs, next_decode
+from rayfin.actors.runner.first_touch import FirstTouch
 from rayfin.actors.runner.fuse import TOLERANCE, fuse
 from rayfin.actors.runner.fuse_linears import pack_linears
 from rayfin.actors.runner.fused_model import FusedModel
@@ -39,7 +40,6 @@ from rayfin.actors.runner.sampler import Sampled, Sampler
 from rayfin.actors.runner.shard_weights import load_share
 from rayfin.actors.runner.weights import load_config, load_model, max_position
 from rayfin.actors.scheduler.executor import Fenced
-from rayfin.cache.first_touch import FirstTouch
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.interface import PagedAttention
 from rayfin.kernels.attention.select import select_attention

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from rayfin.cache import first_touch
-from rayfin.cache.first_touch import FirstTouch
+from rayfin.actors.runner import first_touch
+from rayfin.actors.runner.first_touch import FirstTouch
 from rayfin.cache.kv_tensors import HUGE_BYTES, KVLayout, KVTensors
 
 PAGES = 4 * HUGE_BYTES // 4096
