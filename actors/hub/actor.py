@@ -37,7 +37,12 @@ ANSWER_SECONDS = 1.0  # that a pull waits for schedulers
 SCRAPE_SECONDS = 0.03  # that a scrape waits for a pull; then their last numbers stand
 SILENT_SECONDS = 10.0  # gauges of an ingress that does not report, of an engine that answers not
 LEASE_SECONDS = 15.0
-OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 16}
+OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,
+    "max_restarts": 0,
+    "max_concurrency": 16,
+    "enable_task_events": False,
+}
 HEAD = "node:__internal_head__"
 """The resource of the cluster's head node: there Prometheus finds the hub's port."""
 

@@ -66,6 +66,7 @@ OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
     "num_cpus": 0,
+    "enable_task_events": False,  # Ray's GCS would keep a record of each call
     "concurrency_groups": {"requests": 1, "streams": MAX_CLIENTS, "control": 6},
 }
 
