@@ -78,6 +78,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
+    "olmo3": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.5},
+    "deepseek_v2": {**_MLA, "q_lora_rank": None, "topk_method": "greedy"},
+}
+"""Those that only single tests want."""
+
 _OWN_FIELDS_ONLY = {"gpt2": {"vocab_size", "bos_token_id", "eos_token_id", "initializer_range"}}
 
 
@@ -85,7 +102,9 @@ def tiny_config(architecture: str) -> PretrainedConfig:
     base = _BASE
     if (kept := _OWN_FIELDS_ONLY.get(architecture)) is not None:
         base = {name: value for name, value in _BASE.items() if name in kept}
-    return AutoConfig.for_model(architecture, **{**base, **ARCHITECTURES[architecture]})
+    return AutoConfig.for_model(
+        architecture, **{**base, **{**ARCHITECTURES, **OTHERS}[architecture]}
+    )
 
 
 def make_tiny_model(architecture: str, folder: Path, seed: int = 0) -> PreTrainedModel:
@@ -96,6 +115,11 @@ def make_tiny_model(architecture: str, folder: Path, seed: int = 0) -> PreTraine
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2 and "norm" not in name:
                 parameter.normal_(0.0, 0.2)  # biases and sinks: zeros would hide a missing one
+            elif name.endswith(("q_norm.weight", "k_norm.weight")) and "olmo" in architecture:
+                parameter.uniform_(0.5, 1.5)  # over all heads: ones would hide a wrong share
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return model.eval()
 

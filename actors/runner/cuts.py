@@ -14,6 +14,20 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class MergedCut:
+    """Several parts of one tensor, one after the other along the dimension that all are cut in."""
+
+    parts: tuple[Cut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """The parameter is the transpose of this part."""
+
+    of: Cut | MergedCut
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsCut:
     """Of all experts' gate and up projections, or of all their down projections."""
 
@@ -22,5 +36,6 @@ class ExpertsCut:
     whole: int  # the experts' inner width
 
 
-Cuts = dict[str, Cut | ExpertsCut]
-"""By the parameter's name; what is not there is whole."""
+AnyCut = Cut | MergedCut | Transposed | ExpertsCut
+Cuts = dict[str, AnyCut]
+"""By the name in a checkpoint; what is not there is whole."""

@@ -7,30 +7,12 @@ weights in two tensors for all of them, or one by one under other names: both ar
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from rayfin.actors.runner.cuts import Cut, ExpertsCut
-from rayfin.actors.runner.parallel import Peers
 
-Read = Callable[[str, torch.Size, "Cut"], torch.Tensor]
+Read = Callable[[str, torch.Size, Cut | None], torch.Tensor]
+"""Name, shape of the part, which part -> the part."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-
-
-class SummedExperts(nn.Module):
-    """The sum over ranks of what their shares of the chosen experts give."""
-
-    def __init__(self, shard: nn.Module, peers: Peers) -> None:
-        super().__init__()
-        self.shard = shard
-        self._peers = peers
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """[T, H]."""
-        mixed: torch.Tensor = self.shard(hidden_states, top_k_index, top_k_weights)
-        return self._peers.sum(mixed)
-
 
 _FORMS = (  # of one expert: what stands for "mlp", and its gate, up and down
     ("mlp", "gate_proj", "up_proj", "down_proj"),  # Qwen 2 and 3, OLMoE
@@ -38,10 +20,16 @@ _FORMS = (  # of one expert: what stands for "mlp", and its gate, up and down
 )
 
 
+_OLD_NAMES = {
+    ".mlp.": ".block_sparse_moe.",  # Mixtral's router
+    "lm_head.": "embed_out.",  # GPT-NeoX
+}
+
+
 def stored_name(name: str, known: Callable[[str], bool]) -> str:
-    """The name under which a checkpoint has a parameter beside the experts: the router's."""
-    other = name.replace(".mlp.", ".block_sparse_moe.")
-    return other if not known(name) and known(other) else name
+    """The name under which a checkpoint has a parameter that transformers has renamed since."""
+    others = (name.replace(new, old) for new, old in _OLD_NAMES.items())
+    return name if known(name) else next(filter(known, others), name)
 
 
 def read_experts(

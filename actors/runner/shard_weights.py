@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.runner.cuts import Cut, Cuts, ExpertsCut
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.runner.cuts import AnyCut, Cut, Cuts, ExpertsCut, MergedCut, Transposed
 from rayfin.actors.runner.parallel import Peers
-from rayfin.actors.runner.shard_experts import read_experts, stored_name
+from rayfin.actors.runner.shard_experts import Read, read_experts, stored_name
 from rayfin.actors.runner.shards import check_sizes, checkpoint_name, cut_model
 from rayfin.actors.runner.weights import (
     dispatch_refused,
@@ -30,21 +31,27 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 class Checkpoint:
     """The tensors of a model's safetensors files, opened as they are wanted.
 
+    Names may lack the ``prefix`` of all of the decoder's: some were saved without the head (GPT-2).
+
     Raises:
         InvalidConfig: there are no such files.
         OSError: a name of the hub that cannot be had.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, prefix: str) -> None:
         require_safetensors(args.model)
         self._model = args.model
+        self._prefix = f"{prefix}."
         self._files: dict[str, Path] = {}
         for path in _files(args):
             with safe_open(path, framework="pt") as file:
                 self._files |= dict.fromkeys(file.keys(), path)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return self._stored(name) in self._files
+
+    def _stored(self, name: str) -> str:
+        return name if name in self._files else name.removeprefix(self._prefix)
 
     def read(self, name: str, shape: torch.Size, cut: Cut | None) -> torch.Tensor:
         """The tensor ``name``, or its part; ``shape`` is what is wanted, of the part.
@@ -52,13 +59,13 @@ class Checkpoint:
         Raises:
             InvalidConfig: it is not there, or of another shape.
         """
-        if name not in self._files:
+        if name not in self:
             raise InvalidConfig(f"{self._model} lacks the weight {name}", "model")
-        wanted = list(shape)
+        wanted, own_name = list(shape), self._stored(name)
         if cut is not None:
             wanted[cut.dim] = cut.whole
-        with safe_open(self._files[name], framework="pt") as file:
-            stored = file.get_slice(name)
+        with safe_open(self._files[own_name], framework="pt") as file:
+            stored = file.get_slice(own_name)
             if stored.get_shape() != wanted:
                 raise InvalidConfig(
                     f"{self._model} holds {name} of shape {stored.get_shape()}, its config "
@@ -66,7 +73,7 @@ class Checkpoint:
                     "model",
                 )
             if cut is None:
-                whole: torch.Tensor = file.get_tensor(name)
+                whole: torch.Tensor = file.get_tensor(own_name)
                 return whole
             stop = min(cut.stop, cut.whole)
             start = min(cut.start, stop)
@@ -84,9 +91,11 @@ def load_share(
 
     Raises:
         InvalidConfig: sizes do not divide; weights are missing, broken or of other shapes.
-        UnsupportedModel: the architecture cannot be cut, or its attention not be paged.
+        UnsupportedModel: the architecture cannot be cut, or its attention not be paged; the weights
+            are quantised.
     """
     check_sizes(config, peers.place)
+    _refuse_quantised(args, config)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -105,11 +114,23 @@ def load_share(
         if args.load_format == "dummy":
             _draw(model, cuts, args.seed, device)
         else:
-            _read(model, cuts, Checkpoint(args), ties, device)
+            _read(model, cuts, Checkpoint(args, model.base_model_prefix), ties, device)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
     served: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
     return served.requires_grad_(False)
+
+
+def _refuse_quantised(args: EngineArgs, config: PretrainedConfig) -> None:
+    """Scales would not be read: the weights would be nonsense, and nothing would say so."""
+    own = getattr(config, "quantization_config", None)
+    if own is not None:
+        method = own.get("quant_method") if isinstance(own, dict) else None
+        raise UnsupportedModel(
+            f"{args.model} holds quantised weights ({method or 'of some kind'}): "
+            "tensor_parallel_size and pipeline_parallel_size take plain ones",
+            "model",
+        )
 
 
 def _read(
@@ -119,18 +140,21 @@ def _read(
     ties: dict[str, str],
     device: torch.device,
 ) -> None:
+    found = checkpoint.__contains__
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         source = checkpoint_name(name)
+        cut = cuts.get(source)
         if source in ties and (ties[source] in checkpoint or source not in checkpoint):
             source = ties[source]
-        cut = cuts.get(name)
-        if isinstance(cut, ExpertsCut):
-            found = checkpoint.__contains__
-            tensor = read_experts(source, parameter.shape, cut, found, checkpoint.read)
-        else:
-            source = stored_name(source, checkpoint.__contains__)
-            tensor = checkpoint.read(source, parameter.shape, cut)
+        tensor = _assemble(source, parameter.shape, cut, found, checkpoint.read)
         _set(model, name, tensor.to(device, parameter.dtype))
+    exact = model._get_dtype_plan(model.dtype)  # some are kept in float32 whatever the rest is in
+    for name in _saved_buffers(model):
+        buffer = model.get_buffer(name)
+        tensor = checkpoint.read(checkpoint_name(name), buffer.shape, None)
+        dtype = next((exact[part] for part in exact if part in name), buffer.dtype)
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = tensor.to(device, dtype)
 
 
 def _draw(model: PreTrainedModel, cuts: Cuts, seed: int, device: torch.device) -> None:
@@ -152,12 +176,38 @@ def _draw(model: PreTrainedModel, cuts: Cuts, seed: int, device: torch.device) -
         return _filled_up(tensor.narrow(cut.dim, start, stop - start), shape)
 
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        source, cut = checkpoint_name(name), cuts.get(name)
-        if isinstance(cut, ExpertsCut):
-            tensor = read_experts(source, parameter.shape, cut, lambda _: False, draw)
-        else:
-            tensor = draw(source, parameter.shape, cut)
+        source = checkpoint_name(name)
+        tensor = _assemble(source, parameter.shape, cuts.get(source), lambda _: False, draw)
         _set(model, name, tensor.to(device, parameter.dtype))
+
+
+def _assemble(
+    source: str,
+    shape: torch.Size,
+    cut: AnyCut | None,
+    known: Callable[[str], bool],
+    read: Read,
+) -> torch.Tensor:
+    """A parameter of that shape from the parts that ``read`` gives."""
+    if isinstance(cut, ExpertsCut):
+        return read_experts(source, shape, cut, known, read)
+    if isinstance(cut, Transposed):
+        return _assemble(source, torch.Size(reversed(shape)), cut.of, known, read).T
+    name = stored_name(source, known)
+    if not isinstance(cut, MergedCut):
+        return read(name, shape, cut)
+    parts = []
+    for part in cut.parts:
+        own = list(shape)
+        own[part.dim] = part.stop - part.start
+        parts.append(read(name, torch.Size(own), part))
+    return torch.cat(parts, dim=cut.parts[0].dim)
+
+
+def _saved_buffers(model: PreTrainedModel) -> list[str]:
+    """The buffers that checkpoints hold: a router's corrections, not rotary frequencies."""
+    buffers = {name for name, _ in model.named_buffers()}
+    return [name for name in model.state_dict() if name in buffers]
 
 
 def _filled_up(part: torch.Tensor, shape: torch.Size) -> torch.Tensor:

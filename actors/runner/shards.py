@@ -1,9 +1,9 @@
 """A model cut for one rank of a group, before it has weights.
 
-Tensor parallel (Megatron-LM): the layers of attention and MLP that transformers' own plan of the
-model names "colwise" keep a share of their outputs, the "rowwise" ones that follow a share of their
-inputs, and their results are summed over the ranks: twice a layer. The head has a share of the
-vocabulary; embedding and norms are whole on each rank.
+Tensor parallel (Megatron-LM): by the plan of the model's family (``shard_plans.py``) some layers of
+attention and MLP keep a share of their outputs, those that follow a share of their inputs, and what
+these give is summed over the ranks: twice a layer. The head has a share of the vocabulary;
+embedding and norms are whole on each rank.
 
 Pipeline parallel (GPipe): a stage keeps consecutive layers. In the place of those before and after
 stand modules that receive, pass on and send the hidden states, so that the model's own forward runs
@@ -13,86 +13,18 @@ on each stage as it is.
 import re
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.cuts import Cut, Cuts, ExpertsCut
+from rayfin.actors.runner.cuts import Cuts, ExpertsCut
 from rayfin.actors.runner.fuse_layers import is_experts
 from rayfin.actors.runner.parallel import Peers
 from rayfin.actors.runner.place import Place
-from rayfin.actors.runner.shard_experts import DOWN, GATE_UP, SummedExperts
-
-COLUMNS, ROWS, GATHERED = "colwise", "rowwise", "colwise_gather_output"
-EXPERTS = "moe_tp_experts"
-WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
-STAGE_PARTS = {"embed_tokens", "layers", "norm"}
-SHARD = "shard"  # what a wrapped linear layer is called within its wrapper
-
-
-class RowParallel(nn.Module):
-    """y = sum over ranks of x_r W_r^T, + b."""
-
-    def __init__(self, shard: nn.Linear, bias: nn.Parameter | None, peers: Peers) -> None:
-        super().__init__()
-        self.shard = shard
-        self.bias = bias
-        self._peers = peers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K / ranks] -> [..., N]."""
-        y = self._peers.sum(self.shard(x))
-        return y if self.bias is None else y + self.bias
-
-
-class GatheredHead(nn.Module):
-    """Each rank computes its share of the vocabulary; all get all logits."""
-
-    def __init__(self, shard: nn.Linear, vocab_size: int, peers: Peers) -> None:
-        super().__init__()
-        self.shard = shard
-        self._vocab_size = vocab_size
-        self._peers = peers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., V]."""
-        return self._peers.concatenate(self.shard(x))[..., : self._vocab_size]
-
-
-class NoEmbedding(nn.Module):
-    """On a stage after the first: what it gives is only looked at for its shape."""
-
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._hidden_size = hidden_size
-        self._dtype = dtype
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[..., T] -> [..., T, hidden] of zeros."""
-        shape = (*input_ids.shape, self._hidden_size)
-        return torch.zeros(shape, dtype=self._dtype, device=input_ids.device)
-
-
-class ElsewhereLayer(nn.Module):
-    """In the place of a layer of another stage; next to this stage's it receives, or sends."""
-
-    def __init__(
-        self, layer: nn.Module, peers: Peers, *, receives: bool = False, sends: bool = False
-    ) -> None:
-        super().__init__()
-        self.attention_type: Any = getattr(layer, "attention_type", None)  # some models ask for it
-        self._peers = peers
-        self._receives = receives
-        self._sends = sends
-
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """[1, T, hidden] -> the same shape."""
-        if self._receives:
-            return self._peers.receive_hidden(hidden_states)
-        if self._sends:
-            self._peers.send_hidden(hidden_states)
-        return hidden_states
+from rayfin.actors.runner.shard_experts import DOWN, GATE_UP
+from rayfin.actors.runner.shard_layers import LayerCutter
+from rayfin.actors.runner.shard_modules import SHARD, ElsewhereLayer, NoEmbedding
+from rayfin.actors.runner.shard_plans import COLUMNS, ROWS, WHOLE, Merged, Plan, plan_of
 
 
 def check_sizes(config: PretrainedConfig, place: Place) -> None:
@@ -119,14 +51,16 @@ def check_sizes(config: PretrainedConfig, place: Place) -> None:
 
 
 def cut_model(model: PreTrainedModel, peers: Peers) -> Cuts:
-    """Cuts a model without weights in place; which parameters are parts, by name.
+    """Cuts a model without weights in place; which tensors of a checkpoint it has parts of.
 
     Raises:
-        UnsupportedModel: transformers has no plan for it, or one that is not this simple.
+        InvalidConfig: something does not divide.
+        UnsupportedModel: there is no plan for it, or it is not as its plan says.
     """
+    plan = plan_of(model)
     if peers.place.stages > 1:
-        _keep_stage(model, peers)
-    return _cut_layers(model, peers) if peers.place.tensor_size > 1 else _whole_experts(model)
+        _keep_stage(model, plan, peers)
+    return _cut_layers(model, plan, peers) if peers.place.tensor_size > 1 else _whole_experts(model)
 
 
 def checkpoint_name(parameter: str) -> str:
@@ -145,115 +79,53 @@ def _whole_experts(model: PreTrainedModel) -> Cuts:
     return cuts
 
 
-def _cut_layers(model: PreTrainedModel, peers: Peers) -> Cuts:
-    plan = dict(model.tp_plan or {})
-    if not {COLUMNS, ROWS} <= set(plan.values()):
-        raise _no_plan(model, "transformers has no plan to share its layers", "tensor")
-    cuts: Cuts = {}
-    used: set[str] = set()
-    for name, module in list(model.named_modules()):
+def _cut_layers(model: PreTrainedModel, plan: Plan, peers: Peers) -> Cuts:
+    if not plan.styles:
+        raise _refused(model, peers, "tensor", "there is no plan to share its layers")
+    cutter, used = LayerCutter(model, peers), set[str]()
+    for name, module in reversed(list(model.named_modules())):  # what is in a module, then itself
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        style = plan.get(pattern)
-        if style is None or isinstance(module, nn.Identity) or style in WHOLE:
+        cutter.divide(module, plan.counts.get(pattern, ()))
+        style = plan.styles.get(pattern)
+        if style is None or style in WHOLE or isinstance(module, nn.Identity):
             continue
-        if style == EXPERTS and is_experts(module) and _stand_alone(model, name):
-            model.set_submodule(name, _experts(module, name, peers, cuts))
-            continue
-        is_head = name == "lm_head"
-        if type(module) is not nn.Linear or style != (GATHERED if is_head else style):
-            raise _no_plan(model, f"{pattern} is shared as {style!r}", "tensor")
-        if style == COLUMNS:
-            cut = _columns(module, name, peers, cuts)
-        elif style == ROWS:
-            cut = _rows(module, name, peers, cuts)
-        elif is_head:
-            cut = _head(module, name, peers, cuts)
-        else:
-            raise _no_plan(model, f"{pattern} is shared as {style!r}", "tensor")
-        model.set_submodule(name, cut)
-        used.add(style)
+        share = cutter.cut(module, name, style)
+        if share is None:
+            raise _refused(model, peers, "tensor", f"{pattern} is shared as {style!r}")
+        model.set_submodule(name, share)
+        used.add(COLUMNS if isinstance(style, Merged) else style)
     if not {COLUMNS, ROWS} <= used:
-        raise _no_plan(model, "transformers' plan does not fit it", "tensor")
-    return cuts
+        raise _refused(model, peers, "tensor", "its layers are not those of its plan")
+    return cutter.cuts
 
 
-def _columns(linear: nn.Linear, name: str, peers: Peers, cuts: Cuts) -> nn.Module:
-    cut = _even(linear.out_features, 0, name, peers)
-    cuts[f"{name}.weight"] = cuts[f"{name}.bias"] = cut
-    return _linear(linear, linear.in_features, cut.stop - cut.start, linear.bias is not None)
-
-
-def _stand_alone(model: PreTrainedModel, name: str) -> bool:
-    """Whether there are only a router and these experts: none that all rows share."""
-    mixture = model.get_submodule(name.rpartition(".")[0])
-    return {child for child, _ in mixture.named_children()} == {"gate", "experts"}
-
-
-def _experts(experts: Any, name: str, peers: Peers, cuts: Cuts) -> nn.Module:
-    count, hidden, width = experts.down_proj.shape
-    own = _even(width, 2, name, peers)
-    cut = ExpertsCut(own.start, own.stop, width)
-    cuts[f"{name}.{SHARD}.{GATE_UP}"] = cuts[f"{name}.{SHARD}.{DOWN}"] = cut
-    share, dtype = own.stop - own.start, experts.down_proj.dtype
-    gate_up = torch.empty(count, 2 * share, hidden, device="meta", dtype=dtype)
-    experts.gate_up_proj = nn.Parameter(gate_up)
-    down = torch.empty(count, hidden, share, device="meta", dtype=dtype)
-    experts.down_proj = nn.Parameter(down)
-    return SummedExperts(experts, peers)
-
-
-def _rows(linear: nn.Linear, name: str, peers: Peers, cuts: Cuts) -> nn.Module:
-    cut = _even(linear.in_features, 1, name, peers)
-    cuts[f"{name}.{SHARD}.weight"] = cut
-    shard = _linear(linear, cut.stop - cut.start, linear.out_features, False)
-    return RowParallel(shard, linear.bias, peers)
-
-
-def _head(linear: nn.Linear, name: str, peers: Peers, cuts: Cuts) -> nn.Module:
-    vocab_size, place = linear.out_features, peers.place
-    share = -(-vocab_size // place.tensor_size)
-    start = share * place.tensor_rank
-    cut = Cut(0, start, start + share, vocab_size)
-    cuts[f"{name}.{SHARD}.weight"] = cuts[f"{name}.{SHARD}.bias"] = cut
-    shard = _linear(linear, linear.in_features, share, linear.bias is not None)
-    return GatheredHead(shard, vocab_size, peers)
-
-
-def _even(whole: int, dim: int, name: str, peers: Peers) -> Cut:
-    size, rank = peers.place.tensor_size, peers.place.tensor_rank
-    if whole % size:
-        raise InvalidConfig(
-            f"tensor_parallel_size ({size}) does not divide {name} ({whole})",
-            "tensor_parallel_size",
-        )
-    share = whole // size
-    return Cut(dim, share * rank, share * (rank + 1), whole)
-
-
-def _linear(like: nn.Linear, inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias, device="meta", dtype=like.weight.dtype)
-
-
-def _keep_stage(model: PreTrainedModel, peers: Peers) -> None:
+def _keep_stage(model: PreTrainedModel, plan: Plan, peers: Peers) -> None:
     base: Any = model.base_model
-    place = peers.place
-    plan = getattr(model.config.get_text_config(decoder=True), "base_model_pp_plan", None) or {}
-    if set(plan) != STAGE_PARTS or not isinstance(getattr(base, "layers", None), nn.ModuleList):
-        raise _no_plan(model, "transformers has no plan to cut it into stages", "pipeline")
-    own = place.layers(len(base.layers))
-    for index, layer in enumerate(base.layers):
+    place, parts = peers.place, plan.stages
+    layers = getattr(base, parts.layers, None) if parts else None
+    if parts is None or not isinstance(layers, nn.ModuleList):
+        raise _refused(model, peers, "pipeline", "there is no plan to cut it into stages")
+    own = place.layers(len(layers))
+    for index, layer in enumerate(layers):
         if index not in own:
-            base.layers[index] = ElsewhereLayer(
+            layers[index] = ElsewhereLayer(
                 layer, peers, receives=index == own.start - 1, sends=index == own.stop
             )
     if not place.is_first:
         hidden_size = model.config.get_text_config(decoder=True).hidden_size
-        base.embed_tokens = NoEmbedding(hidden_size, model.dtype)
+        for embedding in parts.embeddings:
+            setattr(base, embedding, NoEmbedding(hidden_size, model.dtype))
     if not place.is_last:
-        base.norm = nn.Identity()
+        setattr(base, parts.norm, nn.Identity())
         model.set_submodule("lm_head", nn.Identity())
 
 
-def _no_plan(model: PreTrainedModel, why: str, kind: str) -> UnsupportedModel:
-    name = type(model).__name__
-    return UnsupportedModel(f"{name} cannot run on several devices: {why}", f"{kind}_parallel_size")
+def _refused(model: PreTrainedModel, peers: Peers, kind: str, why: str) -> UnsupportedModel:
+    config = model.config.get_text_config(decoder=True)
+    place, field = peers.place, f"{kind}_parallel_size"
+    size = place.tensor_size if kind == "tensor" else place.stages
+    return UnsupportedModel(
+        f"{field} ({size}): a model of type {config.model_type} ({type(model).__name__}) cannot "
+        f"run on several devices so: {why}",
+        field,
+    )

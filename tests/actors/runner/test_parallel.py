@@ -1,7 +1,10 @@
 """Groups of runners give the tokens of one: ranks are threads here, with real Gloo between them."""
 
 import itertools
+import json
 import re
+import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rayfin.actors.config import EngineArgs, resolve
-from rayfin.actors.errors import RayfinError
+from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
 from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StepResult
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.paged_model import ATTENTION
@@ -28,6 +32,7 @@ Make = Callable[..., Any]
 HOST = "127.0.0.1"
 OUTPUT = 12
 SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3)]  # tensor size, stages
+OWN_PLANS = ["phi3", "qwen2_moe", "olmo2", "olmoe", "gpt2", "deepseek_v2", "deepseek_v3"]
 PROMPTS = [[5, 9, 3, 100, 7, 7, 60, 2, 44, 31, 8], [4, 9, 90], [77] * 6, [5, 9, 3, 100, 7, 7, 1]]
 
 
@@ -158,12 +163,20 @@ def test_greedy(
 
 
 @pytest.mark.parametrize(
-    ("form", "tensor", "stages"), [("mixtral", 2, 1), ("qwen3_moe", 2, 1), ("mixtral", 1, 2)]
+    ("form", "tensor", "stages"),
+    [
+        ("mixtral", 2, 1),
+        ("mixtral", 1, 2),
+        ("qwen3_moe", 2, 1),
+        ("gpt_neox", 2, 1),
+        ("olmo3", 2, 1),
+        *((form, *shape) for form in OWN_PLANS for shape in [(2, 1), (1, 2), (2, 2)]),
+    ],
 )
-def test_mixtures(
+def test_families(
     form: str, tensor: int, stages: int, tiny_model: Make, group: Make, request_of: Make
 ) -> None:
-    """Each rank has a part of every expert; checkpoints have them one at a time."""
+    """What they have of their own: parts of every expert, shared ones, merged projections."""
     tiny = tiny_model(form)
     ranks = group(tiny.folder, tensor, stages, max_batch_tokens=8)
     requests = [request_of(key, prompt, OUTPUT, eos=(2,)) for key, prompt in enumerate(PROMPTS)]
@@ -237,10 +250,16 @@ def test_peer_that_does_not_come(tiny_model: Make, group: Make) -> None:
         ("llama", 3, 1, "tensor_parallel_size", "does not divide the model's num_attention_heads"),
         ("llama", 4, 1, "tensor_parallel_size", "num_key_value_heads (2)"),
         ("llama", 1, 4, "pipeline_parallel_size", "over the model's 3 layers"),
-        ("phi3", 2, 1, "tensor_parallel_size", "cannot run on several devices"),
-        ("deepseek_v3", 2, 1, "tensor_parallel_size", "cannot run on several devices"),
-        ("gpt2", 2, 1, "tensor_parallel_size", "cannot run on several devices"),
-        ("gpt_neox", 1, 2, "pipeline_parallel_size", "cannot run on several devices"),
+        ("gpt2", 3, 1, "tensor_parallel_size", "does not divide the model's num_attention_heads"),
+        ("olmoe", 4, 1, "tensor_parallel_size", "num_key_value_heads (2)"),
+        (
+            "gpt_oss",
+            2,
+            1,
+            "tensor_parallel_size",
+            "tensor_parallel_size (2): a model of type gpt_oss (GptOssForCausalLM) cannot run on",
+        ),
+        ("gpt_neox", 1, 2, "pipeline_parallel_size", "a model of type gpt_neox"),
     ],
 )
 def test_refused(
@@ -259,24 +278,89 @@ def test_refused(
     assert refused.value.param == param
 
 
-def test_a_rank_reads_its_share(
-    tiny_model: Make, engine_args: Make, monkeypatch: pytest.MonkeyPatch
+def test_uneven_width(tmp_path: Path, tiny_models: Any, engine_args: Make) -> None:
+    """Of a part that the configuration does not name as its main one: the experts' shared one."""
+    config = tiny_models.tiny_config("qwen2_moe")
+    config.shared_expert_intermediate_size = 41
+    config.save_pretrained(tmp_path)
+    args = engine_args(tmp_path, load_format="dummy")
+    words = r"tensor_parallel_size \(2\) does not divide .*shared_expert\.\w+ \(41\)"
+    with pytest.raises(InvalidConfig, match=words):
+        ModelRunner(args, Place(0, 2, 1, (HOST, 1), HOST))
+
+
+def test_quantised_weights(tmp_path: Path, tiny_model: Make, engine_args: Make) -> None:
+    """They would be read without their scales."""
+    config = json.loads((tiny_model("llama").folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"quantised weights \(fp8\)"):
+        ModelRunner(engine_args(tmp_path), Place(0, 2, 1, (HOST, 1), HOST))
+
+
+def test_a_checkpoint_without_its_prefix(
+    tmp_path: Path, tiny_model: Make, group: Make, request_of: Make
 ) -> None:
-    """Of each cut tensor its slice and no more; of other stages' layers nothing."""
-    tiny, read = tiny_model("llama"), dict[str, torch.Tensor]()
+    """GPT-2's own was saved from the decoder alone: ``wte.weight``, and no head, which is tied."""
+    tiny = tiny_model("gpt2")
+    shutil.copy(tiny.folder / "config.json", tmp_path)
+    weights = load_file(tiny.folder / "model.safetensors")
+    own = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    assert "wte.weight" in own and "lm_head.weight" not in own
+    save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
+    ranks = group(tmp_path, 2, 2)
+    tokens, _, _ = _run(ranks, [request_of(0, PROMPTS[0], OUTPUT, eos=(2,))])
+    assert tokens == {0: tiny.greedy(PROMPTS[0], OUTPUT)}
 
-    def spy(checkpoint: Checkpoint, name: str, *how: Any) -> torch.Tensor:
-        read[name] = own_read(checkpoint, name, *how)
-        return read[name]
 
-    own_read = Checkpoint.read
-    monkeypatch.setattr(Checkpoint, "read", spy)
-    args = engine_args(tiny.folder)
-    peers = Peers(Place(3, 2, 2, (HOST, 1), HOST), torch.device("cpu"))  # never connected
-    load_share(args, load_config(args), torch.device("cpu"), ATTENTION, peers)
+@pytest.mark.parametrize(
+    ("form", "projections"),
+    [
+        ("phi3", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]),
+        ("gpt2", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]),
+        ("deepseek_v3", ["self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj"]),
+        ("olmoe", ["self_attn.q_norm", "self_attn.k_norm", "self_attn.q_proj"]),
+    ],
+)
+def test_own_plans_read_slices(
+    form: str, projections: list[str], tiny_model: Make, engine_args: Make, read: Make
+) -> None:
+    """Half of each projection, merged and transposed ones too, in slices."""
+    tiny = tiny_model(form)
+    seen = read(engine_args(tiny.folder), Place(1, 2, 1, (HOST, 1), HOST))
     whole = tiny.model.state_dict()
-    assert not [name for name in read if ".layers.0." in name or "embed" in name]
+    for projection in projections:
+        (name,) = (key for key in whole if key.endswith(f".1.{projection}.weight"))
+        assert 2 * sum(part.numel() for part in seen[name]) == whole[name].numel()
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Loads a rank's share; what it has read from the checkpoint, by name."""
+
+    def load(args: EngineArgs, place: Place) -> dict[str, list[torch.Tensor]]:
+        seen = defaultdict[str, list[torch.Tensor]](list)
+
+        def spy(checkpoint: Checkpoint, name: str, *how: Any) -> torch.Tensor:
+            seen[name].append(own_read(checkpoint, name, *how))
+            return seen[name][-1]
+
+        own_read = Checkpoint.read
+        monkeypatch.setattr(Checkpoint, "read", spy)
+        peers = Peers(place, torch.device("cpu"))  # never connected
+        load_share(args, load_config(args), torch.device("cpu"), ATTENTION, peers)
+        return seen
+
+    return load
+
+
+def test_a_rank_reads_its_share(tiny_model: Make, engine_args: Make, read: Make) -> None:
+    """Of each cut tensor its slice and no more; of other stages' layers nothing."""
+    tiny = tiny_model("llama")
+    seen = read(engine_args(tiny.folder), Place(3, 2, 2, (HOST, 1), HOST))
+    whole = tiny.model.state_dict()
+    assert not [name for name in seen if ".layers.0." in name or "embed" in name]
     query, out = "model.layers.1.self_attn.q_proj.weight", "model.layers.2.mlp.down_proj.weight"
-    assert torch.equal(read[query], whole[query][16:])
-    assert torch.equal(read[out], whole[out][:, 24:])
-    assert torch.equal(read["lm_head.weight"], whole["lm_head.weight"][64:])
+    assert torch.equal(seen[query][0], whole[query][16:])
+    assert torch.equal(seen[out][0], whole[out][:, 24:])
+    assert torch.equal(seen["lm_head.weight"][0], whole["lm_head.weight"][64:])

@@ -1,0 +1,161 @@
+"""Which share of each module a rank keeps: transformers' own plan of a model, or one from here.
+
+A plan is data. Ours are for families of which transformers has none, or one that leaves attention
+whole on each rank: merged projections, norms over all heads, experts that all tokens share.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+COLUMNS, ROWS = "colwise", "rowwise"
+GATHERED = "colwise_gather_output"  # of the head only: a share of the vocabulary
+EXPERTS = "moe_tp_experts"
+WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
+
+SUMMED = "summed"  # what the module gives is summed, so that what is in it need not be:
+UNSUMMED_ROWS, UNSUMMED_EXPERTS = "rowwise, unsummed", "experts, unsummed"
+NORM = "norm"  # root mean square over the columns of all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Columns of several projections side by side: a share of each.
+
+    Their widths are to each other as these fields of the model's configuration.
+    """
+
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What the decoder calls the parts that stages have some of."""
+
+    embeddings: tuple[str, ...]  # of the first stage
+    layers: str
+    norm: str  # of the last stage
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a family is cut. Names are below the decoder, with * for a layer's number."""
+
+    styles: Mapping[str, str | Merged]
+    counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Attributes of modules that say how much of something there is: a rank has its share."""
+    stages: StageParts | None = None  # None: it cannot be cut into stages
+
+
+_USUAL = StageParts(("embed_tokens",), "layers", "norm")
+_ATTENTION: dict[str, str | Merged] = {
+    "layers.*.self_attn.q_proj": COLUMNS,
+    "layers.*.self_attn.k_proj": COLUMNS,
+    "layers.*.self_attn.v_proj": COLUMNS,
+    "layers.*.self_attn.o_proj": ROWS,
+}
+
+_PHI3 = Plan(
+    {
+        "layers.*.self_attn.qkv_proj": Merged(
+            ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
+        ),
+        "layers.*.self_attn.o_proj": ROWS,
+        "layers.*.mlp.gate_up_proj": Merged(("intermediate_size", "intermediate_size")),
+        "layers.*.mlp.down_proj": ROWS,
+    },
+    counts={"layers.*.self_attn": ("num_key_value_heads", "config.num_attention_heads")},
+    stages=_USUAL,
+)
+
+_MIXTURE: dict[str, str | Merged] = {
+    "layers.*.mlp": SUMMED,  # a mixture, or a plain MLP in the place of one
+    "layers.*.mlp.gate_proj": COLUMNS,
+    "layers.*.mlp.up_proj": COLUMNS,
+    "layers.*.mlp.down_proj": UNSUMMED_ROWS,
+    "layers.*.mlp.experts": UNSUMMED_EXPERTS,
+}
+
+_QWEN2_MOE = Plan(
+    {
+        **_ATTENTION,
+        **_MIXTURE,
+        "layers.*.mlp.shared_expert.gate_proj": COLUMNS,
+        "layers.*.mlp.shared_expert.up_proj": COLUMNS,
+        "layers.*.mlp.shared_expert.down_proj": UNSUMMED_ROWS,
+    },
+    stages=_USUAL,
+)
+
+_DEEPSEEK = Plan(  # what heads have in common, before the second product of each pair, is whole
+    {
+        "layers.*.self_attn.q_proj": COLUMNS,
+        "layers.*.self_attn.q_b_proj": COLUMNS,
+        "layers.*.self_attn.kv_b_proj": COLUMNS,
+        "layers.*.self_attn.o_proj": ROWS,
+        **_MIXTURE,
+        "layers.*.mlp.shared_experts.gate_proj": COLUMNS,
+        "layers.*.mlp.shared_experts.up_proj": COLUMNS,
+        "layers.*.mlp.shared_experts.down_proj": UNSUMMED_ROWS,
+    },
+    stages=_USUAL,
+)
+
+_WHOLE_NORMS: dict[str, str | Merged] = {
+    **_ATTENTION,
+    "layers.*.self_attn.q_norm": NORM,
+    "layers.*.self_attn.k_norm": NORM,
+}
+
+_OLMO2 = Plan(
+    {
+        **_WHOLE_NORMS,
+        "layers.*.mlp.gate_proj": COLUMNS,
+        "layers.*.mlp.up_proj": COLUMNS,
+        "layers.*.mlp.down_proj": ROWS,
+    },
+    stages=_USUAL,
+)
+
+_OLMOE = Plan({**_WHOLE_NORMS, "layers.*.mlp.experts": EXPERTS}, stages=_USUAL)
+
+_GPT2 = Plan(
+    {
+        "h.*.attn.c_attn": Merged(("num_attention_heads",) * 3),
+        "h.*.attn.c_proj": ROWS,
+        "h.*.mlp.c_fc": COLUMNS,
+        "h.*.mlp.c_proj": ROWS,
+    },
+    counts={"h.*.attn": ("num_heads", "split_size")},
+    stages=StageParts(("wte", "wpe"), "h", "ln_f"),
+)
+
+PLANS: dict[str, Plan] = {
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "gpt2": _GPT2,
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
+    "olmoe": _OLMOE,
+    "phi3": _PHI3,
+    "qwen2_moe": _QWEN2_MOE,
+}
+"""By ``model_type``."""
+
+
+def plan_of(model: PreTrainedModel) -> Plan:
+    """The plan of a model, by the names of its modules; without styles where nobody has one."""
+    config = model.config.get_text_config(decoder=True)
+    if own := PLANS.get(config.model_type):
+        prefix = model.base_model_prefix
+        styles = {f"{prefix}.{name}": style for name, style in own.styles.items()}
+        counts = {f"{prefix}.{name}": fields for name, fields in own.counts.items()}
+        return Plan({**styles, "lm_head": GATHERED}, counts, own.stages)
+    stages = set(getattr(config, "base_model_pp_plan", None) or {})
+    usual = {*_USUAL.embeddings, _USUAL.layers, _USUAL.norm}
+    styles = dict(model.tp_plan or {})
+    # a head or an embedding alone is no plan
+    if not {COLUMNS, ROWS} <= set(styles.values()):
+        styles = {}
+    return Plan(styles, stages=_USUAL if stages == usual else None)
