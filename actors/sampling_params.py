@@ -224,6 +224,12 @@ def _biases(value: Mapping[int, float] | None) -> dict[int, float] | None:
     biases: dict[int, float] = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and NUMBER.fullmatch(key) else key
+        if not isinstance(token, int):
+            raise InvalidRequest(
+                f"logit_bias maps token ids to numbers, and {key!r} is no token id.",
+                "logit_bias",
+                "invalid_type",
+            )
         _integer("logit_bias", token, 0, None)
         _number("logit_bias", bias, -math.inf, math.inf)
         biases[token] = max(-BIAS_LIMIT, min(BIAS_LIMIT, float(bias)))

@@ -28,7 +28,7 @@ from rayfin.deployments.waiting_room import WaitingRoom, starter
 if TYPE_CHECKING:  # its packages are an extra
     from rayfin.deployments.tracing import Tracing
 
-NO_TRACING = "otlp_traces_endpoint needs some packages: pip install 'rayfin[tracing]'"
+NO_TRACING = "otlp_traces_endpoint needs some packages: pip install -e '.[tracing]'"
 
 
 async def model_service(

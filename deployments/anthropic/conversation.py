@@ -3,7 +3,14 @@
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.text.checks import as_choice, as_list, as_object, as_string, required
+from rayfin.deployments.text.checks import (
+    TEXT_OR_PARTS,
+    as_choice,
+    as_list,
+    as_object,
+    as_string,
+    required,
+)
 from rayfin.deployments.text.messages import MAX_MESSAGES
 
 ROLES = ("user", "assistant", "system")
@@ -48,7 +55,7 @@ def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for i, written in enumerate(as_list(content, path, MAX_MESSAGES)):
+    for i, written in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
         where = f"{path}[{i}]"
         block = as_object(written, where)
         kind = as_string(required(block, "type", where), f"{where}.type")

@@ -50,12 +50,12 @@ def plot(path: Path, timelines: Sequence[Timeline]) -> None:
     """TTFT and ITL of a run as cumulative shares, one picture.
 
     Raises:
-        InvalidConfig: matplotlib is missing (``pip install 'rayfin[bench]'``).
+        InvalidConfig: matplotlib is missing (``pip install -e '.[bench]'``).
     """
     try:
         import matplotlib
     except ImportError:
-        raise InvalidConfig("plot needs matplotlib: pip install 'rayfin[bench]'", "plot") from None
+        raise InvalidConfig("plot needs matplotlib: pip install -e '.[bench]'", "plot") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -43,6 +43,10 @@ HTTP_CODES = {
 }
 
 
+OBJECT_TYPES = ("dict_type", "model_type", "model_attributes_type")
+"""Of pydantic's errors those whose message names Python's classes."""
+
+
 class ClientGone(Exception):
     """The client closed its connection before the answer."""
 
@@ -90,12 +94,11 @@ def invalid_request(errors: Sequence[Any]) -> InvalidRequest:
         return InvalidRequest(
             f"Missing required parameter: '{path}'.", path, "missing_required_parameter"
         )
-    code = "invalid_value"
     if kind == "extra_forbidden":
-        code = "unknown_parameter"
-    elif kind.endswith("_type") or kind == "int_from_float":
-        code = "invalid_type"
-    return InvalidRequest(f"Invalid '{path}': {first['msg']}.", path or None, code)
+        return InvalidRequest(f"Unknown parameter: '{path}'.", path, "unknown_parameter")
+    message = "Input should be an object" if kind in OBJECT_TYPES else first["msg"]
+    code = "invalid_type" if kind.endswith("_type") or kind == "int_from_float" else "invalid_value"
+    return InvalidRequest(f"Invalid '{path}': {message}.", path or None, code)
 
 
 def failure_response(error: Exception, method: str, path: str) -> JSONResponse:

@@ -13,6 +13,7 @@ from typing import Any
 from rayfin.actors.errors import InvalidRequest
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+TEXT_OR_PARTS = "a string or a list of parts"
 
 
 def required(value: Mapping[str, Any], name: str, path: str) -> Any:
@@ -63,9 +64,10 @@ def as_choice(value: object, choices: Sequence[str], path: str) -> str:
     return word
 
 
-def as_list(value: object, path: str, most: int) -> Sequence[Any]:
+def as_list(value: object, path: str, most: int, expected: str = "a list") -> Sequence[Any]:
+    """One that is not empty; ``expected`` says what else the caller would have taken."""
     if not isinstance(value, list | tuple):
-        raise wrong_type("a list", value, path)
+        raise wrong_type(expected, value, path)
     if not value:
         raise InvalidRequest(f"'{path}' must not be empty.", path, "empty_array")
     if len(value) > most:

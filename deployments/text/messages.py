@@ -6,6 +6,7 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.checks import (
+    TEXT_OR_PARTS,
     as_choice,
     as_list,
     as_name,
@@ -88,7 +89,7 @@ def _content(content: object, path: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for i, part in enumerate(as_list(content, path, MAX_MESSAGES)):
+    for i, part in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
         where = f"{path}[{i}]"
         kind = as_string(required(as_object(part, where), "type", where), f"{where}.type")
         field = {"text": "text", "input_text": "text", "refusal": "refusal"}.get(kind)

@@ -7,6 +7,7 @@ from typing import Any
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.openai.responses.replies import InputText, Message, OutputText
 from rayfin.deployments.text.checks import (
+    TEXT_OR_PARTS,
     as_choice,
     as_list,
     as_object,
@@ -80,7 +81,7 @@ def _texts(content: object, path: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     texts = []
-    for i, part in enumerate(as_list(content, path, MAX_MESSAGES)):
+    for i, part in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
         where = f"{path}[{i}]"
         kind = as_string(required(as_object(part, where), "type", where), f"{where}.type")
         if kind not in TEXTS:

@@ -222,6 +222,32 @@ async def test_bad_chats(http: httpx.AsyncClient, engine: Any) -> None:
         assert (error["param"], error["code"]) == (param, code), fields
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "'messages[0].content' must be a string or a list of parts, got int.",
+        ),
+        (
+            {"stream": True, "stream_options": 5},
+            "Invalid 'stream_options': Input should be an object.",
+        ),
+        ({"response_format": "json"}, "Invalid 'response_format': Input should be an object."),
+        ({"stream": True, "stream_options": {"x": 1}}, "Unknown parameter: 'stream_options.x'."),
+        (
+            {"logit_bias": {"hello": 1}},
+            "logit_bias maps token ids to numbers, and 'hello' is no token id.",
+        ),
+    ],
+)
+async def test_messages_say_what_is_wanted(
+    http: httpx.AsyncClient, engine: Any, fields: Any, message: str
+) -> None:
+    response = await http.post("/v1/chat/completions", json={**MESSAGES, **fields})
+    assert check(response, engine)["message"] == message
+
+
 async def test_bad_json(http: httpx.AsyncClient, engine: Any) -> None:
     headers = {"Content-Type": "application/json"}
     for raw, code in RAW:

@@ -158,7 +158,7 @@ async def test_what_is_left_is_sent_at_the_end(service: Any) -> None:
 def test_without_its_packages_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "rayfin.deployments.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(InvalidConfig, match=r"pip install 'rayfin\[tracing\]'") as error:
+    with pytest.raises(InvalidConfig, match=r"pip install -e '\.\[tracing\]'") as error:
         start_tracing("http://127.0.0.1:4318/v1/traces", "tiny")
     assert error.value.param == "otlp_traces_endpoint"
 
