@@ -2,14 +2,16 @@
 
     make docs                            # all pages; ARGS="README.md serving.md" for some
 
-A block that starts a server is run against that one, any other against a server of the built-in
-model, the one before or one with two engines. What cannot run on one machine, or changes it, is
-named with the reason. Needs the ports of the documents (8000, 8001, 9090, 9400, 9401) to be free.
-The exit status is 1 if a command failed.
+A block that starts a server is run against that one; others that ask a server share one of the
+built-in model, the one before or one with two engines. A comment that begins with "needs", "takes"
+or "changes" says why a command is not run; alone on its line, why the rest of its block is not.
+Both kinds are counted at the end. Needs the ports of the documents (8000, 8001, 9090, 9400, 9401)
+to be free. The exit status is 1 if a command failed.
 """
 
 import argparse
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -18,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 
@@ -34,29 +38,21 @@ OWN_SERVER = "rayfin serve --data-parallel-size 2"
 PLAIN = ("make serve", OWN_SERVER)
 """Servers that do for blocks that start none."""
 
+SERVERS = (["rayfin", "serve"], ["make", "serve"], ["ray", "start"], ["serve", "deploy"])
+"""How commands begin after which something serves."""
+
 START_SECONDS, STOP_SECONDS = 300.0, 120.0
-COMMAND_SECONDS = 300.0
+COMMAND_SECONDS = 900.0
 WATCH_SECONDS = 15.0  # of a command that runs until Ctrl-C
 
-ELSEWHERE = {
-    "docker": "needs Docker",
-    "helm": "needs a Kubernetes cluster",
-    "kubectl": "needs a Kubernetes cluster",
-    "serve deploy": "needs a Ray cluster",
-    "serve status": "needs a Ray cluster",
-    "/path/to": "the path is an example",
-    "--peer": "needs another engine's environment",
-    "make install": "sets up the environment that this runs in",
-    "make format": "changes the files",
-    "make test": "is run by itself",
-    "make chaos": "takes up to 40 minutes",
-    "make soak": "takes an hour",
-    "make docs": "is this",
-    "make pictures": "changes the pictures",
-    "benchmarks/": "takes long, and wants the machine for itself",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK": "is a variable",
-}
-"""What is not run, by words of the command."""
+COMMENT = re.compile(r"(?:^|\s)#\s*(.*)$")
+REASON = re.compile(r"(?:needs|takes|changes) [^:;]*")
+"""Why a command is not run; what follows is for the reader."""
+
+ASKS = re.compile(
+    "curl |make observe|rayfin (chat|users|bench serve|status|drain|cache|sleep|wake)"
+)
+"""How commands begin that want a server."""
 
 STAND_INS = {
     "Qwen/Qwen3-0.6B": "demo",
@@ -81,13 +77,20 @@ class Block:
     text: str
 
     @property
-    def commands(self) -> list[str]:
-        """Without comments; a program is one."""
+    def commands(self) -> list[tuple[str, str]]:
+        """Each without its comment, and why it is not run, if so; a program is one."""
         if self.kind == "python":
             Path("snippet.py").write_text(self.text)
-            return ["python snippet.py"]
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [own for line in lines if (own := line.split(" #")[0].strip())]
+            return [("python snippet.py", "")]
+        found, all_of_them = [], ""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            comment = COMMENT.search(line)
+            reason = REASON.match(comment[1]) if comment else None
+            if own := COMMENT.sub("", line).strip():
+                found.append((own, reason[0].strip() if reason else all_of_them))
+            elif reason:
+                all_of_them = reason[0].strip()
+        return found
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -105,21 +108,18 @@ class Server:
         self.log = Path("server.log")
         with self.log.open("w") as output:
             self._process = subprocess.Popen(
-                ["bash", "-c", f"exec {command}" if command.startswith("rayfin") else command],
+                ["bash", "-c", f"exec {command}" if command.startswith("ray") else command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        words = shlex.split(command)
-        port = words[words.index("--port") + 1] if "--port" in words else "8000"
-        self._health = f"http://127.0.0.1:{port}/health"
 
-    def wait(self) -> str:
-        """Until it is well; else what it said."""
+    def wait(self, address: str) -> str:
+        """Until that address answers; else what it said."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
             with suppress(httpx.TransportError):
-                if httpx.get(self._health, timeout=10).status_code == 200:
+                if httpx.get(address, timeout=10).status_code in (200, 401):  # Ray's: no token
                     return ""
             time.sleep(0.5)
         return self.log.read_text()[-1500:] or "it said nothing"
@@ -138,22 +138,27 @@ class Reader:
     """Does what the pages say, and keeps count."""
 
     def __init__(self) -> None:
-        self.failed = self.ran = self.left_out = 0
+        self.failed = self.ran = 0
+        self.left_out: Counter[str] = Counter()  # by reason
         self._server: Server | None = None
         self._serving = ""  # the command that started it
 
     def read(self, block: Block) -> None:
-        commands = [(own, self._reason(own)) for own in block.commands]
-        serves = any(reason is None and is_server(own) for own, reason in commands)
-        if not serves and any(reason is None for _, reason in commands):
+        with patch.dict(os.environ):  # what it exports is its own
+            self._read(block)
+
+    def _read(self, block: Block) -> None:
+        commands = block.commands
+        told_to = [command for command, reason in commands if not reason]
+        if any(map(ASKS.match, told_to)) and not any(map(is_server, told_to)):
             self._start_own("--engine" in block.text)
         for command, reason in commands:
-            if reason is not None:
-                self.left_out += 1
+            if reason:
+                self.left_out[reason] += 1
                 self._say(block, "not run", command, reason)
                 continue
             started = time.monotonic()
-            told = self._start(stand_in(command)) if is_server(command) else run(stand_in(command))
+            told = self._do(stand_in(command))
             self.ran += 1
             self.failed += bool(told)
             state = "FAILED" if told else f"{time.monotonic() - started:5.1f} s"
@@ -161,25 +166,30 @@ class Reader:
         if self._serving not in PLAIN:
             self.stop()
 
+    def _do(self, command: str) -> str:
+        """What is wrong with it, if anything."""
+        if command.startswith("export "):
+            name, _, value = command.removeprefix("export ").partition("=")
+            os.environ[name] = value
+            return ""
+        return self._start(command) if is_server(command) else run(command)
+
     def stop(self) -> None:
         if self._server is not None:
             self._server.stop()
         self._server, self._serving = None, ""
 
     def _start(self, command: str) -> str:
+        if command.startswith("serve deploy"):  # on the cluster that the command before it started
+            return run(command) or (self._server.wait(health(command)) if self._server else "")
         self.stop()
         self._server, self._serving = Server(command), command
-        return self._server.wait()
+        return self._server.wait(health(command))
 
     def _start_own(self, two_engines: bool) -> None:
         if self._serving not in PLAIN or (two_engines and self._serving != OWN_SERVER):
             if told := self._start(OWN_SERVER):
                 raise SystemExit(f"{OWN_SERVER}: {told}")
-
-    def _reason(self, command: str) -> str | None:
-        if command.startswith("export "):
-            return f"{KEY} is set for all"
-        return next((why for words, why in ELSEWHERE.items() if words in command), None)
 
     def _say(self, block: Block, state: str, command: str, told: str) -> None:
         note = f"  ({told})" if state == "not run" else ""
@@ -193,7 +203,17 @@ class Reader:
 def is_server(command: str) -> bool:
     words = shlex.split(command)
     plain = [own for own in words if "=" not in own.partition("-")[0]]  # without variables
-    return plain[:2] in (["rayfin", "serve"], ["make", "serve"], [".venv/bin/rayfin", "serve"])
+    plain[:1] = [own.removeprefix(".venv/bin/") for own in plain[:1]]
+    return plain[:2] in SERVERS
+
+
+def health(command: str) -> str:
+    """Where what it starts answers as soon as it is well."""
+    words = shlex.split(command)
+    if words[0] == "ray":
+        return "http://127.0.0.1:8265/api/version"
+    port = words[words.index("--port") + 1] if "--port" in words else "8000"
+    return f"http://127.0.0.1:{port}/health"
 
 
 def stand_in(command: str) -> str:
@@ -231,19 +251,22 @@ def workplace() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for path in ROOT.iterdir():
-            if path.name != ".venv":
+            if path.name not in (".venv", "docs"):
                 (folder / path.name).symlink_to(path)
+        shutil.copytree(ROOT / "docs", folder / "docs")  # some commands write there
         environment = folder / ".venv"
         environment.mkdir()
         (environment / "bin").symlink_to(Path(sys.executable).parent)
         for made in (".installed", ".installed-bench"):
             (environment / made).touch()  # make installs nothing
         shutil.copytree(ROOT / "deployments" / "demo" / "model", folder / "my-model")
+        (folder / ".curlrc").write_text("fail-with-body\nno-progress-meter\n")
+        os.environ["CURL_HOME"] = name
         (folder / "keys.txt").write_text("tests:secret\n")
         (folder / "prompts.txt").write_text("The capital of Peru is\nWhat is 37 + 48?\n")
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         os.environ.setdefault("RAY_TMPDIR", name)
-        os.environ.setdefault(KEY, "...")  # as the documents write it
+        os.environ[KEY] = "..."  # as the documents write it
         os.environ.pop("RAY_ADDRESS", None)
         os.chdir(folder)
         try:
@@ -266,7 +289,11 @@ def main() -> int:
                     reader.read(block)
         finally:
             reader.stop()
-    print(f"{reader.ran} ran, {reader.failed} of them failed; {reader.left_out} were not run")
+    print(
+        f"{reader.ran} ran, {reader.failed} of them failed; {reader.left_out.total()} were not run"
+    )
+    for reason, count in reader.left_out.most_common():
+        print(f"{count:4}  {reason}")
     return 1 if reader.failed else 0
 
 

@@ -16,7 +16,7 @@ from rayfin.deployments.server_args import AppArgs, split_args
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 VARIABLE = re.compile(r"[A-Z_]+=")
-OTHERS = ("curl", "docker", "helm", "kubectl", "export", "pip", "git")
+OTHERS = ("curl", "docker", "helm", "kubectl", "ray", "export", "pip", "git")
 """Programs that are not ours: what they are told is not looked at."""
 
 SCRIPTS = [path for name in ("benchmarks", "tests/chaos") for path in ROOT.glob(f"{name}/*.py")]
