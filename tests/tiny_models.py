@@ -86,6 +86,16 @@ OTHERS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "mlp_only_layers": [1],
     },
+    "cohere": {"use_qk_norm": True},
+    "glm4": {},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+    "opt": {},
     "olmo3": {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -95,6 +105,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """Those that only single tests want."""
 
+_WIDE_NORMS = {"cohere", "olmo2", "olmo3", "olmoe"}  # other weights for each head
 _OWN_FIELDS_ONLY = {"gpt2": {"vocab_size", "bos_token_id", "eos_token_id", "initializer_range"}}
 
 
@@ -115,8 +126,8 @@ def make_tiny_model(architecture: str, folder: Path, seed: int = 0) -> PreTraine
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2 and "norm" not in name:
                 parameter.normal_(0.0, 0.2)  # biases and sinks: zeros would hide a missing one
-            elif name.endswith(("q_norm.weight", "k_norm.weight")) and "olmo" in architecture:
-                parameter.uniform_(0.5, 1.5)  # over all heads: ones would hide a wrong share
+            elif name.endswith(("q_norm.weight", "k_norm.weight")) and architecture in _WIDE_NORMS:
+                parameter.uniform_(0.5, 1.5)  # ones would hide a wrong share
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0.0, 0.2)

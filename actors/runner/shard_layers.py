@@ -72,6 +72,20 @@ class LayerCutter:
             share = self._even(getattr(counting, field), 0, field)
             setattr(counting, field, share.stop - share.start)
 
+    def slice(self, module: nn.Module, leaf: str, name: str, dim: int | str) -> None:
+        """A parameter of a module that stays: its share in a dimension, or zeros but ``ONCE``."""
+        parameter, place = module.get_parameter(leaf), self._peers.place
+        shape = list(parameter.shape)
+        if isinstance(dim, int):
+            cut = self._even(shape[dim], dim, name)
+            shape[dim] = cut.stop - cut.start
+        else:
+            start = 0 if place.tensor_rank == 0 else shape[0]
+            cut = Cut(0, start, start + shape[0], shape[0])
+        self.cuts[name] = cut
+        empty = torch.empty(shape, device="meta", dtype=parameter.dtype)
+        setattr(module, leaf, nn.Parameter(empty))
+
     def _columns(self, linear: Any, name: str, widths: Sequence[int] = (1,)) -> nn.Module | None:
         """A share of each of the projections that lie side by side in one, as wide as that."""
         sizes = _sizes(linear)

@@ -1,7 +1,7 @@
 """Which share of each module a rank keeps: transformers' own plan of a model, or one from here.
 
-A plan is data. Ours are for families of which transformers has none, or one that leaves attention
-whole on each rank: merged projections, norms over all heads, experts that all tokens share.
+A plan is data. Ours are for families of which transformers has none, or one that leaves work whole
+on each rank: merged projections, norms over all heads, experts that all tokens share.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,8 @@ WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 SUMMED = "summed"  # what the module gives is summed, so that what is in it need not be:
 UNSUMMED_ROWS, UNSUMMED_EXPERTS = "rowwise, unsummed", "experts, unsummed"
 NORM = "norm"  # root mean square over the columns of all ranks
+
+ONCE = "once"  # what is added to a sum over ranks: zeros on all but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Plan:
     styles: Mapping[str, str | Merged]
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Attributes of modules that say how much of something there is: a rank has its share."""
+    parameters: Mapping[str, int | str] = field(default_factory=dict)
+    """Of modules that stay: the dimension that a rank has a share of, or ``ONCE``."""
     stages: StageParts | None = None  # None: it cannot be cut into stages
 
 
@@ -56,26 +60,46 @@ _ATTENTION: dict[str, str | Merged] = {
     "layers.*.self_attn.o_proj": ROWS,
 }
 
-_PHI3 = Plan(
-    {
-        "layers.*.self_attn.qkv_proj": Merged(
-            ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
-        ),
-        "layers.*.self_attn.o_proj": ROWS,
-        "layers.*.mlp.gate_up_proj": Merged(("intermediate_size", "intermediate_size")),
-        "layers.*.mlp.down_proj": ROWS,
-    },
-    counts={"layers.*.self_attn": ("num_key_value_heads", "config.num_attention_heads")},
-    stages=_USUAL,
-)
-
+_MLP: dict[str, str | Merged] = {
+    "layers.*.mlp.gate_proj": COLUMNS,
+    "layers.*.mlp.up_proj": COLUMNS,
+    "layers.*.mlp.down_proj": ROWS,
+}
+_MERGED_MLP: dict[str, str | Merged] = {
+    "layers.*.mlp.gate_up_proj": Merged(("intermediate_size", "intermediate_size")),
+    "layers.*.mlp.down_proj": ROWS,
+}
 _MIXTURE: dict[str, str | Merged] = {
     "layers.*.mlp": SUMMED,  # a mixture, or a plain MLP in the place of one
     "layers.*.mlp.gate_proj": COLUMNS,
     "layers.*.mlp.up_proj": COLUMNS,
     "layers.*.mlp.down_proj": UNSUMMED_ROWS,
     "layers.*.mlp.experts": UNSUMMED_EXPERTS,
+    "layers.*.mlp.shared_experts.gate_proj": COLUMNS,
+    "layers.*.mlp.shared_experts.up_proj": COLUMNS,
+    "layers.*.mlp.shared_experts.down_proj": UNSUMMED_ROWS,
 }
+
+_COHERE = Plan(  # Command R+ has norms with weights of their own for each head
+    {**_ATTENTION, **_MLP},
+    parameters={"layers.*.self_attn.q_norm.weight": 0, "layers.*.self_attn.k_norm.weight": 0},
+    stages=_USUAL,
+)
+
+_GLM4 = Plan({**_ATTENTION, **_MERGED_MLP}, stages=_USUAL)
+_GLM4_MOE = Plan({**_ATTENTION, **_MIXTURE}, stages=_USUAL)
+
+_PHI3 = Plan(
+    {
+        "layers.*.self_attn.qkv_proj": Merged(
+            ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
+        ),
+        "layers.*.self_attn.o_proj": ROWS,
+        **_MERGED_MLP,
+    },
+    counts={"layers.*.self_attn": ("num_key_value_heads", "config.num_attention_heads")},
+    stages=_USUAL,
+)
 
 _QWEN2_MOE = Plan(
     {
@@ -95,9 +119,6 @@ _DEEPSEEK = Plan(  # what heads have in common, before the second product of eac
         "layers.*.self_attn.kv_b_proj": COLUMNS,
         "layers.*.self_attn.o_proj": ROWS,
         **_MIXTURE,
-        "layers.*.mlp.shared_experts.gate_proj": COLUMNS,
-        "layers.*.mlp.shared_experts.up_proj": COLUMNS,
-        "layers.*.mlp.shared_experts.down_proj": UNSUMMED_ROWS,
     },
     stages=_USUAL,
 )
@@ -108,16 +129,7 @@ _WHOLE_NORMS: dict[str, str | Merged] = {
     "layers.*.self_attn.k_norm": NORM,
 }
 
-_OLMO2 = Plan(
-    {
-        **_WHOLE_NORMS,
-        "layers.*.mlp.gate_proj": COLUMNS,
-        "layers.*.mlp.up_proj": COLUMNS,
-        "layers.*.mlp.down_proj": ROWS,
-    },
-    stages=_USUAL,
-)
-
+_OLMO2 = Plan({**_WHOLE_NORMS, **_MLP}, stages=_USUAL)
 _OLMOE = Plan({**_WHOLE_NORMS, "layers.*.mlp.experts": EXPERTS}, stages=_USUAL)
 
 _GPT2 = Plan(
@@ -131,10 +143,37 @@ _GPT2 = Plan(
     stages=StageParts(("wte", "wpe"), "h", "ln_f"),
 )
 
+_GPT_NEOX = Plan(
+    {
+        "layers.*.attention.query_key_value": COLUMNS,  # by heads, each of the three
+        "layers.*.attention.dense": ROWS,
+        "layers.*.mlp.dense_h_to_4h": COLUMNS,
+        "layers.*.mlp.dense_4h_to_h": ROWS,
+    },
+    stages=StageParts(("embed_in",), "layers", "final_layer_norm"),
+)
+
+_GPT_OSS = Plan(
+    {**_ATTENTION, "layers.*.mlp.experts": SUMMED},
+    parameters={
+        "layers.*.self_attn.sinks": 0,
+        "layers.*.mlp.experts.gate_up_proj": 2,  # [E, H, 2 F]: gate and up take turns
+        "layers.*.mlp.experts.gate_up_proj_bias": 1,
+        "layers.*.mlp.experts.down_proj": 1,  # [E, F, H]
+        "layers.*.mlp.experts.down_proj_bias": ONCE,
+    },
+    stages=_USUAL,
+)
+
 PLANS: dict[str, Plan] = {
+    "cohere": _COHERE,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
+    "glm4": _GLM4,
+    "glm4_moe": _GLM4_MOE,
     "gpt2": _GPT2,
+    "gpt_neox": _GPT_NEOX,
+    "gpt_oss": _GPT_OSS,
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "olmoe": _OLMOE,
@@ -145,17 +184,18 @@ PLANS: dict[str, Plan] = {
 
 
 def plan_of(model: PreTrainedModel) -> Plan:
-    """The plan of a model, by the names of its modules; without styles where nobody has one."""
+    """The plan of a model, by the whole names of its modules; without styles if nobody has one."""
     config = model.config.get_text_config(decoder=True)
     if own := PLANS.get(config.model_type):
-        prefix = model.base_model_prefix
-        styles = {f"{prefix}.{name}": style for name, style in own.styles.items()}
-        counts = {f"{prefix}.{name}": fields for name, fields in own.counts.items()}
-        return Plan({**styles, "lm_head": GATHERED}, counts, own.stages)
-    stages = set(getattr(config, "base_model_pp_plan", None) or {})
-    usual = {*_USUAL.embeddings, _USUAL.layers, _USUAL.norm}
+
+        def whole[Value](entries: Mapping[str, Value]) -> dict[str, Value]:
+            return {f"{model.base_model_prefix}.{name}": entries[name] for name in entries}
+
+        styles = {**whole(own.styles), "lm_head": GATHERED}
+        return Plan(styles, whole(own.counts), whole(own.parameters), own.stages)
     styles = dict(model.tp_plan or {})
-    # a head or an embedding alone is no plan
-    if not {COLUMNS, ROWS} <= set(styles.values()):
+    if not {COLUMNS, ROWS} <= set(styles.values()):  # a plan for the head only, or for training
         styles = {}
-    return Plan(styles, stages=_USUAL if stages == usual else None)
+    stages = set(getattr(config, "base_model_pp_plan", None) or {})
+    is_usual = stages == {*_USUAL.embeddings, _USUAL.layers, _USUAL.norm}
+    return Plan(styles, stages=_USUAL if is_usual else None)

@@ -86,6 +86,9 @@ def _cut_layers(model: PreTrainedModel, plan: Plan, peers: Peers) -> Cuts:
     for name, module in reversed(list(model.named_modules())):  # what is in a module, then itself
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         cutter.divide(module, plan.counts.get(pattern, ()))
+        for leaf in list(module._parameters):
+            if (dim := plan.parameters.get(f"{pattern}.{leaf}")) is not None:
+                cutter.slice(module, leaf, f"{name}.{leaf}", dim)
         style = plan.styles.get(pattern)
         if style is None or style in WHOLE or isinstance(module, nn.Identity):
             continue

@@ -32,7 +32,10 @@ Make = Callable[..., Any]
 HOST = "127.0.0.1"
 OUTPUT = 12
 SHAPES = [(2, 1), (1, 2), (2, 2), (1, 3)]  # tensor size, stages
-OWN_PLANS = ["phi3", "qwen2_moe", "olmo2", "olmoe", "gpt2", "deepseek_v2", "deepseek_v3"]
+OWN_PLANS = [
+    *("phi3", "gpt2", "gpt_neox", "gpt_oss", "olmo2", "olmoe"),
+    *("qwen2_moe", "deepseek_v2", "deepseek_v3"),
+]
 PROMPTS = [[5, 9, 3, 100, 7, 7, 60, 2, 44, 31, 8], [4, 9, 90], [77] * 6, [5, 9, 3, 100, 7, 7, 1]]
 
 
@@ -168,7 +171,9 @@ def test_greedy(
         ("mixtral", 2, 1),
         ("mixtral", 1, 2),
         ("qwen3_moe", 2, 1),
-        ("gpt_neox", 2, 1),
+        ("cohere", 2, 1),
+        ("glm4", 2, 1),
+        ("glm4_moe", 2, 1),
         ("olmo3", 2, 1),
         *((form, *shape) for form in OWN_PLANS for shape in [(2, 1), (1, 2), (2, 2)]),
     ],
@@ -252,14 +257,8 @@ def test_peer_that_does_not_come(tiny_model: Make, group: Make) -> None:
         ("llama", 1, 4, "pipeline_parallel_size", "over the model's 3 layers"),
         ("gpt2", 3, 1, "tensor_parallel_size", "does not divide the model's num_attention_heads"),
         ("olmoe", 4, 1, "tensor_parallel_size", "num_key_value_heads (2)"),
-        (
-            "gpt_oss",
-            2,
-            1,
-            "tensor_parallel_size",
-            "tensor_parallel_size (2): a model of type gpt_oss (GptOssForCausalLM) cannot run on",
-        ),
-        ("gpt_neox", 1, 2, "pipeline_parallel_size", "a model of type gpt_neox"),
+        ("opt", 2, 1, "tensor_parallel_size", "(2): a model of type opt (OPTForCausalLM) cannot"),
+        ("opt", 1, 2, "pipeline_parallel_size", "(2): a model of type opt (OPTForCausalLM) cannot"),
     ],
 )
 def test_refused(
