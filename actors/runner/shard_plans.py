@@ -187,12 +187,13 @@ def plan_of(model: PreTrainedModel) -> Plan:
     """The plan of a model, by the whole names of its modules; without styles if nobody has one."""
     config = model.config.get_text_config(decoder=True)
     if own := PLANS.get(config.model_type):
-
-        def whole[Value](entries: Mapping[str, Value]) -> dict[str, Value]:
-            return {f"{model.base_model_prefix}.{name}": entries[name] for name in entries}
-
-        styles = {**whole(own.styles), "lm_head": GATHERED}
-        return Plan(styles, whole(own.counts), whole(own.parameters), own.stages)
+        base = model.base_model_prefix
+        return Plan(
+            {f"{base}.{name}": style for name, style in own.styles.items()} | {"lm_head": GATHERED},
+            {f"{base}.{name}": fields for name, fields in own.counts.items()},
+            {f"{base}.{name}": dim for name, dim in own.parameters.items()},
+            own.stages,
+        )
     styles = dict(model.tp_plan or {})
     if not {COLUMNS, ROWS} <= set(styles.values()):  # a plan for the head only, or for training
         styles = {}
