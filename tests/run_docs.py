@@ -1,12 +1,12 @@
 """Runs the commands of README and docs as they are written, page by page, and says how each went.
 
-    make docs                            # all pages; ARGS="README.md serving.md" for some
+    make docs     # all pages; ARGS="README.md serving.md:98" for some, or a block of one
 
 A block that starts a server is run against that one; others that ask a server share one of the
 built-in model, the one before or one with two engines. A comment that begins with "needs", "takes"
 or "changes" says why a command is not run; alone on its line, why the rest of its block is not.
 Both kinds are counted at the end. Needs the ports of the documents (8000, 8001, 9090, 9400, 9401)
-to be free. The exit status is 1 if a command failed.
+and of a Ray cluster (6379, 8265) to be free. The exit status is 1 if a command failed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ PLAIN = ("make serve", OWN_SERVER)
 SERVERS = (["rayfin", "serve"], ["make", "serve"], ["ray", "start"], ["serve", "deploy"])
 """How commands begin after which something serves."""
 
-START_SECONDS, STOP_SECONDS = 300.0, 120.0
+START_SECONDS, STOP_SECONDS = 600.0, 120.0
 COMMAND_SECONDS = 900.0
 WATCH_SECONDS = 15.0  # of a command that runs until Ctrl-C
 
@@ -277,16 +277,22 @@ def workplace() -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pages", nargs="*", help="their names; all without")
-    options = parser.parse_args()
-    pages = [page for page in DOCS["PAGES"] if not options.pages or page.name in options.pages]
+    parser.add_argument("pages", nargs="*", help="PAGE, or PAGE:LINE of a block; all without")
+    chosen = parser.parse_args().pages
+    found = [
+        block
+        for page in DOCS["PAGES"]
+        for block in blocks(page)
+        if not chosen or {page.name, f"{page.name}:{block.line}"} & set(chosen)
+    ]
+    if not found:
+        parser.error(f"nothing to run there: {' '.join(chosen)}")
     reader = Reader()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without stopping the server
     with workplace():
         try:
-            for page in pages:
-                for block in blocks(page):
-                    reader.read(block)
+            for block in found:
+                reader.read(block)
         finally:
             reader.stop()
     print(
