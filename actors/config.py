@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from rayfin.actors.errors import InvalidConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
 LoadFormat = Literal["auto", "dummy"]
 SchedulerName = Literal["v1", "v0"]
 Policy = Literal["fcfs", "priority", "fair"]
@@ -59,7 +59,8 @@ class EngineArgs:
     max_prefill_batch: int = _flag(16, "prompts that share one step")
     page_size: int = _flag(16, "tokens in a page of the KV cache")
     kv_cache_dtype: KVCacheDtype = _flag(
-        "auto", "of the KV cache's pages; auto: dtype. bfloat16 has room for twice float32's tokens"
+        "auto",
+        "of the KV cache's pages; auto: dtype. Half the bytes hold twice the tokens; fp8: GPU",
     )
     prefix_caching: bool = _flag(True, "share the pages of prompts that begin alike")
     memory_utilization: float | None = _flag(None, "share of the device's memory to use, 0-1")

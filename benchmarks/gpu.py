@@ -30,7 +30,7 @@ from rayfin import LLM, SamplingParams, __version__
 from rayfin.deployments.bench.peers import Peer, PeerSpec
 from rayfin.deployments.bench.workload import Job
 from rayfin.kernels.attention.interface import PagedAttention, PagedBatch
-from rayfin.kernels.attention.select import select_attention
+from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.attention.torch import paged_attention as torch_attention
 
 PAGE_SIZE = 16
@@ -117,7 +117,9 @@ def make_batch(lengths: list[int], chunk: int, bench: Bench) -> PagedBatch:
 class Layer:
     """Queries and pages of one layer of the 0.6B shape (or a small one)."""
 
-    def __init__(self, batch: PagedBatch, bench: Bench) -> None:
+    def __init__(
+        self, batch: PagedBatch, bench: Bench, page_dtype: torch.dtype | None = None
+    ) -> None:
         self.heads, self.kv_heads, self.dim = (4, 2, 16) if bench.toy else (16, 8, 128)
         torch.manual_seed(0)
         where: dict[str, Any] = {"dtype": bench.dtype, "device": bench.device}
@@ -125,7 +127,9 @@ class Layer:
         self.batch = batch
         self.query = torch.randn(tokens, self.heads, self.dim, **where)
         shape = (pages, PAGE_SIZE, self.kv_heads, self.dim)
-        self.keys, self.values = torch.randn(shape, **where), torch.randn(shape, **where)
+        self.keys, self.values = (
+            torch.randn(shape, **where).to(page_dtype or bench.dtype) for _ in range(2)
+        )
 
     def run(self, attend: PagedAttention) -> torch.Tensor:
         scale = self.dim**-0.5
@@ -136,33 +140,43 @@ def check(bench: Bench) -> None:
     """The device's attention against torch's; fails loudly."""
     attend = select_attention(bench.device, bench.dtype)
     print("\n## Check\n")
-    for name, chunk in (("8 x 100-1024", 1), ("256 x 100-1024", 1), ("1 x 4096", 512)):
-        lengths = lengths_of(CONTEXTS[name], bench)
-        layer = Layer(make_batch(lengths, min(chunk, min(lengths)), bench), bench)
-        ours = layer.run(attend).float()
-        layer.batch = replace(layer.batch, scratch={})
-        theirs = layer.run(torch_attention).float()
-        apart = float((ours - theirs).abs().max())
-        print(f"- attention, {name}, {chunk} queries a row: at most {apart:.1e} from torch's")
-        assert apart < 2e-2, "attention is wrong: nothing below would mean anything"
+    for pages in page_dtypes(attend, bench):
+        for name, chunk in (("8 x 100-1024", 1), ("256 x 100-1024", 1), ("1 x 4096", 512)):
+            lengths = lengths_of(CONTEXTS[name], bench)
+            layer = Layer(make_batch(lengths, min(chunk, min(lengths)), bench), bench, pages)
+            ours = layer.run(attend).float()
+            layer.batch = replace(layer.batch, scratch={})
+            theirs = layer.run(torch_attention).float()
+            apart = float((ours - theirs).abs().max())
+            print(f"- attention, {name}, {chunk} queries a row, {pages}: ", end="")
+            print(f"at most {apart:.1e} from torch's")
+            assert apart < 2e-2, "attention is wrong: nothing below would mean anything"
+
+
+def page_dtypes(attend: PagedAttention, bench: Bench) -> list[torch.dtype]:
+    """The type of the queries, and fp8 where the attention reads it."""
+    read = page_types(attend)
+    return [bench.dtype, *(dtype for dtype in read if dtype == torch.float8_e4m3fn)]
 
 
 def attention(bench: Bench) -> None:
     attend = select_attention(bench.device, bench.dtype)
     print("\n## Attention of one layer, 0.6B shape, decode\n")
-    print("| rows x context | us | GB/s of pages | share of bandwidth | torch, us |")
-    print("|---|---|---|---|---|")
+    print("| rows x context | pages | us | GB/s of pages | share of bandwidth | torch, us |")
+    print("|---|---|---|---|---|---|")
     for name, spec in CONTEXTS.items():
-        lengths = lengths_of(spec, bench)
-        layer = Layer(make_batch(lengths, 1, bench), bench)
-        moved = 2 * sum(lengths) * layer.kv_heads * layer.dim * bench.dtype.itemsize
-        took = bench.seconds(lambda layer=layer: layer.run(attend))
-        layer.batch = replace(layer.batch, scratch={})
-        torch_took = bench.seconds(lambda layer=layer: layer.run(torch_attention))
-        print(
-            f"| {name} | {took * 1e6:.1f} | {moved / took / 1e9:.0f} "
-            f"| {moved / took / bench.bandwidth:.2f} | {torch_took * 1e6:.1f} |"
-        )
+        for pages in page_dtypes(attend, bench):
+            lengths = lengths_of(spec, bench)
+            layer = Layer(make_batch(lengths, 1, bench), bench, pages)
+            kept = str(pages).removeprefix("torch.")
+            moved = 2 * sum(lengths) * layer.kv_heads * layer.dim * pages.itemsize
+            took = bench.seconds(lambda layer=layer: layer.run(attend))
+            layer.batch = replace(layer.batch, scratch={})
+            torch_took = bench.seconds(lambda layer=layer: layer.run(torch_attention))
+            print(
+                f"| {name} | {kept} | {took * 1e6:.1f} | {moved / took / 1e9:.0f} "
+                f"| {moved / took / bench.bandwidth:.2f} | {torch_took * 1e6:.1f} |"
+            )
     print("\n## Attention of one layer, 0.6B shape, prefill\n")
     print("| chunk after cached | ms | TFLOP/s | share of peak |\n|---|---|---|---|")
     for chunk, cached in ((2048, 0), (8192, 0), (512, 8192)):

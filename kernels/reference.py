@@ -24,6 +24,7 @@ from rayfin.kernels.sampling.sample import SamplingRows
 __all__ = [
     "adjusted",
     "combine_partials",
+    "e4m3",
     "experts",
     "gelu_mul",
     "int8_rows",
@@ -102,9 +103,26 @@ def write_kv(
 ) -> None:
     """Put each token's key and value into its slot, one token at a time, in place."""
     page_size = k_pages.shape[1]
+    if k_pages.dtype == torch.float8_e4m3fn:
+        key, value = e4m3(key), e4m3(value)
     for token, slot in enumerate(slots.tolist()):
         k_pages[slot // page_size, slot % page_size] = key[token]
         v_pages[slot // page_size, slot % page_size] = value[token]
+
+
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The nearest number of 8 bits (4 of exponent, 3 of mantissa): [...] -> [...] fp32.
+
+    Ties go to the even mantissa; what is over 448, the largest one, becomes it (Micikevicius et
+    al., 2022, "FP8 formats for deep learning").
+    """
+    out = []
+    for value in x.flatten().tolist():
+        size = min(abs(value), 448.0)
+        exponent = max(math.frexp(size)[1] - 1, -6)  # below 2**-6 numbers are as far apart as at it
+        step = 2.0 ** (exponent - 3)
+        out.append(value if math.isnan(value) else math.copysign(round(size / step) * step, value))
+    return torch.tensor(out).view(x.shape)
 
 
 # --- the parts of a layer -------------------------------------------------------------------------

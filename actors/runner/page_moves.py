@@ -22,9 +22,8 @@ class PageMover:
 
     def __init__(self, device: KVTensors, host: KVTensors) -> None:
         self._index_device = device.device
-        self._pairs = list(
-            zip([*device.keys, *device.values], [*host.keys, *host.values], strict=True)
-        )
+        both = zip([*device.keys, *device.values], [*host.keys, *host.values], strict=True)
+        self._pairs = [(_movable(pages), _movable(copies)) for pages, copies in both]
 
     @torch.inference_mode()
     def run(self, moves: Int32Array) -> None:
@@ -52,6 +51,11 @@ class PageMover:
 
     def _index(self, pages: Int32Array) -> torch.Tensor:
         return torch.from_numpy(pages.astype(np.int64)).to(self._index_device)
+
+
+def _movable(pages: torch.Tensor) -> torch.Tensor:
+    """The same memory; fp8 as bytes, since torch does not copy it by index."""
+    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 def runs(moves: Int32Array) -> Iterator[tuple[int, Int32Array, Int32Array]]:

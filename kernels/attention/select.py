@@ -10,7 +10,7 @@ from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.triton.available import can_use_triton
 
 NAMES = ("auto", "cpu", "triton", "torch", "reference")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 def select_attention(

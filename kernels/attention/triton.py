@@ -58,15 +58,17 @@ class Sizes:
 class TritonAttention:
     """`PagedAttention` in float32, float16 or bfloat16, accumulated in float32.
 
+    Pages may be of another of these types, and of fp8 (e4m3) on a GPU that converts it.
+
     Decoding rows and prefill chunks go in a launch each, made of tiles of queries with all heads of
     a group; parts of long rows are merged by a launch more. What a step's launches look like is
     worked out once and shared by all layers that are alike (`PagedBatch.scratch`).
     """
 
-    page_types = DTYPES
-
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
+        converts = not on_gpu or torch.cuda.get_device_capability(device) >= (8, 9)
+        self.page_types = (*DTYPES, torch.float8_e4m3fn) if converts else DTYPES
         self.cores = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
     def __call__(
@@ -83,7 +85,7 @@ class TritonAttention:
     ) -> torch.Tensor:
         """Attends as `PagedAttention` says."""
         assert k_pages.is_contiguous() and v_pages.is_contiguous()
-        assert k_pages.dtype == v_pages.dtype and k_pages.dtype in DTYPES
+        assert k_pages.dtype == v_pages.dtype and k_pages.dtype in self.page_types
         if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
             query = query.contiguous()
         tokens, heads, key_dim = query.shape

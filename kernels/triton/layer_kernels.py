@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from rayfin.kernels.triton.activation import activated
+from rayfin.kernels.triton.pages import to_page
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def turn_and_write(
     slot = tl.load(slots + token)
     stored = inside & (is_query == 0)[:, None] & (slot >= 0)
     cell = slot * KV_HEADS + kv_head[:, None]
-    paged = x.to(k_pages.dtype.element_ty)
+    paged = to_page(x, k_pages)
     tl.store(k_pages + cell * KEY_DIM + d[None, :], paged, mask=stored & (is_value == 0)[:, None])
     tl.store(v_pages + cell * VALUE_DIM + d[None, :], paged, mask=stored & is_value[:, None])
 

@@ -10,6 +10,7 @@ def test_page_bytes() -> None:
     layouts = [KVLayout(2, 8, 8)] * 3
     assert page_bytes(layouts, 16, torch.float32) == 2 * 3 * 16 * 2 * 8 * 4
     assert page_bytes(layouts, 16, torch.bfloat16) == 2 * 3 * 16 * 2 * 8 * 2
+    assert page_bytes(layouts, 16, torch.float8_e4m3fn) == 2 * 3 * 16 * 2 * 8
     assert page_bytes([KVLayout(2, 8, 12)], 4, torch.float32) == 4 * 2 * (8 + 12) * 4
 
 

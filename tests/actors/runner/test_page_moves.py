@@ -95,6 +95,21 @@ def test_contiguous() -> None:
     assert contiguous(pages) == [(0, 4, 7), (3, 2, 4), (5, 9, 10), (6, 8, 9)]
 
 
+def test_fp8_pages_are_moved_too() -> None:
+    """Copied, and out to host memory and back."""
+    device, host = (
+        KVTensors(LAYOUTS, pages, 2, torch.float8_e4m3fn, torch.device("cpu"))
+        for pages in (PAGES, HOST_PAGES)
+    )
+    for tensor in (*device.keys, *device.values):
+        tensor.copy_(torch.arange(PAGES).view(-1, 1, 1, 1).expand(tensor.shape))
+    moves = [(COPY, 2, 0), (SWAP_OUT, 5, 1), (COPY, 1, 5), (SWAP_IN, 1, 3)]
+    PageMover(device, host).run(np.array(moves, np.int32))
+    for tensor in (*device.keys, *device.values):
+        content = tensor.float().flatten(1)
+        assert (content == torch.tensor([2.0, 1, 2, 5, 4, 1]).view(-1, 1)).all()
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
 def test_moved_pages_serve_as_before(
     family: str, tiny_model: Make, engine_args: Make, step_of: Make, row: Make

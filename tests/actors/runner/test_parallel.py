@@ -242,6 +242,19 @@ def test_lease(tensor: int, stages: int, tiny_model: Make, group: Make, request_
     assert max(step.lease for step in ranks.steps) > 1
 
 
+def test_fp8_pages_of_two_ranks(
+    tiny_model: Make, served: Make, group: Make, request_of: Make
+) -> None:
+    """Each rounds its own heads' keys and values: the tokens of one device with such pages."""
+    folder = tiny_model("llama").folder
+    settings = {"max_batch_tokens": 8, "kv_cache_dtype": "fp8", "attention": "torch"}
+    requests = [request_of(key, prompt, OUTPUT) for key, prompt in enumerate(PROMPTS)]
+    ranks = group(folder, 2, 1, **settings)
+    tokens, _, _ = _run(ranks, requests)
+    assert tokens == served(folder, **settings).run(*requests)
+    assert {runner._page_type for runner in ranks.runners} == {torch.float8_e4m3fn}
+
+
 def test_peer_that_does_not_come(tiny_model: Make, group: Make) -> None:
     """A rank that is alone says so, instead of waiting for ever."""
     ranks = group(tiny_model("llama").folder, 2, 1, max_batch_tokens=8)

@@ -33,6 +33,22 @@ def test_converts_to_the_dtype_of_the_pages() -> None:
     assert torch.equal(pages[1, 1], token[0].bfloat16())
 
 
+def test_fp8_pages_keep_the_nearest_number_that_they_have() -> None:
+    """The largest one of what is larger; a NaN stays; slots that are not named are untouched."""
+    torch.manual_seed(0)
+    spread = torch.exp2(torch.arange(60) % 20 - 11).view(5, 1, 12)
+    key, value = torch.randn(5, 1, 12) * spread, torch.randn(5, 1, 12) * spread
+    key[0, 0, :4] = torch.tensor([1e9, -float("inf"), 464.1, float("nan")])
+    pages = [torch.full((2, 4, 1, 12), 7.0).to(torch.float8_e4m3fn) for _ in range(4)]
+    slots = torch.tensor([5, 0, 3, 7, 2])
+    write_kv(key, value, *pages[:2], slots)
+    reference.write_kv(key, value, *pages[2:], slots)
+    for given, wanted in zip(pages[:2], pages[2:], strict=True):
+        torch.testing.assert_close(given.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+    assert pages[0].float()[1, 1, 0, :3].tolist() == [448.0, -448.0, 448.0]
+    assert (pages[0].float()[1, 2] == 7).all()
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_split_and_write_is_the_same(paged_case: Callable[..., Any], page_size: int) -> None:
     """V1's form: one tensor for all layers and chunks, split per request, copied page by page."""

@@ -29,6 +29,7 @@ from rayfin.kernels.triton.experts import FEW, MANY, MAP_BLOCK
 from rayfin.kernels.triton.products import _tiles
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+FP8 = "fp8e4nv"
 Kernel = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 
@@ -37,14 +38,15 @@ def attention() -> Iterator[Kernel]:
     backend.cores = 132
     plain = {"WINDOW": False, "SOFTCAP": False, "SINKS": False}
     every = {"WINDOW": True, "SOFTCAP": True, "SINKS": True}
-    for dtype, dim, flags in (
-        (torch.bfloat16, 128, plain),
-        (torch.float16, 64, every),
-        (torch.float32, 64, plain),
+    for dtype, dim, flags, stored in (
+        (torch.bfloat16, 128, plain, "bf16"),
+        (torch.bfloat16, 128, plain, FP8),
+        (torch.float16, 64, every, "fp16"),
+        (torch.float32, 64, plain, "fp32"),
     ):
         sizes = Sizes(16, 8, dim, dim, dtype, None)
-        pointer = f"*{NAMES[dtype]}"
-        types = dict.fromkeys(("query", "k_pages", "v_pages", "sinks", "out"), pointer)
+        types = dict.fromkeys(("query", "sinks", "out"), f"*{NAMES[dtype]}")
+        types |= dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
         types |= dict.fromkeys(("tables", "items"), "*i32")
         types |= dict.fromkeys(("part_out", "part_lse"), "*fp32")
         types |= dict.fromkeys(("query_stride", "table_stride", "window"), "i32")
@@ -66,7 +68,8 @@ def attention() -> Iterator[Kernel]:
                 **flags,
             }
             options = {"num_warps": shape.warps, "num_stages": shape.stages}
-            yield f"{kind} {NAMES[dtype]} {dim}", attend_tiles, types, constants, options
+            name = f"{kind} {NAMES[dtype]} {dim}, pages {stored}"
+            yield name, attend_tiles, types, constants, options
     types = {"part_out": "*fp32", "part_lse": "*fp32", "merges": "*i32", "out": "*bf16"}
     constants = {"KV_HEADS": 8, "GROUP": 2, "VALUE_DIM": 128, "VALUE_WIDTH": 128, "ROWS": 128}
     yield "merge", merge_parts, types, constants, {"num_warps": 8}
@@ -79,12 +82,15 @@ def layers() -> Iterator[Kernel]:
     constants = {"SIZE": 4096, "WIDTH": 4096, **flags}
     yield "norm", layer_kernels.add_and_norm, types, constants, {"num_warps": 8}
 
-    types = dict.fromkeys(("qkv", "query", "k_pages", "v_pages"), "*bf16")
+    types = {"qkv": "*bf16", "query": "*bf16"}
     types |= dict.fromkeys(("query_norm", "key_norm", "cosines", "sines"), "*fp32")
     types |= {"positions": "*i64", "slots": "*i64", "qkv_stride": "i32", "eps": "fp32"}
     sizes = {"HEADS": 16, "KV_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "WIDTH": 128}
     constants = {**sizes, "HALF": 64, "AT_ONCE": 8, "QUERY_NORM": True, "KEY_NORM": True}
-    yield "turn and write", layer_kernels.turn_and_write, types, constants, {"num_warps": 4}
+    for stored in ("bf16", FP8):
+        more = types | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
+        name = f"turn and write, pages {stored}"
+        yield name, layer_kernels.turn_and_write, more, constants, {"num_warps": 4}
 
     types = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
     for activation in (0, 1, 2):

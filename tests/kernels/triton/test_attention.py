@@ -9,12 +9,14 @@ import torch
 
 from rayfin.kernels import reference
 from rayfin.kernels.attention.interface import PagedBatch
+from rayfin.kernels.attention.torch import paged_attention as torch_attention
 
 pytest.importorskip("triton")
 from rayfin.kernels.attention.triton import TritonAttention
 
 Case = Callable[..., Any]
 Close = Callable[[torch.Tensor, torch.Tensor], None]
+FP8 = torch.float8_e4m3fn
 MIXED = [(3, 1), (20, 1), (0, 9), (6, 5)]
 
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -30,12 +32,17 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "half": ({"dtype": torch.float16}, {}),
     "half pages": ({"page_dtype": torch.float16}, {}),
     "float32 pages": ({"dtype": torch.float16, "page_dtype": torch.float32}, {}),
+    "fp8 pages": ({"page_dtype": FP8}, {}),
     "window": ({}, {"window": 6}),
     "window of 1": ({}, {"window": 1}),
     "soft cap": ({}, {"softcap": 1.5}),
     "sinks": ({}, {"sinks": torch.linspace(-1.0, 2.0, 4)}),
     "all": (
         {"dtype": torch.float16},
+        {"window": 5, "softcap": 2.0, "sinks": torch.linspace(-1.0, 2.0, 4)},
+    ),
+    "all, fp8 pages": (
+        {"dtype": torch.float16, "page_dtype": FP8, "key_dim": 24, "page_size": 3},
         {"window": 5, "softcap": 2.0, "sinks": torch.linspace(-1.0, 2.0, 4)},
     ),
 }
@@ -69,18 +76,30 @@ def expected(case: Any, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(paged_case: Case, device: torch.device, close: Close, feature: str) -> None:
     shape, options = FEATURES[feature]
-    case = paged_case(**({"rows": MIXED} | shape))
-    out = attend(TritonAttention(device), case, device, **options)
+    case, attention = paged_case(**({"rows": MIXED} | shape)), TritonAttention(device)
+    if case.k_pages.dtype not in attention.page_types:
+        pytest.skip("this GPU does not convert fp8")
+    out = attend(attention, case, device, **options)
     close(out, expected(case, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 150}, {"sinks": torch.ones(4)}], ids=str)
+@pytest.mark.parametrize(
+    ("page_dtype", "options"),
+    [(None, {}), (None, {"window": 150}), (None, {"sinks": torch.ones(4)}), (FP8, {})],
+    ids=str,
+)
 def test_long_rows_are_split_and_merged(
-    paged_case: Case, device: torch.device, close: Close, options: dict[str, Any]
+    paged_case: Case,
+    device: torch.device,
+    close: Close,
+    page_dtype: torch.dtype | None,
+    options: dict[str, Any],
 ) -> None:
     attention = TritonAttention(device)
     attention.cores = 32
-    case = paged_case([(300, 1), (5, 1), (270, 3)], page_size=16)
+    if page_dtype not in (None, *attention.page_types):
+        pytest.skip("this GPU does not convert fp8")
+    case = paged_case([(300, 1), (5, 1), (270, 3)], page_size=16, page_dtype=page_dtype)
     batch = on(device, case.batch)
     pages = case.k_pages.to(device), case.v_pages.to(device)
     if "sinks" in options:
@@ -132,3 +151,20 @@ def test_sizes_of_real_heads(paged_case: Case, device: torch.device, dtype: torc
     torch.testing.assert_close(
         out.float(), case.dense(scale=0.35).float(), rtol=tolerance, atol=tolerance
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_pages_of_real_heads(
+    paged_case: Case, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Beside torch's attention over the same pages, in float32."""
+    attention = TritonAttention(device)
+    if FP8 not in attention.page_types:
+        pytest.skip("this GPU does not convert fp8")
+    sizes = {"page_size": 16, "heads": 16, "kv_heads": 8, "key_dim": 128, "value_dim": 128}
+    case = paged_case([(700, 1), (3, 1), (260, 150)], dtype=dtype, page_dtype=FP8, **sizes)
+    out = attend(attention, case, device)
+    wanted = torch_attention(case.query.float(), case.k_pages, case.v_pages, case.batch, scale=0.35)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)

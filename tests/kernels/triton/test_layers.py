@@ -8,10 +8,12 @@ import torch
 from rayfin.kernels import reference
 
 pytest.importorskip("triton")
+from rayfin.kernels.attention.triton import TritonAttention
 from rayfin.kernels.triton import layers
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 EPS = 1e-5
+FP8 = torch.float8_e4m3fn
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -100,6 +102,39 @@ def test_turn_and_write(
     reference.write_kv(key[written], value[written], wanted_k, wanted_v, slots[written])
     close(k_pages, wanted_k)
     close(v_pages, wanted_v)
+
+
+def test_fp8_pages_hold_the_rounded_numbers_of_float32_pages(device: torch.device) -> None:
+    """Among them all that fp8 has, all ties, what is too large, infinities and a NaN."""
+    if FP8 not in TritonAttention(device).page_types:
+        pytest.skip("this GPU does not convert fp8")
+    tokens, heads, kv_heads, dim = 40, 1, 2, 12
+    own = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    ties = (own[:126] + own[1:127]) / 2
+    large = torch.tensor([463.9, 464.1, 1e9, -1e9, float("inf"), -float("inf")])
+    numbers = torch.cat([own, ties, -ties, large])
+    small = normal(tokens * kv_heads * dim - len(numbers), seed=1)
+    small *= torch.exp2(torch.arange(len(small)) % 20 - 12)
+    values = torch.cat([numbers, small]).view(tokens, -1)
+    qkv = torch.cat([normal(tokens, (heads + kv_heads) * dim), values], dim=1)
+    pages = {}
+    for dtype in (torch.float32, FP8):
+        shape = (tokens // 4, 4, kv_heads, dim)
+        pages[dtype] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
+        layers.turn_and_write(
+            qkv.to(device),
+            None,
+            (50 * normal(dim, seed=2)).to(device),
+            tuple(table.to(device) for table in tables(tokens, dim // 2)),
+            torch.arange(tokens, device=device),
+            torch.arange(tokens, device=device).flip(0),
+            *pages[dtype],
+            heads=heads,
+            eps=EPS,
+        )
+    for exact, rounded in zip(pages[torch.float32], pages[FP8], strict=True):
+        wanted = reference.e4m3(exact.cpu())
+        torch.testing.assert_close(rounded.float().cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
