@@ -62,6 +62,10 @@ class EngineArgs:
         "auto",
         "of the KV cache's pages; auto: dtype. Half the bytes hold twice the tokens; fp8: GPU",
     )
+    check_pages: bool = _flag(
+        False,
+        "sum each full page's bits, and again before it is shared: flipped ones replace a runner",
+    )
     prefix_caching: bool = _flag(True, "share the pages of prompts that begin alike")
     memory_utilization: float | None = _flag(None, "share of the device's memory to use, 0-1")
     kv_cache_memory: int | None = _flag(None, "bytes of KV cache, instead of memory_utilization")

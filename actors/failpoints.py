@@ -8,6 +8,8 @@
     runner.before_execute    a step has come, nothing has run            epoch, step, its tokens
     runner.row               one row of a step is about to be computed   epoch, step, its tokens
     runner.before_reply      a step has run, its answer is not sent      epoch, step, its tokens
+    runner.page              a page is about to be checked (--check-pages)
+    peers.sum                a sum over tensor parallel ranks is about to be made
     scheduler.start          the scheduler is about to start or adopt runners
     scheduler.tick           every turn of the scheduler's loop
     group.submit             a step is about to be sent                  epoch, step, its tokens
@@ -22,7 +24,8 @@
     sleep:seconds            the thread sleeps; others go on
     hang:seconds             no thread of the process runs Python: the interpreter's lock is held
     nan                      (runner.row) the row's logits become not a number
-    drop                     (group.submit, group.reply) it is never sent, or never heard of
+    drop                     (group.submit, group.reply, peers.sum) it is never sent, heard of, made
+    flip                     (runner.page) a bit of it is turned
     duplicate                (group.submit) it is sent twice
 
     condition                it happens only
@@ -54,15 +57,17 @@ POINTS = (
     "runner.before_execute",
     "runner.row",
     "runner.before_reply",
+    "runner.page",
+    "peers.sum",
     "scheduler.start",
     "scheduler.tick",
     "group.submit",
     "group.reply",
     "supervisor.check",
 )
-ACTIONS = ("exit", "stop", "raise", "oom", "sleep", "hang", "nan", "drop", "duplicate")
+ACTIONS = ("exit", "stop", "raise", "oom", "sleep", "hang", "nan", "drop", "duplicate", "flip")
 CONDITIONS = ("step", "epoch", "token", "nth", "p", "once")
-FOR_THE_CALLER = ("nan", "drop", "duplicate")
+FOR_THE_CALLER = ("nan", "drop", "duplicate", "flip")
 
 
 class InjectedFault(RuntimeError):
@@ -124,7 +129,7 @@ class Failpoints:
         """The program is at ``point``; what is planted there happens.
 
         Returns:
-            "nan", "drop" or "duplicate", which the caller carries out; None for nothing.
+            "nan", "drop", "duplicate" or "flip", which the caller carries out; None for nothing.
 
         Raises:
             InjectedFault, MemoryError: as planted.

@@ -305,7 +305,12 @@ class RunnerGroup:
 
     def _new_runner(self, rank: int) -> Any:
         name = self._names[rank]
-        options: dict[str, Any] = {"num_cpus": 1, "name": name, "namespace": NAMESPACE}
+        options: dict[str, Any] = {
+            "num_cpus": 1,
+            "name": name,
+            "namespace": NAMESPACE,
+            "enable_task_events": False,  # Ray's GCS would keep a record of each step
+        }
         if self._detached:
             options["lifetime"] = "detached"
         if self._args.device == "cuda":

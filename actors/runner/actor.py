@@ -33,7 +33,7 @@ class Adoption:
     epoch: int
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, enable_task_events=False)  # type: ignore[call-overload]
+@ray.remote(max_restarts=0, max_task_retries=0)
 class ModelRunnerActor:
     """One process with one device: one rank of its engine's group. Calls run one at a time, in the
     order in which they are sent.

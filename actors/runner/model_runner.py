@@ -29,6 +29,7 @@ from rayfin.actors.runner.fused_model import FusedModel
 from rayfin.actors.runner.isolate import is_out_of_memory, isolate
 from rayfin.actors.runner.memory import available_bytes
 from rayfin.actors.runner.page_moves import PageMover
+from rayfin.actors.runner.page_sums import PageSums
 from rayfin.actors.runner.page_type import page_type
 from rayfin.actors.runner.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.parallel import LOAD_SECONDS, Peers
@@ -109,6 +110,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._relay: TokenRelay | None = None  # in a group
         self._first_touch: FirstTouch | None = None  # on a CPU, with pages
+        self._page_sums: PageSums | None = None  # where pages are checked
 
     def _load(self) -> tuple[PreTrainedModel, range | None]:
         """The model, or this rank's share of it, and which layers that has."""
@@ -175,7 +177,7 @@ class ModelRunner:
         Raises:
             PeerLost: another rank of the group does not start.
         """
-        self._graphs = None
+        self._graphs = self._page_sums = None
         self._bind(0)  # a restart frees the old pages before it takes new ones
         self._slots = RequestSlots(config.limits.max_decoding_batch, config.max_pages_per_request)
         sample = select_sample(self._device, self._args.attention, self._kernels)
@@ -183,6 +185,7 @@ class ModelRunner:
         cache = self._bind(config.num_pages)
         self._mover = PageMover(cache, self._host(config.num_host_pages))
         self._touch_ahead(cache)
+        self._page_sums = PageSums(cache, self._page_size) if self._args.check_pages else None
         self._graphs = self._decode_graphs(config)
         if self._peers:
             self._peers.connect(str(epoch))
@@ -192,6 +195,7 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """Gives the pages' memory back; no step may come before the next ``start``."""
+        self._page_sums = None
         self._mover = PageMover(self._bind(0), self._host(0))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -202,6 +206,7 @@ class ModelRunner:
         Raises:
             Fenced: the step is of an epoch that is over.
             EngineUnavailable: it is of another epoch, or not the next one.
+            PageCorrupted: with ``check_pages``, before a request reads such a page.
         """
         if info.epoch < self._epoch:
             raise Fenced(f"step {info.epoch}.{info.step} refused: this runner is at {self._epoch}")
@@ -213,7 +218,11 @@ class ModelRunner:
         started = time.perf_counter()
         if len(info.moves):
             self._mover.run(info.moves)
+            if self._page_sums:
+                self._page_sums.moved(info.moves)
         self._slots.apply(info)
+        if self._page_sums:
+            self._page_sums.check(info, self._slots)
         if self._first_touch and len(info.new_pages):
             self._first_touch.reach(int(info.new_pages.max()))
         self._sampler.take_news(info)
@@ -230,6 +239,8 @@ class ModelRunner:
                     info, replayed.tokens[column, rows], replayed.logprobs(column, rows)
                 )
                 self._slots.remember(info, sampled.tokens)
+            if self._page_sums:
+                self._page_sums.filled(info, self._slots)
             tokens[rows, column] = sampled.tokens
             result.errors |= {int(rows[row]): error for row, error in sampled.errors.items()}
             result.prompt_logprobs |= sampled.prompt_logprobs  # only where rows are still all
@@ -243,6 +254,8 @@ class ModelRunner:
                 break
         if logprobs:
             result.logprobs = Logprobs.joined(logprobs)
+        if self._peers:
+            self._peers.agree(self._next_step)
         self._next_step += 1
         result.seconds = time.perf_counter() - started
         return result

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed
 
+from rayfin.actors import failpoints
 from rayfin.actors.messages import Int32Array
 from rayfin.actors.runner.place import Place
 from rayfin.actors.scheduler.executor import PeerLost
@@ -70,9 +71,28 @@ class Peers:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of what the ranks of this stage hold, the same bits on each; in place."""
         if self._tensor is not None and x.numel():
+            if failpoints.ACTIVE and failpoints.ACTIVE.hit("peers.sum") == "drop":
+                return x
+            self._messages["sums"] += 1
             x = x.contiguous()
             _or_lost(lambda: self._tensor.allreduce([x]).wait())
         return x
+
+    def agree(self, step: int) -> None:
+        """All ranks of this stage have made the same sums, and are at the same step.
+
+        A sum has no tag: one that a rank leaves out is made up of its next one, and the numbers
+        are wrong without anybody knowing.
+
+        Raises:
+            PeerLost: they have not.
+        """
+        if self._tensor is None:
+            return
+        own = torch.tensor([step, self._messages["sums"]], device=self.device)
+        told = self.concatenate(own).tolist()
+        if told != own.tolist() * self.place.tensor_size:
+            raise PeerLost(f"the ranks are not in step: {told} of (step, sums)")
 
     def concatenate(self, x: torch.Tensor) -> torch.Tensor:
         """[..., N] of each rank of this stage as [..., N * tensor size], on each of them."""

@@ -21,15 +21,20 @@ REDIS = Layout(engines=1, redis=True)
 TIGHT = Layout(pages=96)  # about 1.2 of the longest requests
 SMALL_DISK = Layout(temp_bytes=48 * 1024**2, object_store=80 * 1024**2)
 MODEL = Layout(runner="model")
+CHECKED = Layout(runner="model", engine=(("check_pages", True),))
+RANKS = Layout(runner="model", ranks=2)
 CLOCK = Layout(variables=(("CHAOS_CLOCK", "1"),))
 BREAKS_OFF = ("broken",)
 REFUSED = ("engine_unavailable", "rate_limit_exceeded", "queue_full", "unavailable")
 
 
 def rpc_failures(method: str, percent: int, kinds: tuple[str, ...], count: int) -> Layout:
-    """Ray's own failures of calls: of the request, of the answer, of one that is under way."""
+    """Ray's own failures of calls: of the request, of the answer, of one that is under way.
+
+    Of processes that start once ``Cluster.lose_calls`` was called.
+    """
     failures = {"num_failures": count} | {f"{kind}_failure_prob": percent for kind in kinds}
-    return Layout(variables=(("RAY_testing_rpc_failure", json.dumps({method: failures})),))
+    return Layout(variables=(("CHAOS_RPC", json.dumps({method: failures})),))
 
 
 PUSH = "CoreWorkerService.grpc_client.PushTask"
@@ -106,7 +111,24 @@ CASES = [
     Case("runner-paused", "7", "runner stopped for 2 s", faults.stop_runner_briefly),
     Case("runner-stopped", "7", "runner stopped for 25 s, then woken", faults.stop_runner_for_long),
     Case("runner-hangs", "8", "runner hangs for 20 s, its interpreter held", faults.hang_runner),
-    Case("runner-waits", "14, 15", "runner waits for ever in a step", faults.wait_for_ever),
+    Case("runner-waits", "15", "runner waits for ever in a step", faults.wait_for_ever),
+    Case("rank", "14", "one of two ranks killed", faults.kill_runner, RANKS),
+    Case(
+        "rank-stopped",
+        "14",
+        "one of two ranks stopped for 25 s, then woken",
+        faults.stop_runner_for_long,
+        RANKS,
+    ),
+    Case("rank-slow", "14", "one of two ranks 5 times slower", faults.slow_runner_of_two, RANKS),
+    Case(
+        "rank-diverges",
+        "15",
+        "one of two ranks leaves a sum out",
+        faults.leave_a_sum_out,
+        RANKS,
+    ),
+    Case("page", "16", "a bit of a shared page flips", faults.flip_a_bit_of_a_page, CHECKED),
     Case(
         "row-fails",
         "9",
@@ -210,16 +232,16 @@ CASES = [
     Case(
         "rpc-replies",
         "30",
-        "10 % of Ray's task replies lost",
-        faults.wait_under_load,
+        "scheduler killed; 10 % of its successor's calls lose their replies",
+        faults.lose_calls,
         LOST_REPLIES,
         renews=True,
     ),
     Case(
         "rpc",
         "31",
-        "24 % of Ray's task calls fail",
-        faults.wait_under_load,
+        "scheduler killed; 24 % of its successor's calls fail",
+        faults.lose_calls,
         LOST_CALLS,
         renews=True,
     ),

@@ -56,9 +56,10 @@ class Layout:
     """What a case needs of its cluster; cases with equal layouts share one."""
 
     engines: int = 1
+    ranks: int = 1  # runners of an engine, which share each layer
     ingresses: int = 1
     workers: int = 0  # raylets beside the head's
-    runner: str = "hash"  # or "model": the demo model itself
+    runner: str = "hash"  # or "model": the demo model itself, for ranks one of its like
     redis: bool = False  # GCS fault tolerance
     pages: int | None = None  # of an engine's cache
     engine: tuple[tuple[str, Any], ...] = ()  # further settings of engines ...
@@ -81,7 +82,8 @@ class Cluster:
         self.failpoints = Path(self.folder, "failpoints")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.model = "demo"
+        self.model = "demo"  # its name
+        self.weights = "demo"  # where it is
         self.redis: subprocess.Popen[bytes] | None = None
         self.nodes: list[Node] = []  # the head first
         self.ray_folder = ""  # of the sessions of this start
@@ -98,10 +100,16 @@ class Cluster:
         if layout.temp_bytes is not None:
             self._mount(ray_folder, layout.temp_bytes)
         redis_port = self._start_redis() if layout.redis else None
-        cpus = layout.engines if not layout.workers else 0
+        runners = layout.engines * layout.ranks
+        cpus = runners if not layout.workers else 0
+        if layout.ranks > 1:
+            import ranked_model  # torch loads only where it is used
+
+            self.weights = str(Path(self.folder, "ranked"))
+            ranked_model.make(Path(self.weights))
         self.add_node(ray_folder, cpus, redis_port)
         for _ in range(layout.workers):
-            self.add_node(ray_folder, layout.engines)  # room for all where one node is lost
+            self.add_node(ray_folder, runners)  # room for all where one node is lost
         ray.init(
             address=self.nodes[0].gcs_address,
             namespace="chaos",
@@ -122,10 +130,12 @@ class Cluster:
             settings: more of its engines'.
         """
         layout = self.layout
-        engine: dict[str, Any] = {"model": self.model, "threads": 1, **dict(layout.engine)}
+        engine: dict[str, Any] = {"model": self.weights, "threads": 1, **dict(layout.engine)}
         server: dict[str, Any] = {"ingress_replicas": layout.ingresses, **dict(layout.server)}
+        server.setdefault("served_model_name", self.model)
         if (number := engines or layout.engines) > 1:
             server["data_parallel_size"] = number
+        engine.setdefault("tensor_parallel_size", layout.ranks)
         per_page = 1024 if layout.runner == "hash" else 16 * 1024
         engine.setdefault("kv_cache_memory", (layout.pages or 4096) * per_page)
         app = bind_app(ServerArgs(**server), EngineArgs(**engine | settings))
@@ -202,6 +212,14 @@ class Cluster:
         fresh = self.failpoints.with_suffix(".new")
         fresh.write_text(text)
         fresh.rename(self.failpoints)
+
+    def lose_calls(self) -> None:
+        """From now on, processes that start have Ray fail calls as CHAOS_RPC says (worker/)."""
+        Path(self.folder, "rpc").touch()
+
+    def loses_calls(self, pid: int) -> bool:
+        """Whether a process has started since."""
+        return Path(self.folder, f"rpc-{pid}").exists()
 
     def schedulers(self) -> list[Any]:
         """Handles of the engines' schedulers."""

@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import signal
+import time
 
 from cluster import suppressed
 from nemesis import Nemesis
@@ -70,6 +71,24 @@ async def wait_for_ever(nemesis: Nemesis) -> None:
     """In a step that it has computed, as in a collective to which another rank does not come."""
     nemesis.plant_once("runner.before_reply=sleep:60")
     await asyncio.sleep(12)
+    nemesis.plant("")
+
+
+async def leave_a_sum_out(nemesis: Nemesis) -> None:
+    """The ranks' numbers differ from then on, or they wait for each other for ever."""
+    await _replaces_runners(nemesis, "peers.sum=drop@nth:20")
+
+
+async def flip_a_bit_of_a_page(nemesis: Nemesis) -> None:
+    """Of one that the next request to begin like an earlier one reads."""
+    await _replaces_runners(nemesis, "runner.page=flip")
+
+
+async def _replaces_runners(nemesis: Nemesis, fault: str) -> None:
+    """It is found out: nobody goes on with what it has spoiled."""
+    runners, before = nemesis.cluster.pids, set(nemesis.cluster.pids("runner"))
+    nemesis.plant_once(fault)
+    await nemesis.until(lambda: (now := set(runners("runner"))) and not now & before, "new runners")
     nemesis.plant("")
 
 
@@ -222,6 +241,18 @@ async def wait_under_load(nemesis: Nemesis) -> None:
     """The layout is the fault."""
     nemesis.strike()
     await asyncio.sleep(8)
+
+
+async def lose_calls(nemesis: Nemesis) -> None:
+    """Of a scheduler that starts after the others: one whose process has Ray's failures on."""
+    nemesis.cluster.lose_calls()
+    deadline = time.monotonic() + 90
+    while not any(map(nemesis.cluster.loses_calls, nemesis.cluster.pids("scheduler"))):
+        if time.monotonic() > deadline:
+            raise TimeoutError("no scheduler loses calls")
+        nemesis.kill("scheduler")
+        await asyncio.sleep(6)
+    await asyncio.sleep(15)
 
 
 async def fill_object_store(nemesis: Nemesis) -> None:

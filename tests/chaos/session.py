@@ -99,8 +99,12 @@ class Session:
 
     def _expect(self, asks: list[Ask]) -> list[Expected]:
         if self.oracle is None:
-            self.oracle = HashOracle() if self.layout.runner == "hash" else ModelOracle("demo")
+            self.oracle = self._new_oracle()
         return self.oracle.expect(asks)
+
+    def _new_oracle(self) -> Oracle:
+        assert self.cluster is not None
+        return HashOracle() if self.layout.runner == "hash" else ModelOracle(self.cluster.weights)
 
 
 def main(cases: list[Case], folder: str, seed: int, streams: int | None, path: str) -> None:

@@ -262,6 +262,28 @@ def test_peer_that_does_not_come(tiny_model: Make, group: Make) -> None:
         ranks.runners[0]._peers.connect("alone", 0.5)
 
 
+@pytest.mark.parametrize(("left_out", "steps"), [(2, (1, 1)), (None, (1, 2)), (None, (1, 1))])
+def test_ranks_out_of_step(left_out: int | None, steps: tuple[int, int]) -> None:
+    """A rank that leaves a sum out, or is at another step: no rank goes on with wrong numbers."""
+    store = open_store()
+
+    def agrees(at: int) -> bool:
+        peers = Peers(Place(at, 2, 1, (HOST, store.port), HOST), torch.device("cpu"))
+        peers.connect("out of step", 2)
+        try:
+            for number in range(4):
+                if number != left_out or at == 0:
+                    peers.sum(torch.ones(3, 8))
+            peers.agree(steps[at])
+        except PeerLost:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as threads:
+        agreed = list(threads.map(agrees, range(2)))
+    assert agreed == [left_out is None and len(set(steps)) == 1] * 2
+
+
 @pytest.mark.parametrize(
     ("form", "tensor", "stages", "param", "words"),
     [
