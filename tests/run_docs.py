@@ -256,7 +256,9 @@ def workplace() -> Iterator[None]:
         shutil.copytree(ROOT / "docs", folder / "docs")  # some commands write there
         environment = folder / ".venv"
         environment.mkdir()
-        (environment / "bin").symlink_to(Path(sys.executable).parent)
+        for path in Path(sys.prefix).iterdir():  # a Python finds its packages beside itself
+            if not path.name.startswith(".installed"):
+                (environment / path.name).symlink_to(path)
         for made in (".installed", ".installed-bench"):
             (environment / made).touch()  # make installs nothing
         shutil.copytree(ROOT / "deployments" / "demo" / "model", folder / "my-model")
