@@ -63,6 +63,8 @@ STAND_INS = {
 }
 """What a document's names stand for here."""
 
+LEFT_BEHIND = shutil.ignore_patterns(".git", ".venv", "build", "*_cache", "__pycache__")
+
 ENDLESS = ("make observe", "rayfin users --users 16", "rayfin status")
 """Commands that run until Ctrl-C; those that have further flags are not meant."""
 
@@ -246,14 +248,11 @@ def run(command: str) -> str:
 
 @contextmanager
 def workplace() -> Iterator[None]:
-    """A folder where the commands find what they name, and leave what they write."""
+    """A copy of the tree where the commands find what they name, and leave what they write."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        for path in ROOT.iterdir():
-            if path.name not in (".venv", "docs"):
-                (folder / path.name).symlink_to(path)
-        shutil.copytree(ROOT / "docs", folder / "docs")  # some commands write there
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=LEFT_BEHIND, dirs_exist_ok=True)
         environment = folder / ".venv"
         environment.mkdir()
         for path in Path(sys.prefix).iterdir():  # a Python finds its packages beside itself
