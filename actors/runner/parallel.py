@@ -1,8 +1,9 @@
 """What the runners of a group say to each other: sums and parts of tensors, hidden states, tokens.
 
-NCCL between GPUs, Gloo between CPUs. The process groups belong to a ``Peers``, not to torch's
-global state: two ranks may be threads of one process, and a new epoch begins on new connections, so
-that nothing of an old step can be taken for a new one's.
+NCCL between GPUs; Gloo between CPUs, and for what only the processes need to know. The process
+groups belong to a ``Peers``, not to torch's global state: two ranks may be threads of one process,
+and a new epoch begins on new connections, so that nothing of an old step can be taken for a new
+one's.
 """
 
 from collections import Counter, deque
@@ -38,6 +39,7 @@ class Peers:
         self._tensor: Any = None  # process groups of torch; None where there is nobody else
         self._hidden: Any = None
         self._tokens: Any = None
+        self._agreed: Any = None
         self._sent = deque[tuple[Any, torch.Tensor]]()  # a tensor lives until it has arrived
         self._messages = Counter[str]()  # of each kind so far: their tags
 
@@ -64,6 +66,7 @@ class Peers:
             self._tensor = group(f"tensor/{stage}", tensor_rank, place.tensor_size, device)
             self._hidden = group(f"hidden/{tensor_rank}", stage, place.stages, device)
             self._tokens = group(f"tokens/{tensor_rank}", stage, place.stages, "cpu")
+            self._agreed = group(f"agree/{stage}", tensor_rank, place.tensor_size, "cpu")
 
         store = _or_lost(lambda: dist.TCPStore(*place.store, None, False, timeout=patience))
         _or_lost(connect)
@@ -79,19 +82,22 @@ class Peers:
         return x
 
     def agree(self, step: int) -> None:
-        """All ranks of this stage have made the same sums, and are at the same step.
+        """All ranks of this stage have queued the same sums, and are at the same step.
 
         A sum has no tag: one that a rank leaves out is made up of its next one, and the numbers
-        are wrong without anybody knowing.
+        are wrong without anybody knowing. The ranks' processes say so to each other, and no device
+        is waited for.
 
         Raises:
             PeerLost: they have not.
         """
-        if self._tensor is None:
+        if self._agreed is None:
             return
-        own = torch.tensor([step, self._messages["sums"]], device=self.device)
-        told = self.concatenate(own).tolist()
-        if told != own.tolist() * self.place.tensor_size:
+        own = torch.tensor([step, self._messages["sums"]])
+        parts = [torch.empty_like(own) for _ in range(self.place.tensor_size)]
+        _or_lost(lambda: self._agreed.allgather([parts], [own]).wait())
+        told = [tuple(part.tolist()) for part in parts]
+        if len(set(told)) > 1:
             raise PeerLost(f"the ranks are not in step: {told} of (step, sums)")
 
     def concatenate(self, x: torch.Tensor) -> torch.Tensor:
