@@ -10,25 +10,16 @@ device, to see that the script works; its figures mean nothing.
 
 import argparse
 import random
-import statistics
-import sys
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu_floors import Floors
-from shapes import SHAPES
-from transformers import AutoConfig, AutoModelForCausalLM
+from gpu_bench import Bench
+from gpu_engine import actors, engine, idle, prefill
 
-from rayfin import LLM, SamplingParams, __version__
-from rayfin.deployments.bench.peers import Peer, PeerSpec
-from rayfin.deployments.bench.workload import Job
+from rayfin import __version__
 from rayfin.kernels.attention.interface import PagedAttention, PagedBatch
 from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.attention.torch import paged_attention as torch_attention
@@ -47,41 +38,6 @@ MATRICES = {  # name -> (outputs, inputs)
     "8b gate, up": (28672, 4096),
     "8b down": (4096, 14336),
 }
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where and how large."""
-
-    device: torch.device
-    dtype: torch.dtype
-    bandwidth: float  # bytes/s
-    flops: float
-    toy: bool
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """The median of some runs of a queued operation."""
-        for _ in range(1 if self.toy else 5):
-            run()
-        times = []
-        for _ in range(2 if self.toy else 30):
-            self.wait()
-            started = time.perf_counter()
-            if self.device.type == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                run()
-                end.record()
-                self.wait()
-                times.append(start.elapsed_time(end) / 1e3)
-            else:
-                run()
-                times.append(time.perf_counter() - started)
-        return statistics.median(times)
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def lengths_of(spec: "list[int] | str", bench: Bench) -> list[int]:
@@ -211,170 +167,15 @@ def matmul(bench: Bench) -> None:
             print(f"| {floor / took:.2f} |")
 
 
-def shape_of(bench: Bench) -> tuple[str, dict[str, Any]]:
-    """Architecture and sizes of the model that whole engines run."""
-    architecture, sizes = SHAPES["135m" if bench.toy else "0.6b"]
-    return architecture, sizes | ({"num_hidden_layers": 2, "vocab_size": 1000} if bench.toy else {})
-
-
-def save_config(bench: Bench, folder: Path) -> Any:
-    architecture, sizes = shape_of(bench)
-    config = AutoConfig.for_model(
-        architecture, tie_word_embeddings=True, max_position_embeddings=16384, **sizes
-    )
-    config.architectures = ["LlamaForCausalLM" if bench.toy else "Qwen3ForCausalLM"]
-    config.save_pretrained(folder)
-    return config
-
-
-def make_llm(bench: Bench, folder: Path, **options: Any) -> LLM:
-    """The 0.6B shape with random weights in this process, its prompts given as tokens."""
-    save_config(bench, folder)
-    return LLM(
-        model=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        executor="inline",
-        device=bench.device.type,
-        dtype=str(bench.dtype).removeprefix("torch."),
-        prefix_caching=False,
-        **({"kv_cache_memory": 1 << 26, "max_model_len": 512} if bench.toy else {}),
-        **options,
-    )
-
-
-def make_jobs(shapes: list[tuple[int, int]], seed: int = 0) -> list[Job]:
-    """Requests of (prompt, output) tokens, all at once."""
-    rng = random.Random(seed)
-    return [Job(tuple(rng.randrange(10, 1000) for _ in range(n)), out) for n, out in shapes]
-
-
-def timed(llm: LLM, shapes: list[tuple[int, int]], seed: int = 0) -> float:
-    """Seconds for requests of (prompt, output) tokens, all at once."""
-    jobs = make_jobs(shapes, seed)
-    params = [
-        SamplingParams(
-            temperature=0.6, seed=i, max_tokens=job.output_tokens, ignore_eos=True, detokenize=False
-        )
-        for i, job in enumerate(jobs)
-    ]
-    started = time.perf_counter()
-    llm.generate([list(job.prompt) for job in jobs], params, use_tqdm=False)
-    return time.perf_counter() - started
-
-
-def timed_peer(peer: Peer, shapes: list[tuple[int, int]], seed: int = 0) -> float:
-    """The same, greedily, for a peer."""
-    started = time.perf_counter()
-    peer.run(make_jobs(shapes, seed))
-    return time.perf_counter() - started
-
-
-@dataclass(frozen=True)
-class Workloads:
-    """What every engine runs, as (prompt, output) tokens."""
-
-    single: tuple[int, int]
-    nano: list[tuple[int, int]]
-    alike: list[tuple[int, int]]  # outputs of one length, which is all that transformers takes
-    decodes: list[tuple[int, int]]
-    prompt: int
-
-    @classmethod
-    def of(cls, bench: Bench) -> "Workloads":
-        rng, longest = random.Random(0), 20 if bench.toy else 1024
-        requests, output = (4, 8) if bench.toy else (256, 512)
-        nano = [
-            (rng.randint(longest // 10, longest), rng.randint(longest // 10, longest))
-            for _ in range(requests)
-        ]
-        single = (32, 8 if bench.toy else 256)
-        alike = [(prompt, output) for prompt, _ in nano]
-        decodes = [single] * (2 if bench.toy else 32)
-        return cls(single, nano, alike, decodes, 256 if bench.toy else 8192)
-
-
-ROWS = {  # of the table -> key of a column
-    "batch 1, ms a token (0.6 wanted)": "single",
-    "256 requests of 100-1024 and as many, output tokens/s (24,000 wanted)": "nano",
-    "256 requests of 100-1024 and 512, output tokens/s": "alike",
-    "32 decodes beside a prompt of 8192, seconds more": "prompt",
+SECTIONS = {
+    "check": check,
+    "attention": attention,
+    "matmul": matmul,
+    "engine": engine,
+    "prefill": prefill,
+    "idle": idle,
+    "actors": actors,
 }
-
-
-def engine(bench: Bench) -> None:
-    """Whole steps: batch 1, the workload of nano-vllm, a long prompt among decodes."""
-    work = Workloads.of(bench)
-    columns = {"floor": _floors(bench, work)}
-    for name, options in (("with graphs", {}), ("--enforce-eager", {"enforce_eager": True})):
-        with tempfile.TemporaryDirectory() as folder:
-            llm = make_llm(bench, Path(folder), **options)
-            columns[name] = _engine_column(llm, work)
-            llm.close()
-            del llm
-            if bench.device.type == "cuda":
-                torch.cuda.empty_cache()
-    name, column = _peer_column(bench, work)
-    columns[name] = column
-    print("\n## Whole engine, 0.6B shape, random weights, one process\n")
-    print(f"| what | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-    for row, key in ROWS.items():
-        print(f"| {row} | {' | '.join(column.get(key, '-') for column in columns.values())} |")
-
-
-def _floors(bench: Bench, work: Workloads) -> dict[str, str]:
-    """What the chip could do at best."""
-    floors = Floors.of(shape_of(bench)[1], bench.bandwidth, bench.flops)
-    prompt, output = work.single
-    return {
-        "single": f"{floors.decode([prompt + output // 2]) * 1e3:.3f}",
-        "nano": f"{sum(out for _, out in work.nano) / floors.run(work.nano):.0f}",
-        "alike": f"{sum(out for _, out in work.alike) / floors.run(work.alike):.0f}",
-        "prompt": f"{floors.prefill(work.prompt):.3f}",
-    }
-
-
-def _engine_column(llm: LLM, work: Workloads) -> dict[str, str]:
-    timed(llm, [(16, 8)] * 4)  # warms up
-    prompt, output = work.single
-    one = (timed(llm, [work.single]) - timed(llm, [(prompt, 1)])) / (output - 1)
-    nano, alike = timed(llm, work.nano, seed=1), timed(llm, work.alike, seed=2)
-    without = timed(llm, work.decodes)
-    with_prompt = timed(llm, [*work.decodes, (work.prompt, 1)])
-    return {
-        "single": f"{one * 1e3:.3f}",
-        "nano": f"{sum(out for _, out in work.nano) / nano:.0f}",
-        "alike": f"{sum(out for _, out in work.alike) / alike:.0f}",
-        "prompt": f"{with_prompt - without:.3f}",
-    }
-
-
-def _peer_column(bench: Bench, work: Workloads) -> tuple[str, dict[str, str]]:
-    """transformers' continuous batching, on the same device in a process of its own."""
-    script = Path(__file__).parent / "peers" / "transformers_cb.py"
-    settings: dict[str, Any] = {
-        "device": bench.device.type,
-        "dtype": str(bench.dtype).split(".")[1],
-    }
-    if not bench.toy:
-        settings |= {"num_blocks": 16384, "max_batch_tokens": 8192}
-    spec = PeerSpec("transformers_cb", sys.executable, script, settings)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = save_config(bench, folder)
-        AutoModelForCausalLM.from_config(config, dtype=bench.dtype).save_pretrained(folder)
-        with Peer(spec, folder, folder / "stderr") as peer:
-            timed_peer(peer, [(16, 8)] * 4)  # warms up
-            prompt, output = work.single
-            one = timed_peer(peer, [work.single]) - timed_peer(peer, [(prompt, 1)])
-            alike = timed_peer(peer, work.alike, seed=2)
-            return f"{peer.version}, continuous batching", {
-                "single": f"{one / (output - 1) * 1e3:.3f}",
-                "alike": f"{sum(out for _, out in work.alike) / alike:.0f}",
-            }
-
-
-SECTIONS = {"check": check, "attention": attention, "matmul": matmul, "engine": engine}
 
 
 def main() -> None:

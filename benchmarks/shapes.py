@@ -26,4 +26,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 128,
         },
     ),
+    "8b": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+    ),
 }
