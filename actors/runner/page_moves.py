@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from rayfin.actors.messages import COPY, SWAP_OUT, Int32Array
+from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT, Int32Array
+from rayfin.actors.runner.copy_stream import CopyStream
 from rayfin.cache.kv_tensors import KVTensors
 
 MOST_AT_ONCE = 1024
@@ -15,42 +16,54 @@ MOST_AT_ONCE = 1024
 class PageMover:
     """Moves pages within ``device`` and between it and ``host``.
 
-    On a GPU everything is queued on its current stream, and nobody waits: host memory is pinned and
-    touched by copies of that stream alone, so a page is back where it is wanted before the step
-    that reads it, and out before the one that writes over it.
+    On a GPU everything is queued, and nobody waits: copies within it on its current stream, swaps
+    beside that one in the order that `CopyStream` argues. A page is back where it is wanted before
+    the step that reads it, and out before the one that writes over it.
     """
 
     def __init__(self, device: KVTensors, host: KVTensors) -> None:
-        self._index_device = device.device
+        self._device = device.device
+        self._stream = CopyStream(device.device)
         both = zip([*device.keys, *device.values], [*host.keys, *host.values], strict=True)
         self._pairs = [(_movable(pages), _movable(copies)) for pages, copies in both]
 
     @torch.inference_mode()
     def run(self, moves: Int32Array) -> None:
         """Makes the moves [M, 3] of ``SchedulerInfo.moves`` as if one after another."""
+        make = {COPY: self._copy, SWAP_OUT: self._swap_out, SWAP_IN: self._swap_in}
         for kind, sources, targets in runs(moves):
-            if kind == COPY:
-                from_, to = self._index(sources), self._index(targets)
-                for pages, _ in self._pairs:
-                    pages.index_copy_(0, to, pages.index_select(0, from_))
-            elif kind == SWAP_OUT:
-                from_, spans = self._index(sources), contiguous(targets)
-                for pages, host in self._pairs:
-                    gathered = pages.index_select(0, from_)
-                    for at, first, last in spans:
-                        part = gathered[at : at + last - first]
-                        host[first:last].copy_(part, non_blocking=True)
-            else:
-                to, spans = self._index(targets), contiguous(sources)
-                for pages, host in self._pairs:
-                    gathered = pages.new_empty(len(targets), *pages.shape[1:])
-                    for at, first, last in spans:
-                        part = gathered[at : at + last - first]
-                        part.copy_(host[first:last], non_blocking=True)
-                    pages.index_copy_(0, to, gathered)
+            make[kind](sources, targets)
+
+    def _copy(self, sources: Int32Array, targets: Int32Array) -> None:
+        from_, to = self._index(sources), self._index(targets)
+        for pages, _ in self._pairs:
+            pages.index_copy_(0, to, pages.index_select(0, from_))
+
+    def _swap_out(self, sources: Int32Array, targets: Int32Array) -> None:
+        from_, spans = self._index(sources), contiguous(targets)
+        for pages, host in self._pairs:
+            gathered = pages.index_select(0, from_)
+            with self._stream.out(gathered):
+                for at, first, last in spans:
+                    part = gathered[at : at + last - first]
+                    host[first:last].copy_(part, non_blocking=True)
+
+    def _swap_in(self, sources: Int32Array, targets: Int32Array) -> None:
+        to, spans = self._index(targets), contiguous(sources)
+        for pages, host in self._pairs:
+            with self._stream.into():
+                arrived = pages.new_empty(len(targets), *pages.shape[1:])
+                for at, first, last in spans:
+                    part = arrived[at : at + last - first]
+                    part.copy_(host[first:last], non_blocking=True)
+            pages.index_copy_(0, to, arrived)
+            self._stream.used(arrived)
 
     def _index(self, pages: Int32Array) -> torch.Tensor:
-        return torch.from_numpy(pages.astype(np.int64)).to(self._index_device)
+        index = torch.from_numpy(pages.astype(np.int64))
+        if self._device.type == "cuda":
+            index = index.pin_memory()  # else the copy waits for all that is queued
+        return index.to(self._device, non_blocking=True)
 
 
 def _movable(pages: torch.Tensor) -> torch.Tensor:

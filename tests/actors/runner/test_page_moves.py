@@ -1,5 +1,6 @@
 """Moves made together do what they would do one after another, on memory and to a model."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from rayfin.actors.config import resolve
 from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT, NewRequest, Sampling
-from rayfin.actors.runner import page_moves
+from rayfin.actors.runner import copy_stream, page_moves
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.page_moves import PageMover, contiguous, runs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
@@ -22,12 +23,12 @@ LAYOUTS = [KVLayout(2, 3, 3), KVLayout(1, 4, 5)]
 PAGES, HOST_PAGES = 6, 4
 
 
-def _tensors(pages: int, first: int) -> KVTensors:
+def _tensors(pages: int, first: int, device: str = "cpu", *, pinned: bool = False) -> KVTensors:
     """Every page of every tensor holds a number of its own."""
-    cache = KVTensors(LAYOUTS, pages, 2, torch.float32, torch.device("cpu"))
+    cache = KVTensors(LAYOUTS, pages, 2, torch.float32, torch.device(device), pinned=pinned)
     for number, tensor in enumerate([*cache.keys, *cache.values]):
         start = first + 1000 * number
-        tensor += torch.arange(start, start + pages).view(-1, 1, 1, 1)
+        tensor += torch.arange(start, start + pages, device=device).view(-1, 1, 1, 1)
     return cache
 
 
@@ -64,6 +65,23 @@ def test_moves_are_as_if_one_after_another(moves: list[tuple[int, int, int]]) ->
             content = tensor.flatten(1)
             assert (content == content[:, :1]).all()
             assert content[:, 0].tolist() == [1000 * number + page for page in expected]
+
+
+@pytest.mark.gpu
+def test_moves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what it computes; many, so that tensors under way are waited for."""
+    monkeypatch.setattr(copy_stream, "MOST_UNDER_WAY", 500)
+    rng, moves = random.Random(0), []
+    for _ in range(3000):
+        kind = rng.choice((COPY, SWAP_OUT, SWAP_IN))
+        source = rng.randrange(HOST_PAGES if kind == SWAP_IN else PAGES)
+        moves.append((kind, source, rng.randrange(HOST_PAGES if kind == SWAP_OUT else PAGES)))
+    device, host = _tensors(PAGES, 0, "cuda"), _tensors(HOST_PAGES, 100, pinned=True)
+    PageMover(device, host).run(np.array(moves, np.int32))
+    torch.cuda.synchronize()
+    for cache, expected in zip((device, host), _one_by_one(moves), strict=True):
+        for number, tensor in enumerate([*cache.keys, *cache.values]):
+            assert tensor.flatten(1)[:, 0].tolist() == [1000 * number + page for page in expected]
 
 
 def _shapes(*moves: tuple[int, int, int]) -> list[tuple[int, int]]:
