@@ -57,5 +57,5 @@ def count_sampled(sampled: torch.Tensor, rules: TokenRules, remaining: torch.Ten
         rules.kind,
         rules.bias,
         BLOCK=ENTRIES_AT_ONCE,
-        num_warps=4,
+        num_warps=1,
     )

@@ -95,7 +95,7 @@ def count_rows(
     biases,  # [E] fp32, written
     BLOCK: tl.constexpr,
 ):
-    """Program (row)."""
+    """Program (row), of one warp: none may read a length that another has written."""
     row = tl.program_id(0)
     token = tl.load(sampled + row).to(tl.int32)
     if (tl.load(counted + row) > 0) & (tl.load(remaining + row) > 0) & (token >= 0):

@@ -6,7 +6,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # as wide as a step's longest row
 def attend_tiles(
     query,  # [T, H, Dk]
     k_pages,  # [num_pages, PAGE_SIZE, Hkv, Dk]

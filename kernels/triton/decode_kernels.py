@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prepare_rows(
     positions,  # [B] int64, of the token that a row computes now
     remaining,  # [B] int32, steps that it may still take

@@ -6,7 +6,7 @@ import triton.language as tl
 from rayfin.kernels.triton.activation import activated
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["assignments", "most_tiles"])
 def map_tiles(
     chosen,  # [A] int64, the expert of each assignment; one that does not exist counts for nothing
     order,  # [A] int32, written: assignments, those of an expert side by side, else as they were

@@ -24,7 +24,7 @@ def rows_part(x, norm, squares, m, k, rows, INPUTS: tl.constexpr, NORM: tl.const
     return a, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product(
     x,  # [T, K]
     weight,  # [N, K]
@@ -70,7 +70,7 @@ def product(
     tl.store(target, summed.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gated_product(
     x,  # [T, K]
     weight,  # [2 F, K], gate above up

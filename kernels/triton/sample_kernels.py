@@ -4,6 +4,10 @@ What is kept by top-k and top-p is what lies above some logit, and that logit is
 again and again how many tokens, or how much probability, lie above a guess (the pivots of
 FlashInfer's sampling, 2025). Integer weights and exact comparisons give the set of
 `rayfin.kernels.sampling` to the token.
+
+The draw inverts the distribution function at a number that (seed, position) is hashed to, where
+others add Gumbel noise made from the two: either way it depends on nothing else in the batch, and
+this one is what the CPU draws.
 """
 
 import triton

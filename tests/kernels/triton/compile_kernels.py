@@ -31,6 +31,8 @@ from rayfin.kernels.triton.products import _tiles
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 FP8 = "fp8e4nv"
 Kernel = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
+OF_THE_MODEL = set("query_stride x_stride qkv_stride stride vocabulary blocks size window".split())
+"""Integers that no step changes: Triton compiles for 1, for multiples of 16, and for others."""
 
 
 def attention() -> Iterator[Kernel]:
@@ -152,12 +154,12 @@ def sampling() -> Iterator[Kernel]:
     types |= dict.fromkeys(("tokens", "counts", "kinds"), "*i32") | {"sampled": "*i64"}
     types |= dict.fromkeys(("repetition", "presence", "frequency", "biases"), "*fp32")
     types |= {"stride": "i32", "vocabulary": "i32"}
-    for kernel, block in (
-        (adjust_kernels.copy_rows, 4096),
-        (adjust_kernels.adjust_rows, 1024),
-        (adjust_kernels.count_rows, 1024),
+    for kernel, block, warps in (
+        (adjust_kernels.copy_rows, 4096, 8),
+        (adjust_kernels.adjust_rows, 1024, 4),
+        (adjust_kernels.count_rows, 1024, 1),
     ):
-        yield kernel.__name__, kernel, types, {"BLOCK": block}, {"num_warps": 4}
+        yield kernel.__name__, kernel, types, {"BLOCK": block}, {"num_warps": warps}
 
     types = {"logits": "*bf16", "tokens": "*i64", "asked": "*i32", "keys": "*i64"}
     types |= dict.fromkeys(("highest", "total", "values"), "*fp32")
@@ -199,6 +201,9 @@ def main() -> None:
         signature = {
             arg: "constexpr" if arg in constants else types[arg] for arg in function.arg_names
         }
+        for param in function.params:
+            varies = signature[param.name][0] in "iu" and param.name not in OF_THE_MODEL
+            assert not varies or param.do_not_specialize, f"{name}: {param.name} is specialised"
         aligned = [["tt.divisibility", 16]]  # as torch's tensors are
         attributes = {
             (index,): aligned for index, kind in enumerate(signature.values()) if kind[0] == "*"

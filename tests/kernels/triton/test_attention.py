@@ -12,7 +12,7 @@ from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.attention.torch import paged_attention as torch_attention
 
 pytest.importorskip("triton")
-from rayfin.kernels.attention.triton import TritonAttention
+from rayfin.kernels.attention.triton import Sizes, TritonAttention
 
 Case = Callable[..., Any]
 Close = Callable[[torch.Tensor, torch.Tensor], None]
@@ -168,3 +168,15 @@ def test_fp8_pages_of_real_heads(
     wanted = torch_attention(case.query.float(), case.k_pages, case.v_pages, case.batch, scale=0.35)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 128])
+@pytest.mark.parametrize("dim", [16, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefill_tiles_are_as_high_as_a_warp_group(
+    group: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Hopper's products take 64 rows at least; tiles are full of queries, up to whole groups."""
+    shape = TritonAttention(device).prefill_shape(Sizes(group, 1, dim, dim, dtype, None))
+    assert shape.rows >= 64 and shape.rows & (shape.rows - 1) == 0
+    assert shape.rows - group < shape.queries * group <= shape.rows
