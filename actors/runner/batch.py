@@ -9,6 +9,7 @@ from rayfin.actors.messages import SAMPLED_LAST_STEP, BoolArray, Int64Array, Sch
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.sampling.sample import SamplingRows
+from rayfin.kernels.staging import to_device
 
 
 @dataclass(slots=True)
@@ -36,21 +37,21 @@ def build_inputs(
     widest = int(info.kv_page_len.max())
     sampled_rows = np.flatnonzero(info.last_pos >= 0)
     batch = PagedBatch(
-        query_start=_to(query_start, device),
-        kv_len=_to(kv_len, device),
-        page_tables=_to(slots.page_tables[info.ids, :widest], device),
-        slots=_to(pages.astype(np.int64) * page_size + positions % page_size, device),
-        positions=_to(positions, device),
+        query_start=to_device(query_start, device),
+        kv_len=to_device(kv_len, device),
+        page_tables=to_device(slots.page_tables[info.ids, :widest], device),
+        slots=to_device(pages.astype(np.int64) * page_size + positions % page_size, device),
+        positions=to_device(positions, device),
         query_start_cpu=query_start,
         kv_len_cpu=kv_len,
         decoding=info.decoding_batch,
         page_size=page_size,
     )
     return StepInputs(
-        input_ids=_to(input_ids.astype(np.int64), device),
+        input_ids=to_device(input_ids.astype(np.int64), device),
         batch=batch,
         sampled_rows=sampled_rows,
-        sampled=_to((info.chunk_idx + info.last_pos)[sampled_rows].astype(np.int64), device),
+        sampled=to_device((info.chunk_idx + info.last_pos)[sampled_rows].astype(np.int64), device),
         sampling=_sampling_rows(info.ids[sampled_rows], kv_len[sampled_rows], slots, device),
     )
 
@@ -80,18 +81,14 @@ def _sampling_rows(
     top_k, top_p, min_p = slots.top_k[ids], slots.top_p[ids], slots.min_p[ids]
     temperature = slots.temperature[ids]
     return SamplingRows(
-        temperature=_to(temperature, device),
-        top_k=_to(top_k, device),
-        top_p=_to(top_p, device),
-        min_p=_to(min_p, device),
-        seed=_to(slots.seed[ids], device),
-        position=_to(positions.astype(np.int64), device),
+        temperature=to_device(temperature, device),
+        top_k=to_device(top_k, device),
+        top_p=to_device(top_p, device),
+        min_p=to_device(min_p, device),
+        seed=to_device(slots.seed[ids], device),
+        position=to_device(positions.astype(np.int64), device),
         all_greedy=not temperature.any(),
         any_top_k=bool(top_k.any()),
         any_top_p=bool((top_p < 1).any()),
         any_min_p=bool(min_p.any()),
     )
-
-
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -9,6 +9,7 @@ from rayfin.actors.messages import NO_TOKEN, Float32Array, Int32Array, Int64Arra
 from rayfin.actors.runner.lease_rules import LeaseRules
 from rayfin.actors.runner.request_slots import NO_LOGPROBS
 from rayfin.kernels.sampling.rules import PER_ENTRY, TokenRules
+from rayfin.kernels.staging import staged
 from rayfin.kernels.triton.adjust import adjust, count_sampled
 from rayfin.kernels.triton.logprobs import MOST_TOP, top_logprobs
 
@@ -49,13 +50,14 @@ class DecodeExtras:
         """For the rows of a lease; those of the bucket behind them ask for nothing."""
         rows = len(asked)
         self._asked[:bucket] = NO_LOGPROBS
-        self._asked[:rows].copy_(torch.from_numpy(asked), non_blocking=True)
+        device = self._asked.device
+        self._asked[:rows].copy_(staged(asked, device), non_blocking=True)
         for field in fields(TokenRules):
             tensor: torch.Tensor = getattr(self._rules, field.name)
             if field.name not in PER_ENTRY:
                 tensor[:bucket] = 0
             if rules is not None:
-                array = torch.from_numpy(rules.arrays[field.name])
+                array = staged(rules.arrays[field.name], device)
                 tensor[: len(array)].copy_(array, non_blocking=True)
 
     def adjust(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

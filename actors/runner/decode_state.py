@@ -17,6 +17,7 @@ from rayfin.kernels.attention.triton import (
     make_launch,
 )
 from rayfin.kernels.sampling.sample import SamplingRows
+from rayfin.kernels.staging import staged
 from rayfin.kernels.triton.decode_kernels import finish_rows, place_items, prepare_rows
 from rayfin.kernels.triton.tile_map import ITEM_FIELDS, MERGE_FIELDS, TileMap, make_lease_map
 
@@ -87,8 +88,8 @@ class KeptLaunches:
                 programs=kept.shape.programs,
                 window=sizes.window,
             ).padded(len(launch.items), len(launch.merges))
-            launch.items.copy_(torch.from_numpy(made.items), non_blocking=True)
-            launch.merges.copy_(torch.from_numpy(made.merges), non_blocking=True)
+            for target, array in ((launch.items, made.items), (launch.merges, made.merges)):
+                target.copy_(staged(array, target.device), non_blocking=True)
 
     def place(self, rows: int, positions: torch.Tensor) -> None:
         """Tells the items where their rows stand."""
@@ -148,10 +149,10 @@ class DecodeState:
         for tensor, array in values:
             padded = np.zeros(bucket, array.dtype)
             padded[:rows] = array
-            tensor[:bucket].copy_(torch.from_numpy(padded), non_blocking=True)
+            tensor[:bucket].copy_(staged(padded, tensor.device), non_blocking=True)
         widest = int(info.kv_page_len.max())
-        tables = np.ascontiguousarray(slots.page_tables[ids, :widest])
-        self.tables[:rows, :widest].copy_(torch.from_numpy(tables), non_blocking=True)
+        tables = staged(slots.page_tables[ids, :widest], self.tables.device)
+        self.tables[:rows, :widest].copy_(tables, non_blocking=True)
         self.launches.fill(bucket, info.kv_len, steps)
 
     def prepare(self, bucket: int) -> None:

@@ -1,8 +1,9 @@
 """Whole decode steps as CUDA graphs: a lease is some replays one after the other, and one answer.
 
-A step from its inputs to its sampled tokens is recorded once for each batch size; between two
-steps of a lease nothing comes from the host and nothing goes there. Batch sizes have a second
-record, with what changes logits and what tells their logarithms, for leases in which a row asks.
+A step from its inputs to its sampled tokens is recorded once for each batch size. Between two steps
+of a lease nothing comes from the host, and what was sampled goes there beside the next step. Batch
+sizes have a second record, with what changes logits and what tells their logarithms, for leases in
+which a row asks.
 """
 
 import logging
@@ -10,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from rayfin.actors.messages import Int32Array, Int64Array, Logprobs, SchedulerInfo
@@ -18,6 +18,7 @@ from rayfin.actors.runner.decode_extras import DecodeExtras, Told
 from rayfin.actors.runner.decode_state import DecodeState, bucket_of, bucket_sizes, steps_of
 from rayfin.actors.runner.gpu_model import GpuModel
 from rayfin.actors.runner.lease_rules import LeaseRules
+from rayfin.actors.runner.lease_tokens import LeaseTokens, SideStream
 from rayfin.actors.runner.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.triton.sample import sample
 
@@ -82,8 +83,10 @@ class DecodeGraphs:
         self._state = DecodeState(most, pages_per_request, page_size, device)
         self._extras = DecodeExtras(most, longest_lease, device)
         self._rows = torch.arange(most, device=device)
-        self._tokens = torch.zeros(longest_lease, most, dtype=torch.int64, device=device)
-        record = CudaRecorder() if device.type == "cuda" else _as_it_is
+        on_gpu = device.type == "cuda"
+        side = SideStream(device) if on_gpu else None
+        self._tokens = LeaseTokens(longest_lease, most, device, side)
+        record = CudaRecorder() if on_gpu else _as_it_is
         self._replay = {
             (size, extras): record(self._step(size, extras))
             for size in reversed(self._sizes)
@@ -118,14 +121,14 @@ class DecodeGraphs:
             self._extras.load(rules, asked, bucket)
         for step in range(info.lease):
             self._replay[bucket, extras]()
-            self._tokens[step, :bucket].copy_(self._state.sampled[:bucket])
+            self._tokens.keep(step, self._state.sampled[:bucket])
             if telling:
                 self._extras.keep(step)
-        tokens = self._tokens[: info.lease, :rows].cpu().numpy()  # the lease's only wait
+        tokens = self._tokens.take(info.lease, rows)  # the lease's only wait
         if rules is not None and (tokens < 0).any():
             return None
         told = self._extras.told(info.lease, asked) if telling else None
-        return Leased(tokens.astype(np.int32), told)
+        return Leased(tokens, told)
 
     def _step(self, bucket: int, extras: bool) -> Callable[[], None]:
         state, rows = self._state, self._rows[:bucket]

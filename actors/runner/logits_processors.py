@@ -17,6 +17,7 @@ from rayfin.actors.runner.lease_rules import LeaseRules, Ruled, make_lease_rules
 from rayfin.actors.runner.used_tokens import UsedByRequest
 from rayfin.kernels.sampling.masks import add_bias, allow_only, forbid
 from rayfin.kernels.sampling.penalties import UsedTokens, apply_penalties
+from rayfin.kernels.staging import to_device
 
 
 @dataclass(slots=True)
@@ -167,7 +168,7 @@ class LogitsProcessors:
         return self._tensor(row), self._tensor(tokens)
 
     def _tensor(self, array: "np.ndarray[Any, Any]") -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return to_device(array, self._device)
 
 
 def _asks(sampling: Sampling) -> bool:

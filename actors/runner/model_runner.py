@@ -195,7 +195,7 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """Gives the pages' memory back; no step may come before the next ``start``."""
-        self._page_sums = None
+        self._graphs = self._page_sums = None
         self._mover = PageMover(self._bind(0), self._host(0))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from rayfin.kernels.attention.interface import PagedBatch
+from rayfin.kernels.staging import to_device
 from rayfin.kernels.triton.attention_kernels import attend_tiles, merge_parts
 from rayfin.kernels.triton.tile_map import TileMap, make_tile_map
 
@@ -192,8 +193,8 @@ def make_launch(shape: TileShape, sizes: Sizes, tile_map: TileMap, device: torch
     places = (tile_map.parts, sizes.kv_heads, shape.rows)
     return Launch(
         shape,
-        torch.from_numpy(tile_map.items).to(device, non_blocking=True),
-        torch.from_numpy(tile_map.merges).to(device, non_blocking=True),
+        to_device(tile_map.items, device),
+        to_device(tile_map.merges, device),
         torch.empty(*places, sizes.value_dim, dtype=torch.float32, device=device),
         torch.empty(places, dtype=torch.float32, device=device),
     )

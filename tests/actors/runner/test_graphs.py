@@ -88,10 +88,11 @@ def run_both(
     on_triton: None,
 ) -> Callable[..., tuple[Any, Any, list[int]]]:
     """(engine step by step with torch, engine with leases on Triton, these leases' lengths), after
-    requests of the samplings given, with the same tokens from both.
+    requests of the samplings given, with the same tokens from both; ``eager`` of one more on Triton
+    that records nothing.
     """
 
-    def run(*samplings: Sampling) -> tuple[Any, Any, list[int]]:
+    def run(*samplings: Sampling, eager: bool = False) -> tuple[Any, Any, list[int]]:
         calls: list[int] = []
         run_lease = DecodeGraphs.run
 
@@ -102,10 +103,13 @@ def run_both(
 
         monkeypatch.setattr(DecodeGraphs, "run", counted)
         engines, tokens = [], []
-        for attention in ("torch", "triton"):
+        for attention, enforce_eager in [("torch", False), ("triton", True), ("triton", False)]:
+            if enforce_eager and not eager:
+                continue
             engine = served(
                 tiny_model("qwen3").folder,
                 attention=attention,
+                enforce_eager=enforce_eager,
                 max_lease=4,
                 max_decoding_batch=2,
                 device="cuda" if ON_GPU else "cpu",
@@ -116,17 +120,23 @@ def run_both(
             ]
             tokens.append(engine.run(*requests))
             engines.append(engine)
-            assert attention == "triton" or not calls
-        assert tokens[0] == tokens[1] and engines[0].errors == engines[1].errors
-        return engines[0], engines[1], calls
+            assert (attention == "triton" and not enforce_eager) or not calls
+        for engine, given in zip(engines, tokens, strict=True):
+            assert given == tokens[0] and engine.errors == engines[0].errors
+        return engines[0], engines[-1], calls
 
     return run
 
 
 def test_the_tokens_of_an_eager_engine(run_both: Make) -> None:
-    """Rows of other lengths, greedy and seeded; one ends within a lease."""
-    _, _, calls = run_both(Sampling(), Sampling(temperature=1.2, top_p=0.9, seed=5))
+    """Rows of other lengths, greedy and seeded; one ends within a lease. Asleep it keeps none."""
+    samplings = Sampling(), Sampling(temperature=1.2, top_p=0.9, seed=5)
+    _, leased, calls = run_both(*samplings, eager=True)
     assert max(calls) == 4
+    runner = leased.runner
+    assert runner._graphs is not None
+    runner.sleep()
+    assert runner._graphs is None
 
 
 RICH = Sampling(
