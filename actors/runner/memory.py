@@ -1,5 +1,6 @@
 """How much memory is left for pages, found by running the largest step once."""
 
+import gc
 import os
 import resource
 from collections.abc import Callable
@@ -13,28 +14,55 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def available_bytes(
-    run_largest_step: Callable[[], None],
+    run_largest_step: Callable[[], int],
     device: torch.device,
     utilization: float | None,
     ranks: int = 1,
 ) -> int:
     """memory x utilization - what the process holds at the peak of the largest step, bytes.
 
-    The peak counts weights and activations, measured, not modelled (vLLM's profiling run). May be
-    negative. The ``ranks`` of a group have a GPU each, but share a host's memory.
+    The peak counts weights and activations, measured, not modelled (vLLM's profiling run), without
+    the pages that the step took: it says how many bytes. May be negative. The ``ranks`` of a group
+    have a GPU each, but share a host's memory.
     """
     share = utilization or DEFAULT_MEMORY_UTILIZATION[device.type]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        run_largest_step()
+        pages = run_largest_step()
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
         elsewhere = total - free - torch.cuda.memory_reserved(device)
         peak = torch.cuda.max_memory_allocated(device)
-        return int(total * share) - peak - max(elsewhere, 0)
+        return int(total * share) - (peak - pages) - max(elsewhere, 0)
     _reset_peak()
-    run_largest_step()
-    return int(total_host_bytes() * share / ranks) - _peak_bytes()
+    pages = run_largest_step()
+    return int(total_host_bytes() * share / ranks) - (_peak_bytes() - pages)
+
+
+def bytes_taken(make: Callable[[], object], device: torch.device) -> int:
+    """A GPU's memory that is gone while what ``make`` gives is held, by whom ever; on a CPU 0, and
+    it is not made.
+
+    Graphs, their pool and the kernels loaded for them are not all torch's: the driver is asked.
+    What stays behind (kernels) is there for the next one, and is counted here.
+    """
+    if device.type != "cuda":
+        return 0
+    before = _free_bytes(device)
+    made = make()
+    after = _free_bytes(device)
+    del made
+    _free_bytes(device)
+    return max(before - after, 0)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free on the device, when torch has given back what it keeps for later."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
 
 
 def total_host_bytes() -> int:

@@ -27,7 +27,7 @@ from rayfin.actors.runner.fuse import TOLERANCE, fuse
 from rayfin.actors.runner.fuse_linears import pack_linears
 from rayfin.actors.runner.fused_model import FusedModel
 from rayfin.actors.runner.isolate import is_out_of_memory, isolate
-from rayfin.actors.runner.memory import available_bytes
+from rayfin.actors.runner.memory import available_bytes, bytes_taken
 from rayfin.actors.runner.page_moves import PageMover
 from rayfin.actors.runner.page_sums import PageSums
 from rayfin.actors.runner.page_type import page_type
@@ -161,7 +161,7 @@ class ModelRunner:
                 self._device,
                 args.memory_utilization,
                 self._ranks,
-            )
+            ) - self._bytes_of_graphs(limits, model_len)
         facts = ModelFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
             vocab_size=config.get_text_config(decoder=True).vocab_size,
@@ -186,7 +186,8 @@ class ModelRunner:
         self._mover = PageMover(cache, self._host(config.num_host_pages))
         self._touch_ahead(cache)
         self._page_sums = PageSums(cache, self._page_size) if self._args.check_pages else None
-        self._graphs = self._decode_graphs(config)
+        rows, pages = config.limits.max_decoding_batch, config.max_pages_per_request
+        self._graphs = self._decode_graphs(self._slots, rows, pages)
         if self._peers:
             self._peers.connect(str(epoch))
             self._relay = TokenRelay(self._peers, self._slots, self._sampler)
@@ -320,23 +321,34 @@ class ModelRunner:
         self._slots.remember(info, sampled.tokens)
         return sampled
 
-    def _decode_graphs(self, config: EngineConfig) -> "DecodeGraphs | None":
+    def _decode_graphs(
+        self, slots: RequestSlots, rows: int, pages_per_request: int
+    ) -> "DecodeGraphs | None":
         if self._gpu_model is None or self._args.enforce_eager:
             return None
         from rayfin.actors.runner.graphs import DecodeGraphs
 
         return DecodeGraphs(
             self._gpu_model,
-            self._slots,
-            rows=config.limits.max_decoding_batch,
-            pages_per_request=config.max_pages_per_request,
+            slots,
+            rows=rows,
+            pages_per_request=pages_per_request,
             page_size=self._page_size,
             longest_lease=self._args.max_lease,
             device=self._device,
         )
 
-    def _run_largest_step(self, limits: BatchLimits, model_len: int) -> None:
-        """The costliest step there is, on pages of its own that are freed afterwards."""
+    def _bytes_of_graphs(self, limits: BatchLimits, model_len: int) -> int:
+        """What recorded steps will take beside the pages: they are recorded once for that."""
+        rows, pages = limits.max_decoding_batch, -(-model_len // self._page_size)
+        self._bind(1)  # the only one that their rows, of no request, look at
+        slots = RequestSlots(rows, pages)
+        taken = bytes_taken(lambda: self._decode_graphs(slots, rows, pages), self._device)
+        self._bind(0)
+        return taken
+
+    def _run_largest_step(self, limits: BatchLimits, model_len: int) -> int:
+        """The costliest step there is; the bytes of its own pages, which are freed afterwards."""
         info, pages = largest_step(limits, self._args.page_size, model_len)
         slots = RequestSlots(limits.max_decoding_batch, int(pages.max()))
         slots.apply(info)
@@ -344,8 +356,11 @@ class ModelRunner:
         inputs = build_inputs(info, slots, self._page_size, self._device)
         rows = limits.max_decoding_batch
         inputs.sampled = inputs.sampled.repeat(rows)[:rows]
-        self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
+        logits = self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
+        logits.to(torch.float32, copy=True)  # as for requests whose logits are changed
         self._bind(0)
+        page = page_bytes(self._model.layouts, self._page_size, self._page_type)
+        return len(info.new_pages) * page
 
     def _bind(self, num_pages: int) -> KVTensors:
         model = self._model
