@@ -8,6 +8,7 @@ import torch
 from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT, Int32Array
 from rayfin.actors.runner.copy_stream import CopyStream
 from rayfin.cache.kv_tensors import KVTensors
+from rayfin.kernels.staging import to_device
 
 MOST_AT_ONCE = 1024
 """Pages moved together: bounds the memory that they pass through, which is one layer's share."""
@@ -60,10 +61,7 @@ class PageMover:
             self._stream.used(arrived)
 
     def _index(self, pages: Int32Array) -> torch.Tensor:
-        index = torch.from_numpy(pages.astype(np.int64))
-        if self._device.type == "cuda":
-            index = index.pin_memory()  # else the copy waits for all that is queued
-        return index.to(self._device, non_blocking=True)
+        return to_device(pages.astype(np.int64), self._device)
 
 
 def _movable(pages: torch.Tensor) -> torch.Tensor:
