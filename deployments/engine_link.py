@@ -19,6 +19,7 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 from rayfin.actors.scheduler.commands import Command
+from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.deployments.deltas import split_deltas
 from rayfin.deployments.router import Candidate
@@ -233,8 +234,13 @@ class EngineLink:
 
     async def _read(self) -> None:
         subscribe = self.scheduler.subscribe.options(num_returns="streaming")
-        async for ref in subscribe.remote(self._client, HEARTBEAT_SECONDS):
-            self._dispatch(await ref)
+        count, again = MESSAGES_PER_CALL, False
+        while count == MESSAGES_PER_CALL:
+            count = 0
+            async for ref in subscribe.remote(self._client, HEARTBEAT_SECONDS, again):
+                count += 1
+                self._dispatch(await ref)
+            again = True
 
     def _dispatch(self, message: TokenDeltas) -> None:
         self._heard = True

@@ -18,6 +18,7 @@ from rayfin.actors.messages import Ended, EngineInfo, EngineRequest, EngineStats
 from rayfin.actors.priority import keep_workers_equal
 from rayfin.actors.runner.place import group_size
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -117,8 +118,7 @@ class RayEngine:
             raise
         self._scheduler: Any = self._supervisor.scheduler
         self._open: set[int] = set()
-        stream = self._scheduler.subscribe.options(num_returns="streaming")
-        self._messages = stream.remote(self._client)
+        self._messages = self._subscribe()
         threading.Thread(target=self._keep_alive, daemon=True).start()
 
     def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:
@@ -127,7 +127,7 @@ class RayEngine:
         self._scheduler.submit.remote(self._client, addressed, [])
         try:
             while self._open:
-                message: TokenDeltas = ray.get(next(self._messages))
+                message = next(self._messages)
                 self._open -= {ended.key for ended in message.ended}
                 yield message
         except (RayError, StopIteration) as error:
@@ -135,6 +135,17 @@ class RayEngine:
         finally:
             for key in list(self._open):
                 self.abort(key)
+
+    def _subscribe(self) -> Iterator[TokenDeltas]:
+        subscribe = self._scheduler.subscribe.options(num_returns="streaming")
+        count, again = MESSAGES_PER_CALL, False
+        while count == MESSAGES_PER_CALL:
+            count = 0
+            for ref in subscribe.remote(self._client, None, again):
+                count += 1
+                message: TokenDeltas = ray.get(ref)
+                yield message
+            again = True
 
     def abort(self, key: int) -> None:
         self._open.discard(key)

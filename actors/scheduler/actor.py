@@ -252,13 +252,16 @@ class SchedulerActor:
         self._inbox.put(Mail(client, requests, aborts, stopped or []))
 
     @ray.method(concurrency_group="streams")
-    def subscribe(self, client: str, heartbeat: float | None = None) -> Iterator[TokenDeltas]:
+    def subscribe(
+        self, client: str, heartbeat: float | None = None, again: bool = False
+    ) -> Iterator[TokenDeltas]:
         """The client's news as they come: one message per step that has any.
 
         With ``heartbeat``, also one every so many seconds, with the engine's counters. Ends when
-        the client's lease runs out (``submit`` renews it) or it unsubscribes.
+        the client's lease runs out (``submit`` renews it) or it unsubscribes, and after
+        ``MESSAGES_PER_CALL``: then ``again`` goes on, without a message lost.
         """
-        yield from self._subscriptions.read(client, self._beat, heartbeat)
+        yield from self._subscriptions.read(client, self._beat, heartbeat, again=again)
 
     @ray.method(concurrency_group="requests")
     def unsubscribe(self, client: str) -> None:

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 from rayfin.actors.messages import TokenDeltas
 
+MESSAGES_PER_CALL = 10_000
+"""Most that one ``read`` gives. Ray keeps something of each item of a streaming call, at both ends,
+until the call is over: a quarter of a MiB a minute of a busy scheduler."""
+
 
 @dataclass(slots=True)
 class _Subscription:
@@ -31,12 +35,30 @@ class Subscriptions:
         self._subscription(client).heard = self._clock()
 
     def read(
-        self, client: str, beat: Callable[[], TokenDeltas], seconds: float | None = None
+        self,
+        client: str,
+        beat: Callable[[], TokenDeltas],
+        seconds: float | None = None,
+        *,
+        again: bool = False,
     ) -> Iterator[TokenDeltas]:
         """The client's messages as they come, until it is closed; every ``seconds`` a ``beat``.
 
-        Beats come whether there are news or not: they prove that this process runs.
+        After ``MESSAGES_PER_CALL`` it ends, to be read ``again``, which gives nothing if the client
+        was closed meanwhile. Beats come whether there are news or not: they prove that this
+        process runs. A generator, not any iterator: Ray sends to what it streams.
         """
+        if again and client not in self._by_client:
+            return
+        endless = self._endless(client, beat, seconds)
+        for _ in range(MESSAGES_PER_CALL):
+            if (message := next(endless, None)) is None:
+                return
+            yield message
+
+    def _endless(
+        self, client: str, beat: Callable[[], TokenDeltas], seconds: float | None
+    ) -> Iterator[TokenDeltas]:
         messages = self._subscription(client).messages
         due = None if seconds is None else self._clock()
         while True:

@@ -229,7 +229,7 @@ class Scheduler:
         self._mail.append(leave)
 
     async def _subscribe(
-        self, client: str, heartbeat: float
+        self, client: str, heartbeat: float, again: bool = False
     ) -> AsyncIterator[Awaitable[TokenDeltas]]:
         messages = self._readers[client] = asyncio.Queue()
         while self.alive or not messages.empty():

@@ -50,6 +50,7 @@ class FakeScheduler:
         self.dead = False
         self.messages: asyncio.Queue[TokenDeltas | None] = asyncio.Queue()
         self.left: list[str] = []
+        self.subscriptions: list[bool] = []  # whether each goes on with one before
         self.info = Method(self._info)
         self.stats = Method(self._stats)
         self.submit = Method(self._submit)
@@ -104,10 +105,13 @@ class FakeScheduler:
         self.callers.append(CALLER.get())
 
     async def _subscribe(
-        self, client: str, heartbeat: float
+        self, client: str, heartbeat: float, again: bool
     ) -> AsyncIterator[Awaitable[TokenDeltas]]:
         assert client.startswith("edge.") and heartbeat == engine_link.HEARTBEAT_SECONDS
-        while (message := await self.messages.get()) is not None:
+        self.subscriptions.append(again)
+        for _ in range(engine_link.MESSAGES_PER_CALL):
+            if (message := await self.messages.get()) is None:
+                break
             future: asyncio.Future[TokenDeltas] = asyncio.Future()
             future.set_result(message)
             yield future
@@ -182,6 +186,21 @@ async def test_requests_of_one_turn_travel_in_one_call(
     assert answers[0][-1].stop_reason == 11
     assert [deltas[0].request_id for deltas in answers] == ["a", "b", "c"]
     assert engines[0].aborts == []
+
+
+async def test_a_subscription_goes_on_in_another_call(
+    client: RayEngineClient, engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_link, "MESSAGES_PER_CALL", 3)
+    reading = asyncio.create_task(read(client, "a"))
+    await until(lambda: engines[0].calls)
+    key = engines[0].requests[0].key
+    for token in range(7):
+        engines[0].say((key, token))
+    engines[0].say((key, 7), ended=(Ended(key, "length"),))
+    assert [token for delta in await reading for token in delta.tokens] == list(range(8))
+    assert engines[0].subscriptions == [False, True, True]
+    assert not engines[0].left
 
 
 async def test_stream_that_met_a_stop_string_is_stopped(

@@ -1,6 +1,11 @@
 """Clients of an engine: their news, their heartbeats, their silence."""
 
+import inspect
+
+import pytest
+
 from rayfin.actors.messages import Ended, TokenDeltas
+from rayfin.actors.scheduler import subscriptions as module
 from rayfin.actors.scheduler.subscriptions import Subscriptions
 
 BEAT = TokenDeltas.only()
@@ -20,6 +25,23 @@ def test_news_until_it_is_closed() -> None:
     assert next(reading) is first and next(reading) is second
     subscriptions.close("a")
     assert list(reading) == []
+
+
+def test_a_call_ends_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message is lost between them, none comes of a client that has left."""
+    monkeypatch.setattr(module, "MESSAGES_PER_CALL", 3)
+    subscriptions = Subscriptions()
+    reading = subscriptions.read("a", lambda: BEAT)
+    subscriptions.renew("a")
+    sent = [news(key) for key in range(7)]
+    for message in sent:
+        subscriptions.post({"a": message})
+    assert inspect.isgenerator(reading)  # as Ray wants it
+    assert list(reading) == sent[:3]
+    assert list(subscriptions.read("a", lambda: BEAT, again=True)) == sent[3:6]
+    subscriptions.close("a")
+    assert list(subscriptions.read("a", lambda: BEAT, again=True)) == []
+    assert subscriptions.silent(-1.0) == []
 
 
 def test_beats_come_between_news() -> None:
