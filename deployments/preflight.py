@@ -1,8 +1,12 @@
 """Mistakes that can be told before anything starts: a bad folder, a model that is not served."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.runner.place import group_size
+from rayfin.deployments.model_args import ModelArgs
 from rayfin.deployments.models import model_path, tokenizer_path
 
 
@@ -24,3 +28,24 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
         require_safetensors(located.model)
     if tokenizer:
         Tokenizer.load(tokenizer_path(args), args.revision, args.trust_remote_code)
+
+
+def require_room(models: Sequence[ModelArgs], cores: float) -> None:
+    """Every runner has a core of its own, or Ray waits for one for ever.
+
+    Args:
+        cores: of all nodes, where no node will be added.
+
+    Raises:
+        InvalidConfig: there are too few.
+    """
+    runners = 0
+    for model in models:
+        least = model.server.min_engines
+        engines = model.server.data_parallel_size if least is None else least
+        runners += engines * group_size(model.engine)
+    if runners > cores:
+        raise InvalidConfig(
+            f"{runners} runners need a core each and there are {cores:g}: lower "
+            "data_parallel_size, tensor_parallel_size or pipeline_parallel_size"
+        )

@@ -21,7 +21,7 @@ from rayfin.actors.priority import keep_workers_equal
 from rayfin.deployments.app import bind_models
 from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.model_args import ModelArgs
-from rayfin.deployments.preflight import check_model
+from rayfin.deployments.preflight import check_model, require_room
 from rayfin.deployments.server_args import ServerArgs
 
 OBJECT_STORE_BYTES = (
@@ -60,8 +60,10 @@ def serve(
         check_model(model.engine)
     _check_ports(server, port)
     with _cluster(verbose) as ours, _serve_instance(host, port, keep=ours):
-        if ours:  # the head node is here
+        if ours:  # the head node is here, and no other will come
             _require_own_ports(server)
+            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            require_room(models, resources["CPU"])
         # From here on: Ray has set a SIGTERM handler that aborts, and a shell script starts what it
         # puts in the background with SIGINT ignored.
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -10,7 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.deployments.preflight import check_model
+from rayfin.deployments.model_args import ModelArgs
+from rayfin.deployments.preflight import check_model, require_room
+from rayfin.deployments.server_args import ServerArgs
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -76,3 +79,21 @@ def test_architecture_that_is_not_served(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
         check_model(EngineArgs(model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("server", "engine", "runners"),
+    [
+        ({}, {}, 1),
+        ({"data_parallel_size": 3}, {}, 3),
+        ({"min_engines": 0, "max_engines": 9}, {}, 0),
+        ({"min_engines": 2, "max_engines": 9}, {"pipeline_parallel_size": 2}, 4),
+        ({}, {"tensor_parallel_size": 3, "pipeline_parallel_size": 2}, 6),
+    ],
+)
+def test_room_for_runners(server: dict[str, Any], engine: dict[str, Any], runners: int) -> None:
+    model = ModelArgs(ServerArgs(**server), EngineArgs(**engine))
+    require_room([model, model], 2 * runners)
+    if runners:
+        with pytest.raises(InvalidConfig, match=f"^{2 * runners} runners need a core each"):
+            require_room([model, model], 2 * runners - 1)
