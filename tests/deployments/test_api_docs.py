@@ -1,4 +1,4 @@
-"""docs/http.md has a row for every field that the code knows, and for the routes that there are."""
+"""docs/api.md has a row for every field that the code knows, and for the routes that there are."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from rayfin.deployments.openai.responses import bodies as responses
 from rayfin.deployments.openai.routes import build_api
 from rayfin.deployments.openai.service import OpenAIService
 
-PATH = Path(__file__).parents[2] / "docs" / "http.md"
+PATH = Path(__file__).parents[2] / "docs" / "api.md"
 WORD = re.compile(r"`([a-z_0-9]+)[`.]")  # a field, or the field before a dot
 
 
@@ -49,7 +49,7 @@ def fields(*kinds: type[BaseModel], more: Any = ()) -> set[str]:
 def test_every_field_has_a_row(title: str, known: set[str]) -> None:
     rows = [line for line in section(title).splitlines() if line.startswith("|")]
     named = {word for row in rows for word in WORD.findall(row)}
-    assert known <= named, f"docs/http.md does not say: {sorted(known - named)}"
+    assert known <= named, f"docs/api.md does not say: {sorted(known - named)}"
 
 
 def test_every_route_of_operators_has_a_row() -> None:
