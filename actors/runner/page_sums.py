@@ -7,6 +7,7 @@ from rayfin.actors import failpoints
 from rayfin.actors.messages import SWAP_OUT, Int32Array, SchedulerInfo
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.cache.kv_tensors import KVTensors
+from rayfin.kernels.staging import to_device
 
 
 class PageCorrupted(RuntimeError):
@@ -77,7 +78,7 @@ class PageSums:
         return total
 
     def _index(self, pages: Int32Array) -> torch.Tensor:
-        return torch.from_numpy(pages.astype(np.int64)).to(self._sums.device)
+        return to_device(pages.astype(np.int64), self._sums.device)
 
 
 def _pages(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from rayfin.actors.messages import TokenDeltas
 
 MESSAGES_PER_CALL = 10_000
-"""Most that one ``read`` gives. Ray keeps something of each item of a streaming call, at both ends,
-until the call is over: a quarter of a MiB a minute of a busy scheduler."""
+"""Most that one ``read`` gives: until a streaming call is over, Ray keeps some hundred bytes of
+each of its items, at both ends."""
 
 
 @dataclass(slots=True)
