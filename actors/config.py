@@ -24,7 +24,7 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 
 DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
-DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
+DEFAULT_BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
 DEFAULT_MEMORY_UTILIZATION = {
     "cpu": 0.4,
@@ -54,7 +54,7 @@ class EngineArgs:
     device: Device = _flag("auto", "auto takes a GPU where there is one")
     seed: int = _flag(0, "of dummy weights")
     max_model_len: int | None = _flag(None, "longest prompt + output, tokens; default: the model's")
-    max_batch_tokens: int | None = _flag(None, "tokens in one step (default: 512 CPU, 8192 GPU)")
+    max_batch_tokens: int | None = _flag(None, "tokens in one step (default: 256 CPU, 8192 GPU)")
     max_decoding_batch: int | None = _flag(None, "requests that run at once (64 CPU, 256 GPU)")
     max_prefill_batch: int = _flag(16, "prompts that share one step")
     page_size: int = _flag(16, "tokens in a page of the KV cache")

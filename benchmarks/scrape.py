@@ -15,6 +15,7 @@ import string
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,8 @@ SLOTS, WAITING = 16, 32
 """The engine's, so that ``USERS`` are far too many: the rest is refused."""
 
 USERS = 96
+WARM_UP = 5.0  # seconds until all of them are there
+
 AT_ONCE = 5  # scrapes of a port in a second of overload, one after the other
 IDLE_SCRAPES = 100
 CONNECTIONS = 8  # of strangers
@@ -39,6 +42,29 @@ async def user(http: httpx.AsyncClient) -> None:
                 async for _ in answer.aiter_bytes():
                     pass
         await asyncio.sleep(0.25)
+
+
+def crowd(api: str) -> None:
+    """All users, until this process is terminated."""
+
+    async def come() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=api, timeout=60, limits=limits) as http:
+            await asyncio.gather(*(user(http) for _ in range(USERS)))
+
+    asyncio.run(come())
+
+
+@contextmanager
+def crowded(api: str) -> Iterator[None]:
+    """The crowd in a process of its own: what it is busy with must not delay a scrape's clock."""
+    process = get_context("spawn").Process(target=crowd, args=(api,), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.join()
 
 
 def nonsense(rng: random.Random, http: httpx.AsyncClient) -> httpx.Request:
@@ -113,10 +139,8 @@ def _cpu_seconds(name: str) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-async def overload(http: httpx.AsyncClient, ports: list[Scraper], seconds: int) -> None:
+async def overload(ports: list[Scraper], seconds: int) -> None:
     """A line for each second, and one for all of them."""
-    users = [asyncio.create_task(user(http)) for _ in range(USERS)]
-    await asyncio.sleep(3.0)
     every: list[list[float]] = [[] for _ in ports]
     print(f"{USERS} users of {SLOTS} slots; ms, median and p99 of each second")
     print("second  " + "  ".join(f"{port.name:>13}" for port in ports))
@@ -128,9 +152,6 @@ async def overload(http: httpx.AsyncClient, ports: list[Scraper], seconds: int) 
         print(f"{second:6}  " + "  ".join(map(told, found)), flush=True)
         await asyncio.sleep(max(0.0, end - time.monotonic()))
     print("   all  " + "  ".join(told(sorted(own)) for own in every))
-    for task in users:
-        task.cancel()
-    await asyncio.wait(users)
 
 
 async def measure(api: str, own: str, seconds: int, hostile: int) -> None:
@@ -142,7 +163,9 @@ async def measure(api: str, own: str, seconds: int, hostile: int) -> None:
             with cpu_time_each(f"{port.name}, idle: the hub", "ray::MetricsHub", IDLE_SCRAPES):
                 found = await port.scrape(IDLE_SCRAPES)
             print(f"{port.name}, idle, ms: {told(found)}")
-        await overload(http, ports, seconds)
+        with crowded(api):
+            await asyncio.sleep(WARM_UP)
+            await overload(ports, seconds)
         before = [port.series for port in ports]
         await attack(http, hostile)
         for port, series in zip(ports, before, strict=True):

@@ -203,7 +203,7 @@ def test_model_len() -> None:
 
 def test_limits() -> None:
     assert resolve_limits(EngineArgs(), "cpu", 256) == BatchLimits(
-        max_batch_tokens=512, max_decoding_batch=64, max_prefill_batch=16
+        max_batch_tokens=256, max_decoding_batch=64, max_prefill_batch=16
     )
     assert resolve_limits(EngineArgs(), "cuda", 256).max_batch_tokens == 8192
     assert resolve_limits(EngineArgs(max_decoding_batch=2000), "cpu", 9).max_batch_tokens == 2000
