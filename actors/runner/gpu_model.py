@@ -10,21 +10,21 @@ from torch import nn
 from rayfin.actors.runner.fuse import probe_logits
 from rayfin.actors.runner.fuse_decoder import DecoderParts, read_decoder
 from rayfin.actors.runner.fuse_experts import NAMES, TOLERANCE, GroupedExperts
-from rayfin.actors.runner.fuse_layers import NotRecognised
+from rayfin.actors.runner.fuse_layers import LayerParts, NotRecognised
 from rayfin.actors.runner.fused_model import Tables
-from rayfin.actors.runner.gpu_weights import GatedMlp, GpuLayer, merge_layer
+from rayfin.actors.runner.gpu_weights import (
+    GatedMlp,
+    GpuLayer,
+    Projection,
+    fold_norms,
+    merge_layer,
+)
 from rayfin.actors.runner.paged_model import PagedModel
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.interface import PagedAttention, PagedBatch
 from rayfin.kernels.cpu.decoder import DecoderShape
-from rayfin.kernels.triton.layers import add_and_norm, gate, rms_norm, turn_and_write
-from rayfin.kernels.triton.products import (
-    DTYPES,
-    FEW_ROWS,
-    add_product,
-    gated_product,
-    normed_product,
-)
+from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, turn_and_write
+from rayfin.kernels.triton.products import FEW_ROWS, add_product, gated_product, product
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,21 @@ logger = logging.getLogger(__name__)
 class GpuModel:
     """Runs a step's packed tokens: what ``PagedModel`` does, in fewer and larger kernels.
 
-    Of few rows, which is what decodes, a layer is six launches: the product of queries, keys and
-    values with the norm before it; their norms, rotary embedding and page write; attention; the
-    product that adds to the residual stream; gate and up with the norm before them and the
-    activation behind; the product that adds again. Of many rows the products are torch's, with
-    four small kernels between them.
+    The norms before a layer's blocks are no launches: their weights are folded into the matrices
+    behind them, and a row's root mean square divides what comes out. Of few rows, which is what
+    decodes, a layer is then six launches:
+
+    1. the product of queries, keys and values, divided;
+    2. norms of heads, rotary embedding and page write;
+    3. attention (4. with its parts merged, where long rows are split);
+    4. the product that adds to the residual stream;
+    5. gate and up, divided, with the activation behind them;
+    6. the product that adds again.
+
+    Of many rows it is seven. The products are torch's, which are the fastest for them, and those
+    that add do so where they write the stream (beta = 1). What no product of torch's can do waits
+    for the kernel behind it: 2 divides, and adds the bias of 1; between 5 and 6 is one more, which
+    divides gate and up and multiplies them.
 
     In the place of an MLP may be a mixture of experts: the model's own router around
     `GroupedExperts`.
@@ -86,18 +96,23 @@ class GpuModel:
         hidden = F.embedding(input_ids, self._embedding)
         if shape.embedding_scale != 1.0:
             hidden = hidden * shape.embedding_scale
-        if len(hidden) <= self.few_rows and hidden.dtype in DTYPES:
-            for layer, pages in zip(self._layers, self._pages, strict=True):
-                self._run_few(layer, pages, hidden, batch)
-            x = rms_norm(hidden.index_select(0, sampled), self._final_norm, shape.eps)
-        else:
-            x = self._run_many(hidden, batch).index_select(0, sampled)
+        run_layer = self._run_few if len(hidden) <= self.few_rows else self._run_many
+        for layer, pages in zip(self._layers, self._pages, strict=True):
+            run_layer(layer, pages, hidden, batch)
+        x = rms_norm(hidden.index_select(0, sampled), self._final_norm, shape.eps)
         logits = F.linear(x, self._head, self._head_bias)
         if shape.logit_scale != 1.0:
             logits = logits * shape.logit_scale
         if shape.logit_softcap:
             logits = torch.tanh(logits / shape.logit_softcap) * shape.logit_softcap
         return logits
+
+    def fold_norms(self, parts: list[LayerParts]) -> None:
+        """From now on norms are within the weights, of which the modules ``parts`` have theirs."""
+        if self._shape.whole_norm:  # they come between the product and where it would be divided
+            return
+        pairs = zip(self._layers, parts, strict=True)
+        self._layers = [fold_norms(layer, part) for layer, part in pairs]
 
     def _run_few(
         self,
@@ -106,21 +121,53 @@ class GpuModel:
         hidden: torch.Tensor,
         batch: PagedBatch,
     ) -> None:
-        """One layer; ``hidden`` [T, hidden] in place."""
-        eps, mlp = self._shape.eps, layer.mlp
-        qkv = normed_product(hidden, layer.attention_norm, layer.qkv, layer.qkv_bias, eps)
-        heads = self._attend(layer, pages, qkv, batch)
+        """One layer of few rows; ``hidden`` [T, hidden] in place."""
+        eps, qkv, mlp = self._shape.eps, layer.qkv, layer.mlp
+        x = self._normed(qkv.norm, hidden)
+        heads = self._attend(
+            layer, pages, product(x, qkv.weight, qkv.bias, gain=qkv.gain, eps=eps), None, batch
+        )
         out, out_bias = layer.attention_out, layer.attention_out_bias
         self._add(heads, out, out_bias, layer.attention_out_norm, hidden)
-        if isinstance(mlp, GatedMlp):
-            activation = NAMES[self._shape.activation]
-            weights = (layer.mlp_norm, mlp.gate_up, mlp.gate_up_bias)
-            inner = gated_product(hidden, *weights, eps, activation)
-            self._add(inner, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
-        else:
-            norm = layer.mlp_norm
-            x = self._mix(mlp, hidden if norm is None else rms_norm(hidden, norm, eps))
-            self._add_normed(x, layer.mlp_out_norm, None, hidden)
+        if not isinstance(mlp, GatedMlp):
+            self._add_mixed(layer, mlp, hidden)
+            return
+        both, activation = mlp.gate_up, NAMES[self._shape.activation]
+        x = self._normed(both.norm, hidden)
+        x = gated_product(x, both.weight, both.bias, activation, gain=both.gain, eps=eps)
+        self._add(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
+
+    def _run_many(
+        self,
+        layer: GpuLayer,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+    ) -> None:
+        """One layer of many rows; ``hidden`` [T, hidden] in place."""
+        eps, mlp = self._shape.eps, layer.mlp
+        heads = self._attend(layer, pages, *self._project(layer.qkv, hidden), batch)
+        out, out_bias = layer.attention_out, layer.attention_out_bias
+        self._add_many(heads, out, out_bias, layer.attention_out_norm, hidden)
+        if not isinstance(mlp, GatedMlp):
+            self._add_mixed(layer, mlp, hidden)
+            return
+        gate_up, behind = self._project(mlp.gate_up, hidden)
+        x = gate(gate_up, NAMES[self._shape.activation], eps=eps, behind=behind)
+        self._add_many(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
+
+    def _project(
+        self, projection: Projection, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, Behind | None]:
+        """Many rows' product [T, N], and what is left of it to do."""
+        if projection.gain is None:
+            x = self._normed(projection.norm, hidden)
+            return F.linear(x, projection.weight, projection.bias), None
+        left = Behind(hidden, projection.gain, projection.bias)
+        return F.linear(hidden, projection.weight), left
+
+    def _normed(self, norm: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if norm is None else rms_norm(hidden, norm, self._shape.eps)
 
     def _add(
         self,
@@ -135,39 +182,39 @@ class GpuModel:
             scale = self._shape.residual_scale
             add_product(x, weight, bias, hidden, residual_scale=scale)
         else:
-            y = normed_product(x, None, weight, bias, self._shape.eps)
-            self._add_normed(y, out_norm, None, hidden)
+            self._add_normed(product(x, weight, bias), out_norm, hidden)
 
-    def _run_many(self, hidden: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """The final norm of the last layer's stream: [T, hidden]."""
-        first, eps = self._layers[0].attention_norm, self._shape.eps
-        x = hidden if first is None else rms_norm(hidden, first, eps)
-        following = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
-        for layer, pages, next_norm in zip(self._layers, self._pages, following, strict=True):
-            heads = self._attend(layer, pages, F.linear(x, layer.qkv, layer.qkv_bias), batch)
-            x = F.linear(heads, layer.attention_out, layer.attention_out_bias)
-            x = self._add_normed(x, layer.attention_out_norm, layer.mlp_norm, hidden)
-            x = self._feed_forward(layer.mlp, x)
-            x = self._add_normed(x, layer.mlp_out_norm, next_norm, hidden)
-        return x
-
-    def _add_normed(
+    def _add_many(
         self,
         x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
         out_norm: torch.Tensor | None,
-        next_norm: torch.Tensor | None,
         hidden: torch.Tensor,
-    ) -> torch.Tensor:
-        scale = self._shape.residual_scale
-        return add_and_norm(
-            x, hidden, next_norm, self._shape.eps, out_weight=out_norm, residual_scale=scale
-        )
+    ) -> None:
+        """Many rows' product to the residual stream."""
+        if out_norm is None and bias is None:
+            hidden.addmm_(x, weight.t(), alpha=self._shape.residual_scale)
+        else:
+            self._add_normed(F.linear(x, weight, bias), out_norm, hidden)
+
+    def _add_mixed(self, layer: GpuLayer, mixture: nn.Module, hidden: torch.Tensor) -> None:
+        x = self._normed(layer.mlp_norm, hidden)
+        mixed: torch.Tensor = mixture(x.unsqueeze(0))
+        self._add_normed(mixed.squeeze(0), layer.mlp_out_norm, hidden)
+
+    def _add_normed(
+        self, x: torch.Tensor, out_norm: torch.Tensor | None, hidden: torch.Tensor
+    ) -> None:
+        eps, scale = self._shape.eps, self._shape.residual_scale
+        add_and_norm(x, hidden, None, eps, out_weight=out_norm, residual_scale=scale)
 
     def _attend(
         self,
         layer: GpuLayer,
         pages: tuple[torch.Tensor, torch.Tensor],
         qkv: torch.Tensor,
+        behind: Behind | None,
         batch: PagedBatch,
     ) -> torch.Tensor:
         """What the heads give [T, H * Dv]; ``qkv`` is [T, H * Dk + Hkv * (Dk + Dv)]."""
@@ -192,6 +239,7 @@ class GpuModel:
             *pages,
             heads=shape.heads,
             eps=shape.eps,
+            behind=behind,
         )
         how = layer.how
         out = self._attention(
@@ -205,17 +253,6 @@ class GpuModel:
         )
         return out.flatten(1)
 
-    def _feed_forward(self, mlp: GatedMlp | nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(mlp, GatedMlp):
-            return self._mix(mlp, x)
-        gate_up = F.linear(x, mlp.gate_up, mlp.gate_up_bias)
-        return F.linear(gate(gate_up, NAMES[self._shape.activation]), mlp.down, mlp.down_bias)
-
-    @staticmethod
-    def _mix(mixture: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = mixture(x.unsqueeze(0))
-        return mixed.squeeze(0)
-
 
 @torch.inference_mode()
 def fuse_for_gpu(paged: PagedModel, attention: PagedAttention) -> "GpuModel | None":
@@ -223,7 +260,8 @@ def fuse_for_gpu(paged: PagedModel, attention: PagedAttention) -> "GpuModel | No
 
     Mixtures are, whose experts `group_experts` has replaced.
     Merged weights take the place of the transformers model's, which stays usable: nothing is
-    there twice.
+    there twice. That its norms are within them is then the same but for rounding: of weights, once,
+    where there was one of each activation.
     """
     name = type(paged.transformer).__name__
     if paged.dtype not in TOLERANCE:
@@ -233,13 +271,23 @@ def fuse_for_gpu(paged: PagedModel, attention: PagedAttention) -> "GpuModel | No
     except NotRecognised as reason:
         logger.info("%s is not fused: %s", name, reason)
         return None
-    fused = GpuModel(parts, attention, paged.layouts, paged.dtype)
     wanted = probe_logits(paged, paged)
-    for few_rows in (0, FEW_ROWS):  # both ways through a layer
-        fused.few_rows = few_rows
+    fused = GpuModel(parts, attention, paged.layouts, paged.dtype)
+
+    def differs() -> bool:
         apart = (probe_logits(fused, paged) - wanted).abs().max()
         difference = float(apart / wanted.abs().max().clamp(min=1e-6))
-        if not difference <= TOLERANCE[paged.dtype]:
-            logger.warning("%s is not fused: logits would differ by %.1e", name, difference)
+        if difference <= TOLERANCE[paged.dtype]:
+            return False
+        logger.warning("%s is not fused: logits would differ by %.1e", name, difference)
+        return True
+
+    fused.few_rows = 0
+    if differs():  # before norms are folded: then the transformers model is as it came
+        return None
+    fused.fold_norms(parts.layers)
+    for few_rows in (0, FEW_ROWS):  # both ways through a layer
+        fused.few_rows = few_rows
+        if differs():
             return None
     return fused

@@ -47,6 +47,14 @@ def add_and_norm(
 
 
 @triton.jit
+def row_factor(stream, row, eps, gain, INPUTS: tl.constexpr, INPUT_WIDTH: tl.constexpr):
+    """gain / rms of a row of the residual stream [T, INPUTS]."""
+    k = tl.arange(0, INPUT_WIDTH)
+    values = tl.load(stream + row * INPUTS + k, mask=k < INPUTS, other=0.0).to(tl.float32)
+    return gain * tl.rsqrt(tl.sum(values * values) / INPUTS + eps)
+
+
+@triton.jit
 def turn_and_write(
     qkv,  # [T, >= H * Dk + Hkv * (Dk + Dv)]: query, key and value heads side by side
     query_norm,  # [Dk] fp32, any pointer without QUERY_NORM
@@ -60,6 +68,13 @@ def turn_and_write(
     v_pages,  # [num_pages, page_size, Hkv, Dv], written
     qkv_stride,
     eps,
+    stream,  # [T, INPUTS] what qkv is a product of, any pointer without NORM
+    bias,  # [H * Dk + Hkv * (Dk + Dv)], any pointer without BIAS
+    gain,
+    INPUTS: tl.constexpr,
+    INPUT_WIDTH: tl.constexpr,  # up to a power of two
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -72,7 +87,8 @@ def turn_and_write(
 ):
     """Norm of query and key heads, rotary embedding, and keys and values put into their pages.
 
-    Program (token, some heads). Pair i of a head is (x[i], x[i + HALF]).
+    Program (token, some heads). Pair i of a head is (x[i], x[i + HALF]). Before all that, with NORM
+    qkv is multiplied by gain / rms(stream), and with BIAS it gets its bias.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -91,6 +107,13 @@ def turn_and_write(
     other = tl.where(d < HALF, d + HALF, tl.where(turned, d - HALF, d))
     has_partner = inside & turned[None, :] & (is_value == 0)[:, None]
     partner = tl.load(source + other[None, :], mask=has_partner, other=0.0).to(tl.float32)
+    if NORM:
+        scale = row_factor(stream, token, eps, gain, INPUTS, INPUT_WIDTH)
+        x, partner = x * scale, partner * scale
+    if BIAS:
+        offsets = bias + start[:, None]
+        x += tl.load(offsets + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        partner += tl.load(offsets + other[None, :], mask=has_partner, other=0.0).to(tl.float32)
     if QUERY_NORM or KEY_NORM:
         factor = tl.rsqrt(tl.sum(x * x, 1) / KEY_DIM + eps)[:, None]
         known = d < KEY_DIM
@@ -131,14 +154,31 @@ def gate(
     gate_up,  # [T, 2 F]
     out,  # [T, F]
     size,
+    eps,
+    stream,  # [T, INPUTS] what gate_up is a product of, any pointer without NORM
+    bias,  # [2 F], any pointer without BIAS
+    gain,
+    INPUTS: tl.constexpr,
+    INPUT_WIDTH: tl.constexpr,  # up to a power of two
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """activation(gate) * up. Program (row, block of columns)."""
+    """activation(gate) * up. Program (row, block of columns).
+
+    Before that, with NORM both are multiplied by gain / rms(stream), and with BIAS get their bias.
+    """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < size
     x = tl.load(gate_up + row * 2 * size + d, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + d, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = row_factor(stream, row, eps, gain, INPUTS, INPUT_WIDTH)
+        x, up = x * scale, up * scale
+    if BIAS:
+        x += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias + size + d, mask=inside, other=0.0).to(tl.float32)
     result = activated(x, ACTIVATION) * up
     tl.store(out + row * size + d, result.to(out.dtype.element_ty), mask=inside)

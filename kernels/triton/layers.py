@@ -1,5 +1,8 @@
 """The parts of a decoder layer between its matrix products, as functions of tensors."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 
@@ -8,6 +11,22 @@ from rayfin.kernels.triton.activation import ACTIVATIONS
 
 HEADS_AT_ONCE = 8
 COLUMNS_AT_ONCE = 1024
+MORE_AT_ONCE = 2, 4
+"""So many times the heads and the columns, where each program reads its row's stream as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What a matrix product has left to the kernel behind it.
+
+    The product is x W^T of a residual stream x, and wanted is gain * x / rms(x) W^T + bias: the
+    norm's weights, over ``gain``, are within W. So a norm is no launch, and torch's product takes
+    the stream as it is.
+    """
+
+    stream: torch.Tensor  # [T, D]
+    gain: float
+    bias: torch.Tensor | None = None  # [N]
 
 
 def add_and_norm(
@@ -81,10 +100,11 @@ def turn_and_write(
     *,
     heads: int,
     eps: float,
+    behind: Behind | None = None,
 ) -> torch.Tensor:
     """Norm of heads, rotary embedding and page write in one (HPC-Ops, 2026).
 
-    A token of a negative slot is written nowhere.
+    A token of a negative slot is written nowhere. ``behind`` a product, its end is done first.
 
     Returns:
         [T, H, Dk] the queries, for `PagedAttention`.
@@ -92,8 +112,9 @@ def turn_and_write(
     kv_heads, key_dim = k_pages.shape[2:]
     value_dim = v_pages.shape[3]
     tokens, all_heads = len(qkv), heads + 2 * kv_heads
+    at_once = HEADS_AT_ONCE * (1 if behind is None else MORE_AT_ONCE[0])
     query = torch.empty(tokens, heads, key_dim, dtype=qkv.dtype, device=qkv.device)
-    kernels.turn_and_write[(tokens, triton.cdiv(all_heads, HEADS_AT_ONCE))](
+    kernels.turn_and_write[(tokens, triton.cdiv(all_heads, at_once))](
         qkv,
         qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm,
@@ -111,20 +132,54 @@ def turn_and_write(
         VALUE_DIM=value_dim,
         WIDTH=triton.next_power_of_2(max(key_dim, value_dim)),
         HALF=tables[0].shape[1],
-        AT_ONCE=HEADS_AT_ONCE,
+        AT_ONCE=at_once,
         QUERY_NORM=query_norm is not None,
         KEY_NORM=key_norm is not None,
         num_warps=4,
+        **_end(qkv, behind),
     )
     return query
 
 
-def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up, by a name of `ACTIVATIONS`: [T, 2F] = [gate | up] -> [T, F]."""
+def gate(
+    gate_up: torch.Tensor,  # [T, 2 F] = [gate | up]
+    activation: str,
+    *,
+    eps: float = 0.0,
+    behind: Behind | None = None,
+) -> torch.Tensor:
+    """activation(gate) * up, by a name of `ACTIVATIONS`: [T, F].
+
+    ``behind`` a product, its end is done first.
+    """
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(rows, size)
-    kernels.gate[(rows, triton.cdiv(size, COLUMNS_AT_ONCE))](
-        gate_up, out, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=COLUMNS_AT_ONCE, num_warps=4
+    more = 1 if behind is None else MORE_AT_ONCE[1]
+    kernels.gate[(rows, triton.cdiv(size, COLUMNS_AT_ONCE * more))](
+        gate_up,
+        out,
+        size,
+        eps,
+        ACTIVATION=ACTIVATIONS[activation],
+        BLOCK=COLUMNS_AT_ONCE * more,
+        num_warps=4 if more == 1 else 8,
+        **_end(gate_up, behind),
     )
     return out
+
+
+def _end(product: torch.Tensor, behind: Behind | None) -> dict[str, Any]:
+    """A kernel's arguments for the end of the product before it."""
+    stream = product if behind is None else behind.stream
+    bias = None if behind is None else behind.bias
+    assert behind is None or stream.is_contiguous()
+    return {
+        "stream": stream,
+        "bias": product if bias is None else bias,
+        "gain": 1.0 if behind is None else behind.gain,
+        "INPUTS": stream.shape[1],
+        "INPUT_WIDTH": triton.next_power_of_2(stream.shape[1]),
+        "NORM": behind is not None,
+        "BIAS": bias is not None,
+    }

@@ -2,7 +2,9 @@
 
 A step of few rows reads every weight once and does little with it: what costs beside that are
 launches. So the norm of the rows is taken within the product that reads them, by each program for
-itself, and what comes behind a product is done before its result leaves the program.
+itself, and what comes behind a product is done before its result leaves the program. The norm's
+weights are within the product's: what is left of it is one number for each row, which divides sums
+in float32.
 """
 
 import triton
@@ -12,15 +14,13 @@ from rayfin.kernels.triton.activation import activated
 
 
 @triton.jit
-def rows_part(x, norm, squares, m, k, rows, INPUTS: tl.constexpr, NORM: tl.constexpr):
-    """Inputs k of the rows m, times the norm's weights; ``squares`` and theirs added."""
-    inside = k < INPUTS
-    known = (m < rows)[:, None] & inside[None, :]
+def rows_part(x, squares, m, k, rows, INPUTS: tl.constexpr, NORM: tl.constexpr):
+    """Inputs k of the rows m; ``squares`` and theirs added."""
+    known = (m < rows)[:, None] & (k < INPUTS)[None, :]
     a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
     if NORM:
         wide = a.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
-        a = (wide * tl.load(norm + k, mask=inside, other=0.0)[None, :]).to(a.dtype)
     return a, squares
 
 
@@ -28,11 +28,11 @@ def rows_part(x, norm, squares, m, k, rows, INPUTS: tl.constexpr, NORM: tl.const
 def product(
     x,  # [T, K]
     weight,  # [N, K]
-    norm,  # [K] fp32, any pointer without NORM
     bias,  # [N], any pointer without BIAS
     out,  # [T, N], written; with ADD the residual stream
     rows,  # T
     eps,
+    gain,  # of what is divided by a row's root mean square, with NORM
     scale,  # of what is added
     INPUTS: tl.constexpr,  # K
     OUTPUTS: tl.constexpr,  # N
@@ -43,10 +43,10 @@ def product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # of K at once
 ):
-    """y = norm(x) W^T + b, and out = y, or out += scale * y. Program (block of columns, of rows).
+    """y = gain * x / rms(x) W^T + b, and out = y, or out += scale * y.
 
-    A row's root mean square is that of the whole row, known when its last part was multiplied: it
-    divides the sums (x w / r) W^T = ((x w) W^T) / r.
+    Program (block of columns, of rows). A row's root mean square is that of the whole row, known
+    when its last part was multiplied.
     """
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -55,12 +55,12 @@ def product(
     for start in range(0, INPUTS, DEPTH):
         k = start + tl.arange(0, DEPTH)
         inside = k < INPUTS
-        a, squares = rows_part(x, norm, squares, m, k, rows, INPUTS, NORM)
+        a, squares = rows_part(x, squares, m, k, rows, INPUTS, NORM)
         used = inside[:, None] & (n < OUTPUTS)[None, :]
         b = tl.load(weight + n[None, :] * INPUTS + k[:, None], mask=used, other=0.0)
         summed = tl.dot(a, b, summed, input_precision="ieee")
     if NORM:
-        summed = summed * tl.rsqrt(squares / INPUTS + eps)[:, None]
+        summed = summed * (gain * tl.rsqrt(squares / INPUTS + eps))[:, None]
     if BIAS:
         summed += tl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
     written = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
@@ -74,11 +74,11 @@ def product(
 def gated_product(
     x,  # [T, K]
     weight,  # [2 F, K], gate above up
-    norm,  # [K] fp32, any pointer without NORM
     bias,  # [2 F], any pointer without BIAS
     out,  # [T, F], written
     rows,  # T
     eps,
+    gain,  # of what is divided by a row's root mean square, with NORM
     INPUTS: tl.constexpr,  # K
     OUTPUTS: tl.constexpr,  # F
     ACTIVATION: tl.constexpr,
@@ -88,7 +88,10 @@ def gated_product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # of K at once
 ):
-    """activation(gate) * up of norm(x) [gate | up]^T + b. Program (block of columns, of rows)."""
+    """activation(gate) * up of gain * x / rms(x) [gate | up]^T + b.
+
+    Program (block of columns, of rows).
+    """
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -97,7 +100,7 @@ def gated_product(
     for start in range(0, INPUTS, DEPTH):
         k = start + tl.arange(0, DEPTH)
         inside = k < INPUTS
-        a, squares = rows_part(x, norm, squares, m, k, rows, INPUTS, NORM)
+        a, squares = rows_part(x, squares, m, k, rows, INPUTS, NORM)
         used = inside[:, None] & (n < OUTPUTS)[None, :]
         gates = weight + n[None, :] * INPUTS + k[:, None]
         b = tl.load(gates, mask=used, other=0.0)
@@ -105,7 +108,7 @@ def gated_product(
         gate = tl.dot(a, b, gate, input_precision="ieee")
         up = tl.dot(a, c, up, input_precision="ieee")
     if NORM:
-        factor = tl.rsqrt(squares / INPUTS + eps)[:, None]
+        factor = (gain * tl.rsqrt(squares / INPUTS + eps))[:, None]
         gate, up = gate * factor, up * factor
     if BIAS:
         exists = n < OUTPUTS

@@ -1,7 +1,7 @@
 """Matrix products of few rows, fused with what stands around them, as functions of tensors.
 
 For decode rows, where a launch costs as much as a small product. For many rows torch's own product
-is the better one, and what a launch costs is not felt.
+is the better one; there the kernels behind it do the rest (`layers`).
 """
 
 from typing import Any
@@ -15,20 +15,18 @@ from rayfin.kernels.triton.activation import ACTIVATIONS
 FEW_ROWS = 64
 """Rows that one tile holds: each weight is read once. Not measured on a GPU yet."""
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""Rows are multiplied by the norm's weights before they are divided: that may be over float16."""
 
-
-def normed_product(
+def product(
     x: torch.Tensor,  # [T, K]
-    norm: torch.Tensor | None,  # [K] fp32
     weight: torch.Tensor,  # [N, K]
     bias: torch.Tensor | None,  # [N]
-    eps: float,
+    *,
+    gain: float | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
-    """norm(x) W^T + b: [T, N]. Without ``norm`` of x as it is."""
+    """y W^T + b: [T, N]. With a ``gain`` y = gain * x / rms(x), a norm without weights."""
     out = x.new_empty(len(x), len(weight))
-    _launch(x, norm, weight, bias, out, eps, 1.0, add=False)
+    _launch(x, weight, bias, out, gain, eps, 1.0, add=False)
     return out
 
 
@@ -41,18 +39,22 @@ def add_product(
     residual_scale: float = 1.0,
 ) -> None:
     """hidden += residual_scale * (x W^T + b), in place."""
-    _launch(x, None, weight, bias, hidden, 0.0, residual_scale, add=True)
+    _launch(x, weight, bias, hidden, None, 0.0, residual_scale, add=True)
 
 
 def gated_product(
     x: torch.Tensor,  # [T, K]
-    norm: torch.Tensor | None,  # [K] fp32
     gate_up: torch.Tensor,  # [2 F, K], gate above up
     bias: torch.Tensor | None,  # [2 F]
-    eps: float,
     activation: str,
+    *,
+    gain: float | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
-    """activation(gate) * up of norm(x) [gate | up]^T + b, by a name of `ACTIVATIONS`: [T, F]."""
+    """activation(gate) * up of y [gate | up]^T + b, by a name of `ACTIVATIONS`: [T, F].
+
+    y as in `product`.
+    """
     outputs = len(gate_up) // 2
     assert x.is_contiguous() and gate_up.is_contiguous()
     out = x.new_empty(len(x), outputs)
@@ -60,15 +62,15 @@ def gated_product(
     kernels.gated_product[grid](
         x,
         gate_up,
-        x if norm is None else norm,
         x if bias is None else bias,
         out,
         len(x),
         eps,
+        1.0 if gain is None else gain,
         INPUTS=x.shape[1],
         OUTPUTS=outputs,
         ACTIVATION=ACTIVATIONS[activation],
-        NORM=norm is not None,
+        NORM=gain is not None,
         BIAS=bias is not None,
         **how,
     )
@@ -77,10 +79,10 @@ def gated_product(
 
 def _launch(
     x: torch.Tensor,
-    norm: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    gain: float | None,
     eps: float,
     scale: float,
     *,
@@ -91,15 +93,15 @@ def _launch(
     kernels.product[grid](
         x,
         weight,
-        x if norm is None else norm,
         x if bias is None else bias,
         out,
         len(x),
         eps,
+        1.0 if gain is None else gain,
         scale,
         INPUTS=x.shape[1],
         OUTPUTS=len(weight),
-        NORM=norm is not None,
+        NORM=gain is not None,
         BIAS=bias is not None,
         ADD=add,
         **how,

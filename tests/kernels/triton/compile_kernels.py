@@ -87,17 +87,19 @@ def layers() -> Iterator[Kernel]:
     types = {"qkv": "*bf16", "query": "*bf16"}
     types |= dict.fromkeys(("query_norm", "key_norm", "cosines", "sines"), "*fp32")
     types |= {"positions": "*i64", "slots": "*i64", "qkv_stride": "i32", "eps": "fp32"}
+    end = {"stream": "*bf16", "bias": "*bf16", "gain": "fp32"}
+    behind = {"INPUTS": 4096, "INPUT_WIDTH": 4096, "NORM": True, "BIAS": True}
     sizes = {"HEADS": 16, "KV_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "WIDTH": 128}
-    constants = {**sizes, "HALF": 64, "AT_ONCE": 8, "QUERY_NORM": True, "KEY_NORM": True}
+    constants = {**sizes, "HALF": 64, "AT_ONCE": 16, "QUERY_NORM": True, "KEY_NORM": True}
     for stored in ("bf16", FP8):
-        more = types | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
+        more = types | end | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
         name = f"turn and write, pages {stored}"
-        yield name, layer_kernels.turn_and_write, more, constants, {"num_warps": 4}
+        yield name, layer_kernels.turn_and_write, more, constants | behind, {"num_warps": 4}
 
-    types = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
+    types = {"gate_up": "*bf16", "out": "*bf16", "size": "i32", "eps": "fp32"} | end
     for activation in (0, 1, 2):
-        constants = {"ACTIVATION": activation, "BLOCK": 1024}
-        yield f"gate {activation}", layer_kernels.gate, types, constants, {"num_warps": 4}
+        constants = {"ACTIVATION": activation, "BLOCK": 4096} | behind
+        yield f"gate {activation}", layer_kernels.gate, types, constants, {"num_warps": 8}
 
 
 def products() -> Iterator[Kernel]:
@@ -107,8 +109,8 @@ def products() -> Iterator[Kernel]:
         (torch.float32, 64, 1024, 6144),
     ):
         pointer = f"*{NAMES[dtype]}"
-        types = dict.fromkeys(("x", "weight", "bias", "out"), pointer) | {"norm": "*fp32"}
-        types |= {"rows": "i32", "eps": "fp32", "scale": "fp32"}
+        types = dict.fromkeys(("x", "weight", "bias", "out"), pointer)
+        types |= {"rows": "i32", "eps": "fp32", "gain": "fp32", "scale": "fp32"}
         _, how = _tiles(rows, outputs, dtype)
         options = {name: how.pop(name) for name in ("num_warps", "num_stages")}
         flags = {"NORM": True, "BIAS": True}

@@ -54,9 +54,30 @@ def tables(positions: int, half: int, theta: float = 100.0) -> tuple[torch.Tenso
     return angles.cos().float(), angles.sin().float()
 
 
+def end_of(stream: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> layers.Behind:
+    return layers.Behind(stream.to(device), 2.0, None if bias is None else bias.to(device))
+
+
+def ended(
+    product: torch.Tensor, stream: torch.Tensor, behind: layers.Behind | None
+) -> torch.Tensor:
+    """What is left of a product, in float32."""
+    if behind is None:
+        return product.float()
+    factor = behind.gain / (stream.float().square().mean(1, keepdim=True) + EPS).sqrt()
+    return product.float() * factor + (0.0 if behind.bias is None else behind.bias.cpu().float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "norms, rotary_dim, value_dim", [("", 12, 12), ("qk", 12, 12), ("k", 8, 20), ("q", 12, 8)]
+    "norms, rotary_dim, value_dim, end",
+    [
+        ("", 12, 12, ""),
+        ("", 12, 12, "divide and add"),
+        ("qk", 12, 12, "divide"),
+        ("k", 8, 20, "divide and add"),
+        ("q", 12, 8, ""),
+    ],
 )
 def test_turn_and_write(
     device: torch.device,
@@ -65,7 +86,9 @@ def test_turn_and_write(
     norms: str,
     rotary_dim: int,
     value_dim: int,
+    end: str,
 ) -> None:
+    """And the end of the product before it."""
     heads, kv_heads, key_dim = 6, 2, 12
     tokens = 3
     qkv = normal(tokens, heads * key_dim + kv_heads * (key_dim + value_dim), dtype=dtype)
@@ -75,6 +98,8 @@ def test_turn_and_write(
     k_pages = torch.zeros(2, 4, kv_heads, key_dim, dtype=dtype, device=device)
     v_pages = torch.zeros(2, 4, kv_heads, value_dim, dtype=dtype, device=device)
     cos, sin = tables(32, rotary_dim // 2)
+    stream, bias = normal(tokens, 40, seed=3).to(dtype), normal(qkv.shape[1], seed=4).to(dtype)
+    behind = end_of(stream, bias if "add" in end else None, device) if end else None
     query = layers.turn_and_write(
         qkv.to(device),
         None if query_norm is None else query_norm.to(device),
@@ -86,7 +111,9 @@ def test_turn_and_write(
         v_pages,
         heads=heads,
         eps=EPS,
+        behind=behind,
     )
+    qkv = ended(qkv, stream, behind)
 
     def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         x = x if weight is None else reference.rms_norm(x.float(), weight, EPS)
@@ -138,12 +165,20 @@ def test_fp8_pages_hold_the_rounded_numbers_of_float32_pages(device: torch.devic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-def test_gate(device: torch.device, close: Close, dtype: torch.dtype, activation: str) -> None:
-    x = 4 * normal(3, 2 * 1100, dtype=dtype)
+@pytest.mark.parametrize(
+    ("activation", "end"),
+    [("silu", ""), ("silu", "divide"), ("gelu_tanh", "divide and add"), ("gelu", "")],
+)
+def test_gate(
+    device: torch.device, close: Close, dtype: torch.dtype, activation: str, end: str
+) -> None:
+    """Behind a product that has ended, and of one that has not."""
+    x, stream = 4 * normal(3, 2 * 1100, dtype=dtype), normal(3, 40, dtype=dtype, seed=1)
+    bias = normal(2 * 1100, dtype=dtype, seed=2) if "add" in end else None
+    behind = end_of(stream, bias, device) if end else None
     wanted = {
         "silu": reference.silu_mul,
         "gelu_tanh": reference.gelu_mul,
         "gelu": lambda gate_up: reference.gelu_mul(gate_up, tanh=False),
-    }[activation](x)
-    close(layers.gate(x.to(device), activation), wanted)
+    }[activation](ended(x, stream, behind))
+    close(layers.gate(x.to(device), activation, eps=EPS, behind=behind), wanted)

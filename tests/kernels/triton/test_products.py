@@ -8,7 +8,7 @@ import torch
 from rayfin.kernels import reference
 
 pytest.importorskip("triton")
-from rayfin.kernels.triton.products import add_product, gated_product, normed_product
+from rayfin.kernels.triton.products import add_product, gated_product, product
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 EPS = 1e-5
@@ -26,16 +26,22 @@ def weight_of(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_normed_product(
+def test_product(
     device: torch.device, close: Close, dtype: torch.dtype, rows: int, inputs: int, outputs: int
 ) -> None:
-    x, norm = (3 * normal(rows, inputs)).to(dtype), 1 + normal(inputs, seed=1)
-    weight, bias = weight_of(outputs, inputs, seed=2).to(dtype), normal(outputs, seed=3).to(dtype)
-    wanted = reference.rms_norm(x.float(), norm, EPS) @ weight.float().T + bias.float()
-    on_device = (x.to(device), norm.to(device), weight.to(device), bias.to(device))
-    close(normed_product(*on_device, EPS), wanted)
-    plain = normed_product(x.to(device), None, weight.to(device), None, EPS)
-    close(plain, x.float() @ weight.float().T)
+    x, weight = (3 * normal(rows, inputs)).to(dtype), weight_of(outputs, inputs, seed=2).to(dtype)
+    bias, gain = normal(outputs, seed=3).to(dtype), torch.full((inputs,), 2.0)
+    wanted = reference.rms_norm(x.float(), gain, EPS) @ weight.float().T + bias.float()
+    on_device = x.to(device), weight.to(device)
+    close(product(*on_device, bias.to(device), gain=2.0, eps=EPS), wanted)
+    close(product(*on_device, None), x.float() @ weight.float().T)
+
+
+def test_rows_at_the_end_of_float16(device: torch.device, close: Close) -> None:
+    """What is not yet divided is over its range, and in none of it."""
+    x, weight = (6e4 * normal(3, 40).sign()).half(), normal(17, 40, seed=1).half()
+    wanted = reference.rms_norm(x.float(), torch.ones(40), EPS) @ weight.float().T
+    close(product(x.to(device), weight.to(device), None, gain=1.0, eps=EPS), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,10 +66,10 @@ def test_gated_product(
     device: torch.device, close: Close, dtype: torch.dtype, activation: str, norm: bool, bias: bool
 ) -> None:
     for rows, inputs, outputs in SHAPES:
-        x, scales = normal(rows, inputs).to(dtype), 1 + normal(inputs, seed=1)
+        x, gain = normal(rows, inputs).to(dtype), torch.full((inputs,), 2.0)
         weight = weight_of(2 * outputs, inputs, seed=2).to(dtype)
         offset = normal(2 * outputs, seed=3).to(dtype)
-        rows_in = reference.rms_norm(x.float(), scales, EPS) if norm else x.float()
+        rows_in = reference.rms_norm(x.float(), gain, EPS) if norm else x.float()
         gate_up = rows_in @ weight.float().T + (offset.float() if bias else 0.0)
         wanted = {
             "silu": reference.silu_mul,
@@ -72,10 +78,10 @@ def test_gated_product(
         }[activation](gate_up)
         out = gated_product(
             x.to(device),
-            scales.to(device) if norm else None,
             weight.to(device),
             offset.to(device) if bias else None,
-            EPS,
             activation,
+            gain=2.0 if norm else None,
+            eps=EPS,
         )
         close(out, wanted)
