@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from rayfin.actors.messages import TokenDeltas
 
-MESSAGES_PER_CALL = 10_000
+MESSAGES_PER_CALL = 1_000
 """Most that one ``read`` gives: until a streaming call is over, Ray keeps some hundred bytes of
-each of its items, at both ends."""
+each of its items, at both ends. Each call runs in another of the actor's threads, and malloc keeps
+megabytes for a thread that has run one: short calls have soon been round all of them."""
 
 
 @dataclass(slots=True)

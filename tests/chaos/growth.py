@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 HOUR = 3600.0
+MOST = 0.01  # that anything may grow in an hour, as a share
+LONG_ENOUGH = 30.0  # minutes: a shorter run's slopes are of noise
 
 
 @dataclass(slots=True)
@@ -83,8 +85,9 @@ class Growth:
 
 
 def held_by(pids: Sequence[int]) -> dict[str, float]:
-    """What processes hold together: MiB resident, file descriptors, threads; of those that live."""
-    total = {"RSS MiB": 0.0, "fds": 0.0, "threads": 0.0}
+    """What processes hold together: MiB resident and, of those, MiB that are of no file, which may
+    be shared; file descriptors, threads; of those that live."""
+    total = {"RSS MiB": 0.0, "own MiB": 0.0, "fds": 0.0, "threads": 0.0}
     for pid in pids:
         folder = Path(f"/proc/{pid}")
         try:
@@ -94,4 +97,5 @@ def held_by(pids: Sequence[int]) -> dict[str, float]:
             continue
         total["RSS MiB"] += int(status.get("VmRSS", "0 kB").split()[0]) / 1024
         total["threads"] += int(status["Threads"])
+        total["own MiB"] += int(status.get("RssAnon", "0 kB").split()[0]) / 1024
     return total

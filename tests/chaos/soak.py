@@ -16,14 +16,12 @@ import time
 import traceback
 
 from cases import ONE, TWO, Case, all_cases
-from growth import Growth, held_by
+from growth import LONG_ENOUGH, MOST, Growth, held_by
 from results import Result
 from run import chosen, parser, run_child
 from session import Session, tell
 
 KINDS = ("ingress", "engine", "scheduler", "runner", "proxy", "controller")
-MOST = 0.01  # an hour
-LONG_ENOUGH = 30.0  # minutes: a shorter run's slopes are of noise
 WARM_UP = 6  # measurements of a life before the first one that counts
 CROWDS = ("herd", "slow-readers", "disconnects", "runner-hangs")
 """Cases with hundreds of clients at once: memory that was needed once is not given back to the
