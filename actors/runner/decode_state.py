@@ -19,7 +19,7 @@ from rayfin.kernels.attention.triton import (
 from rayfin.kernels.sampling.sample import SamplingRows
 from rayfin.kernels.staging import staged
 from rayfin.kernels.triton.decode_kernels import finish_rows, place_items, prepare_rows
-from rayfin.kernels.triton.tile_map import ITEM_FIELDS, MERGE_FIELDS, TileMap, make_lease_map
+from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap, make_lease_map
 
 MOST_ROWS = 512
 """Of a recorded step: a larger one takes long enough to be launched kernel by kernel."""
@@ -68,11 +68,7 @@ class KeptLaunches:
         if sizes not in self._kept:
             shape = attention.decode_shape(sizes)
             places = self._most + shape.programs
-            nothing = TileMap(
-                np.zeros((places, len(ITEM_FIELDS)), np.int32),
-                np.zeros((self._most, len(MERGE_FIELDS)), np.int32),
-                places,
-            )
+            nothing = TileMap(np.zeros((places, len(ITEM_FIELDS)), np.int32), places)
             launch = make_launch(shape, sizes, nothing, batch.kv_len.device)
             self._kept[sizes] = _Kept(shape, launch)
         return [self._of(self._kept[sizes], batch.rows)]
@@ -87,9 +83,8 @@ class KeptLaunches:
                 key_block=kept.shape.keys,
                 programs=kept.shape.programs,
                 window=sizes.window,
-            ).padded(len(launch.items), len(launch.merges))
-            for target, array in ((launch.items, made.items), (launch.merges, made.merges)):
-                target.copy_(staged(array, target.device), non_blocking=True)
+            ).padded(len(launch.items))
+            launch.items.copy_(staged(made.items, launch.items.device), non_blocking=True)
 
     def place(self, rows: int, positions: torch.Tensor) -> None:
         """Tells the items where their rows stand."""
@@ -103,9 +98,9 @@ class KeptLaunches:
         return Launch(
             kept.shape,
             whole.items[: rows + kept.shape.programs],
-            whole.merges[:rows],
             whole.part_out,
             whole.part_lse,
+            whole.arrived,
         )
 
 

@@ -38,7 +38,7 @@ class GpuModel:
 
     1. the product of queries, keys and values, divided;
     2. norms of heads, rotary embedding and page write;
-    3. attention (4. with its parts merged, where long rows are split);
+    3. attention (two where decodes and prompts share a step);
     4. the product that adds to the residual stream;
     5. gate and up, divided, with the activation behind them;
     6. the product that adds again.

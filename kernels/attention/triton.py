@@ -7,7 +7,7 @@ import torch
 
 from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.staging import to_device
-from rayfin.kernels.triton.attention_kernels import attend_tiles, merge_parts
+from rayfin.kernels.triton.attention_kernels import attend_tiles
 from rayfin.kernels.triton.tile_map import TileMap, make_tile_map
 
 PROGRAMS_PER_CORE = 4  # wanted of each launch: what fits on a multiprocessor, with some to spare
@@ -34,10 +34,10 @@ class Launch:
     """One launch over some rows of a step, and the places of its partial results."""
 
     shape: TileShape
-    items: torch.Tensor  # [N, 8] int32
-    merges: torch.Tensor  # [M, 4] int32
+    items: torch.Tensor  # [N, 10] int32
     part_out: torch.Tensor  # [parts, Hkv, rows, Dv] fp32
     part_lse: torch.Tensor  # [parts, Hkv, rows] fp32
+    arrived: torch.Tensor  # [parts, Hkv] int32, zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class TritonAttention:
     Pages may be of another of these types, and of fp8 (e4m3) on a GPU that converts it.
 
     Decoding rows and prefill chunks go in a launch each, made of tiles of queries with all heads of
-    a group; parts of long rows are merged by a launch more. What a step's launches look like is
+    a group; parts of long rows are merged within it. What a step's launches look like is
     worked out once and shared by all layers that are alike (`PagedBatch.scratch`).
     """
 
@@ -105,6 +105,7 @@ class TritonAttention:
                 out,
                 launch.part_out,
                 launch.part_lse,
+                launch.arrived,
                 query.stride(0),
                 batch.page_tables.stride(0),
                 scale,
@@ -125,19 +126,6 @@ class TritonAttention:
                 num_warps=shape.warps,
                 num_stages=shape.stages,
             )
-            if len(launch.merges):
-                merge_parts[(kv_heads, len(launch.merges))](
-                    launch.part_out,
-                    launch.part_lse,
-                    launch.merges,
-                    out,
-                    KV_HEADS=kv_heads,
-                    GROUP=sizes.group,
-                    VALUE_DIM=value_dim,
-                    VALUE_WIDTH=width(value_dim),
-                    ROWS=shape.rows,
-                    num_warps=shape.warps,
-                )
         return out
 
     def decode_shape(self, sizes: Sizes) -> TileShape:
@@ -191,12 +179,13 @@ class TritonAttention:
 def make_launch(shape: TileShape, sizes: Sizes, tile_map: TileMap, device: torch.device) -> Launch:
     """The launch of a map, with room for its partial results."""
     places = (tile_map.parts, sizes.kv_heads, shape.rows)
+    counters = torch.zeros if tile_map.parts else torch.empty  # of none, nothing to launch either
     return Launch(
         shape,
         to_device(tile_map.items, device),
-        to_device(tile_map.merges, device),
         torch.empty(*places, sizes.value_dim, dtype=torch.float32, device=device),
         torch.empty(places, dtype=torch.float32, device=device),
+        counters(places[:2], dtype=torch.int32, device=device),
     )
 
 

@@ -1,9 +1,49 @@
-"""Paged attention on a GPU: one kernel for decode and prefill tiles, one that merges parts."""
+"""Paged attention on a GPU: one kernel for decode and prefill tiles, which merges parts as well."""
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def merge_parts(
+    part_out,  # as in `attend_tiles`
+    part_lse,
+    places,  # [ROWS] of the first part's rows
+    parts,
+    valid,  # [ROWS]
+    dv,  # [VALUE_WIDTH]
+    KV_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A tile's result [ROWS, VALUE_WIDTH] from those of its parts, by their shares of the softmax.
+
+    What other programs wrote a moment ago is read from the L2 cache, which they share.
+    """
+    written = valid[:, None] & (dv[None, :] < VALUE_DIM)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    for part in range(0, parts):
+        place = places + part * (KV_HEADS * ROWS)
+        lse = tl.load(part_lse + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        own = tl.load(
+            part_out + place[:, None] * VALUE_DIM + dv[None, :],
+            mask=written,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_highest = tl.maximum(highest, lse)
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        share = tl.exp2(lse - shift)
+        shrink = tl.exp2(highest - shift)
+        summed = summed * shrink[:, None] + own * share[:, None]
+        total = total * shrink + share
+        highest = new_highest
+    return summed / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # as wide as a step's longest row
@@ -12,11 +52,12 @@ def attend_tiles(
     k_pages,  # [num_pages, PAGE_SIZE, Hkv, Dk]
     v_pages,  # [num_pages, PAGE_SIZE, Hkv, Dv]
     tables,  # [R, P] int32
-    items,  # [N, 8] int32, see `TileMap`
+    items,  # [N, 10] int32, see `TileMap`
     sinks,  # [H], any pointer without SINKS
     out,  # [T, H, Dv]
     part_out,  # [parts, Hkv, ROWS, Dv] fp32
     part_lse,  # [parts, Hkv, ROWS] fp32, base 2
+    arrived,  # [parts, Hkv] int32, parts of a tile that are done; zeros before and after
     query_stride,
     table_stride,
     scale,
@@ -39,9 +80,11 @@ def attend_tiles(
 
     Program (key head, item). Row m of the tile is query m // GROUP with head m % GROUP of the
     group: each key is read once for all of them. Softmax online and in base 2 (FlashAttention-2).
+    Of a tile in several parts, the program that is done last merges them, in their own order
+    whichever that is (after the last block of a reduction in CUDA's threadFenceReduction sample).
     """
     kv_head = tl.program_id(0)
-    item = items + tl.program_id(1) * 8
+    item = items + tl.program_id(1) * 10
     queries = tl.load(item + 2)
     if queries == 0:
         return
@@ -113,53 +156,23 @@ def attend_tiles(
         tl.store(part_out + place[:, None] * VALUE_DIM + dv[None, :], result, mask=written)
         lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
         tl.store(part_lse + place, lse, mask=valid)
-
-
-@triton.jit
-def merge_parts(
-    part_out,  # [parts, Hkv, ROWS, Dv] fp32
-    part_lse,  # [parts, Hkv, ROWS] fp32, base 2
-    merges,  # [M, 4] int32, see `TileMap`
-    out,  # [T, H, Dv]
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """A tile's result from those of its parts, each weighed by its share of the softmax.
-
-    Program (key head, merge).
-    """
-    kv_head = tl.program_id(0)
-    merge = merges + tl.program_id(1) * 4
-    queries = tl.load(merge + 1)
-    if queries == 0:
-        return
-    token = tl.load(merge).to(tl.int64)
-    first = tl.load(merge + 2).to(tl.int64)
-    parts = tl.load(merge + 3)
-
-    m = tl.arange(0, ROWS)
-    dv = tl.arange(0, VALUE_WIDTH)
-    valid = m // GROUP < queries
-    written = valid[:, None] & (dv[None, :] < VALUE_DIM)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
-    for part in range(0, parts):
-        place = ((first + part) * KV_HEADS + kv_head) * ROWS + m
-        lse = tl.load(part_lse + place, mask=valid, other=float("-inf"))
-        own = tl.load(part_out + place[:, None] * VALUE_DIM + dv[None, :], mask=written, other=0.0)
-        new_highest = tl.maximum(highest, lse)
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        share = tl.exp2(lse - shift)
-        shrink = tl.exp2(highest - shift)
-        summed = summed * shrink[:, None] + own * share[:, None]
-        total = total * shrink + share
-        highest = new_highest
-    result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
-    head = kv_head * GROUP + m % GROUP
-    tokens = token + m // GROUP
-    target = out + (tokens[:, None] * (KV_HEADS * GROUP) + head[:, None]) * VALUE_DIM
-    tl.store(target + dv[None, :], result.to(out.dtype.element_ty), mask=written)
+        tl.debug_barrier()  # all threads have stored: the arrival releases what they wrote
+        first = tl.load(item + 8).to(tl.int64)
+        parts = tl.load(item + 9)
+        counter = arrived + first * KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            merged = merge_parts(
+                part_out,
+                part_lse,
+                (first * KV_HEADS + kv_head) * ROWS + m,
+                parts,
+                valid,
+                dv,
+                KV_HEADS,
+                VALUE_DIM,
+                VALUE_WIDTH,
+                ROWS,
+            )
+            target = out + (tokens[:, None] * (KV_HEADS * GROUP) + head[:, None]) * VALUE_DIM
+            tl.store(target + dv[None, :], merged.to(out.dtype.element_ty), mask=written)
+            tl.store(counter, 0)

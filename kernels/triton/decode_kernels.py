@@ -27,11 +27,11 @@ def prepare_rows(
 
 @triton.jit
 def place_items(
-    items,  # [N, 8] int32, see `TileMap`; positions are written
+    items,  # [N, 10] int32, see `TileMap`; positions are written
     positions,  # [B] int64
 ):
     """Program (item)."""
-    item = items + tl.program_id(0) * 8
+    item = items + tl.program_id(0) * 10
     position = tl.load(positions + tl.load(item))
     tl.store(item + 3, position.to(tl.int32))
 

@@ -14,8 +14,18 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-ITEM_FIELDS = ("row", "token", "queries", "position", "first_key", "end_key", "part", "first_part")
-MERGE_FIELDS = ("token", "queries", "part", "parts")
+ITEM_FIELDS = (
+    "row",
+    "token",
+    "queries",
+    "position",
+    "first_key",
+    "end_key",
+    "part",
+    "is_first",
+    "first_part",
+    "parts",
+)
 WHOLE = -1
 """In an item's ``part``: it sees all keys of its tile, and writes the result itself."""
 
@@ -26,19 +36,19 @@ class TileMap:
 
     An item: the queries ``token .. token + queries`` of T, which belong to ``row`` and of which the
     first is at ``position`` of its request, over the keys ``first_key .. end_key`` of the row. Its
-    result goes to place ``part`` of the partial results, unless it is `WHOLE`. ``first_part`` is 1
-    in the one item of each tile that counts what belongs to no key (the sink).
-
-    A merge: the queries of a tile whose result is in the ``parts`` places from ``part``.
+    result goes to place ``part`` of the partial results, unless it is `WHOLE`; its tile's are the
+    ``parts`` places from ``first_part``. ``is_first`` is 1 in the one item of each tile that counts
+    what belongs to no key (the sink).
     """
 
-    items: Int32Array  # [N, 8], ITEM_FIELDS
-    merges: Int32Array  # [M, 4], MERGE_FIELDS
+    items: Int32Array  # [N, 10], ITEM_FIELDS
     parts: int  # places that the partial results take
 
-    def padded(self, items: int, merges: int) -> "TileMap":
-        """With empty work (no queries) up to these numbers: shapes that a CUDA graph can keep."""
-        return TileMap(_pad(self.items, items), _pad(self.merges, merges), self.parts)
+    def padded(self, items: int) -> "TileMap":
+        """With empty work (no queries) up to this number: a shape that a CUDA graph can keep."""
+        padded = np.zeros((items, len(ITEM_FIELDS)), np.int32)
+        padded[: len(self.items)] = self.items
+        return TileMap(padded, self.parts)
 
 
 def make_tile_map(
@@ -101,12 +111,13 @@ def make_tile_map(
             end_key,
             np.where(split[tile], place[tile] + number, WHOLE),
             number == 0,
+            place[tile],
+            parts[tile],
         ],
         axis=1,
     ).astype(np.int32)
     order = np.argsort(first_key - end_key, kind="stable")
-    merges = np.stack([token, queries, place, parts], axis=1)[split].astype(np.int32)
-    return TileMap(np.ascontiguousarray(items[order]), merges, int(parts[split].sum()))
+    return TileMap(np.ascontiguousarray(items[order]), int(parts[split].sum()))
 
 
 def _count_up(counts: Int64Array) -> Int64Array:
@@ -117,12 +128,6 @@ def _count_up(counts: Int64Array) -> Int64Array:
 
 def _round_up(values: Int64Array, multiple: int) -> Int64Array:
     return -(-values // multiple) * multiple
-
-
-def _pad(table: Int32Array, rows: int) -> Int32Array:
-    padded = np.zeros((rows, table.shape[1]), np.int32)
-    padded[: len(table)] = table
-    return padded
 
 
 def make_lease_map(
@@ -157,7 +162,4 @@ def make_lease_map(
     )
     made.items[:, ITEM_FIELDS.index("token")] = made.items[:, 0]
     made.items[:, ITEM_FIELDS.index("queries")] = 1
-    tokens = np.searchsorted(starts, made.merges[:, 0], side="right") - 1
-    made.merges[:, 0] = tokens.astype(np.int32)
-    made.merges[:, MERGE_FIELDS.index("queries")] = 1
     return made

@@ -24,7 +24,7 @@ from rayfin.kernels.triton import (
     product_kernels,
     sample_kernels,
 )
-from rayfin.kernels.triton.attention_kernels import attend_tiles, merge_parts
+from rayfin.kernels.triton.attention_kernels import attend_tiles
 from rayfin.kernels.triton.experts import FEW, MANY, MAP_BLOCK
 from rayfin.kernels.triton.products import _tiles
 
@@ -49,7 +49,7 @@ def attention() -> Iterator[Kernel]:
         sizes = Sizes(16, 8, dim, dim, dtype, None)
         types = dict.fromkeys(("query", "sinks", "out"), f"*{NAMES[dtype]}")
         types |= dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
-        types |= dict.fromkeys(("tables", "items"), "*i32")
+        types |= dict.fromkeys(("tables", "items", "arrived"), "*i32")
         types |= dict.fromkeys(("part_out", "part_lse"), "*fp32")
         types |= dict.fromkeys(("query_stride", "table_stride", "window"), "i32")
         types |= dict.fromkeys(("scale", "softcap"), "fp32")
@@ -72,9 +72,6 @@ def attention() -> Iterator[Kernel]:
             options = {"num_warps": shape.warps, "num_stages": shape.stages}
             name = f"{kind} {NAMES[dtype]} {dim}, pages {stored}"
             yield name, attend_tiles, types, constants, options
-    types = {"part_out": "*fp32", "part_lse": "*fp32", "merges": "*i32", "out": "*bf16"}
-    constants = {"KV_HEADS": 8, "GROUP": 2, "VALUE_DIM": 128, "VALUE_WIDTH": 128, "ROWS": 128}
-    yield "merge", merge_parts, types, constants, {"num_warps": 8}
 
 
 def layers() -> Iterator[Kernel]:

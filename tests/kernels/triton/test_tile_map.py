@@ -11,7 +11,7 @@ from rayfin.kernels.triton.tile_map import WHOLE, TileMap, make_lease_map, make_
 def seen_keys(tile_map: TileMap, tokens: int) -> list[list[int]]:
     """The keys that each query of T gets, in order; with the tile's last query's for them all."""
     seen: list[list[int]] = [[] for _ in range(tokens)]
-    for _, token, queries, position, first, end, _, _ in tile_map.items.tolist():
+    for _, token, queries, position, first, end, *_ in tile_map.items.tolist():
         for query in range(queries):
             seen[token + query] += [key for key in range(first, end) if key <= position + query]
     return [sorted(keys) for keys in seen]
@@ -54,8 +54,11 @@ def test_each_key_once(
     assert (np.diff(length) <= 0).all(), "the longest comes first"
     parts = sorted(made.items[made.items[:, 6] != WHOLE, 6].tolist())
     assert parts == list(range(made.parts))
-    merged = [range(place, place + count) for _, _, place, count in made.merges.tolist()]
+    tiles_of = {(item[1], item[8], item[9]) for item in made.items.tolist() if item[6] != WHOLE}
+    merged = [range(place, place + count) for _, place, count in tiles_of]
     assert sorted(part for own in merged for part in own) == parts
+    split = made.items[made.items[:, 6] != WHOLE]
+    assert ((split[:, 8] <= split[:, 6]) & (split[:, 6] < split[:, 8] + split[:, 9])).all()
     assert made.items[:, 7].sum() == tiles
 
 
@@ -63,13 +66,15 @@ def test_a_long_row_is_shared_and_short_ones_are_not() -> None:
     made = make_tile_map(np.arange(5), [8000, 64, 100, 3], programs=16, key_block=64)
     per_row = np.bincount(made.items[:, 0])
     assert per_row.tolist() == [16, 1, 1, 1]
-    assert made.merges.tolist() == [[0, 1, 0, 16]] and made.parts == 16
+    own = made.items[made.items[:, 0] == 0]
+    assert (own[:, 8:] == [0, 16]).all() and sorted(own[:, 6]) == list(range(16))
+    assert made.parts == 16
     assert (made.items[:, 5] - made.items[:, 4]).max() <= 512
 
 
 def test_many_rows_are_left_whole() -> None:
     made = make_tile_map(np.arange(257), np.full(256, 600), programs=64)
-    assert len(made.items) == 256 and not len(made.merges) and made.parts == 0
+    assert len(made.items) == 256 and made.parts == 0
 
 
 def test_rows_are_numbered_in_their_step() -> None:
@@ -80,10 +85,9 @@ def test_rows_are_numbered_in_their_step() -> None:
 @pytest.mark.parametrize("rows", [1, 8])
 def test_padding_is_no_work(rows: int) -> None:
     made = make_tile_map(np.arange(rows + 1), np.full(rows, 900), programs=32, min_part=64)
-    padded = made.padded(64, 16)
-    assert padded.items.shape == (64, 8) and padded.merges.shape == (16, 4)
+    padded = made.padded(64)
+    assert padded.items.shape == (64, 10)
     assert (padded.items[len(made.items) :, 2] == 0).all()
-    assert (padded.merges[len(made.merges) :, 1] == 0).all()
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -100,6 +104,5 @@ def test_a_lease_needs_one_map(window: int | None) -> None:
             position = kv_len[row] + step
             first = 0 if window is None else max(0, position - window + 1)
             assert set(range(first, position + 1)) <= set(keys)
-        if len(own) > 1:
-            assert [1, len(own)] in made.merges[made.merges[:, 0] == row][:, [1, 3]].tolist()
+        assert (own[:, 9] == len(own)).all()
     assert made.items[:, 7].sum() == 3
