@@ -1,31 +1,14 @@
 """Two ways for an ``LLM`` to run an engine: in this process, or as actors. Same tokens."""
 
-import asyncio
-import itertools
-import os
-import threading
-from collections.abc import Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
-
-import ray
-from ray.exceptions import RayError
+from typing import Protocol
 
 from rayfin.actors.config import EngineArgs, resolve
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
+from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.messages import Ended, EngineInfo, EngineRequest, EngineStats, TokenDeltas
-from rayfin.actors.priority import keep_workers_equal
 from rayfin.actors.runner.place import group_size
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
-from rayfin.actors.supervisor import Supervisor
-
-T = TypeVar("T")
-
-_engine_numbers = itertools.count()
-
-RENEW_SECONDS = 4.0  # under a third of the scheduler's client lease
 
 
 class OfflineEngine(Protocol):
@@ -99,86 +82,6 @@ class InlineEngine:
         del self._engine
 
 
-class RayEngine:
-    """The same engine as actors, on the Ray of this process, or on a new local one."""
-
-    def __init__(self, args: EngineArgs) -> None:
-        self._started_ray = not ray.is_initialized()
-        if self._started_ray:
-            keep_workers_equal()
-            ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
-        number = next(_engine_numbers)
-        self._client = f"offline-{os.getpid()}-{number}"
-        self._closed = threading.Event()
-        self._supervisor = Supervisor(args, f"offline-engine-{os.getpid()}-{number}")
-        try:
-            self.info = _wait_for(self._supervisor.start())
-        except RayfinError:
-            self.close()
-            raise
-        self._scheduler: Any = self._supervisor.scheduler
-        self._open: set[int] = set()
-        self._messages = self._subscribe()
-        threading.Thread(target=self._keep_alive, daemon=True).start()
-
-    def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:
-        self._open = {request.key for request in requests}
-        addressed = [replace(request, client=self._client) for request in requests]
-        self._scheduler.submit.remote(self._client, addressed, [])
-        try:
-            while self._open:
-                message = next(self._messages)
-                self._open -= {ended.key for ended in message.ended}
-                yield message
-        except (RayError, StopIteration) as error:
-            raise EngineUnavailable(f"the engine is gone: {error}") from error
-        finally:
-            for key in list(self._open):
-                self.abort(key)
-
-    def _subscribe(self) -> Iterator[TokenDeltas]:
-        subscribe = self._scheduler.subscribe.options(num_returns="streaming")
-        count, again = MESSAGES_PER_CALL, False
-        while count == MESSAGES_PER_CALL:
-            count = 0
-            for ref in subscribe.remote(self._client, None, again):
-                count += 1
-                message: TokenDeltas = ray.get(ref)
-                yield message
-            again = True
-
-    def abort(self, key: int) -> None:
-        self._open.discard(key)
-        self._scheduler.submit.remote(self._client, [], [key])
-
-    def stats(self) -> EngineStats:
-        stats: EngineStats = ray.get(self._scheduler.stats.remote())
-        return stats
-
-    def check_integrity(self) -> None:
-        ray.get(self._scheduler.check_integrity.remote())
-
-    def close(self) -> None:
-        self._closed.set()
-        self._supervisor.stop()
-        if self._started_ray:
-            ray.shutdown()
-
-    def _keep_alive(self) -> None:
-        while not self._closed.wait(RENEW_SECONDS):
-            self._scheduler.submit.remote(self._client, [], [])
-
-
-def _wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, in a thread of its own where an event loop runs (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
-
-
 def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:
     """The engine of an executor's name, "inline" or "ray".
 
@@ -194,5 +97,7 @@ def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:
             )
         return InlineEngine(args)
     if executor == "ray":
+        from rayfin.deployments.offline_ray import RayEngine  # Ray: only this executor needs it
+
         return RayEngine(args)
     raise InvalidConfig(f"executor must be 'inline' or 'ray', got {executor!r}", "executor")

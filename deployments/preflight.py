@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.place import group_size
-from rayfin.deployments.model_args import ModelArgs
 from rayfin.deployments.models import model_path, tokenizer_path
+
+if TYPE_CHECKING:  # which imports Ray, and an inline engine needs none
+    from rayfin.deployments.model_args import ModelArgs
 
 
 def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
@@ -30,7 +33,7 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
         Tokenizer.load(tokenizer_path(args), args.revision, args.trust_remote_code)
 
 
-def require_room(models: Sequence[ModelArgs], cores: float) -> None:
+def require_room(models: "Sequence[ModelArgs]", cores: float) -> None:
     """Every runner has a core of its own, or Ray waits for one for ever.
 
     Args:

@@ -101,6 +101,18 @@ def test_scheduler_process_has_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_an_inline_engine_needs_no_ray() -> None:
+    """Importing it takes a good part of a second of a Python program's start."""
+    script = (
+        "import sys\nfrom rayfin import LLM\nimport rayfin.actors.runner.inline\n"
+        "assert 'ray' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "src"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_files_are_short() -> None:
     for path in [*_paths(*MAY_IMPORT, "tests"), ROOT / "src" / "rayfin" / "__init__.py"]:
         lines = len(path.read_text().splitlines())

@@ -1,5 +1,6 @@
 """Memory behind host pages before a step writes them first: the system clears it, slowly."""
 
+import atexit
 import ctypes
 import logging
 import os
@@ -38,6 +39,7 @@ class FirstTouch:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="first-touch", daemon=True)
         self._thread.start()
+        atexit.register(self.stop)  # inside a call when the interpreter goes, it would abort it
 
     def reach(self, page: int) -> None:
         """``page`` is in use, and those above it will be."""
@@ -51,6 +53,7 @@ class FirstTouch:
         self._stopped = True
         self._woken.set()
         self._thread.join()
+        atexit.unregister(self.stop)
 
     def _run(self) -> None:
         try:

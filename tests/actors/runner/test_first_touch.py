@@ -2,7 +2,10 @@
 
 import ctypes
 import mmap
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from rayfin.cache.kv_tensors import HUGE_BYTES, KVLayout, KVTensors
 
 PAGES = 4 * HUGE_BYTES // 4096
 SYSTEM_PAGE = mmap.PAGESIZE
+SOURCE = Path(__file__).parents[3] / "src"
 
 
 def resident(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,3 +86,16 @@ def test_a_system_without_it_does_without(
     touch.reach(PAGES - 1)
     touch.stop()
     assert not resident(cache.keys[0]).any()
+
+
+def test_the_thread_ends_before_the_interpreter() -> None:
+    """Which would abort the process where a thread comes back from a call into it."""
+    script = (
+        "import atexit, threading, torch\nfrom rayfin.actors.runner.first_touch import FirstTouch\n"
+        "atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))\n"
+        "FirstTouch([torch.empty(1 << 14, 1024)], 1 << 14)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=SOURCE
+    )
+    assert done.stdout.strip() == "['MainThread']", done.stderr
