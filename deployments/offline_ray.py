@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.messages import EngineRequest, EngineStats, TokenDeltas
-from rayfin.actors.priority import keep_workers_equal
+from rayfin.actors.own_ray import prepare_own_ray
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.supervisor import Supervisor
 
@@ -32,7 +32,7 @@ class RayEngine:
     def __init__(self, args: EngineArgs) -> None:
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
-            keep_workers_equal()
+            prepare_own_ray()
             ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
         number = next(_engine_numbers)
         self._client = f"offline-{os.getpid()}-{number}"

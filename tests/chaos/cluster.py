@@ -28,6 +28,7 @@ from ray._private.state import actors as actor_table
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineStats
+from rayfin.actors.own_ray import ENVIRONMENT
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.server_args import ServerArgs
 
@@ -314,6 +315,7 @@ def environment(layout: Layout, folder: str) -> dict[str, str]:
     python_path = [str(WORKER), str(SOURCE), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
+        **ENVIRONMENT,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "RAY_TMPDIR": folder,  # of Ray's note of the last cluster, which is not for others
