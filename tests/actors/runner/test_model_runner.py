@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayfin.actors.config import BatchLimits, resolve
+from rayfin.actors.config import DEFAULT_BATCH_TOKENS, BatchLimits, resolve
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.memory import total_host_bytes
@@ -221,7 +221,8 @@ def test_profile(architecture_: str, tiny_model: Make, engine_args: Make) -> Non
     assert facts.architecture == tiny.model.config.architectures[0]
     assert (facts.vocab_size, facts.max_position) == (128, 256)
     assert 0 < facts.available_bytes < total_host_bytes() * 0.4
-    assert limits.max_batch_tokens == 512 and limits.max_decoding_batch == 8
+    assert limits.max_batch_tokens == DEFAULT_BATCH_TOKENS["cpu"]
+    assert limits.max_decoding_batch == 8
     config = resolve(args, facts, limits)
     assert config.num_pages == 8 * 256 // 4 and config.max_model_len == 256
 
