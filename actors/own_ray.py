@@ -9,7 +9,7 @@ ENVIRONMENT = {
     # Ray gives every worker nice 15, below all else on the machine.
     "RAY_worker_niceness": "0",
     # malloc keeps megabytes for each arena in which a thread has been, 8 a core, and Ray's
-    # processes have dozens of threads: without this they grow for hours.
+    # processes have dozens of threads: without this they still grew after half an hour.
     "MALLOC_ARENA_MAX": "2",
 }
 
