@@ -14,25 +14,20 @@ namespace rayfin {
 
 namespace {
 
-// Keys of a decode tile: about so many bytes of keys and values (a dozen microseconds of memory).
+// Keys of a tile: about so many bytes of keys and values (a dozen microseconds of memory).
 // Fixed by the layout alone, so that a row's sums have one order whatever else is in the step.
-constexpr int64_t kTileBytes = 256 << 10;
-constexpr int64_t kLeastKeys = 64, kMostKeys = 512;
+constexpr int64_t kTileBytes = 384 << 10;
+constexpr int64_t kLeastKeys = 128;  // what a tile gives is a few hundredths of what it reads
+constexpr int64_t kMostKeys = 256;   // a prompt's tile has their scores for all its queries in cache
 constexpr int64_t kMostRows = 8;                // of a decode tile: reading its keys costs little then
 constexpr int64_t kQueryBytes = 256 << 10;      // their queries and outputs stay in cache
 constexpr int64_t kTilesPerThread = 4;          // rather than that, some tiles for everybody
 
-int64_t keys_per_tile(const Attention& a) {
-  int64_t element = a.storage == kBFloat16 ? 2 : 4;
-  int64_t bytes = a.kv_heads * (a.key_dim + a.value_dim) * element;
-  int64_t by_scores = (256 << 10) / (int64_t(sizeof(float)) * a.heads);  // their scores stay in cache
-  return std::clamp(std::min(kTileBytes / bytes, by_scores), kLeastKeys, kMostKeys) / 16 * 16;
-}
-
 // The decoding rows' work. Rows that share pages (a common prefix) come one after the other, and share tiles.
 class DecodePlan {
  public:
-  DecodePlan(const Attention& a, Pool& pool) : a_(a), keys_(keys_per_tile(a)), part_(rounded_up(2 * a.heads, 16) + a.heads * padded_values(a)) {
+  DecodePlan(const Attention& a, Pool& pool)
+      : a_(a), keys_(keys_per_tile(a)), part_(rounded_up(2 * a.heads, 16) + a.heads * padded_values(a)) {
     std::vector<int64_t> rows(static_cast<size_t>(a.decoding));
     std::iota(rows.begin(), rows.end(), 0);
     std::sort(rows.begin(), rows.end(), [&](int64_t one, int64_t other) {
@@ -90,7 +85,7 @@ class DecodePlan {
         tiles_.push_back({first, last, parts_.data() + parts_.size(), 0});
         open = true;
       }
-      parts_.push_back({row, memory, memory + a_.heads, memory + rounded_up(2 * a_.heads, 16)});
+      parts_.push_back({row, reinterpret_cast<Sums*>(memory), memory + rounded_up(2 * a_.heads, 16)});
       ++tiles_.back().count;
     }
   }
@@ -104,23 +99,20 @@ class DecodePlan {
 
   // The parts of one row, added up in order, to its outputs.
   template <class Stored>
-  void merge(int64_t row, float* sums) const {
+  void merge(int64_t row, float* mixed) const {
     float* out = a_.out + a_.query_start[row] * a_.heads * a_.value_dim;
     const float* parts = memory_ + first_part_[size_t(row)] * part_;
     const int64_t count = parts_of(row), size = padded_values(a_);
     for (int64_t head = 0; head < a_.heads; ++head, out += a_.value_dim) {
-      float most = a_.sinks ? a_.sinks[head] : kNever;
-      for (int64_t i = 0; i < count; ++i) most = std::max(most, parts[i * part_ + head]);
-      float total = a_.sinks ? std::exp(a_.sinks[head] - most) : 0.0f;
-      std::fill_n(sums, size, 0.0f);
+      Sums whole;
+      std::fill_n(mixed, size, 0.0f);
       for (int64_t i = 0; i < count; ++i) {
-        const float scale = std::exp(parts[i * part_ + head] - most);
-        const float* mixed = parts + i * part_ + rounded_up(2 * a_.heads, 16) + head * size;
-        total += parts[i * part_ + a_.heads + head] * scale;
-        for (int64_t d = 0; d < size; d += kWidth) store(sums + d, load(sums + d) + load(mixed + d) * scale);
+        const float* part = parts + i * part_;
+        rayfin::merge(whole, mixed, reinterpret_cast<const Sums*>(part)[head],
+                      part + rounded_up(2 * a_.heads, 16) + head * size, size);
       }
-      const float factor = 1.0f / total;
-      for (int64_t d = 0; d < a_.value_dim; ++d) out[d] = sums[panel_place<Stored>(d)] * factor;
+      const float by = factor(whole, a_.sinks ? a_.sinks + head : nullptr);
+      for (int64_t d = 0; d < a_.value_dim; ++d) out[d] = mixed[panel_place<Stored>(d)] * by;
     }
   }
 
@@ -162,6 +154,13 @@ void attention_as(Pool& pool, const Attention& a) {
 }
 
 }  // namespace
+
+int64_t keys_per_tile(const Attention& a) {
+  const int64_t element = a.storage == kBFloat16 ? 2 : 4;
+  const int64_t bytes = a.kv_heads * (a.key_dim + a.value_dim) * element;
+  const int64_t by_scores = (256 << 10) / (int64_t(sizeof(float)) * a.heads);  // their scores stay in cache
+  return std::clamp(std::min(kTileBytes / bytes, by_scores), kLeastKeys, kMostKeys) / kKeys * kKeys;
+}
 
 void attention(Pool& pool, const Attention& a) {
   if (a.storage == kBFloat16) {

@@ -1,9 +1,15 @@
 // Attention over paged keys and values, for a step of decoding rows and prompt chunks.
 //
 // What a token gets is the same to the last bit whatever rows are beside it, however pages are shared, on any
-// number of threads; for a prompt's token also however the prompt is cut into chunks of two tokens and more. A
-// chunk of one token among the decoding rows is computed by other means than the same token in a longer chunk:
-// they agree to a few units in the last place, no better. Nor do instruction sets.
+// number of threads, and however its sequence is cut into chunks, of one token or of many: what was decoded and is
+// computed again as a prompt comes out as it was. Instruction sets differ.
+//
+// For that, decoding and prompts add up in one order:
+// * A score is as many chains of FMAs as a vector has lanes, over the dims that load_panel puts there, added up in
+//   pairs as `sum` does.
+// * Keys come in tiles of keys_per_tile, at fixed positions. A tile's weights are taken from its largest score and
+//   added up by lanes; its values are one chain of FMAs.
+// * A row's tiles are merged in their order (softmax.h).
 #pragma once
 
 #include "pool.h"
@@ -38,16 +44,24 @@ struct Attention {
 
 void attention(Pool& pool, const Attention& a);
 
+constexpr int64_t kKeys = 64;  // of a block: two or more panels of any width
+int64_t keys_per_tile(const Attention& a);  // in whole blocks
+
 // What one decoding row's query makes of a run of keys: a part of its result.
+struct Sums;
 struct DecodePart {
   int64_t row;
-  float* most;   // [heads] the largest score
-  float* total;  // [heads] sum of exp(score - most)
+  Sums* sums;    // [heads]
   float* mixed;  // [heads, padded_values] sum of exp(score - most) * value, dims as load_panel gives them
 };
+inline int64_t padded_keys(const Attention& a) { return (a.key_dim + kPanel - 1) / kPanel * kPanel; }
 inline int64_t padded_values(const Attention& a) { return (a.value_dim + kPanel - 1) / kPanel * kPanel; }
 
-// The keys first .. last - 1, all heads, for rows that have them in the same pages: each key and value is read
+// A head's query times `scale`, in the order of dims that load_panel gives, padded with zeros: [padded_keys].
+template <class Stored>
+void to_panels(const float* query, int64_t dim, float scale, float* out);
+
+// The keys first .. last - 1 of one tile, all heads, for rows that have them in the same pages: each key and value is read
 // from memory once for all of them. A row's part is the same, to the last bit, whichever rows share the tile.
 struct DecodeTile {
   int64_t first, last;

@@ -1,8 +1,6 @@
 // One query a row against many keys: bound by memory. What was measured, and made this file what it is:
 // * One stream of addresses gets half of what four get side by side: the hardware fetches ahead within a 4 KiB
-//   page, a few lines for each stream. So four keys are multiplied at once that lie a quarter of the tile apart,
-//   and each quarter is read straight through, all heads of a token, then the next token.
-// * It does not fetch across page borders: each line is asked for a few KiB before its turn in its stream.
+//   page, a few lines for each stream. So some KiB are asked for before their turn, a quarter beside the other.
 // * Sixteen bits are widened in pairs (load_panel), two vectors from one load: half the instructions.
 #include <algorithm>
 
@@ -13,7 +11,7 @@ namespace rayfin {
 
 namespace {
 
-constexpr int kStreams = 4;  // keys multiplied at once: their sums fill the FMA pipes
+constexpr int64_t kStreams = 4;  // keys multiplied at once: their sums fill the FMA pipes
 constexpr int64_t kAheadBytes = 3 << 10;  // in each stream
 constexpr int kMostHeads = kWidth == 16 ? 6 : 3;  // whose sums fit into registers
 constexpr int64_t kSharedValues = 16;  // values added up between two visits to the outputs, if several rows read them
@@ -123,120 +121,125 @@ RAYFIN_INLINE void each_part(int64_t group, const F& f) {
 // A thread's memory for one tile.
 template <class Stored>
 struct Scratch {
-  const Stored** keys;    // [pointers] where each key lies, in the order of work, the last one repeated
-  const Stored** values;  // [pointers]
-  const Stored** later;   // [pointers] what to fetch while each key is multiplied
+  const Stored** keys;    // [slots] where each key lies; the nearest one where there is none
+  const Stored** values;  // [slots]
+  const Stored** later;   // [slots] what to fetch while each key is multiplied
   const Stored** later_values;
-  float* query;           // [count, heads, query_stride] in the order of dims that load_panel gives
-  float* scores;          // [count, heads, score_stride]
-  int64_t query_stride, score_stride;
+  float* query;           // [count, heads, query_stride] of to_panels
+  float* scores;          // [count, heads, slots]
+  int64_t lead;           // slots before the first key: that of its tile is in the first lane
+  int64_t slots;
+  int64_t query_stride;
 
-  Scratch(const Attention& a, const DecodeTile& tile, Pool& pool, int thread) {
-    const int64_t keys_count = tile.last - tile.first, pointers = keys_count + kStreams, heads = tile.count * a.heads;
-    query_stride = rounded_up(a.key_dim, kPanel);
-    score_stride = rounded_up(keys_count, 16);
-    const int64_t floats = heads * (query_stride + score_stride);
-    char* memory = pool.scratch<char>(thread, floats * int64_t(sizeof(float)) + 4 * pointers * int64_t(sizeof(void*)));
+  Scratch(const Attention& a, const DecodeTile& tile, Pool& pool, int thread)
+      : lead(tile.first % 16), slots(rounded_up(lead + tile.last - tile.first, 16)), query_stride(padded_keys(a)) {
+    const int64_t heads = tile.count * a.heads, floats = heads * (query_stride + slots);
+    char* memory = pool.scratch<char>(thread, floats * int64_t(sizeof(float)) + 4 * slots * int64_t(sizeof(void*)));
     query = reinterpret_cast<float*>(memory);
     scores = query + heads * query_stride;
-    keys = reinterpret_cast<const Stored**>(scores + heads * score_stride);
-    values = keys + pointers;
-    later = values + pointers;
-    later_values = later + pointers;
+    keys = reinterpret_cast<const Stored**>(scores + heads * slots);
+    values = keys + slots;
+    later = values + slots;
+    later_values = later + slots;
   }
 };
 
-// A head's dims in the order that load_panel gives them, padded with zeros.
-template <class Stored>
-void to_panels(const float* dims, int64_t count, float* out) {
-  std::copy_n(dims, count, out);
-  std::fill(out + count, out + rounded_up(count, kPanel), 0.0f);
-  if (sizeof(Stored) == sizeof(float)) return;
-  for (int64_t d = 0; d < count; d += kPanel) {
-    float even[kWidth], odd[kWidth];
-    for (int i = 0; i < kWidth; ++i) even[i] = out[d + 2 * i], odd[i] = out[d + 2 * i + 1];
-    store(out + d, load(even));
-    store(out + d + kWidth, load(odd));
-  }
+// Calls f(i, what to fetch meanwhile): while a group of keys is multiplied the next one is fetched, the first key of
+// each of its quarters, then the second ones.
+template <class F>
+RAYFIN_INLINE void fetch_groups(int64_t key_bytes, int64_t count, const F& f) {
+  int64_t quarter = 1;
+  while (quarter < 16 && quarter * key_bytes < kAheadBytes) quarter *= 2;
+  const int64_t group = kStreams * quarter;
+  for (int64_t first = 0; first < count; first += group)
+    for (int64_t j = 0; j < quarter; ++j)
+      for (int64_t stream = 0; stream < kStreams; ++stream) {
+        const int64_t i = first + j * kStreams + stream;
+        if (i < count) f(i, first + group + stream * quarter + j);
+      }
 }
 
 template <class Stored>
 void find_tokens(const Attention& a, const DecodeTile& tile, const Scratch<Stored>& s) {
   const int64_t key_size = a.kv_heads * a.key_dim, value_size = a.kv_heads * a.value_dim;
-  const int64_t count = tile.last - tile.first, quarter = count / kStreams;
+  const int64_t last = s.lead + tile.last - tile.first - 1;
   const int32_t* page = a.page_tables + tile.parts[0].row * a.table_stride + tile.first / a.page_size;
   int64_t offset = tile.first % a.page_size;
-  int64_t at = 0, step = quarter ? kStreams : 1;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < s.slots; ++i) {
     const int64_t slot = *page * a.page_size + offset;
-    s.keys[at] = static_cast<const Stored*>(a.k_pages) + slot * key_size;
-    s.values[at] = static_cast<const Stored*>(a.v_pages) + slot * value_size;
+    s.keys[i] = static_cast<const Stored*>(a.k_pages) + slot * key_size;
+    s.values[i] = static_cast<const Stored*>(a.v_pages) + slot * value_size;
+    if (i < s.lead || i >= last) continue;  // the next one has no key of its own
     if (++offset == a.page_size) ++page, offset = 0;
-    at += step;
-    if (at >= kStreams * quarter && step > 1) {  // the next quarter, then the up to three keys that are left
-      at -= kStreams * quarter - 1;
-      if (at == kStreams) at = kStreams * quarter, step = 1;
-    }
   }
-  std::fill_n(s.keys + count, kStreams, s.keys[count - 1]);
-  std::fill_n(s.values + count, kStreams, s.values[count - 1]);
-  auto ahead = [](int64_t size) {
-    return kStreams * std::clamp<int64_t>((kAheadBytes - 1) / (size * int64_t(sizeof(Stored))) + 1, 1, 16);
-  };
-  const int64_t keys_ahead = ahead(key_size), values_ahead = ahead(value_size);
-  for (int64_t i = 0; i < count + kStreams; ++i) {
-    const int64_t target = i + keys_ahead;
-    s.later[i] = target < count ? s.keys[target] : s.values[std::min(target - count, count - 1)];
-    s.later_values[i] = s.values[std::min(i + values_ahead, count - 1)];
-  }
+  fetch_groups(key_size * int64_t(sizeof(Stored)), s.slots, [&](int64_t i, int64_t target) {
+    s.later[i] = target < s.slots ? s.keys[target] : s.values[std::min(target - s.slots, s.slots - 1)];
+  });
+  fetch_groups(value_size * int64_t(sizeof(Stored)), s.slots, [&](int64_t i, int64_t target) {
+    s.later_values[i] = s.values[std::min(target, s.slots - 1)];
+  });
+  fetch_groups(key_size * int64_t(sizeof(Stored)), 1, [&](int64_t, int64_t group) {
+    constexpr int64_t kLine = 64 / int64_t(sizeof(Stored));
+    const int64_t quarter = group / kStreams;
+    for (int64_t j = 0; j < quarter; ++j)
+      for (int64_t line = 0; line < key_size; line += kLine)
+        for (int64_t stream = 0; stream < kStreams; ++stream)
+          fetch(s.keys[std::min(stream * quarter + j, s.slots - 1)] + line);
+  });
 }
 
 }  // namespace
 
 template <class Stored>
+void to_panels(const float* query, int64_t dim, float scale, float* out) {
+  std::fill_n(out, rounded_up(dim, kPanel), 0.0f);
+  for (int64_t d = 0; d < dim; ++d) out[panel_place<Stored>(d)] = query[d] * scale;
+}
+
+template void to_panels<float>(const float*, int64_t, float, float*);
+template void to_panels<BFloat16>(const float*, int64_t, float, float*);
+
+template <class Stored>
 void decode_tile(const Attention& a, const DecodeTile& tile, Pool& pool, int thread) {
-  const int64_t count = tile.last - tile.first, group = a.group(), heads = a.heads;
+  const int64_t group = a.group(), heads = a.heads;
   const Scratch<Stored> s(a, tile, pool, thread);
   find_tokens(a, tile, s);
   for (int64_t r = 0; r < tile.count; ++r) {
     const float* query = a.query + a.query_start[tile.parts[r].row] * a.query_stride;
     for (int64_t head = 0; head < heads; ++head)
-      to_panels<Stored>(query + head * a.key_dim, a.key_dim, s.query + (r * heads + head) * s.query_stride);
+      to_panels<Stored>(query + head * a.key_dim, a.key_dim, a.scale, s.query + (r * heads + head) * s.query_stride);
   }
 
-  for (int64_t i = 0; i < count; i += kStreams) {
+  for (int64_t i = 0; i < s.slots; i += kStreams) {
     for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
       for (int64_t r = 0; r < tile.count; ++r) {
         each_part(group, [&](int64_t first, auto part) {
           const int64_t head = r * heads + kv_head * group + first;
           const Stored* const* next = r + first == 0 ? s.later + i : nullptr;
           score_keys<part.value>(s.query + head * s.query_stride, s.query_stride, s.keys + i, next,
-                                 kv_head * a.key_dim, a.key_dim, s.scores + head * s.score_stride + i, s.score_stride);
+                                 kv_head * a.key_dim, a.key_dim, s.scores + head * s.slots + i, s.slots);
         });
       }
     }
   }
+  const int64_t end = s.lead + tile.last - tile.first, mixed_stride = padded_values(a);
   for (int64_t r = 0; r < tile.count; ++r) {
     const DecodePart& part = tile.parts[r];
-    for (int64_t head = 0; head < heads; ++head) {
-      float* scores = s.scores + (r * heads + head) * s.score_stride;
-      part.most[head] = scale_scores(scores, count, a.scale, a.softcap);
-      part.total[head] = exp_scores(scores, count, part.most[head]);
-    }
+    for (int64_t head = 0; head < heads; ++head)
+      part.sums[head] = soften(s.scores + (r * heads + head) * s.slots, s.lead, end, s.slots, a.softcap);
+    std::fill_n(part.mixed, heads * mixed_stride, 0.0f);
   }
-  const int64_t mixed_stride = padded_values(a);
-  for (int64_t r = 0; r < tile.count; ++r) std::fill_n(tile.parts[r].mixed, heads * mixed_stride, 0.0f);
   const int64_t block = tile.count == 1 ? kStreams : kSharedValues;
-  for (int64_t i = 0; i < count; i += block) {
-    const int64_t n = std::min(block, count - i);
+  for (int64_t i = s.lead; i < end; i += block) {
+    const int64_t n = std::min(block, end - i);
     for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
       for (int64_t r = 0; r < tile.count; ++r) {
         each_part(group, [&](int64_t first, auto part) {
           const int64_t head = r * heads + kv_head * group + first;
           const Stored* const* next = r + first == 0 ? s.later_values + i : nullptr;
-          add_values<part.value>(s.scores + head * s.score_stride + i, s.score_stride, s.values + i, next,
-                                 kv_head * a.value_dim, a.value_dim, n,
-                                 tile.parts[r].mixed + (head - r * heads) * mixed_stride, mixed_stride);
+          add_values<part.value>(s.scores + head * s.slots + i, s.slots, s.values + i, next, kv_head * a.value_dim,
+                                 a.value_dim, n, tile.parts[r].mixed + (head - r * heads) * mixed_stride,
+                                 mixed_stride);
         });
       }
     }

@@ -1,6 +1,6 @@
-// Many queries against many keys: two matrix products with an online softmax between (FlashAttention,
-// Dao et al., 2022). Blocks of keys and values are copied from their pages into panels of fp32, as the
-// register tile of the matmul wants its weights; kTileRows queries share each copy.
+// Many queries against many keys: two matrix products for each tile of keys with a softmax between (FlashAttention,
+// Dao et al., 2022), and tiles merged. Blocks of keys and values are copied from their pages into panels of fp32, as
+// the register tile of the matmul wants its weights; kTileRows queries share each copy.
 #include <algorithm>
 #include <cmath>
 
@@ -12,36 +12,47 @@ namespace rayfin {
 
 namespace {
 
-constexpr int64_t kKeys = 64;      // keys of a block: two or more panels of any width
 constexpr int64_t kTileRows = 96;  // queries x heads of a group; copying a block costs a twentieth of its products
 
-// A thread's memory for one tile of `rows` queries.
-struct Scratch {
-  float *query, *scores, *mixed, *keys, *values, *most, *total;
-  int64_t mixed_stride;
+// Which lane of a vector the i-th chain of a score is: pairs of neighbours are added up, then pairs of these, as
+// `fold` and `sum` add up lanes.
+constexpr int64_t lane_of(int64_t i) {
+  int64_t lane = 0;
+  for (int64_t bit = 1; bit < kWidth; bit *= 2, i /= 2) lane = lane * 2 + i % 2;
+  return lane;
+}
 
-  Scratch(const Attention& a, int64_t rows, Pool& pool, int thread) {
-    mixed_stride = rounded_up(a.value_dim, kPanel);
-    float* memory = pool.scratch<float>(
-        thread, rows * (a.key_dim + kKeys + mixed_stride + 2) + kKeys * (a.key_dim + mixed_stride));
+// A thread's memory for one tile of `rows` queries. The depth of queries and keys is ordered by chains: chain by
+// chain its dims, in the order in which load_panel comes to them.
+struct Scratch {
+  float *query, *scores, *mixed, *part, *keys, *values;
+  Sums *sums, *part_sums;
+  int64_t* place;  // [key_dim] of a dim in that order
+  int64_t depth, tile_keys, mixed_stride;
+
+  template <class Stored>
+  Scratch(const Attention& a, int64_t rows, Pool& pool, int thread, Stored)
+      : depth(padded_keys(a)), tile_keys(keys_per_tile(a)), mixed_stride(padded_values(a)) {
+    const int64_t panels = kKeys * (depth + mixed_stride), ends = 4 + 2 * a.key_dim;
+    float* memory = pool.scratch<float>(thread, rows * (depth + tile_keys + 2 * mixed_stride + 4) + panels + ends);
     keys = memory;
-    values = keys + kKeys * a.key_dim;
+    values = keys + kKeys * depth;
     scores = values + kKeys * mixed_stride;
-    mixed = scores + rows * kKeys;
-    query = mixed + rows * mixed_stride;
-    most = query + rows * a.key_dim;
-    total = most + rows;
+    mixed = scores + rows * tile_keys;
+    part = mixed + rows * mixed_stride;
+    query = part + rows * mixed_stride;
+    sums = reinterpret_cast<Sums*>(query + rows * depth);
+    part_sums = sums + rows;
+    place = reinterpret_cast<int64_t*>(part_sums + rows);
+    const int64_t steps = depth / kWidth;
+    int64_t chain[kWidth];
+    for (int64_t i = 0; i < kWidth; ++i) chain[lane_of(i)] = i;
+    for (int64_t d = 0; d < a.key_dim; ++d) {
+      const int64_t at = panel_place<Stored>(d);
+      place[d] = chain[at % kWidth] * steps + at / kWidth;
+    }
   }
 };
-
-// Four keys' rows of `dim` to columns: out[d * kPanel + 0 .. 3].
-template <class Stored>
-RAYFIN_INLINE void transpose_four(const Stored* const* rows, int64_t dim, float* out) {
-  for (int64_t d = 0; d < dim; ++d) {
-    Vec4 four = {widen(rows[0][d]), widen(rows[1][d]), widen(rows[2][d]), widen(rows[3][d])};
-    std::memcpy(out + d * kPanel, &four, sizeof(four));
-  }
-}
 
 RAYFIN_INLINE Vec4 load4(const float* p) {
   Vec4 v;
@@ -57,9 +68,9 @@ RAYFIN_INLINE Vec4 load4(const BFloat16* p) {
   return bit_cast<Vec4>(__builtin_convertvector(half, Whole4) << 16);
 }
 
-// The same, four dims at a time.
+// Four keys' rows of `dim` to columns: dim d to out[place[d] * kPanel + 0 .. 3].
 template <class Stored>
-RAYFIN_INLINE void transpose_block(const Stored* const* rows, int64_t dim, float* out) {
+RAYFIN_INLINE void transpose(const Stored* const* rows, int64_t dim, const int64_t* place, float* out) {
   int64_t d = 0;
   for (; d + 4 <= dim; d += 4) {
     Vec4 a = load4(rows[0] + d), b = load4(rows[1] + d), c = load4(rows[2] + d), e = load4(rows[3] + d);
@@ -68,22 +79,24 @@ RAYFIN_INLINE void transpose_block(const Stored* const* rows, int64_t dim, float
     Vec4 columns[4] = {
         __builtin_shufflevector(ab0, ce0, 0, 1, 4, 5), __builtin_shufflevector(ab0, ce0, 2, 3, 6, 7),
         __builtin_shufflevector(ab1, ce1, 0, 1, 4, 5), __builtin_shufflevector(ab1, ce1, 2, 3, 6, 7)};
-    for (int i = 0; i < 4; ++i) std::memcpy(out + (d + i) * kPanel, &columns[i], sizeof(columns[i]));
+    for (int i = 0; i < 4; ++i) std::memcpy(out + place[d + i] * kPanel, &columns[i], sizeof(columns[i]));
   }
-  const Stored* tail[4] = {rows[0] + d, rows[1] + d, rows[2] + d, rows[3] + d};
-  transpose_four(tail, dim - d, out + d * kPanel);
+  for (; d < dim; ++d) {
+    Vec4 four = {widen(rows[0][d]), widen(rows[1][d]), widen(rows[2][d]), widen(rows[3][d])};
+    std::memcpy(out + place[d] * kPanel, &four, sizeof(four));
+  }
 }
 
-// Keys first .. first + count - 1 of one head to panels [kKeys / kPanel][key_dim][kPanel]. What lies past them
+// Keys first .. first + count - 1 of one head to panels [kKeys / kPanel][depth][kPanel]. What lies past them
 // in the last group of four is the last key again: its scores are masked.
 template <class Stored>
-void pack_keys(const Attention& a, const PrefillTile& tile, int64_t first, int64_t count, float* panels) {
+void pack_keys(const Attention& a, const PrefillTile& tile, int64_t first, int64_t count, const Scratch& s) {
   const Stored* pages = static_cast<const Stored*>(a.k_pages) + tile.kv_head * a.key_dim;
   for (int64_t i = 0; i < count; i += 4) {
     const Stored* rows[4];
     for (int64_t j = 0; j < 4; ++j)
       rows[j] = pages + a.slot(tile.row, first + std::min(i + j, count - 1)) * a.kv_heads * a.key_dim;
-    transpose_block(rows, a.key_dim, panels + i / kPanel * kPanel * a.key_dim + i % kPanel);
+    transpose(rows, a.key_dim, s.place, s.keys + i / kPanel * kPanel * s.depth + i % kPanel);
   }
 }
 
@@ -101,43 +114,73 @@ void pack_values(const Attention& a, const PrefillTile& tile, int64_t first, int
   }
 }
 
-// out[rows][panels * kPanel] (+)= x[rows][depth] * panels.
-void multiply(int64_t rows, const float* x, int64_t x_stride, const float* panels, int64_t panel_size, int64_t count,
-              int64_t depth, float* out, int64_t out_stride, bool resume) {
+// Calls f(row, rows) for parts of the rows that fit into a register tile.
+template <class F>
+RAYFIN_INLINE void each_rows(int64_t rows, const F& f) {
   const int64_t blocks = (rows + kRows - 1) / kRows;
-  for (int64_t panel = 0; panel < count; ++panel) {
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t row = rows * block / blocks, n = rows * (block + 1) / blocks - row;
-      rows_by_panel<false>(n, x + row * x_stride, x_stride, panels + panel * panel_size, depth,
-                           out + row * out_stride + panel * kPanel, out_stride, resume);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t row = rows * block / blocks;
+    f(row, rows * (block + 1) / blocks - row);
+  }
+}
+
+// out[kM][kPanel] = x . panel, as chains of `steps` that are added up in pairs.
+template <int kM>
+RAYFIN_INLINE void score_panel(const float* x, int64_t depth, const float* panel, float* out, int64_t out_stride) {
+  constexpr int kLevels = __builtin_ctz(kWidth) + 1;
+  alignas(64) float pending[kLevels][kM * kPanel];  // sums of 1, 2, 4 .. chains that wait for their neighbour
+  const int64_t steps = depth / kWidth;
+  for (int chain = 0; chain < kWidth; ++chain, x += steps) {
+    Vec acc[kM][2] = {};
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < steps; ++k, panel += kPanel) {
+      const Vec low = load(panel), high = load(panel + kWidth);
+#pragma GCC unroll 16
+      for (int m = 0; m < kM; ++m) {
+        const Vec a = broadcast(x[m * depth + k]);
+        acc[m][0] += a * low;
+        acc[m][1] += a * high;
+      }
+    }
+    float* level = pending[0];
+    for (int done = chain; done & 1; done >>= 1, level += kM * kPanel) {
+#pragma GCC unroll 16
+      for (int m = 0; m < kM; ++m) {
+        acc[m][0] += load(level + m * kPanel);
+        acc[m][1] += load(level + m * kPanel + kWidth);
+      }
+    }
+    const bool whole = chain + 1 == kWidth;
+    float* to = whole ? out : level;
+    const int64_t stride = whole ? out_stride : kPanel;
+#pragma GCC unroll 16
+    for (int m = 0; m < kM; ++m) {
+      store(to + m * stride, acc[m][0]);
+      store(to + m * stride + kWidth, acc[m][1]);
     }
   }
 }
 
-// Scores of one query against the block's keys `from` .. `to` - 1 to weights; what was mixed so far is put on
-// the scale of the new largest score.
-void soften(const Attention& a, const Scratch& s, int64_t row, int64_t from, int64_t to, int64_t count) {
-  float* scores = s.scores + row * kKeys;
-  if (from >= to) {
-    std::fill(scores, scores + count, 0.0f);
-    return;
+// The scores of all rows for `keys` keys in s.keys, from column `at` of their tile on.
+void score(const Scratch& s, int64_t rows, int64_t at, int64_t keys) {
+  for (int64_t panel = 0; panel < (keys + kPanel - 1) / kPanel; ++panel) {
+    each_rows(rows, [&](int64_t row, int64_t count) {
+      with_rows(count, [&](auto m) {
+        score_panel<m.value>(s.query + row * s.depth, s.depth, s.keys + panel * kPanel * s.depth,
+                             s.scores + row * s.tile_keys + at + panel * kPanel, s.tile_keys);
+      });
+    });
   }
-  if (a.softcap > 0.0f) scale_scores(scores, to, 1.0f, a.softcap);
-  std::fill(scores, scores + from, kNever);
-  std::fill(scores + to, scores + kKeys, kNever);
-  Vec largest = broadcast(kNever);
-  for (int64_t i = 0; i < kKeys; i += kWidth) largest = max(load(scores + i), largest);
-  const float block_most = maximum(largest);
-  const float most = std::max(s.most[row], block_most);
-  const float block_total = exp_scores(scores, kKeys, most);
-  if (most != s.most[row]) {
-    const float shrink = std::exp(s.most[row] - most);
-    s.total[row] *= shrink;
-    float* mixed = s.mixed + row * s.mixed_stride;
-    for (int64_t d = 0; d < s.mixed_stride; d += kWidth) store(mixed + d, load(mixed + d) * shrink);
-    s.most[row] = most;
+}
+
+// s.part (+)= the weights from column `at` on * `keys` values in s.values.
+void mix(const Scratch& s, int64_t rows, int64_t at, int64_t keys) {
+  for (int64_t panel = 0; panel < s.mixed_stride / kPanel; ++panel) {
+    each_rows(rows, [&](int64_t row, int64_t count) {
+      rows_by_panel<false>(count, s.scores + row * s.tile_keys + at, s.tile_keys, s.values + panel * kPanel * kKeys,
+                           keys, s.part + row * s.mixed_stride + panel * kPanel, s.mixed_stride, at > 0);
+    });
   }
-  s.total[row] += block_total;
 }
 
 void finish(const Attention& a, const PrefillTile& tile, const Scratch& s) {
@@ -145,30 +188,25 @@ void finish(const Attention& a, const PrefillTile& tile, const Scratch& s) {
   for (int64_t token = tile.first; token < tile.last; ++token) {
     for (int64_t g = 0; g < group; ++g) {
       const int64_t row = (token - tile.first) * group + g, head = tile.kv_head * group + g;
-      float factor = 1.0f / s.total[row];
-      if (a.sinks) {
-        const float most = std::max(s.most[row], a.sinks[head]);
-        const float shrink = std::exp(s.most[row] - most);
-        factor = shrink / (s.total[row] * shrink + std::exp(a.sinks[head] - most));
-      }
+      const float by = factor(s.sums[row], a.sinks ? a.sinks + head : nullptr);
       float* out = a.out + (token * a.heads + head) * a.value_dim;
       const float* mixed = s.mixed + row * s.mixed_stride;
-      for (int64_t d = 0; d < a.value_dim; ++d) out[d] = mixed[d] * factor;
+      for (int64_t d = 0; d < a.value_dim; ++d) out[d] = mixed[d] * by;
     }
   }
 }
 
 void start(const Attention& a, const PrefillTile& tile, int64_t rows, const Scratch& s) {
   const int64_t group = a.group();
+  std::memset(s.query, 0, size_t(rows * s.depth) * sizeof(float));
   for (int64_t row = 0; row < rows; ++row) {
     const float* query = a.query + (tile.first + row / group) * a.query_stride +
                          (tile.kv_head * group + row % group) * a.key_dim;
-    for (int64_t d = 0; d < a.key_dim; ++d) s.query[row * a.key_dim + d] = query[d] * a.scale;
-    s.most[row] = kNever;
-    s.total[row] = 0.0f;
+    for (int64_t d = 0; d < a.key_dim; ++d) s.query[row * s.depth + s.place[d]] = query[d] * a.scale;
+    s.sums[row] = Sums();
   }
   std::memset(s.mixed, 0, size_t(rows * s.mixed_stride) * sizeof(float));
-  std::memset(s.keys, 0, size_t(kKeys * (a.key_dim + s.mixed_stride)) * sizeof(float));
+  std::memset(s.keys, 0, size_t(kKeys * (s.depth + s.mixed_stride)) * sizeof(float));
 }
 
 }  // namespace
@@ -180,24 +218,31 @@ void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int t
   const int64_t group = a.group(), rows = (tile.last - tile.first) * group;
   const int64_t cached = a.kv_len[tile.row] - (a.query_start[tile.row + 1] - a.query_start[tile.row]);
   const int64_t position = cached + tile.first - a.query_start[tile.row];  // of the first query
+  const int64_t seen = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;  // the first key of anybody
   const int64_t end = position + (tile.last - tile.first);
-  // Blocks lie at the same keys whatever the chunk, so that a query's sums have one order.
-  const int64_t begin = a.window ? std::max<int64_t>(0, position - a.window + 1) / kKeys * kKeys : 0;
-  const Scratch s(a, rows, pool, thread);
+  const Scratch s(a, rows, pool, thread, Stored());
   start(a, tile, rows, s);
-  for (int64_t first = begin; first < end; first += kKeys) {
-    const int64_t count = std::min(kKeys, end - first);
-    pack_keys<Stored>(a, tile, first, count, s.keys);
-    pack_values<Stored>(a, tile, first, count, s.values);
-    multiply(rows, s.query, a.key_dim, s.keys, a.key_dim * kPanel, (count + kPanel - 1) / kPanel, a.key_dim, s.scores,
-             kKeys, false);
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t p = position + row / group;
-      const int64_t from = a.window ? p - a.window + 1 - first : 0;
-      soften(a, s, row, std::max<int64_t>(0, from), std::min(count, p + 1 - first), count);
+  for (int64_t begin = seen / kKeys * kKeys, next; begin < end; begin = next) {
+    next = std::min(begin / s.tile_keys * s.tile_keys + s.tile_keys, end);
+    for (int64_t first = begin; first < next; first += kKeys) {
+      const int64_t count = std::min(kKeys, next - first);
+      pack_keys<Stored>(a, tile, first, count, s);
+      score(s, rows, first - begin, count);
     }
-    multiply(rows, s.scores, kKeys, s.values, kKeys * kPanel, s.mixed_stride / kPanel, count, s.mixed, s.mixed_stride,
-             true);
+    const int64_t count = rounded_up(next - begin, kWidth);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t p = position + row / group, from = a.window ? std::max<int64_t>(0, p - a.window + 1 - begin) : 0;
+      const int64_t to = std::min(next, p + 1) - begin;
+      s.part_sums[row] = soften(s.scores + row * s.tile_keys, from, to, count, a.softcap);
+    }
+    for (int64_t first = begin; first < next; first += kKeys) {
+      const int64_t count = std::min(kKeys, next - first);
+      pack_values<Stored>(a, tile, first, count, s.values);
+      mix(s, rows, first - begin, count);
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      merge(s.sums[row], s.mixed + row * s.mixed_stride, s.part_sums[row], s.part + row * s.mixed_stride,
+            s.mixed_stride);
   }
   finish(a, tile, s);
 }

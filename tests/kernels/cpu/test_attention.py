@@ -177,16 +177,30 @@ def test_rows_that_share_pages(
         assert torch.equal(alone[0], out[row])
 
 
-@pytest.mark.parametrize("window", [None, 70])
-def test_a_prompt_is_the_same_however_it_is_cut(attend: CpuAttention, window: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(6, 2, 24), (9, 3, 64), (7, 1, 128)])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 70}, {"window": 1}, {"softcap": 1.5, "sinks": True}], ids=str
+)
+def test_a_sequence_is_the_same_however_it_is_cut(
+    attend: CpuAttention,
+    options: dict[str, Any],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> None:
+    """To the last bit: as one prompt, in chunks, and decoded token by token."""
     torch.manual_seed(0)
     pages = torch.randperm(30)[:20].tolist()
-    k_pages, v_pages = torch.randn(2, 30, 16, 2, 24)
-    query = torch.randn(300, 6, 24)
-    arguments: dict[str, Any] = {"scale": 0.2, "window": window}
+    k_pages, v_pages = torch.randn(2, 30, 16, kv_heads, dim).to(dtype)
+    query = torch.randn(300, heads, dim)
+    arguments: dict[str, Any] = {"scale": 0.3, **options}
+    if options.get("sinks"):
+        arguments["sinks"] = torch.linspace(-1.0, 2.0, heads)
     whole = attend(query, k_pages, v_pages, batch_of([pages], [300], 300), **arguments)
-    for size in (2, 50, 100, 150):
+    for size in (1, 2, 50, 150):
         for end in range(size, 301, size):
             batch = batch_of([pages], [end], size)
             part = attend(query[end - size : end], k_pages, v_pages, batch, **arguments)
-            assert torch.equal(part, whole[end - size : end])
+            assert torch.equal(part, whole[end - size : end]), (size, end)

@@ -3,16 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rayfin.kernels import reference
+from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 
 HIDDEN, INNER, VOCABULARY = 40, 27, 51
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY = 6, 2, 12, 10, 8
 THETA, EPS, LAYERS = 100.0, 1e-5, 3
+POSITIONS = 150
 STEP = [(3, 1), (20, 1), (0, 9), (6, 5)]
 Case = Callable[..., Any]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -81,12 +84,14 @@ class Weights:
         self.embedding, self.head = normal(VOCABULARY, HIDDEN), normal(VOCABULARY, HIDDEN)
         self.final_norm = norm(HIDDEN, True)
 
-    def packed(self, kernels: CpuKernels) -> PackedDecoder:
+    def packed(self, kernels: CpuKernels, storage: torch.dtype | None = None) -> PackedDecoder:
         matrices = ("qkv", "attention_out", "gate_up", "down")
         layers = []
         for weights in self.layers:
             fields = {
-                name: kernels.pack([value], paired=name == "gate_up") if name in matrices else value
+                name: kernels.pack([value], paired=name == "gate_up", storage=storage)
+                if name in matrices
+                else value
                 for name, value in weights.items()
             }
             layers.append(DecoderLayer(**fields, scale=0.3, sinks=self.sinks, **self.options))
@@ -94,11 +99,13 @@ class Weights:
             *(HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY, EPS),
             **{"activation": Activation.SILU, "whole_norm": self.whole, **self.factors},
         )
-        embedding, head = kernels.pack([self.embedding]), kernels.pack([self.head])
+        embedding, head = (
+            kernels.pack([weight], storage=storage) for weight in (self.embedding, self.head)
+        )
         decoder = PackedDecoder(
             kernels, shape, layers, embedding=embedding, head=head, final_norm=self.final_norm
         )
-        angles = torch.arange(64.0).unsqueeze(1) * THETA ** (
+        angles = torch.arange(float(POSITIONS)).unsqueeze(1) * THETA ** (
             -torch.arange(ROTARY // 2) / (ROTARY // 2)
         )
         decoder.turn_by([(angles.cos(), angles.sin())])
@@ -167,3 +174,49 @@ def test_every_variant(kernels: CpuKernels, paged_case: Case, variant: str) -> N
     for actual, wanted in zip([*k_pages, *v_pages], [*own[0], *own[1]], strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert decoder.run(tokens, case.batch, torch.empty(0, dtype=torch.int64)).shape[0] == 0
+
+
+def step_of(start: int, end: int) -> PagedBatch:
+    """Positions ``start`` .. ``end`` - 1 of one sequence, on pages of 16 that lie in reverse."""
+    pages = torch.arange(-(-POSITIONS // 16), dtype=torch.int32).flip(0)
+    positions = torch.arange(start, end)
+    starts, lengths = np.array([0, end - start], np.int32), np.array([end], np.int32)
+    return PagedBatch(
+        query_start=torch.from_numpy(starts),
+        kv_len=torch.from_numpy(lengths),
+        page_tables=pages.unsqueeze(0),
+        slots=pages[positions // 16].long() * 16 + positions % 16,
+        positions=positions,
+        query_start_cpu=starts,
+        kv_len_cpu=lengths,
+        decoding=int(end - start == 1),
+        page_size=16,
+    )
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_sequence_is_the_same_however_it_is_cut(
+    kernels: CpuKernels, variant: str, storage: torch.dtype
+) -> None:
+    """What was decoded and is computed again as a prompt gives the same bits."""
+    decoder = Weights(**VARIANTS[variant]).packed(kernels, storage)
+    tokens = torch.arange(POSITIONS) * 7 % VOCABULARY
+
+    def logits(cuts: list[int]) -> torch.Tensor:
+        sizes = (-(-POSITIONS // 16), 16, KV_HEADS)
+        decoder.bind(
+            [torch.zeros(*sizes, KEY_DIM) for _ in range(LAYERS)],
+            [torch.zeros(*sizes, VALUE_DIM) for _ in range(LAYERS)],
+        )
+        chunks = zip(cuts, [*cuts[1:], POSITIONS], strict=True)
+        return torch.cat(
+            [
+                decoder.run(tokens[start:end], step_of(start, end), torch.arange(end - start))
+                for start, end in chunks
+            ]
+        )
+
+    whole = logits([0])
+    assert torch.equal(logits([0, *range(20, POSITIONS)]), whole)
+    assert torch.equal(logits([0, 70, 71, 100]), whole)
