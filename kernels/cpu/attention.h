@@ -57,10 +57,6 @@ struct DecodePart {
 inline int64_t padded_keys(const Attention& a) { return (a.key_dim + kPanel - 1) / kPanel * kPanel; }
 inline int64_t padded_values(const Attention& a) { return (a.value_dim + kPanel - 1) / kPanel * kPanel; }
 
-// A head's query times `scale`, in the order of dims that load_panel gives, padded with zeros: [padded_keys].
-template <class Stored>
-void to_panels(const float* query, int64_t dim, float scale, float* out);
-
 // The keys first .. last - 1 of one tile, all heads, for rows that have them in the same pages: each key and value is read
 // from memory once for all of them. A row's part is the same, to the last bit, whichever rows share the tile.
 struct DecodeTile {

@@ -127,12 +127,14 @@ struct Scratch {
   const Stored** later_values;
   float* query;           // [count, heads, query_stride] of to_panels
   float* scores;          // [count, heads, slots]
-  int64_t lead;           // slots before the first key: that of its tile is in the first lane
+  int64_t lead;           // slots before the first key, so that each has its lane in the sum of weights
   int64_t slots;
   int64_t query_stride;
 
   Scratch(const Attention& a, const DecodeTile& tile, Pool& pool, int thread)
-      : lead(tile.first % 16), slots(rounded_up(lead + tile.last - tile.first, 16)), query_stride(padded_keys(a)) {
+      : lead(tile.first % kWidth),
+        slots(rounded_up(lead + tile.last - tile.first, kWidth)),
+        query_stride(padded_keys(a)) {
     const int64_t heads = tile.count * a.heads, floats = heads * (query_stride + slots);
     char* memory = pool.scratch<char>(thread, floats * int64_t(sizeof(float)) + 4 * slots * int64_t(sizeof(void*)));
     query = reinterpret_cast<float*>(memory);
@@ -188,16 +190,14 @@ void find_tokens(const Attention& a, const DecodeTile& tile, const Scratch<Store
   });
 }
 
-}  // namespace
-
+// A head's query times `scale`, in the order of dims that load_panel gives, padded with zeros.
 template <class Stored>
 void to_panels(const float* query, int64_t dim, float scale, float* out) {
   std::fill_n(out, rounded_up(dim, kPanel), 0.0f);
   for (int64_t d = 0; d < dim; ++d) out[panel_place<Stored>(d)] = query[d] * scale;
 }
 
-template void to_panels<float>(const float*, int64_t, float, float*);
-template void to_panels<BFloat16>(const float*, int64_t, float, float*);
+}  // namespace
 
 template <class Stored>
 void decode_tile(const Attention& a, const DecodeTile& tile, Pool& pool, int thread) {

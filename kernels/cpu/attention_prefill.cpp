@@ -100,12 +100,14 @@ void pack_keys(const Attention& a, const PrefillTile& tile, int64_t first, int64
   }
 }
 
-// The same keys' values to panels [value_dim / kPanel][kKeys][kPanel].
+// The same keys' values to panels [value_dim / kPanel][kKeys][kPanel]. A key before `seen` has a weight of 0, and its
+// page may be another's, who may have left NaNs there.
 template <class Stored>
-void pack_values(const Attention& a, const PrefillTile& tile, int64_t first, int64_t count, float* panels) {
+void pack_values(const Attention& a, const PrefillTile& tile, int64_t first, int64_t count, int64_t seen,
+                 float* panels) {
   const Stored* pages = static_cast<const Stored*>(a.v_pages) + tile.kv_head * a.value_dim;
   for (int64_t i = 0; i < count; ++i) {
-    const Stored* row = pages + a.slot(tile.row, first + i) * a.kv_heads * a.value_dim;
+    const Stored* row = pages + a.slot(tile.row, std::max(first + i, seen)) * a.kv_heads * a.value_dim;
     for (int64_t d = 0; d < a.value_dim; d += kWidth) {
       const int lanes = int(std::min<int64_t>(kWidth, a.value_dim - d));
       float* out = panels + d / kPanel * kPanel * kKeys + i * kPanel + d % kPanel;
@@ -127,7 +129,7 @@ RAYFIN_INLINE void each_rows(int64_t rows, const F& f) {
 // out[kM][kPanel] = x . panel, as chains of `steps` that are added up in pairs.
 template <int kM>
 RAYFIN_INLINE void score_panel(const float* x, int64_t depth, const float* panel, float* out, int64_t out_stride) {
-  constexpr int kLevels = __builtin_ctz(kWidth) + 1;
+  constexpr int kLevels = __builtin_ctz(kWidth);
   alignas(64) float pending[kLevels][kM * kPanel];  // sums of 1, 2, 4 .. chains that wait for their neighbour
   const int64_t steps = depth / kWidth;
   for (int chain = 0; chain < kWidth; ++chain, x += steps) {
@@ -237,7 +239,7 @@ void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int t
     }
     for (int64_t first = begin; first < next; first += kKeys) {
       const int64_t count = std::min(kKeys, next - first);
-      pack_values<Stored>(a, tile, first, count, s.values);
+      pack_values<Stored>(a, tile, first, count, seen, s.values);
       mix(s, rows, first - begin, count);
     }
     for (int64_t row = 0; row < rows; ++row)

@@ -234,3 +234,21 @@ def test_only_answers_are_learned(tokenizer: Any) -> None:
     mask = answer_mask(ids, opening, tokenizer.eos_token_id)
     learned = [token for token, wanted in zip(ids, mask, strict=True) if wanted]
     assert tokenizer.decode(learned) == "1 + 1 = 2<|im_end|>Hello!<|im_end|>"
+
+
+@pytest.mark.skipif(try_load() is None, reason="the CPU kernels are not built")
+def test_a_context_computed_again_has_the_same_bits() -> None:
+    """A stream must not sample another token in a near tie after its runner's death."""
+    with LLM(prefix_caching=False) as llm:
+        every = SamplingParams(temperature=1.0, seed=1, max_tokens=150, ignore_eos=True, logprobs=3)
+        first = llm.generate(["What is 37 + 48?", "Hello. " * 30], every, use_tqdm=False)
+        again = SamplingParams(temperature=1.0, max_tokens=1, logprobs=3)
+        for answer in first:
+            ids, said = list(answer.prompt_token_ids), answer.outputs[0]
+            for after in (1, 60, 149):
+                prompt = {"prompt_token_ids": ids + said.token_ids[:after]}
+                (choice,) = llm.generate([prompt], again, use_tqdm=False)[0].outputs
+                new, old = choice.logprobs[0], said.logprobs[after]
+                both = set(new) & set(old)
+                assert len(both) >= 3
+                assert all(new[token].logprob == old[token].logprob for token in both)

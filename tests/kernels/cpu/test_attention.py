@@ -204,3 +204,17 @@ def test_a_sequence_is_the_same_however_it_is_cut(
             batch = batch_of([pages], [end], size)
             part = attend(query[end - size : end], k_pages, v_pages, batch, **arguments)
             assert torch.equal(part, whole[end - size : end]), (size, end)
+
+
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_what_a_window_has_left_may_be_anything(attend: CpuAttention, chunk: int) -> None:
+    """Its pages may be another's by now, whose keys and values are no numbers."""
+    torch.manual_seed(0)
+    k_pages, v_pages = torch.randn(2, 20, 16, 2, 24)
+    query, batch = torch.randn(chunk, 6, 24), batch_of([list(range(20))], [310], chunk)
+    arguments: dict[str, Any] = {"scale": 0.3, "window": 70}
+    expected = attend(query, k_pages, v_pages, batch, **arguments)
+    left = 310 - chunk - 70 + 1
+    for pages in (k_pages, v_pages):
+        pages.flatten(0, 1)[:left] = float("nan")
+    assert torch.equal(attend(query, k_pages, v_pages, batch, **arguments), expected)
