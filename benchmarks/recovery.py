@@ -8,7 +8,8 @@ keeps token logs and looks for silent clients. *Without*: the engine calls the r
 of CPU time of the process, which other work on the machine hardly changes; rounds take turns.
 
 A step here is a call to the runner; the share is of one of the demo model on the CPU, the smallest
-that anybody serves, with as many decode steps in it as an engine grants by default.
+that anybody serves, with as many decode steps in it as an engine grants by default. What
+--check-pages adds, which is off by default, is measured on that model, too.
 """
 
 import argparse
@@ -199,8 +200,8 @@ def difference(rows: int, rounds: int) -> tuple[float, float]:
     return 1e6 * statistics.median(bare), 1e6 * statistics.median(more)
 
 
-def model_step(rows: int) -> float:
-    """µs of CPU time of a call of the demo model without the machinery, on one thread."""
+def model_side(rows: int, *, check_pages: bool) -> Side:
+    """The demo model without the machinery, on one thread."""
     from rayfin.actors.runner.model_runner import ModelRunner
 
     args = EngineArgs(
@@ -209,11 +210,25 @@ def model_step(rows: int) -> float:
         threads=1,
         kv_cache_memory=2**28,
         max_decoding_batch=rows,
+        check_pages=check_pages,
     )
     runner = ModelRunner(args)
     config = resolve(args, *runner.profile())
     runner.start(config, 0)
-    return 1e6 * Side(config, runner, recovers=False).seconds(rows, MODEL_STEPS)
+    return Side(config, runner, recovers=False)
+
+
+def model_step(rows: int, rounds: int) -> tuple[float, float]:
+    """µs of CPU time of (a call of the demo model, what --check-pages adds to it)."""
+    sides = [model_side(rows, check_pages=check) for check in (False, True)]
+    bare, more = [], []
+    for round_ in range(rounds + 1):
+        order = sides if round_ % 2 else sides[::-1]
+        spent = {side: side.seconds(rows, MODEL_STEPS) for side in order}
+        if round_:
+            bare.append(spent[sides[0]])
+            more.append(spent[sides[1]] - spent[sides[0]])
+    return 1e6 * statistics.median(bare), 1e6 * statistics.median(more)
 
 
 def main() -> None:
@@ -223,13 +238,17 @@ def main() -> None:
     options = parser.parse_args()
     group.ray = _NoRay  # type: ignore[assignment]
     gc.disable()
-    print("| requests | scheduler's step, us | recovery, us more | with the model, us | share |")
-    print("| --- | --- | --- | --- | --- |")
+    print(
+        "| requests | scheduler's step, us | recovery, us more | with the model, us | share "
+        "| --check-pages, us more | share |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for rows in map(int, options.rows.split(",")):
         bare, more = difference(rows, options.rounds)
-        whole = model_step(rows)
+        whole, checks = model_step(rows, max(3, options.rounds // 3))
         print(
-            f"| {rows} | {bare:.0f} | {more:+.1f} | {whole:,.0f} | {more / whole:+.2%} |",
+            f"| {rows} | {bare:.0f} | {more:+.1f} | {whole:,.0f} | {more / whole:+.2%} "
+            f"| {checks:+.1f} | {checks / whole:+.1%} |",
             flush=True,
         )
 

@@ -1,6 +1,9 @@
 // One query a row against many keys: bound by memory. What was measured, and made this file what it is:
 // * One stream of addresses gets half of what four get side by side: the hardware fetches ahead within a 4 KiB
-//   page, a few lines for each stream. So some KiB are asked for before their turn, a quarter beside the other.
+//   page, a few lines for each stream. So four keys are multiplied at once that lie a quarter of the tile apart,
+//   and each quarter is read straight through, all heads of a token, then the next token. Values are added up in
+//   their order (attention.h): there what comes next is asked for in four streams.
+// * The hardware does not fetch across page borders: each line is asked for a few KiB before its turn in its stream.
 // * Sixteen bits are widened in pairs (load_panel), two vectors from one load: half the instructions.
 #include <algorithm>
 
@@ -21,11 +24,11 @@ RAYFIN_INLINE void fetch(const Stored* p) {
   __builtin_prefetch(p, 0, 2);
 }
 
-// scores[g][0 .. 3] = query g . key 0 .. 3, for kG heads that share the keys. `next`: what to fetch, or null.
+// scores[g][j * apart] = query g . key j, j < kStreams, for kG heads that share the keys. `next`: what to fetch, or null.
 template <int kG, class Stored>
 RAYFIN_INLINE void score_keys(const float* query, int64_t query_stride, const Stored* const* keys,
                               const Stored* const* next, int64_t offset, int64_t dim, float* scores,
-                              int64_t score_stride) {
+                              int64_t score_stride, int64_t apart) {
   constexpr int64_t kLine = 64 / int64_t(sizeof(Stored));
   Vec acc[kG][kStreams] = {};
   auto add = [&](int64_t d, const Vec* low, const Vec* high) {
@@ -51,7 +54,7 @@ RAYFIN_INLINE void score_keys(const float* query, int64_t query_stride, const St
   }
   for (int g = 0; g < kG; ++g) {
     const Vec4 four = sums(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
-    std::memcpy(scores + g * score_stride, &four, sizeof(four));
+    for (int j = 0; j < kStreams; ++j) scores[g * score_stride + j * apart] = four[j];
   }
 }
 
@@ -121,19 +124,20 @@ RAYFIN_INLINE void each_part(int64_t group, const F& f) {
 // A thread's memory for one tile.
 template <class Stored>
 struct Scratch {
-  const Stored** keys;    // [slots] where each key lies; the nearest one where there is none
-  const Stored** values;  // [slots]
+  const Stored** keys;    // [quarter, kStreams] where each key lies; the nearest one where there is none
+  const Stored** values;  // [slots] the same, in their order
   const Stored** later;   // [slots] what to fetch while each key is multiplied
   const Stored** later_values;
   float* query;           // [count, heads, query_stride] of to_panels
   float* scores;          // [count, heads, slots]
   int64_t lead;           // slots before the first key, so that each has its lane in the sum of weights
-  int64_t slots;
+  int64_t slots, quarter;
   int64_t query_stride;
 
   Scratch(const Attention& a, const DecodeTile& tile, Pool& pool, int thread)
       : lead(tile.first % kWidth),
         slots(rounded_up(lead + tile.last - tile.first, kWidth)),
+        quarter(slots / kStreams),
         query_stride(padded_keys(a)) {
     const int64_t heads = tile.count * a.heads, floats = heads * (query_stride + slots);
     char* memory = pool.scratch<char>(thread, floats * int64_t(sizeof(float)) + 4 * slots * int64_t(sizeof(void*)));
@@ -146,19 +150,11 @@ struct Scratch {
   }
 };
 
-// Calls f(i, what to fetch meanwhile): while a group of keys is multiplied the next one is fetched, the first key of
-// each of its quarters, then the second ones.
-template <class F>
-RAYFIN_INLINE void fetch_groups(int64_t key_bytes, int64_t count, const F& f) {
-  int64_t quarter = 1;
-  while (quarter < 16 && quarter * key_bytes < kAheadBytes) quarter *= 2;
-  const int64_t group = kStreams * quarter;
-  for (int64_t first = 0; first < count; first += group)
-    for (int64_t j = 0; j < quarter; ++j)
-      for (int64_t stream = 0; stream < kStreams; ++stream) {
-        const int64_t i = first + j * kStreams + stream;
-        if (i < count) f(i, first + group + stream * quarter + j);
-      }
+// How many keys are so many bytes, a power of two.
+inline int64_t keys_ahead(int64_t key_bytes) {
+  int64_t keys = 1;
+  while (keys < 16 && keys * key_bytes < kAheadBytes) keys *= 2;
+  return keys;
 }
 
 template <class Stored>
@@ -167,27 +163,27 @@ void find_tokens(const Attention& a, const DecodeTile& tile, const Scratch<Store
   const int64_t last = s.lead + tile.last - tile.first - 1;
   const int32_t* page = a.page_tables + tile.parts[0].row * a.table_stride + tile.first / a.page_size;
   int64_t offset = tile.first % a.page_size;
-  for (int64_t i = 0; i < s.slots; ++i) {
-    const int64_t slot = *page * a.page_size + offset;
-    s.keys[i] = static_cast<const Stored*>(a.k_pages) + slot * key_size;
-    s.values[i] = static_cast<const Stored*>(a.v_pages) + slot * value_size;
-    if (i < s.lead || i >= last) continue;  // the next one has no key of its own
-    if (++offset == a.page_size) ++page, offset = 0;
+  for (int64_t stream = 0, i = 0; stream < kStreams; ++stream) {
+    for (int64_t at = 0; at < s.quarter; ++at, ++i) {
+      const int64_t slot = *page * a.page_size + offset;
+      s.keys[at * kStreams + stream] = static_cast<const Stored*>(a.k_pages) + slot * key_size;
+      s.values[i] = static_cast<const Stored*>(a.v_pages) + slot * value_size;
+      if (i < s.lead || i >= last) continue;  // the next one has no key of its own
+      if (++offset == a.page_size) ++page, offset = 0;
+    }
   }
-  fetch_groups(key_size * int64_t(sizeof(Stored)), s.slots, [&](int64_t i, int64_t target) {
+  const int64_t ahead = kStreams * keys_ahead(key_size * int64_t(sizeof(Stored)));
+  for (int64_t i = 0; i < s.slots; ++i) {
+    const int64_t target = i + ahead;
     s.later[i] = target < s.slots ? s.keys[target] : s.values[std::min(target - s.slots, s.slots - 1)];
-  });
-  fetch_groups(value_size * int64_t(sizeof(Stored)), s.slots, [&](int64_t i, int64_t target) {
-    s.later_values[i] = s.values[std::min(target, s.slots - 1)];
-  });
-  fetch_groups(key_size * int64_t(sizeof(Stored)), 1, [&](int64_t, int64_t group) {
-    constexpr int64_t kLine = 64 / int64_t(sizeof(Stored));
-    const int64_t quarter = group / kStreams;
-    for (int64_t j = 0; j < quarter; ++j)
-      for (int64_t line = 0; line < key_size; line += kLine)
-        for (int64_t stream = 0; stream < kStreams; ++stream)
-          fetch(s.keys[std::min(stream * quarter + j, s.slots - 1)] + line);
-  });
+  }
+  // While a group of values is added up the next one is fetched, the first of each of its quarters, then the second.
+  const int64_t quarter = keys_ahead(value_size * int64_t(sizeof(Stored))), group = kStreams * quarter;
+  for (int64_t first = 0; first < s.slots; first += group)
+    for (int64_t i = 0; i < std::min(group, s.slots - first); ++i) {
+      const int64_t target = first + group + i % kStreams * quarter + i / kStreams;
+      s.later_values[first + i] = s.values[std::min(target, s.slots - 1)];
+    }
 }
 
 // A head's query times `scale`, in the order of dims that load_panel gives, padded with zeros.
@@ -217,7 +213,8 @@ void decode_tile(const Attention& a, const DecodeTile& tile, Pool& pool, int thr
           const int64_t head = r * heads + kv_head * group + first;
           const Stored* const* next = r + first == 0 ? s.later + i : nullptr;
           score_keys<part.value>(s.query + head * s.query_stride, s.query_stride, s.keys + i, next,
-                                 kv_head * a.key_dim, a.key_dim, s.scores + head * s.slots + i, s.slots);
+                                 kv_head * a.key_dim, a.key_dim, s.scores + head * s.slots + i / kStreams, s.slots,
+                                 s.quarter);
         });
       }
     }

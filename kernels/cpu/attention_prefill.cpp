@@ -14,6 +14,8 @@ namespace {
 
 constexpr int64_t kTileRows = 96;  // queries x heads of a group; copying a block costs a twentieth of its products
 
+constexpr int kChains = kWidth == 16 ? 4 : 2;  // of a score that are added up at once, by so many fewer rows
+
 // Which lane of a vector the i-th chain of a score is: pairs of neighbours are added up, then pairs of these, as
 // `fold` and `sum` add up lanes.
 constexpr int64_t lane_of(int64_t i) {
@@ -87,89 +89,116 @@ RAYFIN_INLINE void transpose(const Stored* const* rows, int64_t dim, const int64
   }
 }
 
-// Keys first .. first + count - 1 of one head to panels [kKeys / kPanel][depth][kPanel]. What lies past them
-// in the last group of four is the last key again: its scores are masked.
+// Where the keys of a block lie: first .. first + count - 1 of `row`, and for those before `seen` that one.
+struct Block {
+  int64_t slots[kKeys];
+  int64_t count;
+
+  Block(const Attention& a, int64_t row, int64_t first, int64_t count, int64_t seen) : count(count) {
+    int64_t position = std::max(first, seen), offset = position % a.page_size;
+    const int32_t* page = a.page_tables + row * a.table_stride + position / a.page_size;
+    for (int64_t i = 0; i < count; ++i) {
+      slots[i] = *page * a.page_size + offset;
+      if (first + i < seen) continue;
+      if (++offset == a.page_size && i + 1 < count) ++page, offset = 0;
+    }
+  }
+};
+
+// A block's keys of one head to panels [kKeys / kPanel][depth][kPanel]. What lies past them in the last group of four
+// is the last key again: its scores are masked.
 template <class Stored>
-void pack_keys(const Attention& a, const PrefillTile& tile, int64_t first, int64_t count, const Scratch& s) {
-  const Stored* pages = static_cast<const Stored*>(a.k_pages) + tile.kv_head * a.key_dim;
-  for (int64_t i = 0; i < count; i += 4) {
+void pack_keys(const Attention& a, int64_t kv_head, const Block& block, const Scratch& s) {
+  const Stored* pages = static_cast<const Stored*>(a.k_pages) + kv_head * a.key_dim;
+  for (int64_t i = 0; i < block.count; i += 4) {
     const Stored* rows[4];
     for (int64_t j = 0; j < 4; ++j)
-      rows[j] = pages + a.slot(tile.row, first + std::min(i + j, count - 1)) * a.kv_heads * a.key_dim;
+      rows[j] = pages + block.slots[std::min(i + j, block.count - 1)] * a.kv_heads * a.key_dim;
     transpose(rows, a.key_dim, s.place, s.keys + i / kPanel * kPanel * s.depth + i % kPanel);
   }
 }
 
-// The same keys' values to panels [value_dim / kPanel][kKeys][kPanel]. A key before `seen` has a weight of 0, and its
-// page may be another's, who may have left NaNs there.
+// The same keys' values to panels [value_dim / kPanel][kKeys][kPanel].
 template <class Stored>
-void pack_values(const Attention& a, const PrefillTile& tile, int64_t first, int64_t count, int64_t seen,
-                 float* panels) {
-  const Stored* pages = static_cast<const Stored*>(a.v_pages) + tile.kv_head * a.value_dim;
-  for (int64_t i = 0; i < count; ++i) {
-    const Stored* row = pages + a.slot(tile.row, std::max(first + i, seen)) * a.kv_heads * a.value_dim;
-    for (int64_t d = 0; d < a.value_dim; d += kWidth) {
-      const int lanes = int(std::min<int64_t>(kWidth, a.value_dim - d));
-      float* out = panels + d / kPanel * kPanel * kKeys + i * kPanel + d % kPanel;
-      store(out, lanes == kWidth ? load(row + d) : load_some(row + d, lanes));
+void pack_values(const Attention& a, int64_t kv_head, const Block& block, float* panels) {
+  const Stored* pages = static_cast<const Stored*>(a.v_pages) + kv_head * a.value_dim;
+  for (int64_t i = 0; i < block.count; ++i) {
+    const Stored* row = pages + block.slots[i] * a.kv_heads * a.value_dim;
+    int64_t d = 0;
+    for (; d + kPanel <= a.value_dim; d += kPanel) {
+      store(panels + d * kKeys + i * kPanel, load(row + d));
+      store(panels + d * kKeys + i * kPanel + kWidth, load(row + d + kWidth));
     }
+    for (; d < a.value_dim; ++d) panels[d / kPanel * kPanel * kKeys + i * kPanel + d % kPanel] = widen(row[d]);
   }
 }
 
-// Calls f(row, rows) for parts of the rows that fit into a register tile.
+// Calls f(row, rows) for even parts of the rows, of `most` at most.
 template <class F>
-RAYFIN_INLINE void each_rows(int64_t rows, const F& f) {
-  const int64_t blocks = (rows + kRows - 1) / kRows;
+RAYFIN_INLINE void each_rows(int64_t rows, int64_t most, const F& f) {
+  const int64_t blocks = (rows + most - 1) / most;
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t row = rows * block / blocks;
     f(row, rows * (block + 1) / blocks - row);
   }
 }
 
-// out[kM][kPanel] = x . panel, as chains of `steps` that are added up in pairs.
+// out[kM][kPanel] = x . panel, as chains of `steps` that are added up in pairs; kChains at once in registers.
 template <int kM>
 RAYFIN_INLINE void score_panel(const float* x, int64_t depth, const float* panel, float* out, int64_t out_stride) {
-  constexpr int kLevels = __builtin_ctz(kWidth);
-  alignas(64) float pending[kLevels][kM * kPanel];  // sums of 1, 2, 4 .. chains that wait for their neighbour
+  constexpr int kLevels = __builtin_ctz(kWidth / kChains) + 1;
+  alignas(64) float pending[kLevels][kM * kPanel];  // sums of 1, 2, 4 .. times kChains that wait for their neighbour
   const int64_t steps = depth / kWidth;
-  for (int chain = 0; chain < kWidth; ++chain, x += steps) {
-    Vec acc[kM][2] = {};
+  for (int group = 0; group < kWidth / kChains; ++group, x += kChains * steps, panel += kChains * steps * kPanel) {
+    Vec acc[kChains][kM][2] = {};
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < steps; ++k) {
 #pragma GCC unroll 4
-    for (int64_t k = 0; k < steps; ++k, panel += kPanel) {
-      const Vec low = load(panel), high = load(panel + kWidth);
+      for (int c = 0; c < kChains; ++c) {
+        const float* at = panel + (c * steps + k) * kPanel;
+        const Vec low = load(at), high = load(at + kWidth);
 #pragma GCC unroll 16
-      for (int m = 0; m < kM; ++m) {
-        const Vec a = broadcast(x[m * depth + k]);
-        acc[m][0] += a * low;
-        acc[m][1] += a * high;
+        for (int m = 0; m < kM; ++m) {
+          const Vec a = broadcast(x[m * depth + c * steps + k]);
+          acc[c][m][0] += a * low;
+          acc[c][m][1] += a * high;
+        }
       }
     }
+    auto add = [&](int to, int from) {
+#pragma GCC unroll 16
+      for (int m = 0; m < kM; ++m) acc[to][m][0] += acc[from][m][0], acc[to][m][1] += acc[from][m][1];
+    };
+    add(0, 1);
+    if constexpr (kChains == 4) add(2, 3), add(0, 2);
     float* level = pending[0];
-    for (int done = chain; done & 1; done >>= 1, level += kM * kPanel) {
+    for (int done = group; done & 1; done >>= 1, level += kM * kPanel) {
 #pragma GCC unroll 16
       for (int m = 0; m < kM; ++m) {
-        acc[m][0] += load(level + m * kPanel);
-        acc[m][1] += load(level + m * kPanel + kWidth);
+        acc[0][m][0] += load(level + m * kPanel);
+        acc[0][m][1] += load(level + m * kPanel + kWidth);
       }
     }
-    const bool whole = chain + 1 == kWidth;
+    const bool whole = (group + 1) * kChains == kWidth;
     float* to = whole ? out : level;
     const int64_t stride = whole ? out_stride : kPanel;
 #pragma GCC unroll 16
     for (int m = 0; m < kM; ++m) {
-      store(to + m * stride, acc[m][0]);
-      store(to + m * stride + kWidth, acc[m][1]);
+      store(to + m * stride, acc[0][m][0]);
+      store(to + m * stride + kWidth, acc[0][m][1]);
     }
   }
 }
 
 // The scores of all rows for `keys` keys in s.keys, from column `at` of their tile on.
 void score(const Scratch& s, int64_t rows, int64_t at, int64_t keys) {
+  constexpr int kMost = kRows / kChains;
   for (int64_t panel = 0; panel < (keys + kPanel - 1) / kPanel; ++panel) {
-    each_rows(rows, [&](int64_t row, int64_t count) {
+    each_rows(rows, kMost, [&](int64_t row, int64_t count) {
       with_rows(count, [&](auto m) {
-        score_panel<m.value>(s.query + row * s.depth, s.depth, s.keys + panel * kPanel * s.depth,
-                             s.scores + row * s.tile_keys + at + panel * kPanel, s.tile_keys);
+        if constexpr (m.value <= kMost)
+          score_panel<m.value>(s.query + row * s.depth, s.depth, s.keys + panel * kPanel * s.depth,
+                               s.scores + row * s.tile_keys + at + panel * kPanel, s.tile_keys);
       });
     });
   }
@@ -178,7 +207,7 @@ void score(const Scratch& s, int64_t rows, int64_t at, int64_t keys) {
 // s.part (+)= the weights from column `at` on * `keys` values in s.values.
 void mix(const Scratch& s, int64_t rows, int64_t at, int64_t keys) {
   for (int64_t panel = 0; panel < s.mixed_stride / kPanel; ++panel) {
-    each_rows(rows, [&](int64_t row, int64_t count) {
+    each_rows(rows, kRows, [&](int64_t row, int64_t count) {
       rows_by_panel<false>(count, s.scores + row * s.tile_keys + at, s.tile_keys, s.values + panel * kPanel * kKeys,
                            keys, s.part + row * s.mixed_stride + panel * kPanel, s.mixed_stride, at > 0);
     });
@@ -227,9 +256,9 @@ void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int t
   for (int64_t begin = seen / kKeys * kKeys, next; begin < end; begin = next) {
     next = std::min(begin / s.tile_keys * s.tile_keys + s.tile_keys, end);
     for (int64_t first = begin; first < next; first += kKeys) {
-      const int64_t count = std::min(kKeys, next - first);
-      pack_keys<Stored>(a, tile, first, count, s);
-      score(s, rows, first - begin, count);
+      const Block block(a, tile.row, first, std::min(kKeys, next - first), seen);
+      pack_keys<Stored>(a, tile.kv_head, block, s);
+      score(s, rows, first - begin, block.count);
     }
     const int64_t count = rounded_up(next - begin, kWidth);
     for (int64_t row = 0; row < rows; ++row) {
@@ -238,9 +267,9 @@ void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int t
       s.part_sums[row] = soften(s.scores + row * s.tile_keys, from, to, count, a.softcap);
     }
     for (int64_t first = begin; first < next; first += kKeys) {
-      const int64_t count = std::min(kKeys, next - first);
-      pack_values<Stored>(a, tile, first, count, seen, s.values);
-      mix(s, rows, first - begin, count);
+      const Block block(a, tile.row, first, std::min(kKeys, next - first), seen);
+      pack_values<Stored>(a, tile.kv_head, block, s.values);
+      mix(s, rows, first - begin, block.count);
     }
     for (int64_t row = 0; row < rows; ++row)
       merge(s.sums[row], s.mixed + row * s.mixed_stride, s.part_sums[row], s.part + row * s.mixed_stride,
