@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import Int32Array, Int64Array, SchedulerInfo
+from rayfin.actors.runner.device_slots import DeviceSlots
 from rayfin.actors.runner.request_slots import RequestSlots
 from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.attention.triton import (
@@ -18,7 +19,7 @@ from rayfin.kernels.attention.triton import (
 )
 from rayfin.kernels.sampling.sample import SamplingRows
 from rayfin.kernels.staging import staged
-from rayfin.kernels.triton.decode_kernels import finish_rows, place_items, prepare_rows
+from rayfin.kernels.triton.decode_kernels import enter_rows, finish_rows, place_items, prepare_rows
 from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap, make_lease_map
 
 MOST_ROWS = 512
@@ -108,46 +109,60 @@ class DecodeState:
     """Inputs and outputs of a decode step for up to ``most_rows`` rows, at fixed addresses."""
 
     def __init__(
-        self, most_rows: int, pages_per_request: int, page_size: int, device: torch.device
+        self,
+        slots: RequestSlots,
+        most_rows: int,
+        pages_per_request: int,
+        page_size: int,
+        device: torch.device,
     ) -> None:
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape or (most_rows,), dtype=dtype, device=device)
 
         self._page_size = page_size
+        self._slots = slots
+        self._on_device = DeviceSlots(slots, pages_per_request, device)
         self.launches = KeptLaunches(most_rows)
-        self.tokens = zeros(torch.int64)
-        self.positions = zeros(torch.int64)
+        self._given = zeros(torch.int64, 4, most_rows)  # what a lease brings along, see enter_rows
+        self.tokens, self.positions = zeros(torch.int64), zeros(torch.int64)
+        self._integers = zeros(torch.int64, 2, most_rows)
+        self._numbers = zeros(torch.float32, 3, most_rows)
+        self.top_k, self.seed = self._integers
+        self.temperature, self.top_p, self.min_p = self._numbers
         self.remaining = zeros(torch.int32)
         self.tables = zeros(torch.int32, most_rows, pages_per_request)
         self.slots = zeros(torch.int64)
-        self.sampled = zeros(torch.int64)
-        self.temperature, self.top_p, self.min_p = (zeros(torch.float32) for _ in range(3))
-        self.top_k, self.seed, self.drawn = (zeros(torch.int64) for _ in range(3))
+        self.sampled, self.drawn = zeros(torch.int64), zeros(torch.int64)
         self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
 
-    def load(
-        self, info: SchedulerInfo, slots: RequestSlots, steps: Int32Array, bucket: int
-    ) -> None:
+    def load(self, info: SchedulerInfo, steps: Int32Array, bucket: int) -> None:
         """The rows of a lease; those of the bucket behind them compute for nobody."""
+        slots = self._slots
         ids, rows = info.ids, len(info.ids)
-        given = info.merge_prompt[info.chunk_idx]
-        values: list[tuple[torch.Tensor, np.ndarray[tuple[int], np.dtype[np.generic]]]] = [
-            (self.tokens, np.where(given < 0, slots.last_token[ids], given)),
-            (self.positions, info.kv_len),
-            (self.remaining, steps),
-            (self.temperature, slots.temperature[ids]),
-            (self.top_k, slots.top_k[ids]),
-            (self.top_p, slots.top_p[ids]),
-            (self.min_p, slots.min_p[ids]),
-            (self.seed, slots.seed[ids]),
-        ]
-        for tensor, array in values:
-            padded = np.zeros(bucket, array.dtype)
-            padded[:rows] = array
-            tensor[:bucket].copy_(staged(padded, tensor.device), non_blocking=True)
-        widest = int(info.kv_page_len.max())
-        tables = staged(slots.page_tables[ids, :widest], self.tables.device)
-        self.tables[:rows, :widest].copy_(tables, non_blocking=True)
+        first = info.merge_prompt[info.chunk_idx]
+        given = np.zeros(self._given.shape, np.int64)
+        given[0, rows:] = -1
+        given[:, :rows] = ids, np.where(first < 0, slots.last_token[ids], first), info.kv_len, steps
+        self._given.copy_(staged(given, self._given.device), non_blocking=True)
+        self._on_device.update(ids)
+        enter_rows[(bucket,)](
+            self._given,
+            self._on_device.tables,
+            self._on_device.integers,
+            self._on_device.numbers,
+            self.tokens,
+            self.positions,
+            self.remaining,
+            self._integers,
+            self._numbers,
+            self.tables,
+            len(self.tokens),
+            self._on_device.tables.shape[0],
+            self._on_device.tables.stride(0),
+            self.tables.stride(0),
+            int(info.kv_page_len.max()),
+            BLOCK=128,
+        )
         self.launches.fill(bucket, info.kv_len, steps)
 
     def prepare(self, bucket: int) -> None:

@@ -80,7 +80,7 @@ class DecodeGraphs:
         self._page_size = page_size
         self._sizes = bucket_sizes(rows)
         most = self._sizes[-1]
-        self._state = DecodeState(most, pages_per_request, page_size, device)
+        self._state = DecodeState(slots, most, pages_per_request, page_size, device)
         self._extras = DecodeExtras(most, longest_lease, device)
         self._rows = torch.arange(most, device=device)
         on_gpu = device.type == "cuda"
@@ -114,7 +114,7 @@ class DecodeGraphs:
         rows = len(info.ids)
         bucket = bucket_of(rows, self._sizes)
         assert bucket is not None
-        self._state.load(info, self._slots, steps_of(info, self._slots, self._page_size), bucket)
+        self._state.load(info, steps_of(info, self._slots, self._page_size), bucket)
         asked = self._slots.logprobs[info.ids]
         telling = bool((asked != NO_LOGPROBS).any())
         if extras := telling or rules is not None:

@@ -17,6 +17,7 @@ class RequestSlots:
     """
 
     def __init__(self, num_slots: int, pages_per_request: int) -> None:
+        self.entries = np.zeros(num_slots, np.int64)  # requests that have been in a slot
         self.page_tables: Int32Array = np.zeros((num_slots, pages_per_request), np.int32)
         self.num_pages: Int32Array = np.zeros(num_slots, np.int32)
         self.last_token: Int32Array = np.zeros(num_slots, np.int32)
@@ -53,6 +54,7 @@ class RequestSlots:
 
     def _enter(self, new: NewRequest) -> None:
         slot, sampling = new.handle, new.sampling
+        self.entries[slot] += 1
         self.num_pages[slot] = 0
         self.last_token[slot] = 0
         self.temperature[slot] = sampling.temperature

@@ -4,6 +4,46 @@ import triton
 import triton.language as tl
 
 
+@triton.jit(do_not_specialize=["slot_count", "slot_stride", "table_stride", "widest"])
+def enter_rows(
+    given,  # [4, B] int64: slot or -1, input token, position, steps
+    slot_tables,  # [S, P] int32
+    slot_integers,  # [2, S] int64
+    slot_numbers,  # [3, S] float32
+    tokens,  # [B] int64, written, as are all that follow
+    positions,  # [B] int64
+    remaining,  # [B] int32
+    integers,  # [2, B] int64
+    numbers,  # [3, B] float32
+    tables,  # [B, P] int32
+    rows,  # B
+    slot_count,  # S
+    slot_stride,
+    table_stride,
+    widest,  # columns that are in use
+    BLOCK: tl.constexpr,
+):
+    """Program (row): a lease's row from its slot. Rows of no slot compute for nobody."""
+    row = tl.program_id(0)
+    slot = tl.load(given + row)
+    used = slot >= 0
+    slot = tl.maximum(slot, 0)
+    tl.store(tokens + row, tl.load(given + rows + row))
+    tl.store(positions + row, tl.load(given + 2 * rows + row))
+    tl.store(remaining + row, tl.load(given + 3 * rows + row).to(tl.int32))
+    for i in tl.static_range(2):
+        value = tl.load(slot_integers + i * slot_count + slot)
+        tl.store(integers + i * rows + row, tl.where(used, value, 0))
+    for i in tl.static_range(3):
+        number = tl.load(slot_numbers + i * slot_count + slot)
+        tl.store(numbers + i * rows + row, tl.where(used, number, 0.0))
+    for first in range(0, widest, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = (columns < widest) & used
+        pages = tl.load(slot_tables + slot * slot_stride + columns, mask)
+        tl.store(tables + row.to(tl.int64) * table_stride + columns, pages, mask)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def prepare_rows(
     positions,  # [B] int64, of the token that a row computes now

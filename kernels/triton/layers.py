@@ -11,8 +11,8 @@ from rayfin.kernels.triton.activation import ACTIVATIONS
 
 HEADS_AT_ONCE = 8
 COLUMNS_AT_ONCE = 1024
-MORE_AT_ONCE = 2, 4
-"""So many times the heads and the columns, where each program reads its row's stream as well."""
+HEADS_AT_ONCE_BEHIND, COLUMNS_AT_ONCE_BEHIND = 16, 4096
+"""Of a program; behind a product more, for each reads its row's stream as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def turn_and_write(
     kv_heads, key_dim = k_pages.shape[2:]
     value_dim = v_pages.shape[3]
     tokens, all_heads = len(qkv), heads + 2 * kv_heads
-    at_once = HEADS_AT_ONCE * (1 if behind is None else MORE_AT_ONCE[0])
+    at_once = HEADS_AT_ONCE if behind is None else HEADS_AT_ONCE_BEHIND
     query = torch.empty(tokens, heads, key_dim, dtype=qkv.dtype, device=qkv.device)
     kernels.turn_and_write[(tokens, triton.cdiv(all_heads, at_once))](
         qkv,
@@ -155,15 +155,15 @@ def gate(
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(rows, size)
-    more = 1 if behind is None else MORE_AT_ONCE[1]
-    kernels.gate[(rows, triton.cdiv(size, COLUMNS_AT_ONCE * more))](
+    at_once = COLUMNS_AT_ONCE if behind is None else COLUMNS_AT_ONCE_BEHIND
+    kernels.gate[(rows, triton.cdiv(size, at_once))](
         gate_up,
         out,
         size,
         eps,
         ACTIVATION=ACTIVATIONS[activation],
-        BLOCK=COLUMNS_AT_ONCE * more,
-        num_warps=4 if more == 1 else 8,
+        BLOCK=at_once,
+        num_warps=4 if behind is None else 8,
         **_end(gate_up, behind),
     )
     return out

@@ -6,7 +6,7 @@ holds (history.py); the case only says which requests may fail, and with which w
 
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import faults
 from cluster import Layout
@@ -17,6 +17,7 @@ from nemesis import Nemesis
 ONE = Layout()
 TWO = Layout(engines=2)
 NODES = Layout(engines=2, ingresses=2, workers=2)
+HEAD_APART = replace(NODES, driver_apart=True)
 REDIS = Layout(engines=1, redis=True)
 TIGHT = Layout(pages=96)  # about 1.2 of the longest requests
 SMALL_DISK = Layout(temp_bytes=48 * 1024**2, object_store=80 * 1024**2)
@@ -69,14 +70,20 @@ class Case:
         return why in self.may_fail
 
 
-def with_a_node(name: str, row: str, fault: str, act: Callable[[Nemesis], Awaitable[None]]) -> Case:
+def with_a_node(
+    name: str,
+    row: str,
+    fault: str,
+    act: Callable[[Nemesis], Awaitable[None]],
+    layout: Layout = NODES,
+) -> Case:
     """A fault that takes all of a node with it: its engine, and its ingress' connections."""
     return Case(
         name,
         row,
         fault,
         act,
-        NODES,
+        layout,
         BREAKS_OFF + REFUSED,
         "short",
         resumes=True,
@@ -192,6 +199,13 @@ CASES = [
         "23",
         "raylet of a runner's node killed",
         faults.kill_raylet_of_runner,
+    ),
+    with_a_node(
+        "raylet-head",
+        "23",
+        "raylet of the head killed",
+        faults.kill_raylet_of_head,
+        HEAD_APART,
     ),
     with_a_node(
         "raylet-term",

@@ -60,6 +60,7 @@ class Layout:
     ranks: int = 1  # runners of an engine, which share each layer
     ingresses: int = 1
     workers: int = 0  # raylets beside the head's
+    driver_apart: bool = False  # this process belongs to the last worker's node, not to the head
     runner: str = "hash"  # or "model": the demo model itself, for ranks one of its like
     redis: bool = False  # GCS fault tolerance
     pages: int | None = None  # of an engine's cache
@@ -110,12 +111,15 @@ class Cluster:
             ranked_model.make(Path(self.weights))
         self.add_node(ray_folder, cpus, redis_port)
         for _ in range(layout.workers):
+            if layout.driver_apart:  # Ray finds a driver's node by its folder
+                ray_folder = tempfile.mkdtemp(prefix="r", dir=self.folder)
             self.add_node(ray_folder, runners)  # room for all where one node is lost
         ray.init(
             address=self.nodes[0].gcs_address,
             namespace="chaos",
             log_to_driver=False,
             logging_level="ERROR",
+            _temp_dir=ray_folder if layout.driver_apart else None,
         )
         serve.start(
             proxy_location="EveryNode" if layout.workers else "HeadOnly",

@@ -175,6 +175,12 @@ async def kill_raylet_of_runner(nemesis: Nemesis) -> None:
     await asyncio.sleep(15)
 
 
+async def kill_raylet_of_head(nemesis: Nemesis) -> None:
+    """With it go Serve's controller and what else runs on the head; the GCS stays."""
+    nemesis.kill_raylet(0)
+    await asyncio.sleep(15)
+
+
 async def terminate_raylet_of_runner(nemesis: Nemesis) -> None:
     """SIGTERM, as a pod gets it."""
     node = nemesis.cluster.nodes[_index_of(nemesis, "runner")]

@@ -35,7 +35,7 @@ def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None
         for name, array in vars(fresh).items():
             if name == "page_tables":
                 assert used.page_tables[1, :2].tolist() == array[1, :2].tolist() == [3, 0]
-            elif isinstance(array, np.ndarray):
+            elif isinstance(array, np.ndarray) and name != "entries":  # which only grow
                 assert getattr(used, name)[1] == array[1], name
         assert used.scored.get(1) == fresh.scored.get(1)
         tokens = np.arange(25, dtype=np.int32)
