@@ -19,9 +19,9 @@ namespace {
 constexpr int64_t kTileBytes = 384 << 10;
 constexpr int64_t kLeastKeys = 128;  // what a tile gives is a few hundredths of what it reads
 constexpr int64_t kMostKeys = 256;   // a prompt's tile has their scores for all its queries in cache
-constexpr int64_t kMostRows = 8;                // of a decode tile: reading its keys costs little then
-constexpr int64_t kQueryBytes = 256 << 10;      // their queries and outputs stay in cache
-constexpr int64_t kTilesPerThread = 4;          // rather than that, some tiles for everybody
+constexpr int64_t kMostRows = 8;     // of a decode tile: reading its keys costs little then
+constexpr int64_t kQueryBytes = 256 << 10;  // their queries and outputs stay in cache
+constexpr int64_t kTilesPerThread = 4;      // rather than that, some tiles for everybody
 
 // The decoding rows' work. Rows that share pages (a common prefix) come one after the other, and share tiles.
 class DecodePlan {

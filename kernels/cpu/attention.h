@@ -44,11 +44,12 @@ struct Attention {
 
 void attention(Pool& pool, const Attention& a);
 
-constexpr int64_t kKeys = 64;  // of a block: two or more panels of any width
+constexpr int64_t kKeys = 64;               // of a block: two or more panels of any width
 int64_t keys_per_tile(const Attention& a);  // in whole blocks
 
-// What one decoding row's query makes of a run of keys: a part of its result.
 struct Sums;
+
+// What one decoding row's query makes of a run of keys: a part of its result.
 struct DecodePart {
   int64_t row;
   Sums* sums;    // [heads]
@@ -57,8 +58,8 @@ struct DecodePart {
 inline int64_t padded_keys(const Attention& a) { return (a.key_dim + kPanel - 1) / kPanel * kPanel; }
 inline int64_t padded_values(const Attention& a) { return (a.value_dim + kPanel - 1) / kPanel * kPanel; }
 
-// The keys first .. last - 1 of one tile, all heads, for rows that have them in the same pages: each key and value is read
-// from memory once for all of them. A row's part is the same, to the last bit, whichever rows share the tile.
+// The keys first .. last - 1 of one tile, all heads, for rows that have them in the same pages: each key and value is
+// read from memory once for all of them. A row's part is the same, to the last bit, whichever rows share the tile.
 struct DecodeTile {
   int64_t first, last;
   const DecodePart* parts;

@@ -15,7 +15,7 @@ namespace rayfin {
 namespace {
 
 constexpr int64_t kStreams = 4;  // keys multiplied at once: their sums fill the FMA pipes
-constexpr int64_t kAheadBytes = 3 << 10;  // in each stream
+constexpr int64_t kAheadBytes = 3 << 10;  // in each stream, to the next power of two of keys
 constexpr int kMostHeads = kWidth == 16 ? 6 : 3;  // whose sums fit into registers
 constexpr int64_t kSharedValues = 16;  // values added up between two visits to the outputs, if several rows read them
 
@@ -24,7 +24,8 @@ RAYFIN_INLINE void fetch(const Stored* p) {
   __builtin_prefetch(p, 0, 2);
 }
 
-// scores[g][j * apart] = query g . key j, j < kStreams, for kG heads that share the keys. `next`: what to fetch, or null.
+// scores[g][j * apart] = query g . key j, j < kStreams, for kG heads that share the keys. `next`: what to fetch,
+// or null.
 template <int kG, class Stored>
 RAYFIN_INLINE void score_keys(const float* query, int64_t query_stride, const Stored* const* keys,
                               const Stored* const* next, int64_t offset, int64_t dim, float* scores,
