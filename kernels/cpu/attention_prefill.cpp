@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kTileRows = 96;  // queries x heads of a group; copying a block costs a twentieth of its products
 
-constexpr int kChains = kWidth == 16 ? 4 : 2;  // of a score that are added up at once, by so many fewer rows
+constexpr int kChains = 2;  // of a score that are added up at once, by so many fewer rows
 
 // Which lane of a vector the i-th chain of a score is: pairs of neighbours are added up, then pairs of these, as
 // `fold` and `sum` add up lanes.
@@ -153,7 +153,7 @@ RAYFIN_INLINE void score_panel(const float* x, int64_t depth, const float* panel
     Vec acc[kChains][kM][2] = {};
 #pragma GCC unroll 2
     for (int64_t k = 0; k < steps; ++k) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int c = 0; c < kChains; ++c) {
         const float* at = panel + (c * steps + k) * kPanel;
         const Vec low = load(at), high = load(at + kWidth);
@@ -165,12 +165,8 @@ RAYFIN_INLINE void score_panel(const float* x, int64_t depth, const float* panel
         }
       }
     }
-    auto add = [&](int to, int from) {
 #pragma GCC unroll 16
-      for (int m = 0; m < kM; ++m) acc[to][m][0] += acc[from][m][0], acc[to][m][1] += acc[from][m][1];
-    };
-    add(0, 1);
-    if constexpr (kChains == 4) add(2, 3), add(0, 2);
+    for (int m = 0; m < kM; ++m) acc[0][m][0] += acc[1][m][0], acc[0][m][1] += acc[1][m][1];
     float* level = pending[0];
     for (int done = group; done & 1; done >>= 1, level += kM * kPanel) {
 #pragma GCC unroll 16
