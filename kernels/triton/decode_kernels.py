@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["slot_count", "slot_stride", "table_stride", "widest"])
+@triton.jit(do_not_specialize=["rows", "slot_count", "slot_stride", "table_stride", "widest"])
 def enter_rows(
     given,  # [4, B] int64: slot or -1, input token, position, steps
     slot_tables,  # [S, P] int32
