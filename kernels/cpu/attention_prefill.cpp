@@ -12,8 +12,7 @@ namespace rayfin {
 
 namespace {
 
-constexpr int64_t kTileRows = 96;  // queries x heads of a group; copying a block costs a twentieth of its products
-
+constexpr int64_t kTileRows = 96;  // queries x heads of a group, which share the copy of a block
 constexpr int kChains = 2;  // of a score that are added up at once, by so many fewer rows
 
 // Which lane of a vector the i-th chain of a score is: pairs of neighbours are added up, then pairs of these, as
