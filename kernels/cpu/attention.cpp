@@ -22,6 +22,8 @@ constexpr int64_t kMostKeys = 256;   // a prompt's tile has their scores for all
 constexpr int64_t kMostRows = 8;     // of a decode tile: reading its keys costs little then
 constexpr int64_t kQueryBytes = 256 << 10;  // their queries and outputs stay in cache
 constexpr int64_t kTilesPerThread = 4;      // rather than that, some tiles for everybody
+constexpr int64_t kPromptRows = 192;  // of a prompt's tile, queries x heads of a group: copies of keys cost little then
+constexpr int64_t kLeastPromptRows = 96;    // if everybody has some tiles only with fewer
 
 // The decoding rows' work. Rows that share pages (a common prefix) come one after the other, and share tiles.
 class DecodePlan {
@@ -126,9 +128,11 @@ class DecodePlan {
   std::unique_ptr<std::atomic<int64_t>[]> missing_;  // [decoding] parts that are not done
 };
 
-std::vector<PrefillTile> prefill_tiles(const Attention& a) {
+std::vector<PrefillTile> prefill_tiles(const Attention& a, int threads) {
   std::vector<PrefillTile> tiles;
-  const int64_t tokens = prefill_tokens(a);
+  const int64_t rows = (a.query_start[a.rows] - a.query_start[a.decoding]) * a.heads;
+  const int64_t of_tile = std::clamp(rows / (kTilesPerThread * threads), kLeastPromptRows, kPromptRows);
+  const int64_t tokens = std::max<int64_t>(1, of_tile / a.group());
   for (int64_t row = a.decoding; row < a.rows; ++row) {
     const int64_t start = a.query_start[row], end = a.query_start[row + 1];
     // The last queries see most keys: the longest tiles go first.
@@ -141,7 +145,7 @@ std::vector<PrefillTile> prefill_tiles(const Attention& a) {
 
 template <class Stored>
 void attention_as(Pool& pool, const Attention& a) {
-  const std::vector<PrefillTile> prefill = prefill_tiles(a);
+  const std::vector<PrefillTile> prefill = prefill_tiles(a, pool.threads());
   DecodePlan decode(a, pool);
   const int64_t count = int64_t(prefill.size());
   pool.run(count + decode.tiles(), [&](int64_t i, int thread) {

@@ -75,7 +75,6 @@ struct PrefillTile {
 };
 template <class Stored>
 void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int thread);
-int64_t prefill_tokens(const Attention& a);  // queries of a tile
 
 constexpr float kNever = -__builtin_inff();
 

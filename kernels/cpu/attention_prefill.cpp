@@ -1,6 +1,6 @@
 // Many queries against many keys: two matrix products for each tile of keys with a softmax between (FlashAttention,
 // Dao et al., 2022), and tiles merged. Blocks of keys and values are copied from their pages into panels of fp32, as
-// the register tile of the matmul wants its weights; kTileRows queries share each copy.
+// the register tile of the matmul wants its weights; all queries of a tile share each copy.
 #include <algorithm>
 #include <cmath>
 
@@ -12,8 +12,8 @@ namespace rayfin {
 
 namespace {
 
-constexpr int64_t kTileRows = 96;  // queries x heads of a group, which share the copy of a block
-constexpr int kChains = 2;  // of a score that are added up at once, by so many fewer rows
+constexpr int kChains = 2;  // of a score that are added up at once
+constexpr int64_t kScored = kRows / kChains;  // rows that are scored at once
 
 // Which lane of a vector the i-th chain of a score is: pairs of neighbours are added up, then pairs of these, as
 // `fold` and `sum` add up lanes.
@@ -23,17 +23,17 @@ constexpr int64_t lane_of(int64_t i) {
   return lane;
 }
 
-// A thread's memory for one tile of `rows` queries. The depth of queries and keys is ordered by chains: chain by
-// chain its dims, in the order in which load_panel comes to them.
+// A thread's memory for one tile of `rows` queries. The depth of queries and keys is ordered as chains are added up:
+// [kWidth / kChains][depth / kWidth][kChains]; kScored queries side by side.
 struct Scratch {
   float *query, *scores, *mixed, *part, *keys, *values;
   Sums *sums, *part_sums;
   int64_t* place;  // [key_dim] of a dim in that order
-  int64_t depth, tile_keys, mixed_stride;
+  int64_t depth, tile_keys, mixed_stride, group;
 
   template <class Stored>
   Scratch(const Attention& a, int64_t rows, Pool& pool, int thread, Stored)
-      : depth(padded_keys(a)), tile_keys(keys_per_tile(a)), mixed_stride(padded_values(a)) {
+      : depth(padded_keys(a)), tile_keys(keys_per_tile(a)), mixed_stride(padded_values(a)), group(a.group()) {
     const int64_t panels = kKeys * (depth + mixed_stride), ends = 4 + 2 * a.key_dim;
     float* memory = pool.scratch<float>(thread, rows * (depth + tile_keys + 2 * mixed_stride + 4) + panels + ends);
     keys = memory;
@@ -50,7 +50,7 @@ struct Scratch {
     for (int64_t i = 0; i < kWidth; ++i) chain[lane_of(i)] = i;
     for (int64_t d = 0; d < a.key_dim; ++d) {
       const int64_t at = panel_place<Stored>(d);
-      place[d] = chain[at % kWidth] * steps + at / kWidth;
+      place[d] = (chain[at % kWidth] / kChains * steps + at / kWidth) * kChains + chain[at % kWidth] % kChains;
     }
   }
 };
@@ -143,24 +143,22 @@ RAYFIN_INLINE void each_rows(int64_t rows, int64_t most, const F& f) {
 }
 
 // out[kM][kPanel] = x . panel, as chains of `steps` that are added up in pairs; kChains at once in registers.
+// x: [kWidth / kChains][steps][kChains][kM].
 template <int kM>
-RAYFIN_INLINE void score_panel(const float* x, int64_t depth, const float* panel, float* out, int64_t out_stride) {
+RAYFIN_INLINE void score_panel(const float* x, int64_t steps, const float* panel, float* out, int64_t out_stride) {
   constexpr int kLevels = __builtin_ctz(kWidth / kChains) + 1;
   alignas(64) float pending[kLevels][kM * kPanel];  // sums of 1, 2, 4 .. times kChains that wait for their neighbour
-  const int64_t steps = depth / kWidth;
-  for (int group = 0; group < kWidth / kChains; ++group, x += kChains * steps, panel += kChains * steps * kPanel) {
+  for (int group = 0; group < kWidth / kChains; ++group) {
     Vec acc[kChains][kM][2] = {};
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < steps; ++k) {
-#pragma GCC unroll 2
-      for (int c = 0; c < kChains; ++c) {
-        const float* at = panel + (c * steps + k) * kPanel;
-        const Vec low = load(at), high = load(at + kWidth);
+    for (int64_t k = 0; k < steps; k += 2) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 2 * kChains; ++i, x += kM, panel += kPanel) {
+        const Vec low = load(panel), high = load(panel + kWidth);
 #pragma GCC unroll 16
         for (int m = 0; m < kM; ++m) {
-          const Vec a = broadcast(x[m * depth + c * steps + k]);
-          acc[c][m][0] += a * low;
-          acc[c][m][1] += a * high;
+          const Vec a = broadcast(x[m]);
+          acc[i % kChains][m][0] += a * low;
+          acc[i % kChains][m][1] += a * high;
         }
       }
     }
@@ -185,26 +183,28 @@ RAYFIN_INLINE void score_panel(const float* x, int64_t depth, const float* panel
   }
 }
 
-// The scores of all rows for `keys` keys in s.keys, from column `at` of their tile on.
-void score(const Scratch& s, int64_t rows, int64_t at, int64_t keys) {
-  constexpr int kMost = kRows / kChains;
+// The scores of all rows for `keys` keys in s.keys, from column `at` of their tile on. The first token sees `seen` of
+// these keys, each token one more than the one before it: scores that nobody sees are left out.
+void score(const Scratch& s, int64_t rows, int64_t at, int64_t keys, int64_t seen) {
   for (int64_t panel = 0; panel < (keys + kPanel - 1) / kPanel; ++panel) {
-    each_rows(rows, kMost, [&](int64_t row, int64_t count) {
+    each_rows(rows, kScored, [&](int64_t row, int64_t count) {
+      if (seen + (row + count - 1) / s.group <= panel * kPanel) return;
       with_rows(count, [&](auto m) {
-        if constexpr (m.value <= kMost)
-          score_panel<m.value>(s.query + row * s.depth, s.depth, s.keys + panel * kPanel * s.depth,
+        if constexpr (m.value <= kScored)
+          score_panel<m.value>(s.query + row * s.depth, s.depth / kWidth, s.keys + panel * kPanel * s.depth,
                                s.scores + row * s.tile_keys + at + panel * kPanel, s.tile_keys);
       });
     });
   }
 }
 
-// s.part (+)= the weights from column `at` on * `keys` values in s.values.
-void mix(const Scratch& s, int64_t rows, int64_t at, int64_t keys) {
+// s.part (+)= the weights from column `at` on * `keys` values in s.values, of which `seen` are seen as above.
+void mix(const Scratch& s, int64_t rows, int64_t at, int64_t keys, int64_t seen) {
   for (int64_t panel = 0; panel < s.mixed_stride / kPanel; ++panel) {
     each_rows(rows, kRows, [&](int64_t row, int64_t count) {
+      const int64_t depth = std::clamp<int64_t>(seen + (row + count - 1) / s.group, 0, keys);
       rows_by_panel<false>(count, s.scores + row * s.tile_keys + at, s.tile_keys, s.values + panel * kPanel * kKeys,
-                           keys, s.part + row * s.mixed_stride + panel * kPanel, s.mixed_stride, at > 0);
+                           depth, s.part + row * s.mixed_stride + panel * kPanel, s.mixed_stride, at > 0);
     });
   }
 }
@@ -223,21 +223,22 @@ void finish(const Attention& a, const PrefillTile& tile, const Scratch& s) {
 }
 
 void start(const Attention& a, const PrefillTile& tile, int64_t rows, const Scratch& s) {
-  const int64_t group = a.group();
-  std::memset(s.query, 0, size_t(rows * s.depth) * sizeof(float));
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* query = a.query + (tile.first + row / group) * a.query_stride +
-                         (tile.kv_head * group + row % group) * a.key_dim;
-    for (int64_t d = 0; d < a.key_dim; ++d) s.query[row * s.depth + s.place[d]] = query[d] * a.scale;
-    s.sums[row] = Sums();
-  }
-  std::memset(s.mixed, 0, size_t(rows * s.mixed_stride) * sizeof(float));
-  std::memset(s.keys, 0, size_t(kKeys * (s.depth + s.mixed_stride)) * sizeof(float));
+  if (a.key_dim < s.depth) std::memset(s.query, 0, size_t(rows * s.depth) * sizeof(float));
+  each_rows(rows, kScored, [&](int64_t first, int64_t count) {
+    const float* query[kScored];
+    for (int64_t i = 0; i < count; ++i)
+      query[i] = a.query + (tile.first + (first + i) / s.group) * a.query_stride +
+                 (tile.kv_head * s.group + (first + i) % s.group) * a.key_dim;
+    for (int64_t d = 0; d < a.key_dim; ++d) {
+      float* out = s.query + first * s.depth + s.place[d] * count;
+      for (int64_t i = 0; i < count; ++i) out[i] = query[i][d] * a.scale;
+    }
+  });
+  if (a.key_dim < s.depth) std::memset(s.keys, 0, size_t(kKeys * s.depth) * sizeof(float));
+  if (a.value_dim < s.mixed_stride) std::memset(s.values, 0, size_t(kKeys * s.mixed_stride) * sizeof(float));
 }
 
 }  // namespace
-
-int64_t prefill_tokens(const Attention& a) { return std::max<int64_t>(1, kTileRows / a.group()); }
 
 template <class Stored>
 void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int thread) {
@@ -246,14 +247,14 @@ void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int t
   const int64_t position = cached + tile.first - a.query_start[tile.row];  // of the first query
   const int64_t seen = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;  // the first key of anybody
   const int64_t end = position + (tile.last - tile.first);
-  const Scratch s(a, rows, pool, thread, Stored());
+  Scratch s(a, rows, pool, thread, Stored());
   start(a, tile, rows, s);
   for (int64_t begin = seen / kKeys * kKeys, next; begin < end; begin = next) {
     next = std::min(begin / s.tile_keys * s.tile_keys + s.tile_keys, end);
     for (int64_t first = begin; first < next; first += kKeys) {
       const Block block(a, tile.row, first, std::min(kKeys, next - first), seen);
       pack_keys<Stored>(a, tile.kv_head, block, s);
-      score(s, rows, first - begin, block.count);
+      score(s, rows, first - begin, block.count, position + 1 - first);
     }
     const int64_t count = rounded_up(next - begin, kWidth);
     for (int64_t row = 0; row < rows; ++row) {
@@ -264,7 +265,12 @@ void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int t
     for (int64_t first = begin; first < next; first += kKeys) {
       const Block block(a, tile.row, first, std::min(kKeys, next - first), seen);
       pack_values<Stored>(a, tile.kv_head, block, s.values);
-      mix(s, rows, first - begin, block.count);
+      mix(s, rows, first - begin, block.count, position + 1 - first);
+    }
+    if (begin <= seen) {  // the first tile is the whole so far
+      std::swap(s.sums, s.part_sums);
+      std::swap(s.mixed, s.part);
+      continue;
     }
     for (int64_t row = 0; row < rows; ++row)
       merge(s.sums[row], s.mixed + row * s.mixed_stride, s.part_sums[row], s.part + row * s.mixed_stride,

@@ -119,8 +119,17 @@ RAYFIN_INLINE int64_t panel_place(int64_t i) {
   return sizeof(T) == sizeof(float) ? i : (i & -int64_t(kPanel)) + i % 2 * kWidth + i % kPanel / 2;
 }
 
+// b if one is NaN. One instruction, of which GCC 12 makes a comparison and a blend where it likes.
+#if defined(__AVX512F__)
+RAYFIN_INLINE Vec max(Vec a, Vec b) { return _mm512_maskz_max_ps(0xffff, a, b); }
+RAYFIN_INLINE Vec min(Vec a, Vec b) { return _mm512_maskz_min_ps(0xffff, a, b); }
+#elif defined(__AVX2__)
+RAYFIN_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+RAYFIN_INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+#else
 RAYFIN_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 RAYFIN_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+#endif
 
 RAYFIN_INLINE Vec4 fold(Vec v) {  // to four lanes, by adding halves
 #if defined(__AVX512F__)

@@ -7,6 +7,21 @@
 
 namespace rayfin {
 
+namespace {
+
+float largest(const float* scores, int64_t count) {
+  constexpr int kChains = 4;  // at once: one would wait for each comparison
+  Vec most[kChains];
+  std::fill_n(most, kChains, broadcast(kNever));
+  int64_t i = 0;
+  for (; i + kChains * kWidth <= count; i += kChains * kWidth)
+    for (int c = 0; c < kChains; ++c) most[c] = max(load(scores + i + c * kWidth), most[c]);
+  for (; i < count; i += kWidth) most[0] = max(load(scores + i), most[0]);
+  return maximum(max(max(most[0], most[1]), max(most[2], most[3])));
+}
+
+}  // namespace
+
 Sums soften(float* scores, int64_t from, int64_t to, int64_t count, float softcap) {
   if (from >= to) {
     std::fill_n(scores, count, 0.0f);
@@ -17,11 +32,10 @@ Sums soften(float* scores, int64_t from, int64_t to, int64_t count, float softca
     for (int64_t i = begin; i < end; i += kWidth) store(scores + i, tanh(load(scores + i) / softcap) * softcap);
   std::fill(scores + begin, scores + from, kNever);
   std::fill(scores + to, scores + end, kNever);
-  Vec largest = broadcast(kNever), total{};
-  for (int64_t i = begin; i < end; i += kWidth) largest = max(load(scores + i), largest);
-  const float most = maximum(largest);
+  const float most = largest(scores + begin, end - begin);
+  Vec total{};
   for (int64_t i = begin; i < end; i += kWidth) {
-    const Vec weight = exp(load(scores + i) - most);
+    const Vec weight = exp_in_range(load(scores + i) - most);
     store(scores + i, weight);
     total += weight;
   }

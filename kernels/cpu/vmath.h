@@ -5,27 +5,29 @@
 
 namespace rayfin {
 
-// e^x within 2 units in the last place; 0 below -87.3 (-inf included), NaN stays NaN.
-// x = n ln 2 + r with |r| <= ln 2 / 2, e^r by its series to r^6 (minimax coefficients of Cephes).
-RAYFIN_INLINE Vec exp(Vec x) {
-  const Vec lowest = broadcast(-87.3365447504f), highest = broadcast(88.3762626647f);
-  Vec clamped = x < lowest ? lowest : (x > highest ? highest : x);
-  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Vec shifted = clamped * 1.44269504088896341f + magic;
-  Vec n = shifted - magic;
-  Vec r = clamped - n * 0.693359375f;
+// e^x for x <= 88.37, within a unit in the last place; 0 from -87.3 down (-inf included), NaN stays NaN.
+// x = n ln 2 + r with |r| <= ln 2 / 2; e^r = 1 + r + r^2 p(r), p fitted for the least relative error (3e-9).
+RAYFIN_INLINE Vec exp_in_range(Vec x) {
+  const Vec lowest = broadcast(-87.3365447504f);
+  const Vec inside = max(lowest, x);
+  const Vec magic = broadcast(12583039.0f);  // 1.5 * 2^23 + 127: adding it rounds to an integer, as an exponent
+  const Vec shifted = inside * 1.44269504088896341f + magic;
+  const Vec n = shifted - magic;
+  Vec r = inside - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  Vec p = broadcast(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  VecI exponent = (bit_cast<VecI>(shifted) - bit_cast<VecI>(magic) + 127) << 23;
-  Vec result = p * bit_cast<Vec>(exponent);
+  Vec p = broadcast(1.3814540026e-3f);
+  p = p * r + 8.3687451126e-3f;
+  p = p * r + 4.1668390787e-2f;
+  p = p * r + 1.6666520399e-1f;
+  p = p * r + 4.9999993432e-1f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const Vec result = p * bit_cast<Vec>(bit_cast<VecU>(shifted) << 23);
   return x < lowest ? Vec{} : result;
 }
+
+// The same of any x; e^88.37 above.
+RAYFIN_INLINE Vec exp(Vec x) { return exp_in_range(min(broadcast(88.3762626647f), x)); }
 
 RAYFIN_INLINE Vec tanh(Vec x) {  // absolute error of 1e-7
   return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f);
