@@ -190,7 +190,9 @@ class ModelRunner:
         self._graphs = self._decode_graphs(self._slots, rows, pages)
         if self._peers:
             self._peers.connect(str(epoch))
-            self._relay = TokenRelay(self._peers, self._slots, self._sampler)
+            self._relay = TokenRelay(
+                self._peers, self._slots, self._sampler, config.steps_in_flight
+            )
         self._epoch = epoch
         self._next_step = 0
 

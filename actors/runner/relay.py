@@ -19,10 +19,13 @@ from rayfin.actors.runner.sampler import Sampled, Sampler
 class TokenRelay:
     """Stands between a stage's forward and the step's result."""
 
-    def __init__(self, peers: Peers, slots: RequestSlots, sampler: Sampler) -> None:
+    def __init__(
+        self, peers: Peers, slots: RequestSlots, sampler: Sampler, steps_in_flight: int
+    ) -> None:
         self._peers = peers
         self._slots = slots
         self._sampler = sampler
+        self._steps_in_flight = steps_in_flight
         self._awaited = deque[tuple[SchedulerInfo, Int64Array]]()  # steps, and rows that sample
 
     def before(self, info: SchedulerInfo) -> None:
@@ -46,6 +49,8 @@ class TokenRelay:
             return Sampled(self._receive(info, rows))
         if len(rows):
             self._awaited.append((info, rows))
+        while len(self._awaited) > self._steps_in_flight:  # nobody asks, but they have come
+            self._settle_oldest()
         return Sampled(np.full(len(info.ids), NO_TOKEN, np.int32))
 
     def _settle_oldest(self) -> None:
