@@ -317,6 +317,8 @@ class ModelRunner:
         wanted = self._sampler.wanted(info, inputs)
         spoiled = _planted(info) if failpoints.ACTIVE else []
         logits = self._model.forward(inputs.input_ids, inputs.batch, wanted)
+        if self._peers and info.lease == 1:  # while tokens are sampled
+            self._peers.begin_agreement(info.step)
         if spoiled:
             logits[np.isin(inputs.sampled_rows, spoiled).nonzero()[0]] = torch.nan
         sampled = (self._relay or self._sampler).sample(info, inputs, logits)

@@ -8,6 +8,7 @@ one's.
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,15 @@ watchdog is faster; this is for ranks whose scheduler is gone as well."""
 SENDS_UNDER_WAY = 16
 
 
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """That is under way; tensors live until then."""
+
+    work: Any
+    own: torch.Tensor  # [2] step, sums so far
+    parts: list[torch.Tensor]  # of each rank
+
+
 class Peers:
     """One rank's connections: to those that share its layers, and to its like in other stages."""
 
@@ -40,6 +50,7 @@ class Peers:
         self._hidden: Any = None
         self._tokens: Any = None
         self._agreed: Any = None
+        self._agreement: _Agreement | None = None
         self._sent = deque[tuple[Any, torch.Tensor]]()  # a tensor lives until it has arrived
         self._messages = Counter[str]()  # of each kind so far: their tags
 
@@ -52,6 +63,7 @@ class Peers:
         place, patience = self.place, timedelta(seconds=seconds)
         self._sent.clear()
         self._messages.clear()
+        self._agreement = None
         stage, tensor_rank = place.stage, place.tensor_rank
 
         def group(what: str, rank: int, size: int, device: str) -> Any:
@@ -81,6 +93,19 @@ class Peers:
             _or_lost(lambda: self._tensor.allreduce([x]).wait())
         return x
 
+    def begin_agreement(self, step: int) -> None:
+        """All sums of a step are queued: tells the others, whom ``agree`` hears in the end.
+
+        Raises:
+            PeerLost: a peer is gone.
+        """
+        if self._agreed is None:
+            return
+        own = torch.tensor([step, self._messages["sums"]])
+        parts = [torch.empty_like(own) for _ in range(self.place.tensor_size)]
+        work = _or_lost(lambda: self._agreed.allgather([parts], [own]))
+        self._agreement = _Agreement(work, own, parts)
+
     def agree(self, step: int) -> None:
         """All ranks of this stage have queued the same sums, and are at the same step.
 
@@ -91,12 +116,13 @@ class Peers:
         Raises:
             PeerLost: they have not.
         """
-        if self._agreed is None:
+        if self._agreement is None:
+            self.begin_agreement(step)
+        begun, self._agreement = self._agreement, None
+        if begun is None:
             return
-        own = torch.tensor([step, self._messages["sums"]])
-        parts = [torch.empty_like(own) for _ in range(self.place.tensor_size)]
-        _or_lost(lambda: self._agreed.allgather([parts], [own]).wait())
-        told = [tuple(part.tolist()) for part in parts]
+        _or_lost(begun.work.wait)
+        told = [tuple(part.tolist()) for part in begun.parts]
         if len(set(told)) > 1:
             raise PeerLost(f"the ranks are not in step: {told} of (step, sums)")
 

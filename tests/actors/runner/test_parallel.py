@@ -281,8 +281,9 @@ def test_peer_that_does_not_come(tiny_model: Make, group: Make) -> None:
         ranks.runners[0]._peers.connect("alone", 0.5)
 
 
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize(("left_out", "steps"), [(2, (1, 1)), (None, (1, 2)), (None, (1, 1))])
-def test_ranks_out_of_step(left_out: int | None, steps: tuple[int, int]) -> None:
+def test_ranks_out_of_step(left_out: int | None, steps: tuple[int, int], begun: bool) -> None:
     """A rank that leaves a sum out, or is at another step: no rank goes on with wrong numbers."""
     store = open_store()
 
@@ -293,6 +294,8 @@ def test_ranks_out_of_step(left_out: int | None, steps: tuple[int, int]) -> None
             for number in range(4):
                 if number != left_out or at == 0:
                     peers.sum(torch.ones(3, 8))
+            if begun:
+                peers.begin_agreement(steps[at])
             peers.agree(steps[at])
         except PeerLost:
             return False
