@@ -3,11 +3,11 @@
     python tests/chaos/soak.py --minutes 60 --seed 7       # make soak MINUTES=60 SEED=7
 
 Between faults the system comes to rest, and what its processes hold is measured: memory, file
-descriptors, threads, pages, series of metrics. malloc keeps what it was given back for each thread
-(tcache), up to 200 KiB and for an hour more of it; here it does not, so that what grows is
-somebody's. Exits with 1 when a promise was broken or when
-something surely grows by more than a percent an hour within the lives of its processes (runs of
-over half an hour; shorter ones only tell). ``--cases``: only these.
+descriptors, threads, pages, series of metrics. malloc keeps a little of what each thread gave back
+(tcache, up to 230 KiB, which fill for an hour); here it does not, so that what grows is somebody's.
+Exits with 1 when a promise was broken or when something surely grows by more than a percent an hour
+within the lives of its processes (runs of over half an hour; shorter ones only tell). ``--cases``:
+only these.
 """
 
 import argparse
