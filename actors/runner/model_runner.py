@@ -190,9 +190,7 @@ class ModelRunner:
         self._graphs = self._decode_graphs(self._slots, rows, pages)
         if self._peers:
             self._peers.connect(str(epoch))
-            self._relay = TokenRelay(
-                self._peers, self._slots, self._sampler, config.steps_in_flight
-            )
+            self._relay = TokenRelay(self._peers, self._slots, self._sampler, config)
         self._epoch = epoch
         self._next_step = 0
 
@@ -354,17 +352,16 @@ class ModelRunner:
     def _run_largest_step(self, limits: BatchLimits, model_len: int) -> int:
         """The costliest step there is; the bytes of its own pages, which are freed afterwards."""
         info, pages = largest_step(limits, self._args.page_size, model_len)
-        slots = RequestSlots(limits.max_decoding_batch, int(pages.max()))
+        model, rows = self._model, limits.max_decoding_batch
+        slots = RequestSlots(rows, int(pages.max()))
         slots.apply(info)
         self._bind(len(info.new_pages))
         inputs = build_inputs(info, slots, self._page_size, self._device)
-        rows = limits.max_decoding_batch
         inputs.sampled = inputs.sampled.repeat(rows)[:rows]
-        logits = self._model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
+        logits = model.forward(inputs.input_ids, inputs.batch, inputs.sampled)
         logits.to(torch.float32, copy=True)  # as for requests whose logits are changed
         self._bind(0)
-        page = page_bytes(self._model.layouts, self._page_size, self._page_type)
-        return len(info.new_pages) * page
+        return len(info.new_pages) * page_bytes(model.layouts, self._page_size, self._page_type)
 
     def _bind(self, num_pages: int) -> KVTensors:
         model = self._model

@@ -9,6 +9,7 @@ from collections import deque
 import numpy as np
 import torch
 
+from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo
 from rayfin.actors.runner.batch import StepInputs
 from rayfin.actors.runner.parallel import Peers
@@ -20,12 +21,12 @@ class TokenRelay:
     """Stands between a stage's forward and the step's result."""
 
     def __init__(
-        self, peers: Peers, slots: RequestSlots, sampler: Sampler, steps_in_flight: int
+        self, peers: Peers, slots: RequestSlots, sampler: Sampler, config: EngineConfig
     ) -> None:
         self._peers = peers
         self._slots = slots
         self._sampler = sampler
-        self._steps_in_flight = steps_in_flight
+        self._steps_in_flight = config.steps_in_flight
         self._awaited = deque[tuple[SchedulerInfo, Int64Array]]()  # steps, and rows that sample
 
     def before(self, info: SchedulerInfo) -> None:
