@@ -210,10 +210,9 @@ void mix(const Scratch& s, int64_t rows, int64_t at, int64_t keys, int64_t seen)
 }
 
 void finish(const Attention& a, const PrefillTile& tile, const Scratch& s) {
-  const int64_t group = a.group();
   for (int64_t token = tile.first; token < tile.last; ++token) {
-    for (int64_t g = 0; g < group; ++g) {
-      const int64_t row = (token - tile.first) * group + g, head = tile.kv_head * group + g;
+    for (int64_t g = 0; g < s.group; ++g) {
+      const int64_t row = (token - tile.first) * s.group + g, head = tile.kv_head * s.group + g;
       const float by = factor(s.sums[row], a.sinks ? a.sinks + head : nullptr);
       float* out = a.out + (token * a.heads + head) * a.value_dim;
       const float* mixed = s.mixed + row * s.mixed_stride;
