@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("--page", type=Path, help="to write; if not given, the one in docs/")
     options = parser.parse_args()
     if "W5" in options.only and "W1" not in options.only:
         parser.error("--only: W5 arrives at half of what W1 measures, so it needs W1")

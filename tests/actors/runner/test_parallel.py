@@ -232,18 +232,22 @@ def test_a_pipeline_decodes_in_all_stages(tiny_model: Make, group: Make, request
 
 @pytest.mark.parametrize("steps_in_flight", [1, 3])
 def test_tokens_that_nobody_asks_for(
-    steps_in_flight: int, tiny_model: Make, group: Make, request_of: Make
+    steps_in_flight: int,
+    tiny_model: Make,
+    group: Make,
+    request_of: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An earlier stage takes in what the last one tells it, and keeps no more than is under way:
     where requests end with their first token, and where no step begins before the last is known."""
     tiny = tiny_model("llama")
     ranks = group(tiny.folder, 1, 2, max_batch_tokens=16)
-    ranks.config, before = replace(ranks.config, steps_in_flight=steps_in_flight), ranks.config
+    config = replace(ranks.config, steps_in_flight=steps_in_flight)
+    monkeypatch.setattr(ranks, "config", config)
     ranks.restart()
     limit = 1 if steps_in_flight > 1 else OUTPUT
     requests = [request_of(key, PROMPTS[0], limit) for key in range(12)]
     tokens, _, _ = _run(ranks, requests, stagger=2)
-    ranks.config = before
     assert set(map(tuple, tokens.values())) == {tuple(tiny.greedy(PROMPTS[0], limit))}
     taken, told = (runner._peers._messages["tokens"] for runner in ranks.runners)
     assert told >= 12 and told - taken <= steps_in_flight
