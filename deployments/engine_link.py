@@ -70,6 +70,7 @@ class EngineLink:
         self.connected = False
         self._clients = clients
         self._client = ""
+        self._group = ""  # of the scheduler's, that the client's news come from
         self._changed = changed
         self._suspect = False  # it has refused to work, and no heartbeat came since
         self._heard = False
@@ -204,6 +205,7 @@ class EngineLink:
     async def _connect(self) -> None:
         self.info = await self.scheduler.info.remote()
         self._client = next(self._clients)
+        self._group = await self.scheduler.attach.remote(self._client)
         self._suspect = False
         self.connected = True
         self._changed()
@@ -233,7 +235,8 @@ class EngineLink:
             reading.cancel()
 
     async def _read(self) -> None:
-        subscribe = self.scheduler.subscribe.options(num_returns="streaming")
+        options = {"num_returns": "streaming", "concurrency_group": self._group}
+        subscribe = self.scheduler.subscribe.options(**options)
         count, again = MESSAGES_PER_CALL, False
         while count == MESSAGES_PER_CALL:
             count = 0

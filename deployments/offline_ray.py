@@ -64,7 +64,9 @@ class RayEngine:
                 self.abort(key)
 
     def _subscribe(self) -> Iterator[TokenDeltas]:
-        subscribe = self._scheduler.subscribe.options(num_returns="streaming")
+        group = ray.get(self._scheduler.attach.remote(self._client))
+        options = {"num_returns": "streaming", "concurrency_group": group}
+        subscribe = self._scheduler.subscribe.options(**options)
         count, again = MESSAGES_PER_CALL, False
         while count == MESSAGES_PER_CALL:
             count = 0

@@ -1,7 +1,7 @@
 """The Ray shell of an Engine: a thread that steps, and three doors to it.
 
     submit      requests and aborts come in                   (concurrency group "requests")
-    subscribe   one client's news, a message per step         ("streams", a thread per client)
+    subscribe   one client's news, a message per step         (a group and thread per client)
     the others  start, claim, pulse, ...: never wait for a step  ("control")
 
 The doors only touch queues; the engine is the loop thread's alone. A supervisor owns this actor as
@@ -44,12 +44,11 @@ from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.executor import Fenced, GroupFailed
 from rayfin.actors.scheduler.keeper import Keeper
 from rayfin.actors.scheduler.mail import Mail, Question
-from rayfin.actors.scheduler.subscriptions import Subscriptions
+from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
 from rayfin.actors.snapshot import EngineSnapshot
 
 logger = logging.getLogger(__name__)
 
-MAX_CLIENTS = 64
 CLIENT_LEASE_SECONDS = 15.0
 """A client that has not been heard of for this long is gone, and its requests with it."""
 
@@ -62,12 +61,13 @@ CLAIM_SECONDS = 5.0
 SUPERVISOR_LEASE_SECONDS = 60.0
 """... and after this long nobody wants the engine any more."""
 
+STREAMS = [f"stream-{seat}" for seat in range(MAX_CLIENTS)]
 OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
     "num_cpus": 0,
     "enable_task_events": False,  # Ray's GCS would keep a record of each call
-    "concurrency_groups": {"requests": 1, "streams": MAX_CLIENTS, "control": 6},
+    "concurrency_groups": {"requests": 1, "control": 6, **dict.fromkeys(STREAMS, 1)},
 }
 
 
@@ -251,7 +251,16 @@ class SchedulerActor:
         self._subscriptions.renew(client)
         self._inbox.put(Mail(client, requests, aborts, stopped or []))
 
-    @ray.method(concurrency_group="streams")
+    @ray.method(concurrency_group="control")
+    def attach(self, client: str) -> str:
+        """In which concurrency group the client is to ``subscribe``; also renews its lease.
+
+        Raises:
+            EngineUnavailable: there are ``MAX_CLIENTS`` clients.
+        """
+        self._subscriptions.renew(client)
+        return STREAMS[self._subscriptions.seat(client)]
+
     def subscribe(
         self, client: str, heartbeat: float | None = None, again: bool = False
     ) -> Iterator[TokenDeltas]:

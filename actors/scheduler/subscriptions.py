@@ -6,30 +6,52 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import TokenDeltas
 
+MAX_CLIENTS = 64
 MESSAGES_PER_CALL = 1_000
 """Most that one ``read`` gives: until a streaming call is over, Ray keeps some hundred bytes of
-each of its items, at both ends. Each call runs in another of the actor's threads, and malloc keeps
-megabytes for a thread that has run one: short calls have soon been round all of them."""
+each of its items, at both ends."""
 
 
 @dataclass(slots=True)
 class _Subscription:
     heard: float
+    seat: int | None = None
     messages: queue.SimpleQueue[TokenDeltas | None] = field(default_factory=queue.SimpleQueue)
 
 
 class Subscriptions:
     """Thread-safe: the engine posts, one thread per client reads.
 
-    A client exists from the first word heard of it, whether it subscribes or submits first.
+    A client exists from the first word heard of it, whether it subscribes or submits first. One
+    that subscribes has a *seat*, the number of its thread: Ray gives calls to the threads of a
+    group in turn, and each thread that has run one keeps some 50 KiB.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_client: dict[str, _Subscription] = {}
+        self._reading: set[int] = set()  # seats, also of clients that were closed meanwhile
+
+    def seat(self, client: str) -> int:
+        """The client's seat, from 0; the first that is free, if it has none.
+
+        Raises:
+            EngineUnavailable: there are ``MAX_CLIENTS`` clients.
+        """
+        own = self._subscription(client)
+        with self._lock:
+            if own.seat is None:
+                taken = self._reading | {other.seat for other in self._by_client.values()}
+                free = (seat for seat in range(MAX_CLIENTS) if seat not in taken)
+                own.seat = next(free, None)
+        if own.seat is None:
+            self.close(client)
+            raise EngineUnavailable(f"the engine has {MAX_CLIENTS} clients and takes no more")
+        return own.seat
 
     def renew(self, client: str) -> None:
         """The client was heard of now."""
@@ -51,11 +73,16 @@ class Subscriptions:
         """
         if again and client not in self._by_client:
             return
+        seat = self.seat(client)
         endless = self._endless(client, beat, seconds)
-        for _ in range(MESSAGES_PER_CALL):
-            if (message := next(endless, None)) is None:
-                return
-            yield message
+        self._reading.add(seat)
+        try:
+            for _ in range(MESSAGES_PER_CALL):
+                if (message := next(endless, None)) is None:
+                    return
+                yield message
+        finally:
+            self._reading.discard(seat)
 
     def _endless(
         self, client: str, beat: Callable[[], TokenDeltas], seconds: float | None

@@ -112,6 +112,9 @@ class Method:
         return self
 
 
+METHODS = ("attach", "info", "manage", "recall", "stats", "submit", "subscribe", "unsubscribe")
+
+
 class Scheduler:
     """A SchedulerActor without Ray: an engine that steps as the event loop turns."""
 
@@ -125,7 +128,7 @@ class Scheduler:
         self.steps_left = -1  # then it stands still; it still beats
         self._mail: list[Callable[[], None]] = []
         self._readers: dict[str, asyncio.Queue[TokenDeltas | None]] = {}
-        for name in ("info", "stats", "submit", "subscribe", "unsubscribe", "recall", "manage"):
+        for name in METHODS:
             setattr(self, name, Method(getattr(self, f"_{name}")))
         self._task = asyncio.create_task(self._run())
 
@@ -180,6 +183,10 @@ class Scheduler:
         await self._awake()
         config = self.engine.config
         return EngineInfo("fake", config.max_model_len, VOCABULARY, config.num_pages, 4)
+
+    async def _attach(self, client: str) -> str:
+        await self._awake()
+        return f"group of {client}"
 
     async def _stats(self) -> EngineStats:
         await self._awake()

@@ -38,6 +38,7 @@ class Method:
         self.remote = call
 
     def options(self, **options: Any) -> "Method":
+        assert options.pop("concurrency_group").startswith("seat of edge.")
         assert options == {"num_returns": "streaming"}
         return self
 
@@ -52,6 +53,7 @@ class FakeScheduler:
         self.left: list[str] = []
         self.subscriptions: list[bool] = []  # whether each goes on with one before
         self.info = Method(self._info)
+        self.attach = Method(self._attach)
         self.stats = Method(self._stats)
         self.submit = Method(self._submit)
         self.subscribe = Method(self._subscribe)
@@ -88,6 +90,10 @@ class FakeScheduler:
     async def _info(self) -> EngineInfo:
         self._check()
         return INFO
+
+    async def _attach(self, client: str) -> str:
+        self._check()
+        return f"seat of {client}"
 
     async def _stats(self) -> EngineStats:
         self._check()

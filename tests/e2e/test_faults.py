@@ -134,6 +134,12 @@ def request(client: str, key: int, max_tokens: int) -> EngineRequest:
     )
 
 
+def subscribe(scheduler: Any, client: str) -> Any:
+    group = ray.get(scheduler.attach.remote(client))
+    options = {"num_returns": "streaming", "concurrency_group": group}
+    return scheduler.subscribe.options(**options).remote(client)
+
+
 def read_to_end(stream: Any) -> tuple[int, Ended]:
     """The tokens of the one request that a client has, and its end; however many messages."""
     tokens = 0
@@ -154,7 +160,7 @@ def test_silent_client_loses_its_requests_and_nobody_elses(short_lease: Any) -> 
             short_lease.submit.remote("alive", [], [])
 
     short_lease.submit.remote("gone", [request("gone", key, 1800) for key in range(200)], [])
-    stream = short_lease.subscribe.options(num_returns="streaming").remote("alive")
+    stream = subscribe(short_lease, "alive")
     short_lease.submit.remote("alive", [request("alive", 0, 20)], [])
     renewing = threading.Thread(target=keep_alive)
     renewing.start()
@@ -172,10 +178,9 @@ def test_silent_client_loses_its_requests_and_nobody_elses(short_lease: Any) -> 
 
 
 def test_lease_ends_the_subscription_and_a_client_may_come_back(short_lease: Any) -> None:
-    subscribe = short_lease.subscribe.options(num_returns="streaming")
-    assert list(subscribe.remote("quiet")) == []  # it ended by itself
+    assert list(subscribe(short_lease, "quiet")) == []  # it ended by itself
     short_lease.submit.remote("quiet", [request("quiet", 1, 3)], [])
-    stream = subscribe.remote("quiet")
+    stream = subscribe(short_lease, "quiet")
     keys: list[int] = []
     while len(keys) < 3:  # a lease brings several tokens in one message
         keys += ray.get(next(stream)).keys.tolist()
@@ -189,7 +194,7 @@ def test_requests_of_a_client_that_leaves_are_aborted(short_lease: Any) -> None:
     short_lease.submit.remote("leaver", [request("leaver", key, 1800) for key in range(3)], [])
     ray.get(short_lease.unsubscribe.remote("leaver"))
     short_lease.submit.remote("next", [request("next", 0, 2)], [])
-    stream = short_lease.subscribe.options(num_returns="streaming").remote("next")
+    stream = subscribe(short_lease, "next")
     tokens, ended = read_to_end(stream)
     assert (tokens, ended.finish_reason) == (2, "length")
     stats: EngineStats = ray.get(short_lease.stats.remote())

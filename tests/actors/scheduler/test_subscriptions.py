@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import Ended, TokenDeltas
 from rayfin.actors.scheduler import subscriptions as module
 from rayfin.actors.scheduler.subscriptions import Subscriptions
@@ -42,6 +43,29 @@ def test_a_call_ends_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -
     subscriptions.close("a")
     assert list(subscriptions.read("a", lambda: BEAT, again=True)) == []
     assert subscriptions.silent(-1.0) == []
+
+
+def test_each_client_has_a_seat_of_its_own() -> None:
+    """From the first word to the last: the next one gets it when nobody reads in it any more."""
+    subscriptions = Subscriptions()
+    assert [subscriptions.seat(client) for client in "aba"] == [0, 1, 0]
+    reading, first = subscriptions.read("a", lambda: BEAT), news(1)
+    subscriptions.post({"a": first})
+    assert next(reading) is first
+    subscriptions.close("a")
+    assert subscriptions.seat("c") == 2
+    assert list(reading) == []
+    assert subscriptions.seat("d") == 0
+
+
+def test_a_client_too_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CLIENTS", 2)
+    subscriptions = Subscriptions()
+    assert [subscriptions.seat(client) for client in "ab"] == [0, 1]
+    with pytest.raises(EngineUnavailable, match="2 clients"):
+        subscriptions.seat("c")
+    subscriptions.close("a")
+    assert subscriptions.seat("c") == 0
 
 
 def test_beats_come_between_news() -> None:
