@@ -11,11 +11,13 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
 from rayfin.deployments.edge.keys import ApiKeys
 from rayfin.deployments.edge.limits import MAX_BODY_BYTES
 
 KEY_VARIABLES = ("RAYFIN_API_KEY", "VLLM_API_KEY")
 ADMIN_KEY_VARIABLES = ("RAYFIN_ADMIN_API_KEY",)
+MAX_INGRESSES = MAX_CLIENTS // 2  # an update has twice as many for a while
 
 
 def _flag(default: Any, help: str) -> Any:
@@ -74,7 +76,7 @@ class ServerArgs:
         "serve the metrics on a port of their own as well, on the cluster's head node: "
         "without a key, on all interfaces",
     )
-    ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream")
+    ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream, at most 32")
     data_parallel_size: int = _model_flag(1, "engines, each with its own copy of the model")
     min_engines: int | None = _model_flag(
         None,
@@ -132,6 +134,9 @@ class ServerArgs:
         for name in ("ingress_replicas", "data_parallel_size"):
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
+        if (value := self.ingress_replicas) > MAX_INGRESSES:
+            limit = f"at most {MAX_INGRESSES}, got {value}"
+            raise InvalidConfig(f"ingress_replicas must be {limit}", "ingress_replicas")
         self._check_engines()
         for name in (
             *("shutdown_timeout", "engine_timeout", "replay_timeout"),

@@ -45,10 +45,12 @@ def test_typed_arguments_refuse_what_is_none(args: dict[str, Any]) -> None:
     assert next(iter(args)) in str(error.value)
 
 
-def test_values_are_checked_too() -> None:
-    with pytest.raises(InvalidConfig) as error:
-        split_args(AppArgs(page_size=0).model_dump())
-    assert error.value.param == "page_size"
+@pytest.mark.parametrize("args", [{"page_size": 0}, {"ingress_replicas": 33}])
+def test_values_are_checked_too(args: dict[str, Any]) -> None:
+    (name,) = args
+    with pytest.raises(InvalidConfig, match=f"{name} must be") as error:
+        split_args(AppArgs(**args).model_dump())
+    assert error.value.param == name
 
 
 def test_example_file_is_valid() -> None:
