@@ -27,7 +27,7 @@ from run import chosen, parser, run_child
 from session import Session, tell
 
 KINDS = ("ingress", "engine", "scheduler", "runner", "proxy", "controller")
-WARM_UP = 10  # measurements of a life before the first one that counts: some three minutes
+WARM_UP = 20  # measurements of a life before the first one that counts: some six minutes
 NO_THREAD_CACHES = "glibc.malloc.tcache_count=0"
 CROWDS = ("herd", "slow-readers", "disconnects", "runner-hangs")
 """Cases with hundreds of clients at once: memory that was needed once is not given back to the
