@@ -266,6 +266,9 @@ class SchedulerActor:
     ) -> Iterator[TokenDeltas]:
         """The client's news as they come: one message per step that has any.
 
+        To be called in the concurrency group that ``attach`` has named, so that the client has a
+        thread to itself.
+
         With ``heartbeat``, also one every so many seconds, with the engine's counters. Ends when
         the client's lease runs out (``submit`` renews it) or it unsubscribes, and after
         ``MESSAGES_PER_CALL``: then ``again`` goes on, without a message lost.
