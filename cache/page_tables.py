@@ -33,7 +33,7 @@ class PageTables:
         self.held: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # pages of each slot
         self.published: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # in the index, or
         # shared without it: the slot's first pages, which it need not publish any more
-        self.index = PrefixIndex(num_pages) if prefix_caching else None
+        self.index = PrefixIndex(num_pages, page_size) if prefix_caching else None
         self.num_cached = 0  # free pages that the index knows
         self.num_evicted = 0  # of those, pages that were taken for something else, so far
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
@@ -69,7 +69,7 @@ class PageTables:
         if self.index is None:
             return []
         most = (len(tokens) - 1) // self.page_size
-        return self.index.match(chain.hashes[:most], tokens, self.page_size)
+        return self.index.match(chain.hashes[:most], tokens)
 
     def num_free_without(self, pages: Sequence[int]) -> int:
         """Free pages once ``pages`` are held."""
@@ -178,7 +178,7 @@ class PageTables:
             known = sum(page in self.index for page in self.pool.free_pages())
             if known != self.num_cached:
                 raise CacheError(f"{known} free pages are known, {self.num_cached} counted")
-            self.index.check_integrity(self.page_size)
+            self.index.check_integrity()
             for slot, pages in enumerate(self._pages):
                 for page in pages[self.published[slot] :]:
                     if page in self.index:

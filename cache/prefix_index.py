@@ -40,12 +40,16 @@ class HashChain:
 
 
 class PrefixIndex:
-    """Full pages that can be shared, free or held. One page per hash: the first one to come."""
+    """Full pages that can be shared, free or held. One page per hash: the first one to come.
 
-    def __init__(self, num_pages: int) -> None:
+    What it holds of the tokens is one array [num_pages, page_size] of int32, however many pages
+    are known: a small object for each would leave holes all over the heap when all are forgotten.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
         self._page_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_pages
-        self._tokens_of: list[bytes] = [b""] * num_pages
+        self._tokens_of: Tokens = np.zeros((num_pages, page_size), np.int32)
 
     def __contains__(self, page: int) -> bool:
         return self._hash_of[page] is not None
@@ -53,20 +57,19 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._page_of)
 
-    def match(self, hashes: Sequence[bytes], tokens: Tokens, page_size: int) -> list[int]:
+    def match(self, hashes: Sequence[bytes], tokens: Tokens) -> list[int]:
         """The pages of the longest known prefix, in order; O(pages matched)."""
         pages: list[int] = []
-        for index, page_hash in enumerate(hashes):
+        for page_hash in hashes:
             page = self._page_of.get(page_hash)
             if page is None:
                 break
-            own = np.ascontiguousarray(
-                tokens[index * page_size : (index + 1) * page_size], np.int32
-            )
-            if self._tokens_of[page] != own.tobytes():
-                break
             pages.append(page)
-        return pages
+        if not pages:
+            return pages
+        known = self._tokens_of[pages]  # a copy [pages, page_size]
+        other = np.flatnonzero(known.ravel() != tokens[: known.size])
+        return pages[: other[0] // known.shape[1]] if len(other) else pages
 
     def add(self, page: int, page_hash: bytes, tokens: Tokens) -> bool:
         """Makes a full page known; False if its tokens are known under another page already."""
@@ -74,7 +77,7 @@ class PrefixIndex:
             return False
         self._page_of[page_hash] = page
         self._hash_of[page] = page_hash
-        self._tokens_of[page] = np.ascontiguousarray(tokens, np.int32).tobytes()
+        self._tokens_of[page] = tokens
         return True
 
     def drop(self, page: int) -> bool:
@@ -84,7 +87,6 @@ class PrefixIndex:
             return False
         del self._page_of[page_hash]
         self._hash_of[page] = None
-        self._tokens_of[page] = b""
         return True
 
     def clear(self) -> None:
@@ -92,17 +94,14 @@ class PrefixIndex:
         for page in list(self._page_of.values()):
             self.drop(page)
 
-    def check_integrity(self, page_size: int) -> None:
-        """Both directions agree, and every known page has all of its tokens. O(pages).
+    def check_integrity(self) -> None:
+        """Both directions agree. O(pages).
 
         Raises:
             CacheError: with the first broken rule.
         """
         for page, page_hash in enumerate(self._hash_of):
-            tokens = len(self._tokens_of[page]) // np.dtype(np.int32).itemsize
             if page_hash is not None and self._page_of.get(page_hash) != page:
                 raise CacheError(f"page {page} is known, and cannot be found")
-            if tokens != (0 if page_hash is None else page_size):
-                raise CacheError(f"{tokens} tokens of page {page} are known")
         if len(self._page_of) != sum(page_hash is not None for page_hash in self._hash_of):
             raise CacheError("a page that is not known can be found")

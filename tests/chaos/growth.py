@@ -1,7 +1,6 @@
 """What processes hold, sampled over time, and whether it grows: slopes by least squares."""
 
 import os
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,11 +51,11 @@ class Series:
 
 @dataclass(slots=True)
 class Growth:
-    """Series by name; the first ``skip`` samples of each life are of one that is warming up."""
+    """Series by name; in the first ``skip`` seconds of each life it is warming up."""
 
-    skip: int = 0
+    skip: float = 0.0
     series: dict[str, Series] = field(default_factory=dict)
-    _seen: Counter[tuple[str, Hashable]] = field(default_factory=Counter)
+    _began: dict[tuple[str, Hashable], float] = field(default_factory=dict)
 
     def add(
         self, at: float, values: dict[str, float], lives: Mapping[str, Hashable] | None = None
@@ -64,8 +63,7 @@ class Growth:
         """``lives``: by the first word of a name, whose life the value is of."""
         for name, value in values.items():
             life = (lives or {}).get(name.split()[0])
-            self._seen[name, life] += 1
-            if self._seen[name, life] > self.skip:
+            if at - self._began.setdefault((name, life), at) >= self.skip:
                 self.series.setdefault(name, Series(name)).add(at, value, life)
 
     def lines(self, most: float) -> tuple[list[str], list[str]]:

@@ -3,13 +3,14 @@
     python tests/chaos/soak.py --minutes 60 --seed 7       # make soak MINUTES=60 SEED=7
 
 Between faults the system comes to rest, and what its processes hold is measured: memory, file
-descriptors, threads, pages, series of metrics. In the second half of the time the only processes
-that faults replace are runners, and no crowds come, so that what is measured lives for long enough
-to tell what grows from what warms up. malloc keeps a little of what each thread gave back
-(tcache, up to 230 KiB, which fill for an hour); here it does not, so that what grows is somebody's.
-Exits with 1 when a promise was broken or when something surely grows by more than a percent an hour
-within the lives of its processes (runs of over half an hour; shorter ones only tell). ``--cases``:
-only these.
+descriptors, threads, pages, series of metrics. In the first third of the time one fault follows
+another. After that they come two minutes apart under load, no crowds come, and the only processes
+that faults replace are runners: what is measured lives for long enough to tell what grows from what
+warms up, and from what Ray keeps of each actor that has died (dead_actors.py). malloc keeps a
+little of what each thread gave back (tcache, up to 230 KiB, which fill for an hour); here it does
+not, so that what grows is somebody's. Exits with 1 when a promise was broken or when something
+surely grows by more than a percent an hour within the lives of its processes (runs of over half an
+hour; shorter ones only tell). ``--cases``: only these.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import random
 import sys
 import time
 import traceback
+from dataclasses import replace
 
 from cases import ONE, TWO, Case, all_cases
 from growth import LONG_ENOUGH, MOST, Growth, held_by
@@ -27,7 +29,12 @@ from run import chosen, parser, run_child
 from session import Session, tell
 
 KINDS = ("ingress", "engine", "scheduler", "runner", "proxy", "controller")
-WARM_UP = 20  # measurements of a life before the first one that counts: some six minutes
+WARM_UP = 360.0  # seconds of a life before the first measurement that counts
+CALM = 100.0  # seconds that the load goes on for after a fault, once faults are rare
+PAGES = 1024
+"""Of an engine's cache: so few that its index is soon as large as it gets. A runner's death empties
+it, and a large one would be filled anew, and a little more than ever before, for an hour."""
+
 NO_THREAD_CACHES = "glibc.malloc.tcache_count=0"
 CROWDS = ("herd", "slow-readers", "disconnects", "runner-hangs")
 """Cases with hundreds of clients at once: memory that was needed once is not given back to the
@@ -43,7 +50,7 @@ def main() -> int:
     options = soak_parser().parse_args()
     if not options.child:
         print(f"seed {options.seed}, {options.minutes:g} minutes", flush=True)
-        layout = TWO if options.two else ONE
+        layout = replace(TWO if options.two else ONE, pages=PAGES)
         arguments = [*sys.argv[1:], "--seed", str(options.seed)]
         wait = 60 * options.minutes + 900
         os.environ.setdefault("GLIBC_TUNABLES", NO_THREAD_CACHES)
@@ -65,15 +72,17 @@ def soak(options: argparse.Namespace) -> int:
     """The run itself, in a process with its cluster's environment."""
     layout = TWO if options.two else ONE
     draw, growth = random.Random(options.seed), Growth(skip=WARM_UP)
-    session = Session(layout, options.child, options.seed, options.streams)
+    session = Session(replace(layout, pages=PAGES), options.child, options.seed, options.streams)
     wanted = chosen(all_cases(), options.cases)
     cases = [case for case in wanted if case.layout == layout and usable(case)]
     gentle = [case for case in cases if case.name not in CROWDS + REPLACES] or cases
-    half = 30 * options.minutes
-    end, broken, count, crowds = time.monotonic() + 2 * half, 0, 0, 0
+    wild = time.monotonic() + 20 * options.minutes
+    end, broken, count, crowds = time.monotonic() + 60 * options.minutes, 0, 0, 0
     try:
-        while (left := end - time.monotonic()) > 0:
-            case = draw.choice(cases if left > half else gentle)
+        while (now := time.monotonic()) < end:
+            case = draw.choice(cases if now < wild else gentle)
+            if now >= wild:
+                case = replace(case, after=CALM)
             session.seed = draw.getrandbits(31)
             started = time.monotonic()
             result = attempt(session, case)

@@ -62,7 +62,7 @@ def main() -> int:
 
 async def steady(url: str, samples: int, streams: int, seed: int, file: TextIO) -> int:
     """The run itself; prints a line for each quantity."""
-    growth, pids = Growth(skip=samples // 2), of_server(urlsplit(url).port or 80)
+    growth, pids = Growth(skip=samples // 2 * SAMPLE_SECONDS), of_server(urlsplit(url).port or 80)
     asks = bodies(seed)
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         before = await counted(http)

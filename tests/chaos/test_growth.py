@@ -29,7 +29,7 @@ def test_a_new_process_is_no_growth_and_hides_none() -> None:
 
 
 def test_only_what_grows_is_named_and_the_warm_up_does_not_count() -> None:
-    growth = Growth(skip=1)
+    growth = Growth(skip=HOUR)
     growth.add(0.0, {"leak rss": 0.0, "flat": 900.0, "falls": 0.0}, {"leak": 1})
     for hour in range(1, 4):
         values = {"leak rss": 100.0 + 5 * hour, "flat": 7.0, "falls": 9.0 - hour}
