@@ -144,7 +144,8 @@ class Engine:
         if not self.has_work:
             self._last_progress = now
         chain = HashChain(self.config.page_size, source.extra_keys)
-        request = Request(source, self._arrivals, now, chain, list(source.output), elder=elder)
+        output = np.array(source.output, np.int32)
+        request = Request(source, self._arrivals, now, chain, output, elder=elder)
         if self.config.prefix_caching:
             chain.extend(source.prompt)
         self._arrivals += 1

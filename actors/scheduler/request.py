@@ -13,15 +13,16 @@ from rayfin.cache.prefix_index import HashChain
 class Request:
     """One prompt and its output. Its tokens are in the RunningTable while it holds a slot.
 
-    ``output`` is the token log up to the last preemption; with the prompt it is all that a
-    recomputation needs.
+    ``output`` [tokens] is the token log up to the last preemption; with the prompt it is all that a
+    recomputation needs. An array: as a list, a token takes forty bytes, and all that run become
+    lists at once when their runner dies.
     """
 
     source: EngineRequest
     order: int  # arrival number in this engine
     arrival: float  # when it came, seconds of the engine's clock
     chain: HashChain  # hashes of its full pages, as far as they were needed
-    output: list[int] = field(default_factory=list)
+    output: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     slots: list[int] = field(default_factory=list)  # that it holds; none while it waits
     prompt_told: int = 1  # first prompt position whose log probability has yet to be handed out
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
@@ -62,4 +63,4 @@ class Request:
 
     def tokens(self) -> Int32Array:
         """Prompt and known output, while the request waits."""
-        return np.concatenate([self.source.prompt, np.array(self.output, np.int32)])
+        return np.concatenate([self.source.prompt, self.output])

@@ -90,7 +90,7 @@ class RunningTable:
         request = self.request(slot)
         prompt_len, known = len(request.source.prompt), int(self.num_known[slot])
         if not self.lockstep[slot]:
-            request.output = self.tokens[slot, prompt_len:known].tolist()
+            request.output = self.tokens[slot, prompt_len:known].copy()
         request.slots.remove(slot)
         self.requests[slot] = None
         self.admission[slot] = 0

@@ -4,8 +4,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from rayfin.actors.messages import Int32Array, Receipt, TokenLog
 from rayfin.actors.scheduler.request import Request
 
@@ -16,7 +14,7 @@ MAX_LOGS = 2**14
 
 @dataclass(slots=True)
 class _Kept:
-    """A log at four bytes a token: a list of Python's integers takes forty."""
+    """A log, its tokens an array still."""
 
     since: float  # the clock's seconds
     tenant: str
@@ -74,7 +72,7 @@ class TokenLogs:
             source.tenant,
             source.receipt,
             source.sampling.seed,
-            np.array(request.output, np.int32),
+            request.output,
             finish_reason,
             stop_reason,
             request.cached_tokens,

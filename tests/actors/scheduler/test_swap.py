@@ -329,7 +329,8 @@ def _keep_it_after_its_end(swap: Any) -> None:
 
 
 def _keep_too_much(swap: Any) -> None:
-    next(iter(swap._saved)).output.clear()
+    request = next(iter(swap._saved))
+    request.output = request.output[:0]
 
 
 def _keep_too_few_pages(swap: Any) -> None:

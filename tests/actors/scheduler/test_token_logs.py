@@ -30,7 +30,9 @@ def source(name: str, receipt: Receipt | None = RECEIPT, max_tokens: int = 6) ->
 
 
 def ended(name: str, tokens: int, receipt: Receipt | None = RECEIPT) -> Request:
-    return Request(source(name, receipt), 0, 0.0, HashChain(4, ()), list(range(tokens)))
+    return Request(
+        source(name, receipt), 0, 0.0, HashChain(4, ()), np.arange(tokens, dtype=np.int32)
+    )
 
 
 def test_only_for_its_tenant_and_its_time() -> None:
