@@ -7,10 +7,11 @@ descriptors, threads, pages, series of metrics. In the first third of the time o
 another. After that they come two minutes apart under load, no crowds come, and the only processes
 that faults replace are runners: what is measured lives for long enough to tell what grows from what
 warms up, and from what Ray keeps of each actor that has died (dead_actors.py). malloc keeps a
-little of what each thread gave back (tcache, up to 230 KiB, which fill for an hour); here it does
-not, so that what grows is somebody's. Exits with 1 when a promise was broken or when something
-surely grows by more than a percent an hour within the lives of its processes (runs of over half an
-hour; shorter ones only tell). ``--cases``: only these.
+little of what each thread gave back (tcache, up to 230 KiB, which fill for an hour), and at its
+heaps' ends what the largest burst so far took; here it keeps neither, so that what grows is
+somebody's. Exits with 1 when a promise was broken or when something surely grows by more than a
+percent an hour within the lives of its processes (runs of over half an hour; shorter ones only
+tell). ``--cases``: only these.
 """
 
 import argparse
@@ -35,7 +36,7 @@ PAGES = 1024
 """Of an engine's cache: so few that its index is soon as large as it gets. A runner's death empties
 it, and a large one would be filled anew, and a little more than ever before, for an hour."""
 
-NO_THREAD_CACHES = "glibc.malloc.tcache_count=0"
+KEEP_LITTLE = "glibc.malloc.tcache_count=0:glibc.malloc.trim_threshold=131072"
 CROWDS = ("herd", "slow-readers", "disconnects", "runner-hangs")
 """Cases with hundreds of clients at once: memory that was needed once is not given back to the
 system, so the lives of processes are counted anew from there."""
@@ -53,7 +54,7 @@ def main() -> int:
         layout = replace(TWO if options.two else ONE, pages=PAGES)
         arguments = [*sys.argv[1:], "--seed", str(options.seed)]
         wait = 60 * options.minutes + 900
-        os.environ.setdefault("GLIBC_TUNABLES", NO_THREAD_CACHES)
+        os.environ.setdefault("GLIBC_TUNABLES", KEEP_LITTLE)
         return run_child(__file__, arguments, layout, wait)
     return soak(options)
 
