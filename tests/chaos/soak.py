@@ -33,8 +33,8 @@ KINDS = ("ingress", "engine", "scheduler", "runner", "proxy", "controller")
 WARM_UP = 360.0  # seconds of a life before the first measurement that counts
 CALM = 100.0  # seconds that the load goes on for after a fault, once faults are rare
 PAGES = 1024
-"""Of an engine's cache: so few that its index is soon as large as it gets. A runner's death empties
-it, and a large one would be filled anew, and a little more than ever before, for an hour."""
+"""Of an engine's cache: so few that its index is soon as large as it gets, and again after a
+runner's death, which empties it."""
 
 KEEP_LITTLE = "glibc.malloc.tcache_count=0:glibc.malloc.trim_threshold=131072"
 CROWDS = ("herd", "slow-readers", "disconnects", "runner-hangs")
