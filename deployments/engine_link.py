@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.snapshot import EngineSnapshot
 from rayfin.deployments.deltas import split_deltas
+from rayfin.deployments.renewal import Renewal
 from rayfin.deployments.router import Candidate
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ SILENT_SECONDS = 4.0
 """An engine that has said nothing for so long, heartbeats included, is lost: frozen or cut off."""
 
 TICK_SECONDS = 0.5
-RENEW_SECONDS = 4.0  # under a third of the scheduler's client lease
+STUCK_SECONDS = 60.0  # that the event loop may stand still before the lease is not renewed any more
 RETRY_SECONDS = 0.25
 ANSWER_SECONDS = 5.0
 COMMAND_SECONDS = 90.0  # over the scheduler's own
@@ -81,6 +83,8 @@ class EngineLink:
         self._aborts: list[int] = []
         self._stopped: list[int] = []  # by a stop string
         self._flush_planned = False
+        self._turned = 0.0  # when the event loop was last seen to turn
+        self._renewal: Renewal | None = None
         # Ray cancels the calls that a cancelled request has made. What is sent belongs to all
         # requests, the abort of a cancelled one included: it is sent in a context that is nobody's.
         self._context = contextvars.copy_context()
@@ -182,6 +186,8 @@ class EngineLink:
     def close(self) -> None:
         """Leaves the engine; what is still open is lost here and aborted there."""
         self._task.cancel()
+        if self._renewal is not None:
+            self._renewal.close()
         if self._client:
             self.scheduler.unsubscribe.remote(self._client)
         self._lose(EngineLost(f"engine {self.name} was left"))
@@ -211,7 +217,7 @@ class EngineLink:
         self._changed()
 
     async def _receive(self) -> None:
-        """Reads the subscription to its end, and says every few seconds that it does.
+        """Reads the subscription to its end, while the lease is renewed.
 
         Raises:
             EngineLost: nothing came for too long. Time in which this process itself stood still
@@ -219,20 +225,24 @@ class EngineLink:
             RayError, EngineUnavailable: the engine's own end.
         """
         reading = asyncio.create_task(self._read())
+        self._turned = time.monotonic()
+        self._renewal = Renewal(self._renew)
         try:
-            silence = unsaid = 0.0
+            silence = 0.0
             while not (await asyncio.wait({reading}, timeout=TICK_SECONDS))[0]:
+                self._turned = time.monotonic()
                 silence = 0.0 if self._heard else silence + TICK_SECONDS
                 self._heard = False
                 if silence >= SILENT_SECONDS:
                     raise EngineLost(f"engine {self.name} is silent")
-                unsaid += TICK_SECONDS
-                if unsaid >= RENEW_SECONDS:
-                    unsaid = 0.0
-                    self.scheduler.submit.remote(self._client, [], [])
             reading.result()
         finally:
+            self._renewal.close()
             reading.cancel()
+
+    def _renew(self) -> None:
+        if time.monotonic() - self._turned < STUCK_SECONDS:
+            self.scheduler.submit.remote(self._client, [], [])
 
     async def _read(self) -> None:
         options = {"num_returns": "streaming", "concurrency_group": self._group}

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import os
-import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,12 +17,11 @@ from rayfin.actors.messages import EngineRequest, EngineStats, TokenDeltas
 from rayfin.actors.own_ray import prepare_own_ray
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.supervisor import Supervisor
+from rayfin.deployments.renewal import Renewal
 
 T = TypeVar("T")
 
 _engine_numbers = itertools.count()
-
-RENEW_SECONDS = 4.0  # under a third of the scheduler's client lease
 
 
 class RayEngine:
@@ -36,7 +34,7 @@ class RayEngine:
             ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
         number = next(_engine_numbers)
         self._client = f"offline-{os.getpid()}-{number}"
-        self._closed = threading.Event()
+        self._renewal: Renewal | None = None
         self._supervisor = Supervisor(args, f"offline-engine-{os.getpid()}-{number}")
         try:
             self.info = _wait_for(self._supervisor.start())
@@ -46,7 +44,7 @@ class RayEngine:
         self._scheduler: Any = self._supervisor.scheduler
         self._open: set[int] = set()
         self._messages = self._subscribe()
-        threading.Thread(target=self._keep_alive, daemon=True).start()
+        self._renewal = Renewal(lambda: self._scheduler.submit.remote(self._client, [], []))
 
     def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:
         self._open = {request.key for request in requests}
@@ -88,14 +86,11 @@ class RayEngine:
         ray.get(self._scheduler.check_integrity.remote())
 
     def close(self) -> None:
-        self._closed.set()
+        if self._renewal is not None:
+            self._renewal.close()
         self._supervisor.stop()
         if self._started_ray:
             ray.shutdown()
-
-    def _keep_alive(self) -> None:
-        while not self._closed.wait(RENEW_SECONDS):
-            self._scheduler.submit.remote(self._client, [], [])
 
 
 def _wait_for(work: Coroutine[Any, Any, T]) -> T:

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import itertools
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.deployments import engine_link, ray_client
 from rayfin.deployments.ray_client import Patience, RayEngineClient
+from rayfin.deployments.renewal import Renewal
 
 pytestmark = pytest.mark.anyio
 INFO = EngineInfo("fake", 128, 100, 10, 16)
@@ -360,16 +362,34 @@ async def test_health_is_progress(client: RayEngineClient, engines: list[FakeSch
         await client.check_health()
 
 
-async def test_lease_is_renewed(
+async def test_lease_is_renewed_whatever_the_event_loop_does(
     engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_link, "TICK_SECONDS", 0.01)
-    monkeypatch.setattr(engine_link, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "Renewal", lambda renew: Renewal(renew, 0.01))
     client = RayEngineClient("edge", lambda: {"app/engine/0": engines[0]})
-    await until(lambda: len(engines[0].calls) > 3)
+    await until(lambda: bool(engines[0].calls))
+    before = len(engines[0].calls)
+    time.sleep(0.2)  # the event loop stands still
+    assert len(engines[0].calls) > before + 3
     assert engines[0].calls[:3] == [([], [], [])] * 3
     client.close()
     await asyncio.sleep(0.02)
     calls = len(engines[0].calls)
     await asyncio.sleep(0.05)
     assert len(engines[0].calls) == calls and engines[0].left == ["edge.0"]
+
+
+async def test_event_loop_that_hangs_loses_its_lease(
+    engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_link, "Renewal", lambda renew: Renewal(renew, 0.01))
+    monkeypatch.setattr(engine_link, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "STUCK_SECONDS", 0.2)
+    client = RayEngineClient("edge", lambda: {"app/engine/0": engines[0]})
+    await until(lambda: bool(engines[0].calls))
+    time.sleep(0.3)
+    calls = len(engines[0].calls)
+    time.sleep(0.1)
+    assert len(engines[0].calls) == calls
+    await until(lambda: len(engines[0].calls) > calls)  # it turns again
+    client.close()

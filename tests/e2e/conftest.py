@@ -54,11 +54,16 @@ T = TypeVar("T")
 Held = dict[str, tuple[int, int]]  # actor -> its open files, its unfinished tasks
 
 
-def _eventually(probe: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
-    """The first truthy answer of ``probe``."""
+def _eventually(
+    probe: Callable[[], T | None],
+    what: str,
+    seconds: float = PATIENCE,
+    seen: Callable[[], str] = str,
+) -> T:
+    """The first truthy answer of ``probe``; a failure says what was ``seen`` instead."""
     deadline = time.monotonic() + seconds
     while not (answer := probe()):
-        assert time.monotonic() < deadline, f"never happened: {what}"
+        assert time.monotonic() < deadline, f"never happened: {what}. {seen()}"
         time.sleep(0.05)
     return answer
 
@@ -260,6 +265,7 @@ class Driver:
 
     process: "subprocess.Popen[bytes]"
     log: Path
+    folder: Path  # of its Ray
 
     @property
     def output(self) -> str:
@@ -274,13 +280,22 @@ class Driver:
     def wait_for(self, text: str) -> None:
         """Until it has said ``text``."""
 
-        def said() -> bool:
+        def has_said() -> bool:
             if text in self.output:
                 return True
             assert self.process.poll() is None, f"it ended first: {self.output}"
             return False
 
-        _eventually(said, f"the output has {text!r}")
+        _eventually(has_said, f"the output has {text!r}", seen=self.story)
+
+    def story(self) -> str:
+        """Its output, and the last lines of all that its Ray has logged."""
+        lines = [self.output]
+        for path in sorted(self.folder.glob("ray/session_2*/logs/**/*")):
+            if path.is_file():
+                last = path.read_text(errors="replace").splitlines()[-5:]
+                lines += [f"{path.name}: {line}" for line in last]
+        return "\n".join(lines)
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         """Signals the process, or its whole group as a terminal does."""
@@ -326,7 +341,7 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
                     env=environment,
                     start_new_session=True,
                 )
-            driver = Driver(process, log)
+            driver = Driver(process, log, Path(environment["RAY_TMPDIR"]))
             stack.callback(driver.kill)
             return driver
 

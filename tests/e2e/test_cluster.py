@@ -79,7 +79,12 @@ def head(
             return False
 
     eventually(answers, "the dashboard answers")
-    yield {**token, "RAY_ADDRESS": f"127.0.0.1:{gcs}", "RAY_DASHBOARD_ADDRESS": address}
+    yield {
+        **token,
+        "RAY_ADDRESS": f"127.0.0.1:{gcs}",
+        "RAY_DASHBOARD_ADDRESS": address,
+        "RAY_TMPDIR": str(driver.folder),
+    }
     assert driver.process.poll() is None, "it was not ours to stop"
 
 

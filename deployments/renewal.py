@@ -1,0 +1,35 @@
+"""A client's lease on an engine, renewed from a thread of its own."""
+
+import threading
+from collections.abc import Callable
+
+RENEW_SECONDS = 4.0  # under a third of the scheduler's client lease
+
+
+class Renewal:
+    """Calls ``renew`` every few ``seconds`` until it is closed.
+
+    An event loop that has a thousand requests to read may not turn for many seconds. A lease that
+    ran out for it would add to its load: all that it has open would be aborted, and sent again.
+
+    Args:
+        renew: quick; not called any more once ``close`` has returned.
+    """
+
+    def __init__(self, renew: Callable[[], object], seconds: float = RENEW_SECONDS) -> None:
+        self._renew = renew
+        self._seconds = seconds
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="renewal", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:  # a call that is under way
+            pass
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._seconds):
+            with self._lock:
+                if not self._closed.is_set():
+                    self._renew()
