@@ -29,7 +29,7 @@ from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.engine_names import find_engine
 from rayfin.deployments.server_args import ServerArgs
 
-PATIENCE = 300.0  # seconds; only a failure waits so long
+PATIENCE = 600.0  # seconds; only a failure waits so long
 MODEL = "demo"
 APP = "e2e"
 ADMIN_KEY = "operator"
