@@ -76,6 +76,7 @@ class EngineLink:
         self._changed = changed
         self._suspect = False  # it has refused to work, and no heartbeat came since
         self._heard = False
+        self._refusal = ""  # of the last attempts to connect
         self._streams: dict[int, News] = {}
         self._request_ids: dict[int, str] = {}
         self._sent: list[int] = []  # prompt lengths, since the last heartbeat
@@ -205,13 +206,23 @@ class EngineLink:
                 crashed = isinstance(error, ActorDiedError)
                 reason = f"engine {self.name} is gone: {type(error).__name__}"
                 lost = EngineLost(reason, crashed=crashed)
+                if isinstance(error, EngineUnavailable) and not self.connected:
+                    self._say_refused(error)
             self._lose(lost)
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _say_refused(self, error: EngineUnavailable) -> None:
+        """Once for each reason, for a connection is tried four times a second."""
+        refusal = str(getattr(error, "cause", error))  # Ray's copy has a traceback in its text
+        if refusal != self._refusal:
+            self._refusal = refusal
+            logger.warning("engine %s does not let this client in: %s", self.name, refusal)
 
     async def _connect(self) -> None:
         self.info = await self.scheduler.info.remote()
         self._client = next(self._clients)
         self._group = await self.scheduler.attach.remote(self._client)
+        self._refusal = ""
         self._suspect = False
         self.connected = True
         self._changed()

@@ -51,6 +51,7 @@ class FakeScheduler:
         self.callers: list[str] = []
         self.current = EngineStats()
         self.dead = False
+        self.full = False
         self.messages: asyncio.Queue[TokenDeltas | None] = asyncio.Queue()
         self.left: list[str] = []
         self.subscriptions: list[bool] = []  # whether each goes on with one before
@@ -95,6 +96,8 @@ class FakeScheduler:
 
     async def _attach(self, client: str) -> str:
         self._check()
+        if self.full:
+            raise EngineUnavailable("the engine is full")
         return f"seat of {client}"
 
     async def _stats(self) -> EngineStats:
@@ -377,6 +380,22 @@ async def test_lease_is_renewed_whatever_the_event_loop_does(
     calls = len(engines[0].calls)
     await asyncio.sleep(0.05)
     assert len(engines[0].calls) == calls and engines[0].left == ["edge.0"]
+
+
+async def test_refused_connection_is_told_once_and_tried_again(
+    engines: list[FakeScheduler],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(engine_link, "RETRY_SECONDS", 0.01)
+    engines[0].full = True
+    client = RayEngineClient("edge", lambda: {"app/engine/0": engines[0]})
+    await until(lambda: "the engine is full" in caplog.text)
+    await asyncio.sleep(0.1)
+    assert caplog.text.count("the engine is full") == 1
+    engines[0].full = False
+    await until(lambda: bool(engines[0].subscriptions))
+    client.close()
 
 
 async def test_event_loop_that_hangs_loses_its_lease(
