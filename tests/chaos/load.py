@@ -7,9 +7,11 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import httpx
@@ -154,14 +156,33 @@ class Load:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def all_streaming(self, streams: int, seconds: float = PATIENCE) -> None:
-        """Until so many streams have had a token.
+        """Until so many streams have had a token, whether or not they have ended since.
+
+        On a machine with more to do than it can, all may never have one at the same time: some
+        always wait for their first.
 
         Raises:
             TimeoutError: they never have.
         """
-        async with asyncio.timeout(seconds):
-            while sum(bool(r.events) and r.ended is None for _, r in self.records) < streams:
-                await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(seconds):
+                while sum(r.stream and bool(r.events) for _, r in self.records) < streams:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise TimeoutError(f"not {streams} streams have had a token: {self._story()}") from None
+
+    def _story(self) -> str:
+        """What became of all requests so far."""
+        records = [record for _, record in self.records]
+        first = [r.events[0].at - r.started for r in records if r.stream and r.events]
+        whole = [r.ended - r.started for r in records if r.stream and r.ended and not r.failed]
+        ends = Counter(r.error or r.broken or "answered" for r in records if r.ended is not None)
+        waits = [not r.events for r in records if r.stream and r.ended is None]
+        return (
+            f"{len(waits)} are open, of which {sum(waits)} have no token yet; {dict(ends)};"
+            f" a stream's first token after {median(first or [0]):.2f} s,"
+            f" its end after {median(whole or [0]):.2f} s (medians)"
+        )
 
     async def ask(self, ask: Ask) -> Record:
         """Sends one request, and reads its answer to the end."""
