@@ -23,6 +23,12 @@ Quantization = Literal["int8"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 
+DECIDE_TOKENS = (
+    *("model", "revision", "dtype", "quantization", "kv_cache_dtype"),
+    *("load_format", "seed"),
+)
+"""The settings that decide which tokens come; the others decide when."""
+
 DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 DEFAULT_BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
@@ -187,6 +193,20 @@ class EngineArgs:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {getattr(self, name)}", name)
+
+    @property
+    def identity(self) -> str:
+        """What decides the tokens, as text. A stream goes on at engines of one identity only.
+
+        What a folder holds is not in it: new weights want a folder, or a revision, of their own.
+        """
+        settings = [field for field in fields(self) if field.name in DECIDE_TOKENS]
+        values = [(field.name, getattr(self, field.name), field.default) for field in settings]
+        return " ".join(
+            f"{name}={value}"
+            for name, value, default in values
+            if name == "model" or value != default
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EngineArgs":

@@ -326,6 +326,7 @@ class EngineInfo:
     num_pages: int
     page_size: int
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
+    identity: str = ""  # EngineArgs.identity
 
 
 @dataclass(slots=True)

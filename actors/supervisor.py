@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,10 @@ MAX_FAILURES = 3
 MAX_BACKOFF_SECONDS = 30.0
 DRAIN_POLL_SECONDS = 0.1
 EVICT_SECONDS = 3.0
+HANDOVER_SECONDS = 5.0
+"""An engine that another model's replaces takes requests for so long after that one is there: the
+ingresses for the new model come a moment after it, and until then the old ones get requests."""
+
 STALL_SECONDS = 60.0
 STALL_STEPS = 100
 """An engine has stalled when it has work and finished no step for this long, or this many steps."""
@@ -127,6 +132,9 @@ class Supervisor:
         Returns when nothing is left, or when the engine is dead.
         """
         try:
+            if await self._has_another_model_beside():
+                await asyncio.sleep(handover := min(HANDOVER_SECONDS, seconds))
+                seconds -= handover
             await self._scheduler.drain.remote()
             if not await self._idle(seconds):
                 await self._scheduler.evict.remote()
@@ -146,16 +154,23 @@ class Supervisor:
         if self._placement is not None:
             remove_placement_group(self._placement)
 
+    async def _has_another_model_beside(self) -> bool:
+        """Whether an engine of the same Serve deployment gives other tokens than this one."""
+        prefix = self.name.rpartition("/")[0] + "/"
+        for name in await asyncio.to_thread(engine_names, prefix):
+            if name != self.name and (scheduler := find_actor(name)) is not None:
+                with suppress(RayError, EngineUnavailable, TimeoutError):
+                    info = await asyncio.wait_for(scheduler.info.remote(), ANSWER_SECONDS)
+                    if info.identity != self._args.identity:
+                        return True
+        return False
+
     def _place(self, name: str) -> None:
         """Takes the engine's name, and asks for its resources."""
         self.name = name
         self._scheduler = self._new_scheduler()
         options = {} if self._id is None else {"name": name, "lifetime": "detached"}
-        # A bundle lies on one node: the ranks of a stage are together, stages as near as they go.
-        each = float(self._args.tensor_parallel_size)
-        bundle = {"CPU": each, "GPU": each} if self._args.device == "cuda" else {"CPU": each}
-        stages = [bundle] * self._args.pipeline_parallel_size
-        self._placement = placement_group(stages, strategy="PACK", **options)
+        self._placement = placement_group(bundles(self._args), strategy="PACK", **options)
 
     def _place_first_free(self) -> None:
         """The first number whose name is free, and that left no placement group behind."""
@@ -326,6 +341,16 @@ class Supervisor:
                 return True
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         return False
+
+
+def bundles(args: EngineArgs) -> list[dict[str, float]]:
+    """What an engine asks of the cluster; its device is not "auto".
+
+    A bundle lies on one node: the ranks of a stage are together, stages as near as they go.
+    """
+    each = float(args.tensor_parallel_size)
+    bundle = {"CPU": each, "GPU": each} if args.device == "cuda" else {"CPU": each}
+    return [bundle] * args.pipeline_parallel_size
 
 
 def engine_names(prefix: str) -> list[str]:

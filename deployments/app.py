@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve import Application
 
-from rayfin.actors.config import EngineArgs
+from rayfin.actors.config import DECIDE_TOKENS, EngineArgs
 from rayfin.deployments.admin.port import admin_deployment
 from rayfin.deployments.autoscaling import autoscaling
 from rayfin.deployments.edge.settings import Cors, EdgeSettings
@@ -14,7 +14,8 @@ from rayfin.deployments.engine import EngineDeployment
 from rayfin.deployments.ingress import IngressDeployment
 from rayfin.deployments.keeper import KeeperDeployment
 from rayfin.deployments.model_args import ModelArgs, several_models
-from rayfin.deployments.models import model_path
+from rayfin.deployments.models import located
+from rayfin.deployments.room import has_room
 from rayfin.deployments.server_args import (
     ADMIN_KEY_VARIABLES,
     AppArgs,
@@ -23,6 +24,16 @@ from rayfin.deployments.server_args import (
     split_args,
     words,
 )
+
+OF_INGRESS = (
+    *DECIDE_TOKENS,
+    *("tokenizer", "trust_remote_code", "max_waiting_requests", "max_waiting_tokens"),
+    *("log_format", "log_level"),
+)
+"""The settings of an engine that an ingress reads."""
+
+ONE_MORE = 1
+"""``max_surge_percent``, which Serve rounds up: in an update one comes before another one goes."""
 
 SHUTDOWN_SECONDS = 5.0  # what stopping an engine takes once it has drained
 
@@ -63,6 +74,7 @@ def bind_models(
     ingress = ingress_class.options(
         **serve_logs(engine_args),
         num_replicas=server.ingress_replicas,
+        max_surge_percent=ONE_MORE,
         graceful_shutdown_timeout_s=drain,
     )
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
@@ -76,10 +88,7 @@ def bind_models(
         )
     keeper_class: Any = KeeperDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
-    told = [
-        replace(model, server=for_ingresses(model.server), from_zero=model.server.min_engines == 0)
-        for model in models
-    ]
+    told = [for_an_ingress(model) for model in models]
     app: Application = ingress.bind(for_ingresses(server), told, edge, engines, keeper, admin)
     return app
 
@@ -91,14 +100,26 @@ def bind_engines(model: ModelArgs, drain: float) -> Application:
         **serve_logs(model.engine),
         **number_of_engines(model.server),
         name=model.deployment,
+        max_surge_percent=ONE_MORE if has_room(model.engine) else 0,
         graceful_shutdown_timeout_s=drain + SHUTDOWN_SECONDS,
-    ).bind(replace(model.engine, model=model_path(model.engine.model)), drain)
+    ).bind(located(model.engine), drain)
     return bound
 
 
+def for_an_ingress(model: ModelArgs) -> ModelArgs:
+    """Without what only others have to know: Serve replaces ingresses whose settings change, and
+    streams that are open for longer than a drain do not survive that, as they do a new engine."""
+    told = {name: getattr(model.engine, name) for name in OF_INGRESS}
+    return replace(
+        model,
+        server=for_ingresses(model.server),
+        engine=EngineArgs(**told),
+        from_zero=model.server.min_engines == 0,
+    )
+
+
 def for_ingresses(server: ServerArgs) -> ServerArgs:
-    """Without keys, and without what others have to know: Serve replaces ingresses whose settings
-    change."""
+    """Without keys, and without what is others' business, as above."""
     secrets: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key"))
     others: dict[str, Any] = dict.fromkeys(("min_engines", "max_engines", "admin_port"))
     return replace(server, **secrets, **others, data_parallel_size=1)

@@ -60,20 +60,29 @@ class EngineLink:
     Args:
         clients: client names, none of which was used before.
         changed: called after every change of ``ready``.
+        identity: of the engine (``EngineArgs.identity``): one of another is not connected to. None:
+            any will do.
     """
 
     def __init__(
-        self, clients: Iterator[str], name: str, scheduler: Any, changed: Callable[[], None]
+        self,
+        clients: Iterator[str],
+        name: str,
+        scheduler: Any,
+        changed: Callable[[], None],
+        identity: str | None = None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
         self.info: EngineInfo | None = None  # of the last connection
         self.stats = EngineStats()  # of the last heartbeat
         self.connected = False
+        self.foreign = False  # it gives other tokens than those who ask here want
         self._clients = clients
         self._client = ""
         self._group = ""  # of the scheduler's, that the client's news come from
         self._changed = changed
+        self._identity = identity
         self._suspect = False  # it has refused to work, and no heartbeat came since
         self._heard = False
         self._refusal = ""  # of the last attempts to connect
@@ -219,7 +228,11 @@ class EngineLink:
             logger.warning("engine %s does not let this client in: %s", self.name, refusal)
 
     async def _connect(self) -> None:
-        self.info = await self.scheduler.info.remote()
+        info: EngineInfo = await self.scheduler.info.remote()
+        self.foreign = self._identity not in (None, info.identity)
+        if self.foreign:
+            raise EngineUnavailable(f"it serves {info.identity}, not {self._identity}")
+        self.info = info
         self._client = next(self._clients)
         self._group = await self.scheduler.attach.remote(self._client)
         self._refusal = ""

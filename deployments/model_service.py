@@ -17,7 +17,7 @@ from rayfin.deployments.engine_names import engine_prefix, find_engines
 from rayfin.deployments.hub_link import HubLink
 from rayfin.deployments.ingress_counts import IngressCounts
 from rayfin.deployments.model_args import ModelArgs
-from rayfin.deployments.models import model_path, tokenizer_path
+from rayfin.deployments.models import located, model_path, tokenizer_path
 from rayfin.deployments.observed_client import ObservedClient
 from rayfin.deployments.openai.service import OpenAIService
 from rayfin.deployments.ray_client import Patience, RayEngineClient
@@ -53,6 +53,7 @@ async def model_service(
             args.max_waiting_tokens,
             starter(engines) if model.from_zero else None,
         ),
+        identity=located(args).identity,
     )
     tokenizer = await asyncio.to_thread(
         Tokenizer.load, tokenizer_path(args), args.revision, args.trust_remote_code
@@ -70,7 +71,7 @@ async def model_service(
     hub = HubSettings(prefix, name, server.metrics_alias, port)
     link = HubLink(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
     info = await _first_info(client)
-    return OpenAIService(
+    service = OpenAIService(
         client=ObservedClient(client, counts, name, link, server.metrics_alias, tracing),
         counts=counts,
         tokenizer=tokenizer,
@@ -81,6 +82,12 @@ async def model_service(
         tracing=tracing,
         **shared,
     )
+
+    def limit(info: EngineInfo) -> None:  # engines of other settings may replace the first ones
+        service.max_model_len = info.max_model_len
+
+    client.on_limits = limit
+    return service
 
 
 def start_tracing(endpoint: str, model: str) -> "Tracing":

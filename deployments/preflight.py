@@ -1,13 +1,12 @@
 """Mistakes that can be told before anything starts: a bad folder, a model that is not served."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.place import group_size
-from rayfin.deployments.models import model_path, tokenizer_path
+from rayfin.deployments.models import located, tokenizer_path
 
 if TYPE_CHECKING:  # which imports Ray, and an inline engine needs none
     from rayfin.deployments.model_args import ModelArgs
@@ -25,10 +24,9 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     from rayfin.deployments.text.tokenizer import Tokenizer
 
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
-    located = replace(args, model=model_path(args.model))
-    load_config(located)
+    load_config(found := located(args))
     if args.load_format != "dummy":
-        require_safetensors(located.model)
+        require_safetensors(found.model)
     if tokenizer:
         Tokenizer.load(tokenizer_path(args), args.revision, args.trust_remote_code)
 

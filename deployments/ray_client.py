@@ -49,7 +49,8 @@ class RayEngineClient:
     ``find`` returns the schedulers' handles by name; it is asked again and again, in a thread. A
     request goes to the engine that ``router`` picks, or waits in ``room`` for one. When that is
     lost, the request goes on at the next one as prompt + tokens so far: whoever reads its stream
-    sees a pause and nothing else.
+    sees a pause and nothing else. Engines that are not of ``identity`` get no request: while a new
+    version with another model takes over, engines of both are there.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class RayEngineClient:
         router: Router | None = None,
         patience: Patience | None = None,
         room: WaitingRoom | None = None,
+        identity: str | None = None,
     ) -> None:
+        self._identity = identity
         self._clients = (f"{client}.{number}" for number in itertools.count())
         self._find = find
         self._router: Router = PrefixAware() if router is None else router
@@ -73,6 +76,7 @@ class RayEngineClient:
         self._any_ready = asyncio.Event()
         self.on_replay: Callable[[str], None] = lambda reason: None  # of REPLAY_REASONS
         self.on_transit: Callable[[float], None] = lambda seconds: None
+        self.on_limits: Callable[[EngineInfo], None] = lambda limits: None  # what `info` says now
         self._refreshing = asyncio.create_task(self._refresh())
 
     async def info(self) -> EngineInfo:
@@ -174,11 +178,11 @@ class RayEngineClient:
 
     async def engines(self) -> list[EngineReport]:
         """See ``EngineClient.engines``; in the order of their labels."""
-        return await self._report(self._links.values())
+        return await self._report(self._own)
 
     async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
         """See ``EngineClient.manage``."""
-        links = [own for own in self._links.values() if engine in (None, self._label(own.name))]
+        links = [own for own in self._own if engine in (None, self._label(own.name))]
         if engine is not None and not links:
             raise NotFound(f"There is no engine {engine[:64]!r}.", "engine")
         await asyncio.gather(*(link.manage(command) for link in links))
@@ -199,8 +203,13 @@ class RayEngineClient:
             link.close()
 
     @property
+    def _own(self) -> list[EngineLink]:
+        """Those of this application's version, connected or not."""
+        return [link for link in self._links.values() if not link.foreign]
+
+    @property
     def _all_asleep(self) -> bool:
-        return bool(self._links) and all(link.asleep for link in self._links.values())
+        return bool(self._own) and all(link.asleep for link in self._own)
 
     def _ready(self, refused: Iterable[str] = ()) -> list[EngineLink]:
         return [link for link in self._links.values() if link.ready and link.name not in refused]
@@ -289,7 +298,9 @@ class RayEngineClient:
                 link.close()
         for name, scheduler in found.items():
             if name not in self._links:
-                self._links[name] = EngineLink(self._clients, name, scheduler, self._changed)
+                self._links[name] = EngineLink(
+                    self._clients, name, scheduler, self._changed, self._identity
+                )
         self._changed()
 
     def _changed(self) -> None:
@@ -303,6 +314,7 @@ class RayEngineClient:
                 max_model_len=min(info.max_model_len for info in infos),
                 num_pages=min(info.num_pages for info in infos),
             )
+            self.on_limits(self._limits)
         if infos or self._all_asleep:  # nobody need wait, for an engine or in vain
             self._any_ready.set()
         else:

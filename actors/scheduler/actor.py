@@ -334,6 +334,7 @@ class SchedulerActor:
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_logprobs=config.max_logprobs,
+            identity=self._started.args.identity,
         )
 
     def _running_engine(self) -> Engine:

@@ -1,6 +1,6 @@
 """Settings: what is refused, and how the number of pages and the longest request come about."""
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -216,3 +216,19 @@ def test_v0_steps_hold_the_longest_prompt() -> None:
     assert resolve_limits(EngineArgs(scheduler="v0"), "cpu", 5000).max_batch_tokens == 5000
     small = EngineArgs(scheduler="v0", max_batch_tokens=64)
     assert resolve_limits(small, "cpu", 100).max_batch_tokens == 100
+
+
+def test_identity_is_of_what_decides_tokens() -> None:
+    plain = EngineArgs(model="m")
+    assert plain.identity == "model=m"
+    assert replace(plain, threads=3, max_model_len=9, tensor_parallel_size=2).identity == "model=m"
+    others = [
+        {"model": "n"},
+        {"revision": "r"},
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "float16"},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 1},
+    ]
+    assert len({replace(plain, **other).identity for other in others} | {"model=m"}) == 8

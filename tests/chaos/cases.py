@@ -16,6 +16,8 @@ from nemesis import Nemesis
 
 ONE = Layout()
 TWO = Layout(engines=2)
+ROOMY = Layout(spare=1)
+HASTY = Layout(server=(("shutdown_timeout", 2.0),))  # streams last longer
 NODES = Layout(engines=2, ingresses=2, workers=2)
 HEAD_APART = replace(NODES, driver_apart=True)
 REDIS = Layout(engines=1, redis=True)
@@ -259,7 +261,14 @@ CASES = [
         LOST_CALLS,
         renews=True,
     ),
-    Case("object-store", "33", "object store full", faults.fill_object_store, SMALL_DISK),
+    Case(  # what was spilled may stay on the disk when its owner is dead
+        "object-store",
+        "33",
+        "object store full",
+        faults.fill_object_store,
+        SMALL_DISK,
+        renews=True,
+    ),
     Case("disk", "34", "disk of logs and sockets full", faults.fill_disk, SMALL_DISK),
     Case(
         "disk-runner",
@@ -302,11 +311,33 @@ CASES = [
         may_fail_asks="poison",
     ),
     Case("scale", "42", "an engine less, and one more again", faults.scale, TWO),
-    Case("update", "39", "rolling update under load", faults.update),
+    Case("update", "39", "rolling update under load", faults.update, ROOMY),
+    Case(
+        "update-ingress",
+        "39",
+        "the same, of the ingress",
+        faults.update_ingress,
+        ROOMY,
+    ),
     Case(
         "bad-version",
         "40, 41",
         "update to a version that cannot load",
+        faults.update_to_a_bad_version,
+        ROOMY,
+        renews=True,
+    ),
+    Case(
+        "update-full",
+        "39",
+        "rolling update, no room for both engines, a drain of 2 s",
+        faults.update,
+        HASTY,
+    ),
+    Case(
+        "bad-version-full",
+        "40, 41",
+        "update to a version that cannot load, no room for both engines",
         faults.update_to_a_bad_version,
         may_fail=REFUSED,
         renews=True,

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,7 @@ class Layout:
     """What a case needs of its cluster; cases with equal layouts share one."""
 
     engines: int = 1
+    spare: int = 0  # engines more that there is room for
     ranks: int = 1  # runners of an engine, which share each layer
     ingresses: int = 1
     workers: int = 0  # raylets beside the head's
@@ -103,7 +104,7 @@ class Cluster:
             self._mount(ray_folder, layout.temp_bytes)
         redis_port = self._start_redis() if layout.redis else None
         runners = layout.engines * layout.ranks
-        cpus = runners if not layout.workers else 0
+        cpus = runners + layout.spare * layout.ranks if not layout.workers else 0
         if layout.ranks > 1:
             import ranked_model  # torch loads only where it is used
 
@@ -127,16 +128,24 @@ class Cluster:
         )
         self.deploy()
 
-    def deploy(self, engines: int | None = None, **settings: Any) -> None:
+    def deploy(
+        self,
+        engines: int | None = None,
+        *,
+        front: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         """Deploys the application, anew if it runs.
 
         Args:
             engines: how many; None: as the layout has it.
+            front: more settings of its server.
             settings: more of its engines'.
         """
         layout = self.layout
         engine: dict[str, Any] = {"model": self.weights, "threads": 1, **dict(layout.engine)}
         server: dict[str, Any] = {"ingress_replicas": layout.ingresses, **dict(layout.server)}
+        server |= front or {}
         server.setdefault("served_model_name", self.model)
         if (number := engines or layout.engines) > 1:
             server["data_parallel_size"] = number

@@ -123,6 +123,7 @@ class Scheduler:
         self.alive = True
         self.frozen = False  # no step, no heartbeat, and calls wait
         self.draining = False
+        self.identity = ""
         self.refusal: RayfinError | None = None  # of every newcomer
         self.taken: list[EngineRequest] = []
         self.steps_left = -1  # then it stands still; it still beats
@@ -182,7 +183,8 @@ class Scheduler:
     async def _info(self) -> EngineInfo:
         await self._awake()
         config = self.engine.config
-        return EngineInfo("fake", config.max_model_len, VOCABULARY, config.num_pages, 4)
+        limits = (config.max_model_len, VOCABULARY, config.num_pages, 4)
+        return EngineInfo("fake", *limits, identity=self.identity)
 
     async def _attach(self, client: str) -> str:
         await self._awake()

@@ -11,6 +11,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from rayfin.deployments.cli import cli
+from rayfin.deployments.engine_names import ENGINE
 from rayfin.deployments.server_args import AppArgs, split_args
 
 ROOT = Path(__file__).parents[2]
@@ -104,11 +105,16 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_serve_config_loads() -> None:
-    (text,) = blocks(ROOT / "docs" / "serving.md", "yaml")
-    config = ServeDeploySchema.model_validate(yaml.safe_load(text))
-    assert len({own.route_prefix for own in config.applications}) == 2
-    for application in config.applications:
-        split_args(AppArgs(**application.args).model_dump())
+    """Each that a page shows."""
+    texts = blocks(ROOT / "docs" / "serving.md", "yaml")
+    configs = [ServeDeploySchema.model_validate(yaml.safe_load(text)) for text in texts]
+    assert len(configs) == 2
+    for config in configs:
+        applications = config.applications
+        assert len({own.route_prefix for own in applications}) == len(applications)
+        for application in applications:
+            split_args(AppArgs(**application.args).model_dump())
+            assert {own.name for own in application.deployments} <= {ENGINE}
 
 
 def test_python_is_python() -> None:

@@ -19,6 +19,7 @@ from rayfin.actors.errors import (
 )
 from rayfin.actors.messages import (
     BeamParams,
+    EngineInfo,
     EngineRequest,
     Receipt,
     Sampling,
@@ -322,6 +323,30 @@ async def test_engine_that_sleeps_unseen_sends_newcomers_away(
     carry_out(sleeper.engine, Command.SLEEP)
     with pytest.raises(EngineAsleep):
         await Reader(client, request()).task
+
+
+async def test_another_model_s_engine_gets_no_request(world: Any, client: RayEngineClient) -> None:
+    """A stream whose engine goes waits for one that gives the same tokens."""
+    client.close()
+    first, foreign = world.start("app/engine/0"), world.start("app/engine/1")
+    first.identity, foreign.identity = "model=a", "model=b"
+    client = RayEngineClient("edge", lambda: world.registered, identity="model=a")
+    try:
+        limits: list[EngineInfo] = []
+        client.on_limits = limits.append
+        readers = [Reader(client, request(60)) for _ in range(4)]
+        await until(lambda: all(len(reader.tokens) > 5 for reader in readers))
+        assert [own.engine for own in await client.engines()] == ["0"]
+        world.kill("app/engine/0")
+        await until(lambda: "app/engine/0" not in client._links)
+        await asyncio.sleep(0.05)
+        assert not any(reader.task.done() for reader in readers)
+        world.start("app/engine/2").identity = "model=a"
+        for reader in readers:
+            await reader.check()
+        assert not foreign.taken and {own.identity for own in limits} == {"model=a"}
+    finally:
+        client.close()
 
 
 async def test_beam_search_starts_again(world: Any, client: RayEngineClient) -> None:
