@@ -56,6 +56,7 @@ MAX_FAILURES = 3
 MAX_BACKOFF_SECONDS = 30.0
 DRAIN_POLL_SECONDS = 0.1
 EVICT_SECONDS = 3.0
+LEAVE_SECONDS = 10.0  # that clients get to read the last news and leave
 HANDOVER_SECONDS = 5.0
 """An engine that another model's replaces takes requests for so long after that one is there: the
 ingresses for the new model come a moment after it, and until then the old ones get requests."""
@@ -139,6 +140,7 @@ class Supervisor:
             if not await self._idle(seconds):
                 await self._scheduler.evict.remote()
                 await self._idle(EVICT_SECONDS)
+            await self._left_by_all(LEAVE_SECONDS)
         except RayError as error:
             logger.warning("engine %s is gone before it has drained: %s", self.name, error)
 
@@ -341,6 +343,13 @@ class Supervisor:
                 return True
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         return False
+
+    async def _left_by_all(self, seconds: float) -> None:
+        """Waits until the clients have read all that was sent: what has not arrived when the engine
+        ends is computed again."""
+        end = time.monotonic() + seconds
+        while await self._scheduler.dismiss.remote() and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
 
 def bundles(args: EngineArgs) -> list[dict[str, float]]:

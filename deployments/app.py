@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve import Application
 
-from rayfin.actors.config import DECIDE_TOKENS, EngineArgs
+from rayfin.actors.config import EngineArgs
 from rayfin.deployments.admin.port import admin_deployment
 from rayfin.deployments.autoscaling import autoscaling
 from rayfin.deployments.edge.settings import Cors, EdgeSettings
@@ -25,15 +25,12 @@ from rayfin.deployments.server_args import (
     words,
 )
 
-OF_INGRESS = (
-    *DECIDE_TOKENS,
-    *("tokenizer", "trust_remote_code", "max_waiting_requests", "max_waiting_tokens"),
-    *("log_format", "log_level"),
-)
-"""The settings of an engine that an ingress reads."""
-
 ONE_MORE = 1
 """``max_surge_percent``, which Serve rounds up: in an update one comes before another one goes."""
+
+INGRESS_SECONDS = 3600.0
+"""An ingress that is replaced stays until its streams have ended, for nobody can take a connection
+over. At a stop they end with the engines, after the drain."""
 
 SHUTDOWN_SECONDS = 5.0  # what stopping an engine takes once it has drained
 
@@ -75,7 +72,7 @@ def bind_models(
         **serve_logs(engine_args),
         num_replicas=server.ingress_replicas,
         max_surge_percent=ONE_MORE,
-        graceful_shutdown_timeout_s=drain,
+        graceful_shutdown_timeout_s=max(drain, INGRESS_SECONDS),
     )
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
     admin = None
@@ -88,7 +85,10 @@ def bind_models(
         )
     keeper_class: Any = KeeperDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
-    told = [for_an_ingress(model) for model in models]
+    told = [
+        replace(model, server=for_ingresses(model.server), from_zero=model.server.min_engines == 0)
+        for model in models
+    ]
     app: Application = ingress.bind(for_ingresses(server), told, edge, engines, keeper, admin)
     return app
 
@@ -106,20 +106,8 @@ def bind_engines(model: ModelArgs, drain: float) -> Application:
     return bound
 
 
-def for_an_ingress(model: ModelArgs) -> ModelArgs:
-    """Without what only others have to know: Serve replaces ingresses whose settings change, and
-    streams that are open for longer than a drain do not survive that, as they do a new engine."""
-    told = {name: getattr(model.engine, name) for name in OF_INGRESS}
-    return replace(
-        model,
-        server=for_ingresses(model.server),
-        engine=EngineArgs(**told),
-        from_zero=model.server.min_engines == 0,
-    )
-
-
 def for_ingresses(server: ServerArgs) -> ServerArgs:
-    """Without keys, and without what is others' business, as above."""
+    """Without keys, and without what others have to know."""
     secrets: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key"))
     others: dict[str, Any] = dict.fromkeys(("min_engines", "max_engines", "admin_port"))
     return replace(server, **secrets, **others, data_parallel_size=1)

@@ -207,6 +207,7 @@ class EngineLink:
             try:
                 await self._connect()
                 await self._receive()
+                self.scheduler.unsubscribe.remote(self._client)  # all is read
                 lost = EngineLost(f"engine {self.name} closed the connection")
             except EngineLost as error:
                 self.scheduler.unsubscribe.remote(self._client)  # should it come back to life

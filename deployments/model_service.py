@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.hub.actor import HubSettings, start_hub
@@ -54,6 +55,7 @@ async def model_service(
             starter(engines) if model.from_zero else None,
         ),
         identity=located(args).identity,
+        is_over=partial(is_deleted, context.app_name),
     )
     tokenizer = await asyncio.to_thread(
         Tokenizer.load, tokenizer_path(args), args.revision, args.trust_remote_code
@@ -88,6 +90,12 @@ async def model_service(
 
     client.on_limits = limit
     return service
+
+
+def is_deleted(app: str) -> bool:
+    """Whether Serve takes the application down."""
+    status = serve.status().applications.get(app)
+    return status is None or status.status is ApplicationStatus.DELETING
 
 
 def start_tracing(endpoint: str, model: str) -> "Tracing":

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2.0  # between looks at the registry
 SEARCH_SECONDS = 0.25  # while there is no engine
+END_SECONDS = 1.0  # between questions whether there will be one
 BACKOFF_SECONDS = (0.1, 2.0)  # first and longest pause of a replay that a full queue refuses
 
 
@@ -50,7 +51,8 @@ class RayEngineClient:
     request goes to the engine that ``router`` picks, or waits in ``room`` for one. When that is
     lost, the request goes on at the next one as prompt + tokens so far: whoever reads its stream
     sees a pause and nothing else. Engines that are not of ``identity`` get no request: while a new
-    version with another model takes over, engines of both are there.
+    version with another model takes over, engines of both are there. Nobody waits for an engine any
+    more when ``is_over`` says that none will come; it is asked in a thread while there is none.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RayEngineClient:
         patience: Patience | None = None,
         room: WaitingRoom | None = None,
         identity: str | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._identity = identity
         self._clients = (f"{client}.{number}" for number in itertools.count())
@@ -68,6 +71,8 @@ class RayEngineClient:
         self._router: Router = PrefixAware() if router is None else router
         self._patience = Patience() if patience is None else patience
         self._room = WaitingRoom() if room is None else room
+        self._is_over = is_over
+        self._over = False
         self._in_vain = False  # a request has waited for its time, and there is still no engine
         self._links: dict[str, EngineLink] = {}
         self._labels: dict[str, str] = {}  # in metrics, by engine
@@ -77,7 +82,9 @@ class RayEngineClient:
         self.on_replay: Callable[[str], None] = lambda reason: None  # of REPLAY_REASONS
         self.on_transit: Callable[[float], None] = lambda seconds: None
         self.on_limits: Callable[[EngineInfo], None] = lambda limits: None  # what `info` says now
-        self._refreshing = asyncio.create_task(self._refresh())
+        self._watching = [
+            asyncio.create_task(work) for work in (self._refresh(), self._watch_for_the_end())
+        ]
 
     async def info(self) -> EngineInfo:
         """Limits that hold at every engine; waits a little for the first one to be ready.
@@ -198,7 +205,8 @@ class RayEngineClient:
 
     def close(self) -> None:
         """Leaves the engines; what is still open is aborted there."""
-        self._refreshing.cancel()
+        for work in self._watching:
+            work.cancel()
         for link in self._links.values():
             link.close()
 
@@ -222,11 +230,13 @@ class RayEngineClient:
         Raises:
             EngineAsleep: an operator has put them all to sleep.
             Overloaded: too many wait.
-            EngineUnavailable: there was none for too long.
+            EngineUnavailable: there was none for too long, or none will come.
             DeadlineExceeded: for longer than the request has time.
         """
         waited = False
         while not (ready := self._ready(refused) or self._ready()):
+            if self._over:
+                raise EngineUnavailable("the server is being stopped")
             if self._all_asleep and not replay.begun:  # a stream waits
                 raise EngineAsleep("every engine sleeps, until an operator wakes it")
             seconds, tokens = self._seconds_left(replay), len(request.prompt)
@@ -290,6 +300,19 @@ class RayEngineClient:
             searching = not self._any_ready.is_set() and not self._room.is_quiet
             await asyncio.sleep(SEARCH_SECONDS if searching else REFRESH_SECONDS)
 
+    async def _watch_for_the_end(self) -> None:
+        """A task of its own: nobody may answer for long, and engines are looked for meanwhile."""
+        while True:
+            await asyncio.sleep(END_SECONDS)
+            if self._links or self._room.is_quiet:
+                self._over = False
+                continue
+            try:
+                self._over = await asyncio.to_thread(self._is_over)
+            except Exception as error:  # Ray's or Serve's own, whatever it is
+                logger.warning("nobody knows whether an engine will come: %s", error)
+            self._changed()
+
     def _update_links(self, found: Mapping[str, Any]) -> None:
         for name, link in list(self._links.items()):
             gone = name not in found and not link.connected
@@ -315,7 +338,7 @@ class RayEngineClient:
                 num_pages=min(info.num_pages for info in infos),
             )
             self.on_limits(self._limits)
-        if infos or self._all_asleep:  # nobody need wait, for an engine or in vain
+        if infos or self._all_asleep or self._over:  # nobody need wait, for an engine or in vain
             self._any_ready.set()
         else:
             self._any_ready.clear()

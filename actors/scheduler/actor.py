@@ -219,12 +219,7 @@ class SchedulerActor:
     @ray.method(concurrency_group="control")
     def runners(self) -> list[Process]:
         """The runners' processes."""
-        return self._runners()
-
-    @ray.method(concurrency_group="control")
-    def runner_pids(self) -> list[int]:
-        """Process ids of the runners, for operators and fault tests."""
-        return [process.pid for process in self._runners()]
+        return self._group.processes if self._group else []
 
     @ray.method(concurrency_group="control")
     def drain(self) -> None:
@@ -235,6 +230,11 @@ class SchedulerActor:
     def evict(self) -> None:
         """Time is up: what is still here is sent elsewhere, with all the tokens it has."""
         self._inbox.put(Mail("", drain=True, evict=True))
+
+    @ray.method(concurrency_group="control")
+    def dismiss(self) -> int:
+        """Ends the subscriptions, each after its news; how many clients have not left since."""
+        return self._subscriptions.dismiss()
 
     @ray.method(concurrency_group="requests")
     def submit(
@@ -310,9 +310,6 @@ class SchedulerActor:
         question = Question(ask)
         self._inbox.put(question)
         return question.answer.result(seconds)
-
-    def _runners(self) -> list[Process]:
-        return self._group.processes if self._group else []
 
     def _beat(self) -> TokenDeltas:
         message = TokenDeltas.only()

@@ -34,15 +34,19 @@ class Subscriptions:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_client: dict[str, _Subscription] = {}
+        self._dismissed = False
         self._reading: set[int] = set()  # seats, also of clients that were closed meanwhile
 
     def seat(self, client: str) -> int:
         """The client's seat, from 0; the first that is free, if it has none.
 
         Raises:
-            EngineUnavailable: there are ``MAX_CLIENTS`` clients.
+            EngineUnavailable: there are ``MAX_CLIENTS`` clients, or all were dismissed.
         """
         own = self._subscription(client)
+        if self._dismissed and own.seat is None:
+            self.close(client)
+            raise EngineUnavailable("the engine is being stopped")
         with self._lock:
             if own.seat is None:
                 taken = self._reading | {other.seat for other in self._by_client.values()}
@@ -107,6 +111,19 @@ class Subscriptions:
         for client, message in messages.items():
             if (subscription := self._by_client.get(client)) is not None:
                 subscription.messages.put(message)
+
+    def dismiss(self) -> int:
+        """Ends every ``read`` after what it has to give, and takes no more clients.
+
+        Returns:
+            Clients that are still there: one that has read to the end closes its subscription.
+        """
+        with self._lock:
+            if not self._dismissed:
+                self._dismissed = True
+                for subscription in self._by_client.values():
+                    subscription.messages.put(None)
+            return len(self._by_client)
 
     def silent(self, seconds: float) -> list[str]:
         """Clients not heard of for longer than ``seconds``."""

@@ -313,13 +313,6 @@ CASES = [
     Case("scale", "42", "an engine less, and one more again", faults.scale, TWO),
     Case("update", "39", "rolling update under load", faults.update, ROOMY),
     Case(
-        "update-ingress",
-        "39",
-        "the same, of the ingress",
-        faults.update_ingress,
-        ROOMY,
-    ),
-    Case(
         "bad-version",
         "40, 41",
         "update to a version that cannot load",

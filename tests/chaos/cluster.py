@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,24 +128,16 @@ class Cluster:
         )
         self.deploy()
 
-    def deploy(
-        self,
-        engines: int | None = None,
-        *,
-        front: Mapping[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
+    def deploy(self, engines: int | None = None, **settings: Any) -> None:
         """Deploys the application, anew if it runs.
 
         Args:
             engines: how many; None: as the layout has it.
-            front: more settings of its server.
             settings: more of its engines'.
         """
         layout = self.layout
         engine: dict[str, Any] = {"model": self.weights, "threads": 1, **dict(layout.engine)}
         server: dict[str, Any] = {"ingress_replicas": layout.ingresses, **dict(layout.server)}
-        server |= front or {}
         server.setdefault("served_model_name", self.model)
         if (number := engines or layout.engines) > 1:
             server["data_parallel_size"] = number

@@ -322,16 +322,9 @@ async def poison_again_and_again(nemesis: Nemesis) -> None:
 
 
 async def update(nemesis: Nemesis) -> None:
-    """The same application again, with another setting of its engines: these are replaced."""
+    """The same application again, with another setting: new engines, new ingresses."""
     nemesis.strike()
     await asyncio.to_thread(nemesis.cluster.deploy, max_prefill_batch=8)
-    await asyncio.sleep(2)
-
-
-async def update_ingress(nemesis: Nemesis) -> None:
-    """... with another setting of its ingresses."""
-    nemesis.strike()
-    await asyncio.to_thread(nemesis.cluster.deploy, front={"max_body_bytes": 2**20})
     await asyncio.sleep(2)
 
 

@@ -19,7 +19,6 @@ from rayfin.actors.errors import (
 )
 from rayfin.actors.messages import (
     BeamParams,
-    EngineInfo,
     EngineRequest,
     Receipt,
     Sampling,
@@ -45,7 +44,7 @@ def anyio_backend() -> str:
 async def client(
     world: Any, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> AsyncIterator[RayEngineClient]:
-    for name in ("REFRESH_SECONDS", "SEARCH_SECONDS"):
+    for name in ("REFRESH_SECONDS", "SEARCH_SECONDS", "END_SECONDS"):
         monkeypatch.setattr(ray_client, name, 0.001)
     monkeypatch.setattr(ray_client, "BACKOFF_SECONDS", (0.001, 0.01))
     monkeypatch.setattr(engine_link, "RETRY_SECONDS", 0.001)
@@ -198,6 +197,20 @@ async def test_no_other_engine(world: Any, client: RayEngineClient) -> None:
     await newcomer.check()
 
 
+async def test_nobody_waits_when_all_is_over(world: Any, client: RayEngineClient) -> None:
+    world.start("app/engine/0")
+    reader = Reader(client, request(50))
+    await until(lambda: len(reader.tokens) > 3)
+    world.kill("app/engine/0")
+    newcomer = Reader(client, request())
+    await asyncio.sleep(0.05)
+    assert not reader.task.done() and not newcomer.task.done()
+    client._is_over = lambda: True
+    for waiting in (reader, newcomer):
+        with pytest.raises(EngineUnavailable, match="being stopped"):
+            await waiting.task
+
+
 async def test_waiting_ends(world: Any, client: RayEngineClient) -> None:
     """With an error, after the patience for streams or the request's own deadline."""
     client._patience = Patience(newcomer=60.0, stream=0.2)
@@ -327,26 +340,18 @@ async def test_engine_that_sleeps_unseen_sends_newcomers_away(
 
 async def test_another_model_s_engine_gets_no_request(world: Any, client: RayEngineClient) -> None:
     """A stream whose engine goes waits for one that gives the same tokens."""
-    client.close()
+    client._identity = "model=a"
     first, foreign = world.start("app/engine/0"), world.start("app/engine/1")
     first.identity, foreign.identity = "model=a", "model=b"
-    client = RayEngineClient("edge", lambda: world.registered, identity="model=a")
-    try:
-        limits: list[EngineInfo] = []
-        client.on_limits = limits.append
-        readers = [Reader(client, request(60)) for _ in range(4)]
-        await until(lambda: all(len(reader.tokens) > 5 for reader in readers))
-        assert [own.engine for own in await client.engines()] == ["0"]
-        world.kill("app/engine/0")
-        await until(lambda: "app/engine/0" not in client._links)
-        await asyncio.sleep(0.05)
-        assert not any(reader.task.done() for reader in readers)
-        world.start("app/engine/2").identity = "model=a"
-        for reader in readers:
-            await reader.check()
-        assert not foreign.taken and {own.identity for own in limits} == {"model=a"}
-    finally:
-        client.close()
+    readers = [Reader(client, request(60)) for _ in range(4)]
+    await until(lambda: all(len(reader.tokens) > 5 for reader in readers))
+    assert [own.engine for own in await client.engines()] == ["0"]
+    world.kill("app/engine/0")
+    await until(lambda: "app/engine/0" not in client._links)
+    world.start("app/engine/2").identity = "model=a"
+    for reader in readers:
+        await reader.check()
+    assert not foreign.taken
 
 
 async def test_beam_search_starts_again(world: Any, client: RayEngineClient) -> None:

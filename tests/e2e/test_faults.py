@@ -30,8 +30,8 @@ PROMPTS = [
 
 
 def kill_runners(app: Any) -> None:
-    for pid in ray.get(app.scheduler().runner_pids.remote()):
-        os.kill(pid, signal.SIGKILL)
+    for runner in ray.get(app.scheduler().runners.remote()):
+        os.kill(runner.pid, signal.SIGKILL)
 
 
 def test_killed_runner_costs_no_token(app: Any, solo: LLM) -> None:

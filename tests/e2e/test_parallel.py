@@ -30,8 +30,8 @@ def test_two_ranks(
     with LLM(executor="ray", tensor_parallel_size=2, **own) as llm:
         assert _tokens(llm) == expected
         scheduler = llm._engine._scheduler  # type: ignore[attr-defined]
-        pids = ray.get(scheduler.runner_pids.remote())
+        pids = [runner.pid for runner in ray.get(scheduler.runners.remote())]
         assert len(set(pids)) == 2
         os.kill(pids[1], signal.SIGKILL)
         assert _tokens(llm) == expected
-        assert not set(pids) & set(ray.get(scheduler.runner_pids.remote()))
+        assert not set(pids) & {runner.pid for runner in ray.get(scheduler.runners.remote())}

@@ -28,6 +28,25 @@ def test_news_until_it_is_closed() -> None:
     assert list(reading) == []
 
 
+def test_who_is_dismissed_reads_to_the_end_and_leaves() -> None:
+    subscriptions = Subscriptions()
+    sent = [news(1), news(2)]
+    for client in ("a", "b"):
+        subscriptions.seat(client)
+    for message in sent:
+        subscriptions.post({"a": message})
+    assert subscriptions.dismiss() == 2
+    assert list(subscriptions.read("a", lambda: BEAT)) == sent
+    assert subscriptions.dismiss() == 2
+    subscriptions.close("a")
+    assert subscriptions.dismiss() == 1
+    with pytest.raises(EngineUnavailable, match="being stopped"):
+        subscriptions.seat("c")
+    assert list(subscriptions.read("b", lambda: BEAT)) == []
+    subscriptions.close("b")
+    assert subscriptions.dismiss() == 0
+
+
 def test_a_call_ends_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """No message is lost between them, none comes of a client that has left."""
     monkeypatch.setattr(module, "MESSAGES_PER_CALL", 3)
