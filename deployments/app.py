@@ -32,7 +32,8 @@ INGRESS_SECONDS = 3600.0
 """An ingress that is replaced stays until its streams have ended, for nobody can take a connection
 over. At a stop they end with the engines, after the drain."""
 
-SHUTDOWN_SECONDS = 5.0  # what stopping an engine takes once it has drained
+SHUTDOWN_SECONDS = 20.0
+"""What stopping an engine takes after its drain: what is left is moved, and clients leave."""
 
 
 def build_app(args: AppArgs) -> Application:  # type: ignore[valid-type]

@@ -12,6 +12,10 @@ from rayfin.deployments.admin.report import EngineReport
 class EngineClient(Protocol):
     """The token side of an ingress: requests in, token deltas out. Knows no text."""
 
+    def close(self) -> None:
+        """Leaves the engines; what is still open is aborted there."""
+        ...
+
     async def info(self) -> EngineInfo:
         """Limits of the engine that requests are checked against.
 

@@ -47,6 +47,9 @@ class ObservedClient:
         client.on_replay = self._replayed
         client.on_transit = counts.transit.observe
 
+    def close(self) -> None:
+        self._client.close()
+
     async def info(self) -> EngineInfo:
         return await self._client.info()
 

@@ -204,7 +204,7 @@ class RayEngineClient:
         ]
 
     def close(self) -> None:
-        """Leaves the engines; what is still open is aborted there."""
+        """See ``EngineClient.close``."""
         for work in self._watching:
             work.cancel()
         for link in self._links.values():
