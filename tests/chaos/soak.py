@@ -75,7 +75,8 @@ def soak(options: argparse.Namespace) -> int:
     draw, growth = random.Random(options.seed), Growth(skip=WARM_UP)
     session = Session(replace(layout, pages=PAGES), options.child, options.seed, options.streams)
     wanted = chosen(all_cases(), options.cases)
-    cases = [case for case in wanted if case.layout == layout and usable(case)]
+    fits = [case for case in wanted if replace(case.layout, spare=0) == layout]  # none has room
+    cases = [case for case in fits if usable(case)]
     gentle = [case for case in cases if case.name not in CROWDS + REPLACES] or cases
     wild = time.monotonic() + 20 * options.minutes
     end, broken, count, crowds = time.monotonic() + 60 * options.minutes, 0, 0, 0
