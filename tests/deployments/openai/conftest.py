@@ -60,6 +60,10 @@ class FakeEngine:
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.limits = EngineInfo("engine", 128, tokenizer.vocab_size, 1000, 4)
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     async def info(self) -> EngineInfo:
         return self.limits

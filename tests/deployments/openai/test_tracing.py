@@ -153,6 +153,7 @@ async def test_what_is_left_is_sent_at_the_end(service: Any) -> None:
     ingress = types.SimpleNamespace(_services=[service])
     await IngressDeployment.func_or_class.__bases__[0].__del__(ingress)
     assert set(by_name(exporter)) == {"POST /v1/completions"}
+    assert service.client.closed
 
 
 def test_without_its_packages_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
