@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from rayfin.actors.code_version import code_version
 from rayfin.actors.errors import InvalidConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -196,17 +197,20 @@ class EngineArgs:
 
     @property
     def identity(self) -> str:
-        """What decides the tokens, as text. A stream goes on at engines of one identity only.
+        """What decides the tokens, and the version of the code, as text.
 
-        What a folder holds is not in it: new weights want a folder, or a revision, of their own.
+        An ingress connects to engines of its own identity only: a stream continues with the same
+        tokens, and both ends of a connection run the same code. The content of a model folder is
+        not part of it: new weights need a new folder or revision.
         """
         settings = [field for field in fields(self) if field.name in DECIDE_TOKENS]
         values = [(field.name, getattr(self, field.name), field.default) for field in settings]
-        return " ".join(
+        changed = [
             f"{name}={value}"
             for name, value, default in values
             if name == "model" or value != default
-        )
+        ]
+        return " ".join([f"code={code_version()}", *changed])
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EngineArgs":

@@ -253,7 +253,7 @@ class RunnerGroup:
         adopted: list[Adoption | None] = [None]
         try:
             self._processes = self.wait(self._on_all("process"), ADOPT_SECONDS, "a sign of life")
-            adopt = self._on_all("adopt", self._args, self.generation)
+            adopt = self._on_all("adopt", self._args, self._args.identity, self.generation)
             adopted = self.wait(adopt, ADOPT_SECONDS, "its last step")
         except GroupFailed as failure:
             logger.warning("%s cannot be adopted: %s", ", ".join(self._names), failure)

@@ -240,7 +240,7 @@ class Supervisor:
         if scheduler is None:
             return None
         try:
-            ask = scheduler.claim.remote(self._id, self._args)
+            ask = scheduler.claim.remote(self._id, self._args, self._args.identity)
             claim: Claim = await asyncio.wait_for(ask, ANSWER_SECONDS)
         except (RayError, TimeoutError) as error:
             logger.warning("engine %s cannot be claimed: %s", name, error)

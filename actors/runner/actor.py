@@ -102,13 +102,14 @@ class ModelRunnerActor:
         """Gives the pages' memory back, until the next ``start``."""
         self._runner.sleep()
 
-    def adopt(self, args: EngineArgs, generation: int) -> Adoption | None:
+    def adopt(self, args: EngineArgs, identity: str, generation: int) -> Adoption | None:
         """Forgets all requests, and belongs to another scheduler from now on; the model stays.
 
         Steps of the one before are refused: the new epoch is of a later generation, at least
-        ``generation``. None where there is nothing to adopt: other settings, or no model yet.
+        ``generation``. None where there is nothing to adopt: other settings, another version of the
+        code (``identity`` is the scheduler's), or no model yet.
         """
-        if self._config is None or args != self._args:
+        if self._config is None or args != self._args or identity != args.identity:
             return None
         generation = max(generation, (self._epoch >> GENERATION_BITS) + 1)
         self.start(self._config, generation << GENERATION_BITS)

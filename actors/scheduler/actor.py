@@ -157,12 +157,18 @@ class SchedulerActor:
         return self._info()
 
     @ray.method(concurrency_group="control")
-    def claim(self, owner: str, args: EngineArgs) -> Claim:
-        """A supervisor asks for this engine: it gets it if the one before has fallen silent."""
+    def claim(self, owner: str, args: EngineArgs, identity: str) -> Claim:
+        """A supervisor asks for this engine: it gets it if the one before has fallen silent.
+
+        Args:
+            identity: of ``args`` in the supervisor's process. A supervisor of another version of
+                the code gets a different one, and no engine.
+        """
         with self._claims:
             silence = self._lifeline.silence
             start = self._started
-            if self._engine is None or self._failure or args != start.args or start.owner is None:
+            same = args == start.args and identity == start.args.identity
+            if self._engine is None or self._failure or not same or start.owner is None:
                 return Claim(False, False)
             if silence < self._claim_after:
                 return Claim(False, True, silence)

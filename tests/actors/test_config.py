@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rayfin.actors.code_version import code_version
 from rayfin.actors.config import (
     BatchLimits,
     EngineArgs,
@@ -220,8 +221,9 @@ def test_v0_steps_hold_the_longest_prompt() -> None:
 
 def test_identity_is_of_what_decides_tokens() -> None:
     plain = EngineArgs(model="m")
-    assert plain.identity == "model=m"
-    assert replace(plain, threads=3, max_model_len=9, tensor_parallel_size=2).identity == "model=m"
+    assert plain.identity == f"code={code_version()} model=m"
+    other_sizes = replace(plain, threads=3, max_model_len=9, tensor_parallel_size=2)
+    assert other_sizes.identity == plain.identity
     others = [
         {"model": "n"},
         {"revision": "r"},
@@ -231,4 +233,4 @@ def test_identity_is_of_what_decides_tokens() -> None:
         {"load_format": "dummy"},
         {"load_format": "dummy", "seed": 1},
     ]
-    assert len({replace(plain, **other).identity for other in others} | {"model=m"}) == 8
+    assert len({replace(plain, **other).identity for other in others} | {plain.identity}) == 8
