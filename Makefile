@@ -46,18 +46,18 @@ test: $(INSTALLED)  ## lint, types, all tests (ARGS="-k scheduler ...")
 	$(BIN)/python -m pytest $(ARGS)
 
 simulate: $(INSTALLED)  ## lives of the scheduler, without a model (SEEDS=10000 or REQUESTS=100000)
-	$(BIN)/python tests/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))
+	$(BIN)/python tools/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))
 
 CHAOS = --minutes $(or $(MINUTES),1) $(if $(SEED),--seed $(SEED)) $(if $(STREAMS),--streams $(STREAMS))
 
 chaos: $(INSTALLED)  ## break a running Rayfin in every known way: docs/reliability.md (CASES=a,b SEED= MINUTES= STREAMS=)
-	$(BIN)/python tests/chaos/run.py --write $(if $(CASES),--cases $(CASES)) $(CHAOS) $(ARGS)
+	$(BIN)/python tools/chaos/run.py --write $(if $(CASES),--cases $(CASES)) $(CHAOS) $(ARGS)
 
 soak: $(INSTALLED)  ## faults at random for MINUTES=60, and what grows meanwhile
-	$(BIN)/python tests/chaos/soak.py $(CHAOS) $(ARGS)
+	$(BIN)/python tools/chaos/soak.py $(CHAOS) $(ARGS)
 
 docs: $(INSTALLED)  ## run the commands of README and docs as they are written (ARGS="README.md serving.md")
-	$(BIN)/python tests/run_docs.py $(ARGS)
+	$(BIN)/python tools/run_docs.py $(ARGS)
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -85,4 +85,4 @@ pictures: $(PLOTS)  ## take the pictures of the documents anew: /ui, and the das
 	$(BIN)/python benchmarks/pictures.py $(ARGS)
 
 demo-model: $(INSTALLED)  ## train the built-in model again (about half an hour on 2 cores)
-	$(BIN)/python -m rayfin.deployments.demo.train $(ARGS)
+	PYTHONPATH=examples $(BIN)/python -m demo_model.train $(ARGS)

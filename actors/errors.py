@@ -171,3 +171,90 @@ class RequestMoved(EngineUnavailable):
     """
 
     code = "moved"
+
+
+class GroupFailed(RayfinError):
+    """The runners are gone or broken; what ran on them must be recomputed on new ones.
+
+    ``by_step``: a runner said that a step did it; nobody else can have.
+    """
+
+    code = "runner_failed"
+
+    def __init__(self, message: str, param: str | None = None, by_step: bool = False) -> None:
+        super().__init__(message, param)
+        self.args = (message, param, by_step)
+        self.by_step = by_step
+
+
+class Fenced(RayfinError):
+    """The runners belong to a later scheduler: this one was taken for dead, and must not go on."""
+
+    code = "fenced"
+
+
+class StepMissing(RayfinError):
+    """A step has come before the one that it follows, which was lost on its way."""
+
+    code = "runner_failed"
+
+
+class PeerLost(RayfinError):
+    """A runner waits in vain for another one of its group: somebody has died, or is stuck."""
+
+    code = "runner_failed"
+
+
+class NotRecognised(Exception):
+    """A module is not of the form that can be fused; the message names it."""
+
+
+class PageCorrupted(RuntimeError):
+    """A page's bits are not those that were computed: memory, or a kernel, is at fault."""
+
+
+class InjectedFault(RuntimeError):
+    """What ``raise`` raises: no error of Rayfin's, as a bug would not be one."""
+
+
+class NotOwner(EngineUnavailable):
+    """A supervisor's pulse at an engine that another one has claimed meanwhile."""
+
+    code = "not_owner"
+
+
+class CallLost(GroupFailed):
+    """A call or its answer was lost on its way; the runner may well live."""
+
+
+class EngineLost(EngineUnavailable):
+    """The connection to an engine broke; ``crashed`` if the engine has died."""
+
+    def __init__(self, message: str, param: str | None = None, crashed: bool = False) -> None:
+        super().__init__(message, param)
+        self.args = (message, param, crashed)
+        self.crashed = crashed
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer."""
+
+
+class TemplateTooSlow(InvalidRequest):
+    """The template has used up its time."""
+
+    code = "template_too_slow"
+
+
+class TemplateTooLong(InvalidRequest):
+    """The template has written too much."""
+
+    code = "template_too_long"
+
+
+class PeerFailed(RayfinError):
+    """A peer died, or answered something else than was asked for."""
+
+
+class ServerError(RayfinError):
+    """The server could not be reached, or refused, or broke off."""

@@ -47,7 +47,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.errors import InjectedFault, InvalidConfig
 from rayfin.actors.messages import Int32Array, SchedulerInfo
 
 VARIABLE = "RAYFIN_FAILPOINTS"
@@ -68,10 +68,6 @@ POINTS = (
 ACTIONS = ("exit", "stop", "raise", "oom", "sleep", "hang", "nan", "drop", "duplicate", "flip")
 CONDITIONS = ("step", "epoch", "token", "nth", "p", "once")
 FOR_THE_CALLER = ("nan", "drop", "duplicate", "flip")
-
-
-class InjectedFault(RuntimeError):
-    """What ``raise`` raises: no error of Rayfin's, as a bug would not be one."""
 
 
 @dataclass(slots=True)

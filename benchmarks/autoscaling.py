@@ -21,8 +21,8 @@ from server import free_ports
 
 from rayfin.actors.config import EngineArgs
 from rayfin.deployments.app import bind_app
-from rayfin.deployments.engine_names import find_engines
-from rayfin.deployments.server_args import ServerArgs
+from rayfin.deployments.client.engine_names import find_engines
+from rayfin.deployments.serve.server_args import ServerArgs
 
 APP = "autoscaling"
 PATIENCE = 240.0  # seconds for one change of the number of engines

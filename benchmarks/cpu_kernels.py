@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rayfin.kernels.attention.cpu import CpuAttention
-from rayfin.kernels.attention.interface import PagedAttention, PagedBatch
-from rayfin.kernels.attention.torch import paged_attention
+from rayfin.kernels.attention.torch_backend import paged_attention
+from rayfin.kernels.cpu.attention import CpuAttention
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix
+from rayfin.kernels.shapes import PagedAttention, PagedBatch
 
 SHAPES: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
     "135m": {

@@ -15,13 +15,12 @@ from cpu_kernels import PAGE_SIZE, make_batch
 from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rayfin.actors.runner.fuse import fuse
-from rayfin.actors.runner.fuse_linears import pack_linears
-from rayfin.actors.runner.fused_model import FusedModel
-from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
+from rayfin.actors.runner.cpu.decoder import FusedModel, fuse
+from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.cache.kv_tensors import KVTensors
-from rayfin.kernels.attention.cpu import CpuAttention
-from rayfin.kernels.attention.torch import paged_attention
+from rayfin.kernels.attention.torch_backend import paged_attention
+from rayfin.kernels.cpu.attention import CpuAttention
 from rayfin.kernels.cpu.kernels import CpuKernels
 
 STEPS = [(1, 127, 1), (4, 127, 1), (16, 127, 1), (32, 511, 1), (64, 127, 1), (1, 0, 512)]

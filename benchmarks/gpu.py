@@ -20,9 +20,9 @@ from gpu_bench import Bench
 from gpu_engine import actors, engine, idle, prefill
 
 from rayfin import __version__
-from rayfin.kernels.attention.interface import PagedAttention, PagedBatch
 from rayfin.kernels.attention.select import page_types, select_attention
-from rayfin.kernels.attention.torch import paged_attention as torch_attention
+from rayfin.kernels.attention.torch_backend import paged_attention as torch_attention
+from rayfin.kernels.shapes import PagedAttention, PagedBatch
 
 PAGE_SIZE = 16
 CONTEXTS = {  # name -> cached tokens of each decoding row

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from rayfin.actors import group
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, resolve
 from rayfin.actors.messages import (
     NO_TOKEN,
@@ -35,11 +34,12 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.runner.actor import ModelRunnerActor
 from rayfin.actors.runner.inline import InlineExecutor
+from rayfin.actors.scheduler import runner_group as group
 from rayfin.actors.scheduler.actor import CLIENT_LEASE_SECONDS
+from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.step_builder import Chunk
 from rayfin.actors.scheduler.subscriptions import Subscriptions
-from rayfin.deployments.models import DEMO_FOLDER
+from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 CLIENT = "client"
 MODEL_LEN = 2048

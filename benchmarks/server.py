@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 PATIENCE = 300.0  # seconds to start in
-RAYFIN = "import sys; from rayfin.deployments.cli import main; sys.exit(main())"
+RAYFIN = "import sys; from rayfin.deployments.cli.main import main; sys.exit(main())"
 
 
 def free_ports(count: int) -> list[int]:

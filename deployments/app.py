@@ -7,16 +7,16 @@ from typing import Any
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
-from rayfin.deployments.admin.port import admin_deployment
-from rayfin.deployments.autoscaling import autoscaling
-from rayfin.deployments.edge.settings import Cors, EdgeSettings
-from rayfin.deployments.engine import EngineDeployment
-from rayfin.deployments.ingress import IngressDeployment
-from rayfin.deployments.keeper import KeeperDeployment
-from rayfin.deployments.model_args import ModelArgs, several_models
-from rayfin.deployments.models import located
-from rayfin.deployments.room import has_room
-from rayfin.deployments.server_args import (
+from rayfin.deployments.http.layers import Cors, EdgeSettings
+from rayfin.deployments.serve.admin_port import admin_deployment
+from rayfin.deployments.serve.autoscaling import autoscaling
+from rayfin.deployments.serve.cluster_room import has_room
+from rayfin.deployments.serve.engine import EngineDeployment
+from rayfin.deployments.serve.ingress import IngressDeployment
+from rayfin.deployments.serve.model_args import ModelArgs, several_models
+from rayfin.deployments.serve.preflight import located
+from rayfin.deployments.serve.response_store import KeeperDeployment
+from rayfin.deployments.serve.server_args import (
     ADMIN_KEY_VARIABLES,
     AppArgs,
     ServerArgs,

@@ -9,7 +9,6 @@ from collections.abc import Collection
 
 import torch
 
-from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.reference_pages import (
     combine_partials,
     last_token_index,
@@ -19,7 +18,7 @@ from rayfin.kernels.reference_pages import (
     partial_attention,
     split_and_write_kv,
 )
-from rayfin.kernels.sampling.sample import SamplingRows
+from rayfin.kernels.shapes import PagedBatch, SamplingRows
 
 __all__ = [
     "adjusted",

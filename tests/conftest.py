@@ -38,9 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @functools.cache
-def _module(name: str) -> ModuleType:
-    """tests/NAME.py: test folders are no package, and torch loads only where it is used."""
-    path = Path(__file__).with_name(f"{name}.py")
+def _module(name: str, folder: str = "tests") -> ModuleType:
+    """FOLDER/NAME.py: test folders are no package, and torch loads only where it is used."""
+    path = Path(__file__).parents[1] / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"rayfin_tests_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -56,8 +56,8 @@ def tiny_models() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def simulate() -> ModuleType:
-    """The module tests/simulate.py."""
-    return _module("simulate")
+    """The module tools/simulate.py."""
+    return _module("simulate", "tools")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "actors": {"kernels", "cache"},
     "deployments": {"kernels", "cache", "actors"},
 }
-MAY_IMPORT_RAY = {"actors/group.py", "actors/supervisor.py", "actors/metrics.py"}
+MAY_IMPORT_RAY = {
+    "actors/scheduler/runner_group.py",
+    "actors/supervision/supervisor.py",
+    "actors/metrics/families.py",
+}
 NO_TORCH = {f"actors/{name}.py" for name in ("config", "messages", "sampling_params", "errors")}
 MAX_LINES = 600
 

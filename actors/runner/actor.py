@@ -9,12 +9,12 @@ import ray
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
-from rayfin.actors.lifeline import Lifeline
-from rayfin.actors.logs import set_up
 from rayfin.actors.messages import SchedulerInfo, StepResult
-from rayfin.actors.processes import Process, this_process
-from rayfin.actors.runner.answers import Answers
-from rayfin.actors.runner.place import Address, Place
+from rayfin.actors.processes.identity import Process, this_process
+from rayfin.actors.processes.lifeline import Lifeline
+from rayfin.actors.processes.logs import set_up
+from rayfin.actors.runner.parallel.rank import Address, Place
+from rayfin.actors.runner.result_cache import Answers
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class ModelRunnerActor:
     order in which they are sent.
 
     Ray retries nothing here: a step that may or may not have run is sent again by its group, and
-    answered from memory if it has (answers.py).
+    answered from memory if it has (result_cache.py).
     """
 
     def __init__(self, lease: float = RUNNER_LEASE_SECONDS) -> None:
@@ -59,7 +59,7 @@ class ModelRunnerActor:
     def open_store(self) -> Address:
         """Where the ranks of a new group will find each other; of rank 0, before any loads."""
         with self._lifeline.work():
-            from rayfin.actors.runner.parallel import open_store
+            from rayfin.actors.runner.parallel.process_groups import open_store
 
             self._store = open_store()
             return _host(), self._store.port

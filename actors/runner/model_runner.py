@@ -19,39 +19,35 @@ from rayfin.actors.config import (
     resolve_limits,
     resolve_model_len,
 )
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig, UnsupportedModel
+from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig, UnsupportedModel
 from rayfin.actors.messages import NO_TOKEN, Logprobs, SchedulerInfo, StepResult
-from rayfin.actors.runner.batch import build_inputs, next_decode
-from rayfin.actors.runner.first_touch import FirstTouch
-from rayfin.actors.runner.fuse import TOLERANCE, fuse
-from rayfin.actors.runner.fuse_linears import pack_linears
-from rayfin.actors.runner.fused_model import FusedModel
-from rayfin.actors.runner.isolate import is_out_of_memory, isolate
-from rayfin.actors.runner.memory import available_bytes, bytes_taken
-from rayfin.actors.runner.page_moves import PageMover
-from rayfin.actors.runner.page_sums import PageSums
-from rayfin.actors.runner.page_type import page_type
-from rayfin.actors.runner.paged_model import ATTENTION, PagedModel, StepModel
-from rayfin.actors.runner.parallel import LOAD_SECONDS, Peers
-from rayfin.actors.runner.place import Place
-from rayfin.actors.runner.profiling import largest_step
-from rayfin.actors.runner.relay import TokenRelay
-from rayfin.actors.runner.request_slots import RequestSlots
-from rayfin.actors.runner.sampler import Sampled, Sampler
-from rayfin.actors.runner.shard_weights import load_share
-from rayfin.actors.runner.weights import load_config, load_model, max_position
-from rayfin.actors.scheduler.executor import Fenced
+from rayfin.actors.runner.cpu.decoder import TOLERANCE, FusedModel, fuse
+from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
+from rayfin.actors.runner.models.weights import load_config, load_model, max_position, page_type
+from rayfin.actors.runner.parallel.pipeline import TokenRelay
+from rayfin.actors.runner.parallel.process_groups import LOAD_SECONDS, Peers
+from rayfin.actors.runner.parallel.rank import Place
+from rayfin.actors.runner.parallel.shard_weights import load_share
+from rayfin.actors.runner.sampling.sampler import Sampled, Sampler
+from rayfin.actors.runner.step.batch import build_inputs, next_decode
+from rayfin.actors.runner.step.memory import available_bytes, bytes_taken, largest_step
+from rayfin.actors.runner.step.page_checksums import PageSums
+from rayfin.actors.runner.step.page_moves import PageMover
+from rayfin.actors.runner.step.page_prefaulter import FirstTouch
+from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
-from rayfin.kernels.attention.interface import PagedAttention
 from rayfin.kernels.attention.select import select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
 from rayfin.kernels.sampling.select import select_sample
+from rayfin.kernels.shapes import PagedAttention
 from rayfin.kernels.triton.available import can_use_triton
 
 if TYPE_CHECKING:
-    from rayfin.actors.runner.gpu_model import GpuModel
-    from rayfin.actors.runner.graphs import DecodeGraphs, Leased
+    from rayfin.actors.runner.gpu.decoder import GpuModel
+    from rayfin.actors.runner.gpu.graphs import DecodeGraphs, Leased
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +120,8 @@ class ModelRunner:
 
     def _on_triton(self, paged: PagedModel, attention: PagedAttention) -> None:
         """The model's experts on Triton's kernels, and all of it if it is one device's alone."""
-        from rayfin.actors.runner.fuse_experts import group_experts  # Triton is not everywhere
-        from rayfin.actors.runner.gpu_model import fuse_for_gpu
+        from rayfin.actors.runner.gpu.decoder import fuse_for_gpu
+        from rayfin.actors.runner.gpu.experts import group_experts  # Triton is not everywhere
 
         group_experts(paged)
         if self._peers is None:
@@ -328,7 +324,7 @@ class ModelRunner:
     ) -> "DecodeGraphs | None":
         if self._gpu_model is None or self._args.enforce_eager:
             return None
-        from rayfin.actors.runner.graphs import DecodeGraphs
+        from rayfin.actors.runner.gpu.graphs import DecodeGraphs
 
         return DecodeGraphs(
             self._gpu_model,

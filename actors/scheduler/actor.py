@@ -24,28 +24,35 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, RayfinError, RequestMoved
-from rayfin.actors.group import NAMESPACE, RunnerGroup
-from rayfin.actors.lifeline import Lifeline
-from rayfin.actors.logs import set_up
+from rayfin.actors.errors import (
+    EngineUnavailable,
+    Fenced,
+    GroupFailed,
+    NotOwner,
+    RayfinError,
+    RequestMoved,
+)
 from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
+    EngineSnapshot,
     EngineStats,
     TokenDeltas,
     TokenLog,
 )
-from rayfin.actors.priority import step_behind_runners
-from rayfin.actors.processes import Process, this_process
+from rayfin.actors.processes.environment import step_behind_runners
+from rayfin.actors.processes.identity import Process, this_process
+from rayfin.actors.processes.lifeline import Lifeline
+from rayfin.actors.processes.logs import set_up
+from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.scheduler import status_line
 from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.executor import Fenced, GroupFailed
-from rayfin.actors.scheduler.keeper import Keeper
-from rayfin.actors.scheduler.mail import Mail, Question
+from rayfin.actors.scheduler.faults.runner_pinger import Keeper
+from rayfin.actors.scheduler.inbox import Mail, Question
+from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
-from rayfin.actors.snapshot import EngineSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +76,6 @@ OPTIONS: dict[str, Any] = {
     "enable_task_events": False,  # Ray's GCS would keep a record of each call
     "concurrency_groups": {"requests": 1, "control": 6, **dict.fromkeys(STREAMS, 1)},
 }
-
-
-class NotOwner(EngineUnavailable):
-    """A supervisor's pulse at an engine that another one has claimed meanwhile."""
-
-    code = "not_owner"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import (
     ContextLengthExceeded,
     EngineUnavailable,
+    GroupFailed,
     InvalidRequest,
     RayfinError,
     RequestFailed,
@@ -19,6 +20,7 @@ from rayfin.actors.messages import (
     BoolArray,
     Ended,
     EngineRequest,
+    EngineSnapshot,
     EngineStats,
     Hypothesis,
     Int32Array,
@@ -29,27 +31,24 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
-from rayfin.actors.scheduler.beams import BeamGroups, as_it_runs
-from rayfin.actors.scheduler.deadlines import Deadlines, exceeded
-from rayfin.actors.scheduler.executor import Executor, GroupFailed, PendingStep
-from rayfin.actors.scheduler.lease import LeasePolicy
-from rayfin.actors.scheduler.lifecycle import Lifecycle
-from rayfin.actors.scheduler.logprobs import column_logprobs, compacted
-from rayfin.actors.scheduler.outbox import Outbox
-from rayfin.actors.scheduler.pace import Pace
-from rayfin.actors.scheduler.quarantine import Quarantine, Scheduler
-from rayfin.actors.scheduler.request import Request
-from rayfin.actors.scheduler.request_scheduler import RequestScheduler
-from rayfin.actors.scheduler.snapshots import take_snapshot
-from rayfin.actors.scheduler.starts import find_elder
-from rayfin.actors.scheduler.stats import take_stats
-from rayfin.actors.scheduler.step_builder import StepBuilder, StepRecord
-from rayfin.actors.scheduler.stopping import ended_requests
-from rayfin.actors.scheduler.taint import tainted_requests
-from rayfin.actors.scheduler.token_logs import TokenLogs
-from rayfin.actors.scheduler.token_scheduler import TokenScheduler
-from rayfin.actors.scheduler.transport import StepTransport
-from rayfin.actors.snapshot import EngineSnapshot
+from rayfin.actors.scheduler.beam_groups import BeamGroups, as_it_runs
+from rayfin.actors.scheduler.core.cached_prefix import find_elder
+from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.step_builder import StepBuilder, StepRecord
+from rayfin.actors.scheduler.faults.corruption import tainted_requests
+from rayfin.actors.scheduler.faults.quarantine import Quarantine, Scheduler
+from rayfin.actors.scheduler.faults.token_logs import TokenLogs
+from rayfin.actors.scheduler.policy.multi_step import LeasePolicy
+from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
+from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
+from rayfin.actors.scheduler.queues.deadlines import Deadlines, exceeded
+from rayfin.actors.scheduler.queues.queue_limits import Pace
+from rayfin.actors.scheduler.state.executor import Executor, PendingStep
+from rayfin.actors.scheduler.state.outbox import Outbox, column_logprobs, compacted
+from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.scheduler.state.step_overhead import StepTransport
+from rayfin.actors.scheduler.state.stopping import ended_requests
+from rayfin.actors.scheduler.stats import take_snapshot, take_stats
 from rayfin.cache.prefix_index import HashChain
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 8

@@ -8,9 +8,10 @@ from typing import Any
 
 import httpx
 
+from rayfin.actors.errors import ServerError
+from rayfin.deployments.bench.endpoint import BROKEN_OFF, describe, refusal
 from rayfin.deployments.bench.measures import Timeline
 from rayfin.deployments.bench.workload import Job
-from rayfin.deployments.commands.endpoint import BROKEN_OFF, ServerError, describe, refusal
 
 
 async def run_jobs(

@@ -8,7 +8,7 @@ import numpy as np
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
 from rayfin.deployments.bench.measures import Timeline
 from rayfin.deployments.bench.workload import Job
-from rayfin.deployments.offline import OfflineEngine
+from rayfin.deployments.offline.engines import OfflineEngine
 
 
 def run_offline(engine: OfflineEngine, jobs: Sequence[Job]) -> list[Timeline]:

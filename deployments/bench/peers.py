@@ -15,15 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rayfin.actors.errors import InvalidConfig, RayfinError
+from rayfin.actors.errors import InvalidConfig, PeerFailed
 from rayfin.deployments.bench.measures import Timeline
 from rayfin.deployments.bench.workload import Job
 
 TAIL = 2000  # characters of a dead peer's stderr that are worth reading
-
-
-class PeerFailed(RayfinError):
-    """A peer died, or answered something else than was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayfin.deployments.edge.limits import CONTINUE_SECONDS, STALLED_SECONDS, WINDOW_BYTES
+from rayfin.deployments.http.body_limits import CONTINUE_SECONDS, STALLED_SECONDS, WINDOW_BYTES
 
 logger = logging.getLogger("rayfin.http")
 

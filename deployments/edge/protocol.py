@@ -27,14 +27,14 @@ from typing import Any
 from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from rayfin.deployments.edge.limits import (
+from rayfin.deployments.http.body_limits import (
     HEADER_SECONDS,
     MAX_HEAD_BYTES,
     MAX_URL,
     SEND_BUFFER_BYTES,
 )
-from rayfin.deployments.edge.request_id import REQUEST_ID
-from rayfin.deployments.openai.errors import http_error_response
+from rayfin.deployments.http.errors import http_error_response
+from rayfin.deployments.http.request_id import REQUEST_ID
 
 logger = logging.getLogger("rayfin.http")
 

@@ -14,12 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayfin.deployments.anthropic.errors import AnthropicErrors
-from rayfin.deployments.edge.failures import Failures
 from rayfin.deployments.edge.flow import ProxyFlow
-from rayfin.deployments.edge.request_id import RequestIds
-from rayfin.deployments.edge.transport import TransportLimits
-from rayfin.deployments.openai.errors import RETRY_SECONDS, http_error_response
+from rayfin.deployments.http.anthropic_errors import AnthropicErrors
+from rayfin.deployments.http.body_limits import TransportLimits
+from rayfin.deployments.http.errors import RETRY_SECONDS, http_error_response
+from rayfin.deployments.http.layers import Failures
+from rayfin.deployments.http.request_id import RequestIds
 
 logger = logging.getLogger("rayfin.http")
 

@@ -11,24 +11,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.errors import TemplateTooLong, TemplateTooSlow
 
 TEMPLATE_FILE = "<template>"  # what Jinja calls the code of a template that is no file
 LINES_PER_LOOK = 64  # a look at the clock costs as much as several lines
 
 T = TypeVar("T")
-
-
-class TemplateTooSlow(InvalidRequest):
-    """The template has used up its time."""
-
-    code = "template_too_slow"
-
-
-class TemplateTooLong(InvalidRequest):
-    """The template has written too much."""
-
-    code = "template_too_long"
 
 
 def watched(render: Callable[[], T], seconds: float, characters: int) -> T:

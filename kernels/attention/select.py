@@ -3,10 +3,10 @@
 import torch
 
 from rayfin.kernels import reference
-from rayfin.kernels.attention.cpu import CpuAttention
-from rayfin.kernels.attention.interface import PagedAttention
-from rayfin.kernels.attention.torch import paged_attention as torch_paged_attention
+from rayfin.kernels.attention.torch_backend import paged_attention as torch_paged_attention
+from rayfin.kernels.cpu.attention import CpuAttention
 from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.shapes import PagedAttention
 from rayfin.kernels.triton.available import can_use_triton
 
 NAMES = ("auto", "cpu", "triton", "torch", "reference")
@@ -40,7 +40,9 @@ def select_attention(
     if name == "triton" and not on_gpu:
         raise ValueError(f"attention backend 'triton' needs a GPU and Triton, not {device.type!r}")
     if name in ("auto", "triton") and on_gpu:
-        from rayfin.kernels.attention.triton import TritonAttention  # not installed everywhere
+        from rayfin.kernels.attention.triton_backend import (
+            TritonAttention,  # not installed everywhere
+        )
 
         return TritonAttention(device)
     if name in ("auto", "torch"):  # the torch backend takes every device and float dtype

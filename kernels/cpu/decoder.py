@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rayfin.kernels.attention.cpu import step_lengths
-from rayfin.kernels.attention.interface import PagedBatch
+from rayfin.kernels.cpu.attention import step_lengths
 from rayfin.kernels.cpu.kernels import STORAGES, Activation, CpuKernels, Matrix
+from rayfin.kernels.shapes import PagedBatch
 
 
 @dataclass(slots=True)

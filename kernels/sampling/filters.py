@@ -6,8 +6,6 @@ distribution that the one before left, renormalised.
 
 import torch
 
-from rayfin.kernels.sampling.weights import fixed_point_weights
-
 NEVER = float("-inf")
 NUCLEUS_GUESS = 1024  # on a CPU: sort this many first, all of them only if that is too few
 
@@ -83,3 +81,64 @@ def _nucleus(
     weights = fixed_point_weights(highest)
     before = weights.cumsum(dim=-1) - weights
     return highest, before < needed
+
+
+# Tokens that may not be sampled, or alone may, or are preferred: on a few rows of many.
+#
+# All change fp32 logits [S, V] in place, and take pairs of a row [N] int64 and a token [N] int64.
+
+NEVER = float("-inf")
+
+
+def forbid(logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> None:
+    """The tokens are never sampled."""
+    logits[row, token] = NEVER
+
+
+def allow_only(
+    logits: torch.Tensor, rows: torch.Tensor, row: torch.Tensor, token: torch.Tensor
+) -> None:
+    """In ``rows`` [M] int64 nothing is sampled but the tokens of the pairs, which are of them."""
+    kept = logits[row, token]
+    logits[rows] = NEVER
+    logits[row, token] = kept
+
+
+def add_bias(
+    logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor, bias: torch.Tensor
+) -> None:
+    """``bias`` [N] fp32 is added; no pair may be there twice."""
+    logits[row, token] += bias
+
+
+# Probabilities as integers, and an exact order of logits: sums and ties that cannot wobble.
+#
+# Adding floats gives a result that depends on the order of the additions, and with it on the
+# batch shape and the device. Token weights are therefore 40-bit fixed point integers: their sums
+# are exact in any order, so a row's token does not depend on its batch mates, and a cumulative
+# sum never steps back. Tokens less than 2**-40 times as likely as the likeliest one have weight
+# zero.
+
+WEIGHT_BITS = 40  # 2**40 * vocabulary size must stay below 2**63: any vocabulary up to 2**22
+
+
+def fixed_point_weights(logits: torch.Tensor) -> torch.Tensor:
+    """Unnormalised softmax: [S, V] fp32 -> [S, V] int64 in 0 .. 2**WEIGHT_BITS, the maximum's."""
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()
+    return weights.mul_(float(1 << WEIGHT_BITS)).long()  # a power of two: exact in fp32
+
+
+def sort_keys(logits: torch.Tensor) -> torch.Tensor:
+    """[S, V] fp32 -> [S, V] int64, all different, in the order "higher logit, then lower index"."""
+    bits = (logits + 0.0).view(torch.int32).long()  # + 0.0: -0.0 and 0.0 are a tie
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # IEEE 754 floats sort as integers
+    index = torch.arange(logits.shape[-1], device=logits.device)
+    return (ordered << 32) | (0xFFFFFFFF - index)
+
+
+def stable_top(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the `count` highest logits, highest first, lower index first among equals.
+
+    [S, V] fp32 -> [S, count] int64. `torch.topk` promises nothing about equals.
+    """
+    return torch.topk(sort_keys(logits), count, dim=-1, sorted=True).indices

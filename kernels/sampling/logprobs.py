@@ -2,7 +2,7 @@
 
 import torch
 
-from rayfin.kernels.sampling.weights import stable_top
+from rayfin.kernels.sampling.filters import stable_top
 
 
 def top_logprobs(

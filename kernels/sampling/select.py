@@ -6,8 +6,8 @@ from functools import partial
 import torch
 
 from rayfin.kernels.cpu.kernels import CpuKernels
-from rayfin.kernels.sampling.cpu import sample_on_cpu
-from rayfin.kernels.sampling.sample import SamplingRows, sample
+from rayfin.kernels.sampling.sample import sample
+from rayfin.kernels.shapes import SamplingRows
 from rayfin.kernels.triton.available import can_use_triton
 
 Sample = Callable[[torch.Tensor, SamplingRows], torch.Tensor]
@@ -25,3 +25,12 @@ def select_sample(
 
         return triton_sample
     return sample if kernels is None else partial(sample_on_cpu, kernels)
+
+
+# Sampling with the compiled CPU kernels: greedy rows in one read of the logits.
+
+
+def sample_on_cpu(kernels: CpuKernels, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """`rayfin.kernels.sampling.sample.sample` for a CPU: [S, V] fp32 -> [S] int64."""
+    dense = logits.dtype == torch.float32 and logits.stride(-1) == 1
+    return kernels.highest(logits) if rows.all_greedy and dense else sample(logits, rows)

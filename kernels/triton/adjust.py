@@ -3,8 +3,8 @@
 import torch
 import triton
 
-from rayfin.kernels.sampling.rules import TokenRules
-from rayfin.kernels.triton import adjust_kernels as kernels
+from rayfin.kernels.shapes import TokenRules
+from rayfin.kernels.triton.device import adjust_kernels as kernels
 
 BLOCK = 4096
 ENTRIES_AT_ONCE = 1024

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from rayfin.kernels.triton import expert_kernels as kernels
-from rayfin.kernels.triton.activation import ACTIVATIONS
+from rayfin.kernels.triton.device import expert_kernels as kernels
+from rayfin.kernels.triton.device.activation import ACTIVATIONS
 
 MAP_BLOCK = 1024
 SUM_BLOCK = 1024

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import triton
 
-from rayfin.kernels.triton import layer_kernels as kernels
-from rayfin.kernels.triton.activation import ACTIVATIONS
+from rayfin.kernels.triton.device import layer_kernels as kernels
+from rayfin.kernels.triton.device.activation import ACTIVATIONS
 
 HEADS_AT_ONCE = 8
 COLUMNS_AT_ONCE = 1024

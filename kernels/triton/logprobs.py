@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from rayfin.kernels.triton.logprob_kernels import merge_blocks, summarise_blocks
+from rayfin.kernels.triton.device.logprob_kernels import merge_blocks, summarise_blocks
 
 BLOCK = 4096
 MOST_TOP = 32

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import triton
 
-from rayfin.kernels.triton import product_kernels as kernels
-from rayfin.kernels.triton.activation import ACTIVATIONS
+from rayfin.kernels.triton.device import product_kernels as kernels
+from rayfin.kernels.triton.device.activation import ACTIVATIONS
 
 FEW_ROWS = 64
 """Rows that one tile holds: each weight is read once. Not measured on a GPU yet."""

@@ -2,8 +2,8 @@
 
 import torch
 
-from rayfin.kernels.sampling.sample import SamplingRows
-from rayfin.kernels.triton.sample_kernels import sample_rows
+from rayfin.kernels.shapes import SamplingRows
+from rayfin.kernels.triton.device.sample_kernels import sample_rows
 
 BLOCK = 4096
 

@@ -6,15 +6,14 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "RequestOutput", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from rayfin.actors.beam_search_params import BeamSearchParams
-    from rayfin.actors.sampling_params import SamplingParams
-    from rayfin.deployments.llm import LLM
-    from rayfin.deployments.outputs import RequestOutput
+    from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
+    from rayfin.deployments.offline.llm import LLM
+    from rayfin.deployments.offline.outputs import RequestOutput
 
 _HOMES = {
-    "BeamSearchParams": "rayfin.actors.beam_search_params",
-    "LLM": "rayfin.deployments.llm",
-    "RequestOutput": "rayfin.deployments.outputs",
+    "BeamSearchParams": "rayfin.actors.sampling_params",
+    "LLM": "rayfin.deployments.offline.llm",
+    "RequestOutput": "rayfin.deployments.offline.outputs",
     "SamplingParams": "rayfin.actors.sampling_params",
 }
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rayfin.actors import failpoints
-from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.failpoints import ACTIONS, POINTS, Failpoints, InjectedFault
+from rayfin.actors.errors import InjectedFault, InvalidConfig
+from rayfin.actors.failpoints import ACTIONS, POINTS, Failpoints
 
 TOKENS = np.array([5, 777, 9], np.int32)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayfin.actors import errors
-from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest, RayfinError
+from rayfin.actors.errors import ContextLengthExceeded, GroupFailed, InvalidRequest, RayfinError
 from rayfin.actors.messages import (
     NO_STEP,
     Ended,
@@ -23,7 +23,6 @@ from rayfin.actors.messages import (
     TokenDelta,
     TokenDeltas,
 )
-from rayfin.actors.scheduler.executor import GroupFailed
 
 
 def _ints(*values: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray.exceptions import ActorDiedError
 
+from fake_stream import Stream
 from rayfin.actors.errors import EngineUnavailable, RayfinError, RequestMoved
 from rayfin.actors.messages import (
     Ended,
@@ -25,7 +26,6 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.fake_stream import Stream
 
 VOCABULARY = 50
 

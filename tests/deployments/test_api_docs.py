@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from rayfin.deployments.admin.paths import ADMIN_PATHS
-from rayfin.deployments.anthropic import bodies as anthropic
-from rayfin.deployments.openai import bodies as openai
-from rayfin.deployments.openai import tokenize
-from rayfin.deployments.openai.responses import bodies as responses
-from rayfin.deployments.openai.routes import build_api
-from rayfin.deployments.openai.service import OpenAIService
+from rayfin.deployments.api.anthropic import bodies as anthropic
+from rayfin.deployments.api.app import build_api
+from rayfin.deployments.api.openai import bodies as openai
+from rayfin.deployments.api.openai import tokenize
+from rayfin.deployments.api.responses import bodies as responses
+from rayfin.deployments.generation.bodies import UNSERVED
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.http.paths import ADMIN_PATHS
 
 PATH = Path(__file__).parents[2] / "docs" / "api.md"
 WORD = re.compile(r"`([a-z_0-9]+)[`.]")  # a field, or the field before a dot
@@ -33,7 +34,7 @@ def fields(*kinds: type[BaseModel], more: Any = ()) -> set[str]:
     [
         (
             "/v1/completions and /v1/chat/completions",
-            fields(openai.CompletionRequest, openai.ChatCompletionRequest, more=openai.UNSERVED),
+            fields(openai.CompletionRequest, openai.ChatCompletionRequest, more=UNSERVED),
         ),
         (
             "/tokenize and /detokenize",

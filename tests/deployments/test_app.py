@@ -7,7 +7,7 @@ from ray import serve
 
 from rayfin.actors.config import EngineArgs
 from rayfin.deployments import app
-from rayfin.deployments.server_args import ServerArgs
+from rayfin.deployments.serve.server_args import ServerArgs
 
 
 def deployments(server: ServerArgs, engine: EngineArgs) -> tuple[Any, Any]:

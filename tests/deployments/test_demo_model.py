@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from demo_model.conversation import Conversation, Message
+from demo_model.corpus import conversations
+from demo_model.evaluate import MODEL_DIR, evaluate, greedy, load
+from demo_model.facts import FACTS
+from demo_model.tasks import KINDS, WEIGHTS
+from demo_model.tokenizer import CHAT_TEMPLATE, render, train_tokenizer
+from demo_model.train import SEED, answer_mask
 from rayfin import LLM, SamplingParams
-from rayfin.deployments.demo.conversation import Conversation, Message
-from rayfin.deployments.demo.corpus import conversations
-from rayfin.deployments.demo.evaluate import MODEL_DIR, evaluate, greedy, load
-from rayfin.deployments.demo.facts import FACTS
-from rayfin.deployments.demo.tasks import KINDS, WEIGHTS
-from rayfin.deployments.demo.tokenizer import CHAT_TEMPLATE, render, train_tokenizer
-from rayfin.deployments.demo.train import SEED, answer_mask
 from rayfin.deployments.text.chat_template import render_chat
 from rayfin.kernels.cpu.library import try_load
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from rayfin.deployments.cli import cli
-from rayfin.deployments.engine_names import ENGINE
-from rayfin.deployments.server_args import AppArgs, split_args
+from rayfin.deployments.cli.main import cli
+from rayfin.deployments.client.engine_names import ENGINE
+from rayfin.deployments.serve.server_args import AppArgs, split_args
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

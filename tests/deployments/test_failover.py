@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorUnavailableError
 
+from fake_stream import Stream
 from rayfin.actors.errors import (
     DeadlineExceeded,
     EngineAsleep,
@@ -26,9 +27,9 @@ from rayfin.actors.messages import (
     TokenDelta,
 )
 from rayfin.actors.scheduler.commands import Command, carry_out
-from rayfin.actors.scheduler.fake_stream import Stream
-from rayfin.deployments import engine_link, ray_client
-from rayfin.deployments.ray_client import Patience, RayEngineClient
+from rayfin.deployments.client import connection as engine_link
+from rayfin.deployments.client import pool as ray_client
+from rayfin.deployments.client.pool import Patience, RayEngineClient
 
 pytestmark = pytest.mark.anyio
 VOCABULARY = 50

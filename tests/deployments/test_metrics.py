@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import EngineRequest, EngineStats, Sampling, StopRules, TokenDelta
-from rayfin.actors.metrics import FINISH_REASONS
-from rayfin.deployments.ingress_counts import IngressCounts
-from rayfin.deployments.observed_client import ObservedClient
+from rayfin.actors.metrics.families import FINISH_REASONS
+from rayfin.deployments.client.metered import ObservedClient
+from rayfin.deployments.telemetry.ingress_counters import IngressCounts
 
 pytestmark = pytest.mark.anyio
 REQUEST = EngineRequest("r", np.array([1], np.int32), Sampling(), StopRules(9))

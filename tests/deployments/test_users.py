@@ -12,11 +12,11 @@ import httpx
 import pytest
 from rich.console import Console
 
+from rayfin.deployments.bench import questions as prompts
 from rayfin.deployments.bench.measures import Spread
-from rayfin.deployments.cli import main
-from rayfin.deployments.commands import prompts
-from rayfin.deployments.commands.load import Load, Measurement, Plan, Totals
-from rayfin.deployments.commands.load_report import Summary, run_with_table, users_table
+from rayfin.deployments.bench.users import Load, Measurement, Plan, Totals
+from rayfin.deployments.bench.users_report import Summary, run_with_table, users_table
+from rayfin.deployments.cli.main import main
 
 PAUSE = 0.03  # seconds before each piece of text
 

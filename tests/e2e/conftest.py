@@ -25,9 +25,9 @@ from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineStats
 from rayfin.deployments.app import bind_app
+from rayfin.deployments.client.engine_names import find_engine
 from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
-from rayfin.deployments.engine_names import find_engine
-from rayfin.deployments.server_args import ServerArgs
+from rayfin.deployments.serve.server_args import ServerArgs
 
 PATIENCE = 600.0  # seconds; only a failure waits so long
 MODEL = "demo"
@@ -38,8 +38,8 @@ SERVE_DRIVER = """
 import sys
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import RayfinError
-from rayfin.deployments.server_args import ServerArgs
-from rayfin.deployments.serving import serve
+from rayfin.deployments.serve.server_args import ServerArgs
+from rayfin.deployments.serve.serving import serve
 
 engine = EngineArgs(model=sys.argv[1], threads=1, kv_cache_memory=64 * 1024**2)
 try:

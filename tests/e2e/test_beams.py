@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rayfin import LLM, BeamSearchParams, SamplingParams
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
-from rayfin.deployments.models import model_path
+from rayfin.deployments.serve.preflight import model_path
 
 PROMPTS = ["A robot may not injure a human being", "To be or not to be,", "One " * 40]
 SEARCHES = [

@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from rayfin.deployments.app import build_app
-from rayfin.deployments.server_args import AppArgs
+from rayfin.deployments.serve.server_args import AppArgs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_config.yaml"
 QUESTION = {"messages": [{"role": "user", "content": "What is 37 + 48?"}], "temperature": 0}

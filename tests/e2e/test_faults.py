@@ -16,7 +16,7 @@ from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import Ended, EngineRequest, EngineStats, Sampling, StopRules
 from rayfin.actors.scheduler.actor import SchedulerActor, Start
-from rayfin.deployments.models import model_path
+from rayfin.deployments.serve.preflight import model_path
 
 LENGTH = 400
 GREEDY = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}

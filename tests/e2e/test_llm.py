@@ -9,7 +9,7 @@ import ray
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
-from rayfin.deployments.outputs import CompletionOutput, RequestOutput
+from rayfin.deployments.offline.outputs import CompletionOutput, RequestOutput
 
 PROMPTS = [
     "A robot may not injure a human being",

@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
-from rayfin.actors.group import NAMESPACE
+from rayfin.actors.processes.registry import NAMESPACE
 
 R, P, T = 5, 21, 9  # requests, one after the other; tokens of each prompt and each output
 

@@ -9,9 +9,9 @@ from ray import serve
 
 from rayfin.actors.config import EngineArgs
 from rayfin.deployments.app import bind_models
-from rayfin.deployments.engine_names import find_engines
-from rayfin.deployments.model_args import several_models
-from rayfin.deployments.server_args import ServerArgs
+from rayfin.deployments.client.engine_names import find_engines
+from rayfin.deployments.serve.model_args import several_models
+from rayfin.deployments.serve.server_args import ServerArgs
 
 NAME = "zoo"
 PROMPT = "The capital of"

@@ -13,7 +13,7 @@ from ray.util import list_named_actors
 
 from rayfin.actors.config import EngineArgs
 from rayfin.deployments.app import bind_app
-from rayfin.deployments.server_args import ServerArgs
+from rayfin.deployments.serve.server_args import ServerArgs
 
 SERVE = "serve"  # Serve's own namespace
 TTFT = "time_to_first_token_seconds_count"

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import InvalidConfig, InvalidRequest
-from rayfin.deployments.models import model_path
-from rayfin.deployments.outputs import CompletionOutput
+from rayfin.deployments.offline.outputs import CompletionOutput
+from rayfin.deployments.serve.preflight import model_path
 
 PROMPT = "What is the capital of France? And of the United States?"
 LENGTH = 16

@@ -9,7 +9,7 @@ from ray import serve
 
 from rayfin.actors.config import EngineArgs
 from rayfin.deployments.app import bind_app
-from rayfin.deployments.server_args import ServerArgs
+from rayfin.deployments.serve.server_args import ServerArgs
 
 NAME = "moving"
 BODY = {"prompt": "The capital of", "max_tokens": 48, "temperature": 0, "ignore_eos": True}

@@ -16,7 +16,7 @@ from cloudcoil.models.prometheus_operator import v1 as monitoring
 from jsonschema import Draft7Validator, Draft202012Validator
 from ray.serve.schema import ServeDeploySchema
 
-from rayfin.deployments.server_args import AppArgs, split_args
+from rayfin.deployments.serve.server_args import AppArgs, split_args
 
 ROOT = Path(__file__).parents[2]
 CRD = Path(__file__).parent / "crds" / "ray.io_rayservices.yaml.gz"

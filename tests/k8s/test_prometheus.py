@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayfin.actors.metrics import FAMILIES, PREFIX
+from rayfin.actors.metrics.families import FAMILIES, PREFIX
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "k8s" / "prometheus"

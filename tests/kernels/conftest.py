@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.attention.write_kv import write_kv
+from rayfin.kernels.shapes import PagedBatch
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rayfin.actors.messages import (
     StopRules,
     TokenDeltas,
 )
-from rayfin.actors.runner.fused_model import FusedModel
+from rayfin.actors.runner.cpu.decoder import FusedModel
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.engine import Engine

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from rayfin.actors.errors import GroupFailed
 from rayfin.actors.messages import BeamParams, Hypothesis
-from rayfin.actors.scheduler.executor import GroupFailed
 
 Make = Callable[..., Any]
 EOS = (2, 40, 77, 90, 101)

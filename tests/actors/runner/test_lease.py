@@ -10,7 +10,7 @@ import torch
 from rayfin.actors.config import resolve
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.scheduler import lease
+from rayfin.actors.scheduler.policy import multi_step as lease
 
 Make = Callable[..., Any]
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 1, 16, 9))]

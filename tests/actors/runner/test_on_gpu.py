@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.messages import Sampling
-from rayfin.actors.scheduler import lease
+from rayfin.actors.scheduler.policy import multi_step as lease
 
 Make = Callable[..., Any]
 pytestmark = pytest.mark.gpu

@@ -8,13 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from demo_model.evaluate import MODEL_DIR
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.fuse import fuse, probe_logits
-from rayfin.actors.runner.fuse_linears import PackedLinear, pack_linears
+from rayfin.actors.runner.cpu.decoder import fuse
+from rayfin.actors.runner.cpu.packed_layers import PackedLinear, pack_linears
 from rayfin.actors.runner.model_runner import ModelRunner, _require_quantisable
-from rayfin.actors.runner.paged_model import ATTENTION, PagedModel
-from rayfin.deployments.demo.evaluate import MODEL_DIR
-from rayfin.kernels.attention.torch import paged_attention
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
+from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 
 Make = Callable[..., Any]

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def harness(simulate: ModuleType) -> Callable[..., Any]:
-    """`make_harness` of tests/simulate.py: test folders hold no importable modules."""
+    """`make_harness` of tools/simulate.py: test folders hold no importable modules."""
     make: Callable[..., Any] = simulate.make_harness
     return make
 

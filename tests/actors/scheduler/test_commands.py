@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.errors import DeadlineExceeded, EngineUnavailable, RequestMoved
+from rayfin.actors.errors import DeadlineExceeded, EngineUnavailable, GroupFailed, RequestMoved
 from rayfin.actors.scheduler.commands import Command, carry_out
-from rayfin.actors.scheduler.executor import GroupFailed
 
 Make = Callable[..., Any]
 HEAD = list(range(12))  # three pages

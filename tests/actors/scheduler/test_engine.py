@@ -9,6 +9,7 @@ import pytest
 from rayfin.actors.errors import (
     ContextLengthExceeded,
     EngineUnavailable,
+    GroupFailed,
     InvalidRequest,
     Overloaded,
     RayfinError,
@@ -16,7 +17,6 @@ from rayfin.actors.errors import (
 )
 from rayfin.actors.messages import SAMPLED_LAST_STEP
 from rayfin.actors.scheduler.engine import MAX_RESTARTS_WITHOUT_PROGRESS
-from rayfin.actors.scheduler.executor import GroupFailed
 from rayfin.cache.errors import CacheError
 
 Make = Callable[..., Any]

@@ -18,10 +18,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from fake_stream import Stream
+from harness import Harness, make_harness
 from rayfin.actors.errors import Overloaded
-from rayfin.actors.scheduler.fair_queue import FairQueue
-from rayfin.actors.scheduler.fake_stream import Stream
-from rayfin.actors.scheduler.harness import Harness, make_harness
+from rayfin.actors.scheduler.queues.fair_queue import FairQueue
 
 MODEL_LEN = 24
 

@@ -13,7 +13,7 @@ def test_lives(simulate: ModuleType) -> None:
         try:
             happened += simulate.simulate(seed)
         except Exception as error:
-            raise AssertionError(f"python tests/simulate.py --seed {seed}") from error
+            raise AssertionError(f"python tools/simulate.py --seed {seed}") from error
     for what in (
         "stop",
         "length",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rayfin.deployments.cli import main
+from rayfin.deployments.cli.main import main
 
 
 @pytest.mark.parametrize(

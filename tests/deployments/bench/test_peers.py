@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.bench.peers import Peer, PeerFailed, PeerSpec
+from rayfin.actors.errors import InvalidConfig, PeerFailed
+from rayfin.deployments.bench.peers import Peer, PeerSpec
 from rayfin.deployments.bench.rounds import take_turns
 from rayfin.deployments.bench.workload import Job, Lengths, arrivals, arriving, random_jobs
-from rayfin.deployments.cli import main
+from rayfin.deployments.cli.main import main
 
 PEERS = Path(__file__).parents[3] / "benchmarks" / "peers"
 ECHO = """

@@ -7,7 +7,7 @@ import pytest
 
 from rayfin.deployments.edge import flow
 from rayfin.deployments.edge.flow import OFFER, TAKEN, ProxyFlow, ReplicaFlow
-from rayfin.deployments.edge.limits import WINDOW_BYTES
+from rayfin.deployments.http.body_limits import WINDOW_BYTES
 
 pytestmark = pytest.mark.anyio
 PATIENCE = 30.0  # seconds; only a failure waits so long

@@ -9,10 +9,10 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from rayfin.actors.errors import Overloaded
-from rayfin.deployments.edge.keys import ApiKeys
-from rayfin.deployments.edge.limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_URL
-from rayfin.deployments.edge.settings import Cors, EdgeSettings, add_edge
-from rayfin.deployments.openai.errors import add_error_handlers
+from rayfin.deployments.http.body_limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_URL
+from rayfin.deployments.http.errors import add_error_handlers
+from rayfin.deployments.http.keys import ApiKeys
+from rayfin.deployments.http.layers import Cors, EdgeSettings, add_edge
 
 pytestmark = pytest.mark.anyio
 

@@ -11,9 +11,9 @@ from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rayfin.deployments.edge import protocol
-from rayfin.deployments.edge.limits import MAX_HEAD_BYTES, MAX_URL, SEND_BUFFER_BYTES
 from rayfin.deployments.edge.protocol import EXPECTED, HttpProtocol, install
 from rayfin.deployments.edge.proxy import middlewares
+from rayfin.deployments.http.body_limits import MAX_HEAD_BYTES, MAX_URL, SEND_BUFFER_BYTES
 
 pytestmark = pytest.mark.anyio
 HOST = b"Host: a\r\n"

@@ -11,7 +11,7 @@ import pytest
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
 from rayfin.actors.messages import EngineInfo, EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.requests import build_requests, sampling_defaults
+from rayfin.deployments.requests.build import build_requests, sampling_defaults
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 INFO = EngineInfo("engine", max_model_len=100, vocab_size=50, num_pages=10, page_size=8)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rayfin.kernels import reference
-from rayfin.kernels.attention import torch as backend
+from rayfin.kernels.attention import torch_backend as backend
 from rayfin.kernels.attention.select import select_attention
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_triton_is_for_a_gpu() -> None:
     with pytest.raises(ValueError, match="'triton' needs a GPU"):
         select_attention(CPU, torch.float32, name="triton")
     pytest.importorskip("triton")
-    from rayfin.kernels.attention.triton import TritonAttention
+    from rayfin.kernels.attention.triton_backend import TritonAttention
 
     if torch.cuda.is_available():
         gpu = torch.device("cuda")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfin.kernels import reference
-from rayfin.kernels.attention.cpu import CpuAttention
-from rayfin.kernels.attention.interface import PagedBatch
+from rayfin.kernels.cpu.attention import CpuAttention
 from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.shapes import PagedBatch
 
 Case = Callable[..., Any]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rayfin.kernels import reference
-from rayfin.kernels.attention.interface import PagedBatch
 from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+from rayfin.kernels.shapes import PagedBatch
 
 HIDDEN, INNER, VOCABULARY = 40, 27, 51
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY = 6, 2, 12, 10, 8

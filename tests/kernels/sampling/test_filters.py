@@ -12,11 +12,12 @@ from rayfin.kernels import reference
 from rayfin.kernels.sampling import filters
 from rayfin.kernels.sampling.filters import (
     apply_temperature,
+    fixed_point_weights,
     min_p_filter,
+    stable_top,
     top_k_filter,
     top_p_filter,
 )
-from rayfin.kernels.sampling.weights import fixed_point_weights, stable_top
 
 NEVER = float("-inf")
 

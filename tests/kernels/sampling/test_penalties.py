@@ -3,7 +3,7 @@
 import torch
 
 from rayfin.kernels.reference import penalised
-from rayfin.kernels.sampling.masks import add_bias, allow_only, forbid
+from rayfin.kernels.sampling.filters import add_bias, allow_only, forbid
 from rayfin.kernels.sampling.penalties import UsedTokens, apply_penalties
 
 ROWS, VOCABULARY = 4, 12

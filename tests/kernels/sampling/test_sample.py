@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfin.kernels import reference
-from rayfin.kernels.sampling.sample import SamplingRows, draw, find_bad_rows, sample
+from rayfin.kernels.sampling.sample import draw, find_bad_rows, sample
+from rayfin.kernels.shapes import SamplingRows
 
 NEVER = float("-inf")
 

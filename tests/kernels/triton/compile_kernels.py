@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rayfin.kernels.attention.triton import Sizes, TritonAttention, width
-from rayfin.kernels.triton import (
+from rayfin.kernels.attention.triton_backend import Sizes, TritonAttention, width
+from rayfin.kernels.triton.device import (
     adjust_kernels,
     decode_kernels,
     expert_kernels,
@@ -24,7 +24,7 @@ from rayfin.kernels.triton import (
     product_kernels,
     sample_kernels,
 )
-from rayfin.kernels.triton.attention_kernels import attend_tiles
+from rayfin.kernels.triton.device.attention_kernels import attend_tiles
 from rayfin.kernels.triton.experts import FEW, MANY, MAP_BLOCK
 from rayfin.kernels.triton.products import _tiles
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rayfin.kernels import reference
-from rayfin.kernels.sampling.rules import ALLOWED, BANNED, BANNED_EARLY, USED, TokenRules
+from rayfin.kernels.shapes import ALLOWED, BANNED, BANNED_EARLY, USED, TokenRules
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import adjust as module

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rayfin.kernels import reference
-from rayfin.kernels.attention.interface import PagedBatch
-from rayfin.kernels.attention.torch import paged_attention as torch_attention
+from rayfin.kernels.attention.torch_backend import paged_attention as torch_attention
+from rayfin.kernels.shapes import PagedBatch
 
 pytest.importorskip("triton")
-from rayfin.kernels.attention.triton import Sizes, TritonAttention
+from rayfin.kernels.attention.triton_backend import Sizes, TritonAttention
 
 Case = Callable[..., Any]
 Close = Callable[[torch.Tensor, torch.Tensor], None]

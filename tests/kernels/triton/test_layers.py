@@ -8,7 +8,7 @@ import torch
 from rayfin.kernels import reference
 
 pytest.importorskip("triton")
-from rayfin.kernels.attention.triton import TritonAttention
+from rayfin.kernels.attention.triton_backend import TritonAttention
 from rayfin.kernels.triton import layers
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from rayfin.kernels.sampling.sample import SamplingRows
 from rayfin.kernels.sampling.sample import sample as expected
+from rayfin.kernels.shapes import SamplingRows
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import sample as module

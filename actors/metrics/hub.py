@@ -1,0 +1,246 @@
+"""The metrics hub of an application: a named actor that asks everybody what they have counted.
+
+    ingresses  ── Report ──►  hub  ──► its own HTTP port, text
+               ◄── Ledger ──       ──► the text of any ingress' /metrics
+    schedulers ◄── stats ───
+
+It asks the schedulers every other second and at each scrape; they answer from a thread beside the
+one that steps. A scrape waits for them a moment only: where they are too busy to answer at once,
+their last numbers stand. Nobody else waits for the hub. It leaves when no ingress reports any more.
+"""
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rayfin import __version__
+from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.metrics.ledger import INGRESSES, Ledger, Report, engine_report
+from rayfin.actors.metrics.render import Writer
+from rayfin.actors.processes.lifeline import Lifeline
+from rayfin.actors.processes.registry import NAMESPACE, engine_names, find_actor
+
+logger = logging.getLogger(__name__)
+
+PULL_SECONDS = 2.0
+ANSWER_SECONDS = 1.0  # that a pull waits for schedulers
+SCRAPE_SECONDS = 0.03  # that a scrape waits for a pull; then their last numbers stand
+SILENT_SECONDS = 10.0  # gauges of an ingress that does not report, of an engine that answers not
+LEASE_SECONDS = 15.0
+OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,
+    "max_restarts": 0,
+    "max_concurrency": 16,
+    "enable_task_events": False,
+}
+HEAD = "node:__internal_head__"
+"""The resource of the cluster's head node: there Prometheus finds the hub's port."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """Of one application."""
+
+    engines: str  # what the names of its engines begin with
+    model_name: str
+    alias: str | None = None
+    port: int | None = None
+
+
+@ray.remote(**OPTIONS)
+class MetricsHub:
+    """Gathers and renders. ``known`` is what another hub of the application had gathered."""
+
+    def __init__(self, settings: HubSettings, known: Ledger) -> None:
+        self._settings = settings
+        self._ledger = known.copy(time.monotonic())
+        self._lock = threading.Lock()  # of the ledger
+        self._schedulers: dict[str, Any] = {}  # by label
+        self._writer = Writer(settings.model_name, settings.alias)
+        self._lifeline = Lifeline(LEASE_SECONDS, lambda: os._exit(0))
+        self._lifeline.watch()
+        self._listening = settings.port is None
+        self._puller = Puller(self._pull, PULL_SECONDS)
+        self._puller.start()
+        threading.Thread(target=self._run, name="find", daemon=True).start()
+
+    def report(self, report: Report) -> tuple[Ledger, bytes]:
+        """An ingress' counters; returns the totals of all, and their text as far as it is known."""
+        self._take(report)
+        known = self._copy()
+        return known, self._writer.write(known)
+
+    def scrape(self, report: Report) -> bytes:
+        """The Prometheus text of all, as it is now, for the ingress that is asked."""
+        self._take(report)
+        return self._fresh()
+
+    def _listen(self) -> None:
+        port = self._settings.port
+        if self._listening or port is None:
+            return
+        try:
+            listen(port, self._fresh)
+            self._listening = True
+        except OSError as error:  # somebody has it: tried again until they leave
+            logger.warning("metrics are not served on port %d: %s", port, error)
+
+    def _take(self, report: Report) -> None:
+        self._lifeline.heard()
+        with self._lock:
+            self._ledger.take(report, time.monotonic())
+
+    def _copy(self) -> Ledger:
+        with self._lock:
+            return self._ledger.copy()
+
+    def _fresh(self) -> bytes:
+        """The text after a pull that has begun since this call, if that is quick."""
+        self._puller.refresh(SCRAPE_SECONDS)
+        return self._writer.write(self._copy())
+
+    def _run(self) -> None:
+        while True:
+            self._listen()
+            try:
+                self._find()
+            except Exception as error:  # Ray's own, whatever it is: the registry is away
+                logger.warning("cannot look for engines: %s", error)
+            time.sleep(PULL_SECONDS)
+
+    def _find(self) -> None:
+        found = {}
+        for name in engine_names(self._settings.engines):
+            if (scheduler := find_actor(name)) is not None:
+                found[name.rpartition("/")[2]] = scheduler
+        self._schedulers = found
+        silent = time.monotonic() - SILENT_SECONDS
+        with self._lock:
+            for engine in self._ledger.engines:
+                if engine not in found:
+                    self._ledger.drop_gauges(engine)
+                self._ledger.drop_silent(engine, silent)
+            self._ledger.drop_silent(INGRESSES, silent)
+
+    def _pull(self) -> None:
+        """Asks all schedulers at once; who does not answer has said nothing new."""
+        if not self._schedulers:  # the hub is new, or all engines are
+            self._find()
+        at = time.time()
+        asked = {own.stats.remote(): engine for engine, own in self._schedulers.items()}
+        if not asked:
+            return
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        for ref in ready:
+            try:
+                report = engine_report(asked[ref], ray.get(ref), at)
+            except (RayError, EngineUnavailable):  # it has died, or is starting
+                continue
+            with self._lock:
+                self._ledger.take(report, time.monotonic())
+
+
+def start_hub(app: str, settings: HubSettings, known: Ledger) -> Any:
+    """The application's hub, a new one that starts from ``known`` if there is none.
+
+    One of other settings or another version, from before an update, is none, and leaves with its
+    last ingress.
+    """
+    digest = hashlib.sha256(repr((__version__, settings)).encode()).hexdigest()[:8]
+    actor_class: Any = MetricsHub  # Ray's stubs lose `options` on a decorated class
+    return actor_class.options(
+        name=f"{app}/metrics/{digest}",
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        resources={HEAD: 0.001},
+    ).remote(settings, known)
+
+
+# A thread that pulls every so often, and sooner when somebody wants numbers of now.
+
+
+class Puller:
+    """Calls ``pull`` every ``seconds`` and at each ``refresh``, never twice at once.
+
+    Whoever wants fresh numbers waits for a pull no longer than they say, however long it takes: it
+    goes on, and serves all who ask meanwhile.
+    """
+
+    def __init__(self, pull: Callable[[], None], seconds: float) -> None:
+        self._pull = pull
+        self._seconds = seconds
+        self._changed = threading.Condition()
+        self._wanted = False
+        self._begun = self._done = 0  # pulls
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="pull", daemon=True).start()
+
+    def refresh(self, patience: float) -> bool:
+        """Waits for a pull that begins after this call, for at most ``patience`` seconds.
+
+        Returns:
+            Whether it is done.
+        """
+        with self._changed:
+            number = self._begun + 1
+            self._wanted = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._done >= number, patience)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted, self._seconds)
+                self._wanted = False
+                self._begun += 1
+            try:
+                self._pull()
+            except Exception as error:  # Ray's own, whatever it is: the registry is away
+                logger.warning("cannot ask the engines: %s", error)
+            with self._changed:
+                self._done = self._begun
+                self._changed.notify_all()
+
+
+# The hub's own HTTP port: the text of all metrics, whatever the path.
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+IDLE_SECONDS = 30.0  # of a connection
+
+
+def listen(port: int, text: Callable[[], bytes]) -> ThreadingHTTPServer:
+    """Serves what ``text`` returns, uncompressed, in threads of its own.
+
+    Raises:
+        OSError: somebody has the port.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_SECONDS
+
+        def do_GET(self) -> None:
+            told = text()
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(told)))
+            self.end_headers()
+            self.wfile.write(told)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Scrapes are no news."""
+
+    server = ThreadingHTTPServer(("", port), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return server

@@ -1,0 +1,96 @@
+"""Rayfin's actors in Ray's registry: their names, their handles, and how they are ended."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util import list_named_actors
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+)
+
+from rayfin.actors.errors import (
+    GroupFailed,
+)
+from rayfin.actors.processes.identity import Process, end
+
+logger = logging.getLogger(__name__)
+
+GONE_SECONDS = 20.0
+NAMESPACE = "rayfin"
+"""Ray namespace in which scheduler and runner actors are registered, so that all find them."""
+
+
+def runner_name(engine: str, rank: int = 0) -> str:
+    """How a runner of an engine is called in Ray's actor registry."""
+    return f"{engine}/runner/{rank}"
+
+
+def when_name_is_free(create: Callable[[], Any]) -> Any:
+    """What ``create`` makes; a name stays taken for a moment after its actor has died.
+
+    Raises:
+        GroupFailed: somebody else holds the name.
+    """
+    deadline = time.monotonic() + GONE_SECONDS
+    while True:
+        try:
+            return create()
+        except ValueError as error:
+            if time.monotonic() > deadline:
+                raise GroupFailed(str(error)) from error
+            time.sleep(0.05)
+
+
+def end_process(process: Process) -> bool:
+    """Kills a process on whichever node it runs; True once it is gone, or its node is."""
+    if process.node == ray.get_runtime_context().get_node_id():
+        return end(process)
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+    if process.node not in alive:
+        return True
+    there = NodeAffinitySchedulingStrategy(process.node, soft=False)
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(end)
+    try:
+        gone: bool = ray.get(
+            task.options(scheduling_strategy=there).remote(process), timeout=GONE_SECONDS
+        )
+    except RayError as error:
+        logger.error("cannot end %s: %s", process, error)
+        return False
+    return gone
+
+
+def describe(error: RayError) -> str:
+    """One line about what happened to a runner."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    first_line = next(iter(str(cause).strip().splitlines()), "")
+    return f"{type(cause).__name__}: {first_line}"
+
+
+def engine_names(prefix: str) -> list[str]:
+    """Engines whose names begin so, of which a scheduler or a runner is registered."""
+    actors = list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+    return sorted({name.partition("/runner/")[0] for name in names if name.startswith(prefix)})
+
+
+def find_actor(name: str) -> Any | None:
+    """The handle of a named actor, None where there is none."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def kill_named(name: str) -> None:
+    if (actor := find_actor(name)) is not None:
+        ray.kill(actor)
+
+
+"""Patience with: a turn of waiting, a model that loads or a node that is yet to come, the process
+of a runner's successor (on a full disk Ray may never tell that it could not be started), a runner
+that finishes its last step before it is taken over, and a process that was killed."""

@@ -1,0 +1,182 @@
+"""Fusing after load: a recognised decoder becomes one call of the compiled kernels per step.
+
+The transformers model stays the authority. Its structure says which weights there are, a probe
+through it says how each layer attends and how the embedding is scaled, and in the end both compute
+the same prompt: if their logits differ, the fused one is dropped and the model runs as it is.
+A model that is to be quantised is held to that with its exact weights first.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from rayfin.actors.config import Quantization
+from rayfin.actors.errors import NotRecognised
+from rayfin.actors.runner.models.inspect_decoder import Attending, Tables, read_decoder
+from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, norm_weight
+from rayfin.actors.runner.models.paged_model import PagedModel
+from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
+from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
+from rayfin.kernels.shapes import PagedBatch
+
+# A fused decoder in the place of a ``PagedModel``.
+
+FIRST_POSITIONS = 2048
+
+
+class FusedModel:
+    """Runs a step's packed tokens through compiled kernels: what ``PagedModel`` does, faster."""
+
+    def __init__(
+        self,
+        decoder: PackedDecoder,
+        rotate: Callable[[int], Tables],  # rotary tables of so many positions
+        layouts: list[KVLayout],
+        dtype: torch.dtype,
+    ) -> None:
+        self._decoder = decoder
+        self._rotate = rotate
+        self.layouts = layouts
+        self.dtype = dtype  # of the pages, unless others are asked for
+
+    def bind(self, cache: KVTensors) -> None:
+        """From now on the layers keep their keys and values in ``cache``."""
+        self._decoder.bind(cache.keys, cache.values)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [T] int64
+        batch: PagedBatch,
+        sampled: torch.Tensor,  # [S] int64, indices in T
+    ) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``sampled``; the cache gets all T tokens."""
+        longest = int(max(batch.kv_len_cpu, default=0))
+        if longest > self._decoder.positions:
+            wanted = max(FIRST_POSITIONS, 2 * self._decoder.positions, longest)
+            self._decoder.turn_by(self._rotate(wanted))
+        return self._decoder.run(input_ids, batch, sampled)
+
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""How far logits may be apart, as a share of the largest one."""
+
+
+WEIGHTS: dict[Quantization | None, torch.dtype | None] = {None: None, "int8": torch.int8}
+"""How weights are stored; None is as exactly as they came."""
+
+
+def fuse(
+    paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
+) -> FusedModel | None:
+    """The model on compiled kernels with the same results, or None if it is not recognised.
+
+    With ``quantization``, results are what rounding makes of them.
+    """
+    name = type(paged.transformer).__name__
+    try:
+        fused = _build(paged, kernels, None)
+    except NotRecognised as reason:
+        logger.info("%s is not fused: %s", name, reason)
+        return None
+    difference = _difference(paged, fused)
+    if difference > TOLERANCE[paged.dtype]:
+        logger.warning("%s is not fused: logits would differ by %.1e", name, difference)
+        return None
+    if quantization:
+        del fused  # its memory is needed
+        return _build(paged, kernels, WEIGHTS[quantization])
+    return fused
+
+
+def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) -> FusedModel:
+    parts = read_decoder(paged)
+    packed = [
+        _pack_layer(kernels, part, how, parts.rotary[index], storage)
+        for index, (part, how) in enumerate(zip(parts.layers, parts.attending, strict=True))
+    ]
+    embedding, lm_head = parts.embedding, parts.head
+    head = kernels.pack([lm_head.weight], storage=storage)
+    tied = lm_head.weight.data_ptr() == embedding.weight.data_ptr()
+    return FusedModel(
+        PackedDecoder(
+            kernels,
+            parts.shape,
+            packed,
+            embedding=head if tied else kernels.pack([embedding.weight]),
+            head=head,
+            final_norm=parts.final_norm,
+            head_bias=_float(lm_head.bias),
+        ),
+        parts.rotate,
+        paged.layouts,
+        paged.dtype,
+    )
+
+
+def _pack_layer(
+    kernels: CpuKernels,
+    part: LayerParts,
+    how: Attending,
+    rotary: int,
+    storage: torch.dtype | None,
+) -> DecoderLayer:
+    def vector(norm: nn.Module | None) -> torch.Tensor | None:
+        weight = norm_weight(norm)
+        return None if weight is None else weight[0]
+
+    def pack(linears: list[nn.Linear], paired: bool = False) -> Matrix:
+        weights = [linear.weight for linear in linears]
+        return kernels.pack(weights, paired=paired, storage=storage)
+
+    assert isinstance(part.mlp, GatedParts)  # experts were not asked for
+    return DecoderLayer(
+        qkv=pack(part.query_key_value),
+        attention_out=pack([part.attention_out]),
+        gate_up=pack(part.mlp.gate_up, paired=True),
+        down=pack([part.mlp.down]),
+        scale=how.scale,
+        attention_norm=vector(part.attention_norm),
+        attention_out_norm=vector(part.attention_out_norm),
+        mlp_norm=vector(part.mlp_norm),
+        mlp_out_norm=vector(part.mlp_out_norm),
+        qkv_bias=_bias(part.query_key_value),
+        attention_out_bias=_bias([part.attention_out]),
+        gate_up_bias=_bias(part.mlp.gate_up),
+        down_bias=_bias([part.mlp.down]),
+        query_norm=vector(part.query_norm),
+        key_norm=vector(part.key_norm),
+        sinks=_float(how.sinks),
+        window=how.window,
+        softcap=how.softcap,
+        rotary=rotary,
+    )
+
+
+def _bias(linears: list[nn.Linear]) -> torch.Tensor | None:
+    """The merged bias; zeros where only some have one."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    biases = [
+        torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
+        for linear in linears
+    ]
+    return torch.cat(biases).contiguous()
+
+
+def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().float().contiguous()
+
+
+def _difference(paged: PagedModel, fused: FusedModel) -> float:
+    """How far apart both models' logits are on one prompt, as a share of the largest."""
+    logits = [probe_logits(model, paged) for model in (paged, fused)]
+    scale = logits[0].abs().max().clamp(min=1e-6)
+    difference = ((logits[0] - logits[1]).abs().max() / scale).item()
+    return difference if difference == difference else float("inf")

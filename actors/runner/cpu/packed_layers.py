@@ -1,0 +1,117 @@
+"""Packed linear layers and experts in a model that is not fused whole: Mixtral, GPT-2, GPT-NeoX.
+
+Small products of few rows are most of a decode step, and where torch on a CPU is slowest.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from rayfin.actors.config import Quantization
+from rayfin.actors.runner.cpu.decoder import TOLERANCE, WEIGHTS
+from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
+from rayfin.actors.runner.models.inspect_layers import is_experts
+from rayfin.actors.runner.models.paged_model import PagedModel
+from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.kernels.cpu.experts import PackedExperts
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+
+logger = logging.getLogger(__name__)
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b by the compiled kernels; takes and gives the dtype of x."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        storage: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._weight = kernels.pack([weight], storage=storage)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        y = self._kernels.matmul(rows, self._weight, bias=self._bias)
+        return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
+
+
+class PackedExpertsModule(nn.Module):
+    """In the place of transformers' experts: same arguments, one call of the compiled kernels."""
+
+    def __init__(self, experts: PackedExperts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [T, H]
+        top_k_index: torch.Tensor,  # [T, K] int64
+        top_k_weights: torch.Tensor,  # [T, K]
+    ) -> torch.Tensor:
+        """[T, H] in the dtype of ``hidden_states``."""
+        out = self.experts.run(hidden_states.float(), top_k_index, top_k_weights.float())
+        return out.to(hidden_states.dtype)
+
+
+@torch.inference_mode()
+def pack_linears(
+    paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
+) -> bool:
+    """Replaces the linear layers and experts of a model in place and frees their weights.
+
+    A model that then computes something else, or reads a weight that is no longer there, gets its
+    own layers back: False. That is tried with exact weights, also if others are wanted.
+    """
+    expected = probe_logits(paged, paged)
+    config = paged.transformer.config.get_text_config(decoder=True)
+    activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
+    originals = list(_packable(paged.transformer, activation))
+    for owner, name, module in originals:
+        setattr(owner, name, _packed(kernels, module, activation, None))
+    try:
+        actual = probe_logits(paged, paged)
+        difference = ((actual - expected).abs().max() / expected.abs().max()).item()
+    except (AttributeError, RuntimeError) as error:
+        logger.info("linear layers are not packed: %s", error)
+        difference = float("inf")
+    same = difference <= TOLERANCE[paged.dtype]
+    for owner, name, module in originals:
+        if not same:
+            setattr(owner, name, module)
+        elif quantization:
+            setattr(owner, name, _packed(kernels, module, activation, WEIGHTS[quantization]))
+    return same
+
+
+def _packable(
+    model: nn.Module, activation: Activation | None
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for owner in list(model.modules()):
+        for name, child in list(owner.named_children()):
+            linear = type(child) is nn.Linear or type(child) is Conv1D
+            if linear or (activation is not None and is_experts(child)):
+                yield owner, name, child
+
+
+def _packed(
+    kernels: CpuKernels,
+    module: Any,
+    activation: Activation | None,
+    storage: torch.dtype | None,
+) -> nn.Module:
+    if is_experts(module):
+        assert activation is not None
+        weights = (module.gate_up_proj, module.down_proj)
+        return PackedExpertsModule(PackedExperts(kernels, *weights, activation, storage))
+    weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+    return PackedLinear(kernels, weight, module.bias, storage)

@@ -1,0 +1,218 @@
+"""The decode rows of a lease, on the device: inputs at fixed addresses, which its steps advance."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rayfin.actors.messages import Int32Array, Int64Array, SchedulerInfo
+from rayfin.actors.runner.gpu.device_slots import DeviceSlots
+from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.kernels.attention.triton_backend import (
+    LAUNCHES,
+    Launch,
+    Sizes,
+    TileShape,
+    TritonAttention,
+    make_launch,
+)
+from rayfin.kernels.shapes import PagedBatch, SamplingRows
+from rayfin.kernels.staging import staged
+from rayfin.kernels.triton.device.decode_kernels import (
+    enter_rows,
+    finish_rows,
+    place_items,
+    prepare_rows,
+)
+from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap, make_lease_map
+
+MOST_ROWS = 512
+"""Of a recorded step: a larger one takes long enough to be launched kernel by kernel."""
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """Batch sizes that get a graph, smallest first: close together where a step is short."""
+    most = min(most, MOST_ROWS)
+    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, MOST_ROWS, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def bucket_of(rows: int, sizes: list[int]) -> int | None:
+    """The smallest bucket that holds the rows, None if there is none."""
+    return next((size for size in sizes if size >= rows), None)
+
+
+def steps_of(info: SchedulerInfo, slots: RequestSlots, page_size: int) -> Int32Array:
+    """[R] steps of the lease that each row may take: to its cap, and within its pages.
+
+    `RequestSlots.goes_on` without the stop tokens, which only the device has seen.
+    """
+    to_cap = slots.cap[info.ids] - info.kv_len - 1
+    room = slots.num_pages[info.ids].astype(np.int64) * page_size - info.kv_len
+    steps: Int64Array = np.minimum(np.minimum(np.maximum(to_cap, 1), room), info.lease)
+    return steps.astype(np.int32)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The launch of all layers that are alike, at the size of the largest bucket."""
+
+    shape: TileShape
+    launch: Launch
+
+
+class KeptLaunches:
+    """Attention's launches at fixed addresses; a lease fills in its map."""
+
+    def __init__(self, most_rows: int) -> None:
+        self._most = most_rows
+        self._kept: dict[Sizes, _Kept] = {}
+
+    def __call__(self, attention: TritonAttention, batch: PagedBatch, sizes: Sizes) -> list[Launch]:
+        """What `PagedBatch.scratch` wants: the launch for the rows of ``batch``."""
+        if sizes not in self._kept:
+            shape = attention.decode_shape(sizes)
+            places = self._most + shape.programs
+            nothing = TileMap(np.zeros((places, len(ITEM_FIELDS)), np.int32), places)
+            launch = make_launch(shape, sizes, nothing, batch.kv_len.device)
+            self._kept[sizes] = _Kept(shape, launch)
+        return [self._of(self._kept[sizes], batch.rows)]
+
+    def fill(self, rows: int, kv_len: Int32Array, steps: Int32Array) -> None:
+        """The maps of a lease into the launches for ``rows`` rows."""
+        for sizes, kept in self._kept.items():
+            launch = self._of(kept, rows)
+            made = make_lease_map(
+                kv_len,
+                steps,
+                key_block=kept.shape.keys,
+                programs=kept.shape.programs,
+                window=sizes.window,
+            ).padded(len(launch.items))
+            launch.items.copy_(staged(made.items, launch.items.device), non_blocking=True)
+
+    def place(self, rows: int, positions: torch.Tensor) -> None:
+        """Tells the items where their rows stand."""
+        for kept in self._kept.values():
+            items = self._of(kept, rows).items
+            place_items[(len(items),)](items, positions)
+
+    @staticmethod
+    def _of(kept: _Kept, rows: int) -> Launch:
+        whole = kept.launch
+        return Launch(
+            kept.shape,
+            whole.items[: rows + kept.shape.programs],
+            whole.part_out,
+            whole.part_lse,
+            whole.arrived,
+        )
+
+
+class DecodeState:
+    """Inputs and outputs of a decode step for up to ``most_rows`` rows, at fixed addresses."""
+
+    def __init__(
+        self,
+        slots: RequestSlots,
+        most_rows: int,
+        pages_per_request: int,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(shape or (most_rows,), dtype=dtype, device=device)
+
+        self._page_size = page_size
+        self._slots = slots
+        self._on_device = DeviceSlots(slots, pages_per_request, device)
+        self.launches = KeptLaunches(most_rows)
+        self._given = zeros(torch.int64, 4, most_rows)  # what a lease brings along, see enter_rows
+        self.tokens, self.positions = zeros(torch.int64), zeros(torch.int64)
+        self._integers = zeros(torch.int64, 2, most_rows)
+        self._numbers = zeros(torch.float32, 3, most_rows)
+        self.top_k, self.seed = self._integers
+        self.temperature, self.top_p, self.min_p = self._numbers
+        self.remaining = zeros(torch.int32)
+        self.tables = zeros(torch.int32, most_rows, pages_per_request)
+        self.slots = zeros(torch.int64)
+        self.sampled, self.drawn = zeros(torch.int64), zeros(torch.int64)
+        self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
+
+    def load(self, info: SchedulerInfo, steps: Int32Array, bucket: int) -> None:
+        """The rows of a lease; those of the bucket behind them compute for nobody."""
+        slots = self._slots
+        ids, rows = info.ids, len(info.ids)
+        first = info.merge_prompt[info.chunk_idx]
+        given = np.zeros(self._given.shape, np.int64)
+        given[0, rows:] = -1
+        given[:, :rows] = ids, np.where(first < 0, slots.last_token[ids], first), info.kv_len, steps
+        self._given.copy_(staged(given, self._given.device), non_blocking=True)
+        self._on_device.update(ids)
+        enter_rows[(bucket,)](
+            self._given,
+            self._on_device.tables,
+            self._on_device.integers,
+            self._on_device.numbers,
+            self.tokens,
+            self.positions,
+            self.remaining,
+            self._integers,
+            self._numbers,
+            self.tables,
+            len(self.tokens),
+            self._on_device.tables.shape[0],
+            self._on_device.tables.stride(0),
+            self.tables.stride(0),
+            int(info.kv_page_len.max()),
+            BLOCK=128,
+        )
+        self.launches.fill(bucket, info.kv_len, steps)
+
+    def prepare(self, bucket: int) -> None:
+        """Where the step's keys and values go, and what its attention sees."""
+        prepare_rows[(bucket,)](
+            self.positions,
+            self.remaining,
+            self.tables,
+            self.slots,
+            self.drawn,
+            self.tables.stride(0),
+            PAGE_SIZE=self._page_size,
+        )
+        self.launches.place(bucket, self.positions)
+
+    def finish(self, bucket: int) -> None:
+        """On to the next step, with what was sampled."""
+        finish_rows[(bucket,)](self.sampled, self.tokens, self.positions, self.remaining)
+
+    def batch(self, bucket: int) -> PagedBatch:
+        """The rows as attention sees them: lengths are in the launches' items."""
+        rows: Int64Array = np.arange(bucket + 1)
+        return PagedBatch(
+            query_start=self._starts[: bucket + 1],
+            kv_len=self.remaining[:bucket],
+            page_tables=self.tables[:bucket],
+            slots=self.slots[:bucket],
+            positions=self.positions[:bucket],
+            query_start_cpu=rows,
+            kv_len_cpu=rows[1:],
+            decoding=bucket,
+            page_size=self._page_size,
+            scratch={LAUNCHES: self.launches},
+        )
+
+    def sampling(self, bucket: int) -> SamplingRows:
+        """The rows' settings; the kernel looks at each row for itself."""
+        return SamplingRows(
+            temperature=self.temperature[:bucket],
+            top_k=self.top_k[:bucket],
+            top_p=self.top_p[:bucket],
+            min_p=self.min_p[:bucket],
+            seed=self.seed[:bucket],
+            position=self.drawn[:bucket],
+            all_greedy=False,
+            any_top_k=True,
+            any_top_p=True,
+            any_min_p=True,
+        )

@@ -1,0 +1,293 @@
+"""A recognised decoder on the Triton kernels: merged projections, one kernel for each gap."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rayfin.actors.errors import NotRecognised
+from rayfin.actors.runner.gpu.experts import NAMES, TOLERANCE, GroupedExperts
+from rayfin.actors.runner.gpu.weights import (
+    GatedMlp,
+    GpuLayer,
+    Projection,
+    fold_norms,
+    merge_layer,
+)
+from rayfin.actors.runner.models.inspect_decoder import DecoderParts, Tables, read_decoder
+from rayfin.actors.runner.models.inspect_layers import LayerParts
+from rayfin.actors.runner.models.paged_model import PagedModel
+from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.kernels.cpu.decoder import DecoderShape
+from rayfin.kernels.shapes import PagedAttention, PagedBatch
+from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, turn_and_write
+from rayfin.kernels.triton.products import FEW_ROWS, add_product, gated_product, product
+
+logger = logging.getLogger(__name__)
+
+
+class GpuModel:
+    """Runs a step's packed tokens: what ``PagedModel`` does, in fewer and larger kernels.
+
+    The norms before a layer's blocks are no launches: their weights are folded into the matrices
+    behind them, and a row's root mean square divides what comes out. Of few rows, which is what
+    decodes, a layer is then six launches:
+
+    1. the product of queries, keys and values, divided;
+    2. norms of heads, rotary embedding and page write;
+    3. attention (two where decodes and prompts share a step);
+    4. the product that adds to the residual stream;
+    5. gate and up, divided, with the activation behind them;
+    6. the product that adds again.
+
+    Of many rows it is seven. The products are torch's, which are the fastest for them, and those
+    that add do so where they write the stream (beta = 1). What no product of torch's can do waits
+    for the kernel behind it: 2 divides, and adds the bias of 1; between 5 and 6 is one more, which
+    divides gate and up and multiplies them.
+
+    In the place of an MLP may be a mixture of experts: the model's own router around
+    `GroupedExperts`.
+    """
+
+    def __init__(
+        self,
+        parts: DecoderParts,
+        attention: PagedAttention,
+        layouts: list[KVLayout],
+        dtype: torch.dtype,
+    ) -> None:
+        self._shape: DecoderShape = parts.shape
+        self._attention = attention
+        self._embedding = parts.embedding.weight
+        self._head, self._head_bias = parts.head.weight, parts.head.bias
+        self._final_norm = parts.final_norm
+        self._rotate: Callable[[int], Tables] = parts.rotate
+        self._layers = [
+            merge_layer(part, how, rotary)
+            for part, how, rotary in zip(parts.layers, parts.attending, parts.rotary, strict=True)
+        ]
+        self._tables: Tables = []
+        self._pages: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.layouts = layouts
+        self.dtype = dtype
+        self.few_rows = FEW_ROWS
+
+    def bind(self, cache: KVTensors) -> None:
+        """From now on the layers keep their keys and values in ``cache``."""
+        self._pages = list(zip(cache.keys, cache.values, strict=True))
+        positions = cache.num_pages * cache.page_size  # no request is longer than all pages
+        self._tables = [
+            (cos.float().to(cache.device), sin.float().to(cache.device))
+            for cos, sin in self._rotate(max(positions, 1))
+        ]
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [T] int64
+        batch: PagedBatch,
+        sampled: torch.Tensor,  # [S] int64, indices in T
+    ) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``sampled``; the cache gets all T tokens."""
+        shape = self._shape
+        hidden = F.embedding(input_ids, self._embedding)
+        if shape.embedding_scale != 1.0:
+            hidden = hidden * shape.embedding_scale
+        run_layer = self._run_few if len(hidden) <= self.few_rows else self._run_many
+        for layer, pages in zip(self._layers, self._pages, strict=True):
+            run_layer(layer, pages, hidden, batch)
+        x = rms_norm(hidden.index_select(0, sampled), self._final_norm, shape.eps)
+        logits = F.linear(x, self._head, self._head_bias)
+        if shape.logit_scale != 1.0:
+            logits = logits * shape.logit_scale
+        if shape.logit_softcap:
+            logits = torch.tanh(logits / shape.logit_softcap) * shape.logit_softcap
+        return logits
+
+    def fold_norms(self, parts: list[LayerParts]) -> None:
+        """From now on norms are within the weights, of which the modules ``parts`` have theirs."""
+        if self._shape.whole_norm:  # they come between the product and where it would be divided
+            return
+        pairs = zip(self._layers, parts, strict=True)
+        self._layers = [fold_norms(layer, part) for layer, part in pairs]
+
+    def _run_few(
+        self,
+        layer: GpuLayer,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+    ) -> None:
+        """One layer of few rows; ``hidden`` [T, hidden] in place."""
+        eps, qkv, mlp = self._shape.eps, layer.qkv, layer.mlp
+        x = self._normed(qkv.norm, hidden)
+        heads = self._attend(
+            layer, pages, product(x, qkv.weight, qkv.bias, gain=qkv.gain, eps=eps), None, batch
+        )
+        out, out_bias = layer.attention_out, layer.attention_out_bias
+        self._add(heads, out, out_bias, layer.attention_out_norm, hidden)
+        if not isinstance(mlp, GatedMlp):
+            self._add_mixed(layer, mlp, hidden)
+            return
+        both, activation = mlp.gate_up, NAMES[self._shape.activation]
+        x = self._normed(both.norm, hidden)
+        x = gated_product(x, both.weight, both.bias, activation, gain=both.gain, eps=eps)
+        self._add(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
+
+    def _run_many(
+        self,
+        layer: GpuLayer,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+    ) -> None:
+        """One layer of many rows; ``hidden`` [T, hidden] in place."""
+        eps, mlp = self._shape.eps, layer.mlp
+        heads = self._attend(layer, pages, *self._project(layer.qkv, hidden), batch)
+        out, out_bias = layer.attention_out, layer.attention_out_bias
+        self._add_many(heads, out, out_bias, layer.attention_out_norm, hidden)
+        if not isinstance(mlp, GatedMlp):
+            self._add_mixed(layer, mlp, hidden)
+            return
+        gate_up, behind = self._project(mlp.gate_up, hidden)
+        x = gate(gate_up, NAMES[self._shape.activation], eps=eps, behind=behind)
+        self._add_many(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
+
+    def _project(
+        self, projection: Projection, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, Behind | None]:
+        """Many rows' product [T, N], and what is left of it to do."""
+        if projection.gain is None:
+            x = self._normed(projection.norm, hidden)
+            return F.linear(x, projection.weight, projection.bias), None
+        left = Behind(hidden, projection.gain, projection.bias)
+        return F.linear(hidden, projection.weight), left
+
+    def _normed(self, norm: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if norm is None else rms_norm(hidden, norm, self._shape.eps)
+
+    def _add(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_norm: torch.Tensor | None,
+        hidden: torch.Tensor,
+    ) -> None:
+        """Few rows' product to the residual stream. A norm in between needs all of a row first."""
+        if out_norm is None:
+            scale = self._shape.residual_scale
+            add_product(x, weight, bias, hidden, residual_scale=scale)
+        else:
+            self._add_normed(product(x, weight, bias), out_norm, hidden)
+
+    def _add_many(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_norm: torch.Tensor | None,
+        hidden: torch.Tensor,
+    ) -> None:
+        """Many rows' product to the residual stream."""
+        if out_norm is None and bias is None:
+            hidden.addmm_(x, weight.t(), alpha=self._shape.residual_scale)
+        else:
+            self._add_normed(F.linear(x, weight, bias), out_norm, hidden)
+
+    def _add_mixed(self, layer: GpuLayer, mixture: nn.Module, hidden: torch.Tensor) -> None:
+        x = self._normed(layer.mlp_norm, hidden)
+        mixed: torch.Tensor = mixture(x.unsqueeze(0))
+        self._add_normed(mixed.squeeze(0), layer.mlp_out_norm, hidden)
+
+    def _add_normed(
+        self, x: torch.Tensor, out_norm: torch.Tensor | None, hidden: torch.Tensor
+    ) -> None:
+        eps, scale = self._shape.eps, self._shape.residual_scale
+        add_and_norm(x, hidden, None, eps, out_weight=out_norm, residual_scale=scale)
+
+    def _attend(
+        self,
+        layer: GpuLayer,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        qkv: torch.Tensor,
+        behind: Behind | None,
+        batch: PagedBatch,
+    ) -> torch.Tensor:
+        """What the heads give [T, H * Dv]; ``qkv`` is [T, H * Dk + Hkv * (Dk + Dv)]."""
+        shape = self._shape
+        query_norm, key_norm = layer.query_norm, layer.key_norm
+        if shape.whole_norm:  # over all heads at once: no program of the kernel below sees them all
+            assert query_norm is not None and key_norm is not None
+            sizes = [len(query_norm), len(key_norm)]
+            query, key, value = torch.split(qkv, [*sizes, qkv.shape[1] - sum(sizes)], dim=1)
+            normed = [
+                rms_norm(query, query_norm, shape.eps),
+                rms_norm(key, key_norm, shape.eps),
+            ]
+            qkv, query_norm, key_norm = torch.cat([*normed, value], dim=1), None, None
+        query = turn_and_write(
+            qkv,
+            query_norm,
+            key_norm,
+            self._tables[layer.rotary],
+            batch.positions,
+            batch.slots,
+            *pages,
+            heads=shape.heads,
+            eps=shape.eps,
+            behind=behind,
+        )
+        how = layer.how
+        out = self._attention(
+            query,
+            *pages,
+            batch,
+            scale=how.scale,
+            window=how.window,
+            softcap=how.softcap,
+            sinks=how.sinks,
+        )
+        return out.flatten(1)
+
+
+@torch.inference_mode()
+def fuse_for_gpu(paged: PagedModel, attention: PagedAttention) -> "GpuModel | None":
+    """The model on Triton kernels with the same results, or None if it is not recognised.
+
+    Mixtures are, whose experts `group_experts` has replaced.
+    Merged weights take the place of the transformers model's, which stays usable: nothing is
+    there twice. That its norms are within them is then the same but for rounding: of weights, once,
+    where there was one of each activation.
+    """
+    name = type(paged.transformer).__name__
+    if paged.dtype not in TOLERANCE:
+        return None
+    try:
+        parts = read_decoder(paged, GroupedExperts)
+    except NotRecognised as reason:
+        logger.info("%s is not fused: %s", name, reason)
+        return None
+    wanted = probe_logits(paged, paged)
+    fused = GpuModel(parts, attention, paged.layouts, paged.dtype)
+
+    def differs() -> bool:
+        apart = (probe_logits(fused, paged) - wanted).abs().max()
+        difference = float(apart / wanted.abs().max().clamp(min=1e-6))
+        if difference <= TOLERANCE[paged.dtype]:
+            return False
+        logger.warning("%s is not fused: logits would differ by %.1e", name, difference)
+        return True
+
+    fused.few_rows = 0
+    if differs():  # before norms are folded: then the transformers model is as it came
+        return None
+    fused.fold_norms(parts.layers)
+    for few_rows in (0, FEW_ROWS):  # both ways through a layer
+        fused.few_rows = few_rows
+        if differs():
+            return None
+    return fused

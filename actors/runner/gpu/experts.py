@@ -1,0 +1,82 @@
+"""Mixtures of experts by grouped products on a GPU, in the place of transformers' own.
+
+The model's router, and what experts share beside them, stay as they are. Only the loop over them,
+which asks the device who was chosen, is replaced: by kernels that find out for themselves.
+"""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
+from rayfin.actors.runner.models.inspect_layers import is_experts
+from rayfin.actors.runner.models.paged_model import PagedModel
+from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.kernels.cpu.kernels import Activation
+from rayfin.kernels.triton.experts import run_experts
+
+logger = logging.getLogger(__name__)
+
+NAMES = {
+    Activation.SILU: "silu",
+    Activation.GELU_TANH: "gelu_tanh",
+    Activation.GELU: "gelu",
+}
+"""What the Triton kernels call an activation."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""How far logits may be from the transformers model's, as a share of the largest one."""
+
+
+class GroupedExperts(nn.Module):
+    """In the place of transformers' experts, on their weights: same arguments, no wait."""
+
+    def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, activation: str) -> None:
+        super().__init__()
+        self.gate_up_proj = gate_up  # [E, 2 F, H]
+        self.down_proj = down  # [E, H, F]
+        self._activation = activation
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [T, H]
+        top_k_index: torch.Tensor,  # [T, K] int64
+        top_k_weights: torch.Tensor,  # [T, K]
+    ) -> torch.Tensor:
+        """[T, H]."""
+        weights = (self.gate_up_proj, self.down_proj)
+        return run_experts(hidden_states, *weights, top_k_index, top_k_weights, self._activation)
+
+
+@torch.inference_mode()
+def group_experts(paged: PagedModel) -> bool:
+    """Replaces the experts of a model in place: whether there were some, and results stay.
+
+    A model that then computes something else gets its own back.
+    """
+    config = paged.transformer.config.get_text_config(decoder=True)
+    activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
+    originals = list(_experts(paged.transformer))
+    if not originals or activation is None or paged.dtype not in TOLERANCE:
+        return False
+    expected = probe_logits(paged, paged)
+    for owner, name, module in originals:
+        weights = dict(module.named_parameters(recurse=False))
+        gate_up, down = weights["gate_up_proj"], weights["down_proj"]
+        setattr(owner, name, GroupedExperts(gate_up, down, NAMES[activation]))
+    difference = (probe_logits(paged, paged) - expected).abs().max() / expected.abs().max()
+    if difference <= TOLERANCE[paged.dtype]:
+        return True
+    logger.warning("experts are left alone: logits would differ by %.1e", difference)
+    for owner, name, module in originals:
+        setattr(owner, name, module)
+    return False
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for owner in list(model.modules()):
+        for name, child in list(owner.named_children()):
+            if is_experts(child):
+                yield owner, name, child

@@ -1,0 +1,153 @@
+"""Whole decode steps as CUDA graphs: a lease is some replays one after the other, and one answer.
+
+A step from its inputs to its sampled tokens is recorded once for each batch size. Between two steps
+of a lease nothing comes from the host, and what was sampled goes there beside the next step. Batch
+sizes have a second record, with what changes logits and what tells their logarithms, for leases in
+which a row asks.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayfin.actors.messages import Int32Array, Int64Array, Logprobs, SchedulerInfo
+from rayfin.actors.runner.gpu.decode_state import DecodeState, bucket_of, bucket_sizes, steps_of
+from rayfin.actors.runner.gpu.decoder import GpuModel
+from rayfin.actors.runner.gpu.graph_extras import DecodeExtras, Told
+from rayfin.actors.runner.gpu.graph_tokens import LeaseTokens, SideStream
+from rayfin.actors.runner.sampling.token_rules import LeaseRules
+from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
+from rayfin.kernels.triton.sample import sample
+
+logger = logging.getLogger(__name__)
+
+WARM_UPS = 2  # before recording: kernels are compiled, libraries take their workspace
+
+
+class CudaRecorder:
+    """Records a function's work on the GPU; all records share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What does the same work again, in one call."""
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                work()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """What a lease gave."""
+
+    tokens: Int32Array  # [lease, R]; -1 where a row could not be sampled
+    told: Told | None
+
+    def logprobs(self, step: int, rows: Int64Array) -> Logprobs | None:
+        """Of a step's ``rows`` [N], numbered 0 .. N - 1; None if none of them asks."""
+        if self.told is None:
+            return None
+        return self.told.logprobs(step, rows, self.tokens[step, rows])
+
+
+class DecodeGraphs:
+    """Runs leases of plain decode rows; on a CPU without recording, for Triton's interpreter."""
+
+    def __init__(
+        self,
+        model: GpuModel,
+        slots: RequestSlots,
+        *,
+        rows: int,
+        pages_per_request: int,
+        page_size: int,
+        longest_lease: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._slots = slots
+        self._page_size = page_size
+        self._sizes = bucket_sizes(rows)
+        most = self._sizes[-1]
+        self._state = DecodeState(slots, most, pages_per_request, page_size, device)
+        self._extras = DecodeExtras(most, longest_lease, device)
+        self._rows = torch.arange(most, device=device)
+        on_gpu = device.type == "cuda"
+        side = SideStream(device) if on_gpu else None
+        self._tokens = LeaseTokens(longest_lease, most, device, side)
+        record = CudaRecorder() if on_gpu else _as_it_is
+        self._replay = {
+            (size, extras): record(self._step(size, extras))
+            for size in reversed(self._sizes)
+            for extras in (False, True)
+        }  # the largest first: the others find their memory in its
+
+    def takes(self, info: SchedulerInfo, rules: LeaseRules | None) -> bool:
+        """Whether these are rows that decode one token each, not too many, with rules for it."""
+        rows = len(info.ids)
+        return (
+            rows == info.decoding_batch
+            and info.lease <= len(self._tokens)
+            and bucket_of(rows, self._sizes) is not None
+            and bool((info.chunk_len == 1).all() and (info.last_pos >= 0).all())
+            and self._extras.take(rules, self._slots.logprobs[info.ids])
+        )
+
+    @torch.inference_mode()
+    def run(self, info: SchedulerInfo, rules: LeaseRules | None) -> Leased | None:
+        """The tokens of a lease.
+
+        What stands behind a row's end, by a stop token or its cap, is nothing. None where a row
+        could not be sampled and a rule may be why: step by step it is found out.
+        """
+        rows = len(info.ids)
+        bucket = bucket_of(rows, self._sizes)
+        assert bucket is not None
+        self._state.load(info, steps_of(info, self._slots, self._page_size), bucket)
+        asked = self._slots.logprobs[info.ids]
+        telling = bool((asked != NO_LOGPROBS).any())
+        if extras := telling or rules is not None:
+            self._extras.load(rules, asked, bucket)
+        for step in range(info.lease):
+            self._replay[bucket, extras]()
+            self._tokens.keep(step, self._state.sampled[:bucket])
+            if telling:
+                self._extras.keep(step)
+        tokens = self._tokens.take(info.lease, rows)  # the lease's only wait
+        if rules is not None and (tokens < 0).any():
+            return None
+        told = self._extras.told(info.lease, asked) if telling else None
+        return Leased(tokens, told)
+
+    def _step(self, bucket: int, extras: bool) -> Callable[[], None]:
+        state, rows = self._state, self._rows[:bucket]
+        batch, sampling = state.batch(bucket), state.sampling(bucket)
+
+        @torch.inference_mode()
+        def step() -> None:
+            state.prepare(bucket)
+            logits = self._model.forward(state.tokens[:bucket], batch, rows)
+            changed = self._extras.adjust(logits, state.drawn[:bucket]) if extras else logits
+            state.sampled[:bucket].copy_(sample(changed, sampling))
+            if extras:
+                sampled, remaining = state.sampled[:bucket], state.remaining[:bucket]
+                self._extras.look_back(logits, sampled, remaining)
+            state.finish(bucket)
+
+        return step
+
+
+def _as_it_is(work: Callable[[], None]) -> Callable[[], None]:
+    work()  # as recording does: then the launches are known that a lease fills
+    return work

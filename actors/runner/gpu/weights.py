@@ -1,0 +1,145 @@
+"""A recognised layer's weights on a GPU: projections of the same rows merged into one.
+
+With `fold_norms` they take the weights of the norms before them, so that no kernel need.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from rayfin.actors.runner.models.inspect_decoder import Attending
+from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, norm_weight
+
+LARGEST_FLOAT16 = 65504.0
+LARGEST_ROW = 4096.0
+"""Root mean square of a float16 row of the residual stream whose products are in its range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """norm(x) W^T + b."""
+
+    weight: torch.Tensor  # [N, hidden]
+    bias: torch.Tensor | None  # [N]
+    norm: torch.Tensor | None  # [hidden] fp32
+    gain: float | None = None
+    """Not None: the norm's weights over this number are within ``weight``, and ``norm`` is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """Weights of an MLP with a gate."""
+
+    gate_up: Projection  # to [2 F]
+    down: torch.Tensor  # [hidden, F]
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayer:
+    """One layer's weights; norms are float32, None is absent."""
+
+    qkv: Projection  # to [H * Dk + Hkv * (Dk + Dv)]
+    attention_out: torch.Tensor
+    attention_out_bias: torch.Tensor | None
+    mlp: GatedMlp | nn.Module  # a module: transformers' mixture, around our experts
+    mlp_norm: torch.Tensor | None  # of a mixture
+    attention_out_norm: torch.Tensor | None
+    mlp_out_norm: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    how: Attending
+    rotary: int
+
+
+def merge_layer(part: LayerParts, how: Attending, rotary: int) -> GpuLayer:
+    def vector(norm: nn.Module | None) -> torch.Tensor | None:
+        weight = norm_weight(norm)
+        return None if weight is None else weight[0]
+
+    dense = isinstance(part.mlp, GatedParts)
+    return GpuLayer(
+        qkv=_project(part.query_key_value, vector(part.attention_norm)),
+        attention_out=part.attention_out.weight,
+        attention_out_bias=part.attention_out.bias,
+        mlp=_merge_mlp(part.mlp, vector(part.mlp_norm)),
+        mlp_norm=None if dense else vector(part.mlp_norm),
+        attention_out_norm=vector(part.attention_out_norm),
+        mlp_out_norm=vector(part.mlp_out_norm),
+        query_norm=vector(part.query_norm),
+        key_norm=vector(part.key_norm),
+        how=how,
+        rotary=rotary,
+    )
+
+
+def fold_norms(layer: GpuLayer, part: LayerParts) -> GpuLayer:
+    """The layer with the norms before its projections within their weights, in place.
+
+    The module that the layer was read from, ``part``, has a part of these weights: its norms are
+    left with what makes it the same again, but for rounding. A norm of which a mixture reads the
+    result stays.
+    """
+    qkv = _fold(layer.qkv, part.attention_norm)
+    mlp = layer.mlp
+    if isinstance(mlp, GatedMlp):
+        mlp = replace(mlp, gate_up=_fold(mlp.gate_up, part.mlp_norm))
+    return replace(layer, qkv=qkv, mlp=mlp)
+
+
+def _fold(projection: Projection, norm: nn.Module | None) -> Projection:
+    if norm is None or projection.norm is None:
+        return projection
+    own: torch.Tensor = norm.weight.data  # type: ignore[assignment]
+    beside_one = not torch.equal(own.float(), projection.norm)  # Gemma's 1 + weight
+    gain = _gain(projection.weight, projection.norm)
+    projection.weight.data.mul_(projection.norm / gain)
+    own.fill_(gain - 1.0 if beside_one else gain)
+    return replace(projection, norm=None, gain=gain)
+
+
+def _gain(weight: torch.Tensor, norm: torch.Tensor) -> float:
+    """What products of rows that are not yet divided are made smaller by: a power of two.
+
+    No output of a row is over its root mean square times ``most`` (Cauchy and Schwarz).
+    """
+    if weight.dtype != torch.float16:
+        return 1.0
+    lengths = torch.linalg.vector_norm(weight * norm, dim=1)
+    most = float(lengths.max()) * math.sqrt(weight.shape[1])
+    return 2.0 ** max(0, math.ceil(math.log2(max(most, 1.0) * LARGEST_ROW / LARGEST_FLOAT16)))
+
+
+def _project(linears: list[nn.Linear], norm: torch.Tensor | None) -> Projection:
+    return Projection(_merge(linears), _merge_biases(linears), norm)
+
+
+def _merge_mlp(mlp: GatedParts | nn.Module, norm: torch.Tensor | None) -> GatedMlp | nn.Module:
+    if not isinstance(mlp, GatedParts):
+        return mlp
+    return GatedMlp(_project(mlp.gate_up, norm), mlp.down.weight, mlp.down.bias)
+
+
+def _merge(linears: list[nn.Linear]) -> torch.Tensor:
+    """The weights, one below the other; the layers keep theirs as a part of it."""
+    if len(linears) == 1:
+        return linears[0].weight
+    merged = torch.cat([linear.weight.detach() for linear in linears])
+    start = 0
+    for linear in linears:
+        linear.weight.data = merged[start : start + linear.out_features]
+        start += linear.out_features
+    return merged
+
+
+def _merge_biases(linears: list[nn.Linear]) -> torch.Tensor | None:
+    """The merged bias; zeros where only some have one."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    biases: list[torch.Tensor] = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        for linear in linears
+    ]
+    return torch.cat(biases)

@@ -1,0 +1,231 @@
+"""Reading a whole decoder: its weights by its structure, its attention by watching a forward."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rayfin.actors.errors import NotRecognised
+from rayfin.actors.runner.models.inspect_layers import (
+    GatedParts,
+    LayerParts,
+    norm_weight,
+    read_layer,
+)
+from rayfin.actors.runner.models.paged_model import LAYER, PagedModel
+from rayfin.actors.runner.models.weights import max_position
+from rayfin.kernels.cpu.decoder import DecoderShape
+from rayfin.kernels.cpu.kernels import Activation
+
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu": Activation.GELU,
+}
+
+
+Tables = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """How one layer's attention was called."""
+
+    heads: int
+    key_dim: int
+    kv_heads: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class _Observer:
+    """Sits on every attention module for one forward, and writes down how it is called."""
+
+    def __init__(self) -> None:
+        self.seen: dict[nn.Module, Attending] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        self.seen[module] = Attending(
+            query.shape[1],
+            query.shape[3],
+            key.shape[1],
+            value.shape[3],
+            scale,
+            window,
+            softcap,
+            sinks,
+        )
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """All that computes in a recognised decoder."""
+
+    shape: DecoderShape
+    layers: list[LayerParts]
+    attending: list[Attending]  # of each layer
+    rotary: list[int]  # of each layer, which of the tables it turns by
+    rotate: Callable[[int], Tables]  # the tables of so many positions
+    embedding: nn.Embedding
+    head: nn.Linear
+    final_norm: torch.Tensor  # [hidden] fp32
+
+
+@torch.inference_mode()
+def read_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -> DecoderParts:
+    """The parts of the model, of which some layers may be mixtures of such ``experts``.
+
+    Raises:
+        NotRecognised: it has others, or uses them in another way.
+    """
+    model: Any = paged.transformer
+    config = model.config.get_text_config(decoder=True)
+    decoder, layers, embedding = _backbone(model)
+    parts = [read_layer(layer, experts) for layer in layers]
+    observed, embedding_scale = _observe(paged, layers[0], embedding)
+    attending = [observed[part.attention] for part in parts]
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
+    if activation not in ACTIVATIONS:
+        raise NotRecognised(f"activation {activation!r}")
+    kinds, rotate = rotary_tables(decoder.rotary_emb, config, max_position(model.config))
+    final_norm = norm_weight(decoder.norm)
+    assert final_norm is not None
+    first = attending[0]
+    shape = DecoderShape(
+        hidden=embedding.weight.shape[1],
+        intermediate=_intermediate(parts),
+        vocabulary=model.lm_head.out_features,
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        key_dim=first.key_dim,
+        value_dim=first.value_dim,
+        rotary_dim=2 * rotate(1)[0][0].shape[1],
+        eps=final_norm[1],
+        activation=ACTIVATIONS[activation],
+        whole_norm=_has_whole_norm(parts[0], first),
+        embedding_scale=embedding_scale,
+        residual_scale=float(getattr(layers[0], "residual_multiplier", 1.0)),
+        logit_scale=1.0 / float(getattr(config, "logits_scaling", None) or 1.0),
+        logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+    )
+    _require_alike(parts, attending, shape)
+    return DecoderParts(
+        shape, parts, attending, kinds, rotate, embedding, model.lm_head, final_norm[0]
+    )
+
+
+def _backbone(model: Any) -> tuple[Any, list[nn.Module], nn.Embedding]:
+    """The decoder, its layers and its token embedding."""
+    decoder = getattr(model, "model", None)
+    expected = {"embed_tokens", "layers", "norm", "rotary_emb"}
+    children = {name for name, _ in decoder.named_children()} if decoder is not None else set()
+    if children != expected or {name for name, _ in model.named_children()} != {"model", "lm_head"}:
+        raise NotRecognised(f"its parts are {', '.join(sorted(children)) or 'others'}")
+    assert decoder is not None
+    if type(model.lm_head) is not nn.Linear or not isinstance(decoder.embed_tokens, nn.Embedding):
+        raise NotRecognised(f"its head is a {type(model.lm_head).__name__}")
+    return decoder, list(decoder.layers), decoder.embed_tokens
+
+
+def _observe(
+    paged: PagedModel, first_layer: nn.Module, embedding: nn.Embedding
+) -> tuple[dict[nn.Module, Attending], float]:
+    """How each attention module is called, and what embeddings are multiplied by."""
+    model, observer = paged.transformer, _Observer()
+    device = embedding.weight.device
+    tokens = torch.arange(1, 4, device=device).remainder(embedding.num_embeddings).unsqueeze(0)
+    inputs: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append(args[0] if args else kwargs["hidden_states"])
+
+    hook = first_layer.register_forward_pre_hook(keep, with_kwargs=True)
+    for module in paged.attention_modules:
+        setattr(module, LAYER, observer)
+    try:
+        positions = torch.arange(3, device=device).unsqueeze(0)
+        model(input_ids=tokens, position_ids=positions, use_cache=False)
+    finally:
+        hook.remove()
+        for module in paged.attention_modules:
+            delattr(module, LAYER)
+    rows, seen = embedding.weight[tokens[0]].float(), inputs[0][0].float()
+    scale = float((seen * rows).sum() / rows.square().sum())
+    if not torch.allclose(seen, rows * scale, rtol=1e-2, atol=1e-4):
+        raise NotRecognised("its layers are not fed by token embeddings alone")
+    return observer.seen, 1.0 if abs(scale - 1.0) < 1e-6 else scale
+
+
+def _has_whole_norm(part: LayerParts, how: Attending) -> bool:
+    """Whether the query norm runs over all heads at once (OLMo 2) and not over each (Qwen 3)."""
+    query_norm = norm_weight(part.query_norm)
+    return query_norm is not None and len(query_norm[0]) != how.key_dim
+
+
+def _intermediate(parts: list[LayerParts]) -> int:
+    """The width of gated MLPs, 0 where all layers are mixtures."""
+    widths = [part.mlp.down.in_features for part in parts if isinstance(part.mlp, GatedParts)]
+    return widths[0] if widths else 0
+
+
+def _require_alike(
+    parts: list[LayerParts], attending: list[Attending], shape: DecoderShape
+) -> None:
+    shared = (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim)
+    for part, how in zip(parts, attending, strict=True):
+        sizes = (how.heads, how.kv_heads, how.key_dim, how.value_dim)
+        width = part.mlp.down.in_features if isinstance(part.mlp, GatedParts) else None
+        if sizes != shared or width not in (None, shape.intermediate):
+            raise NotRecognised("its layers are of several sizes")
+        norms = (part.attention_norm, part.attention_out_norm, part.mlp_norm, part.mlp_out_norm)
+        for norm in (*norms, part.query_norm, part.key_norm):
+            weight = norm_weight(norm)
+            if weight is not None and weight[1] != shape.eps:
+                raise NotRecognised("its norms have several epsilons")
+
+
+def rotary_tables(
+    rotary: nn.Module, config: Any, most: int | None
+) -> tuple[list[int], Callable[[int], Tables]]:
+    """Which table each layer turns by, and what makes the tables of so many positions.
+
+    The cosines and sines are the model's own module's, scaled as it likes, never for more than
+    ``most`` positions: a module that looks at the longest position then sees none that change it.
+    """
+    layers = config.num_hidden_layers
+    by_type = "layer_type" in inspect.signature(rotary.forward).parameters
+    types: list[str | None] = list(config.layer_types) if by_type else [None] * layers
+    distinct = sorted(set(types), key=str)
+
+    def rotate(count: int) -> Tables:
+        positions = torch.arange(count if most is None else min(count, most)).unsqueeze(0)
+        like = torch.empty(0)
+        tables = []
+        for kind in distinct:
+            arguments = (like, positions) if kind is None else (like, positions, kind)
+            cos, sin = rotary(*arguments)  # [1, positions, rotary_dim], both halves alike
+            half = cos.shape[-1] // 2
+            tables.append((cos[0, :, :half].clone(), sin[0, :, :half].clone()))
+        return tables
+
+    return [distinct.index(kind) for kind in types], rotate

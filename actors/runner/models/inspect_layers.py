@@ -1,0 +1,160 @@
+"""Reading a decoder layer's modules: which weights it has, in which order it applies them.
+
+Recognised by structure, not by name of model: a module with a child that is not expected here is
+not read, since nobody knows what it would do.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rayfin.actors.errors import NotRecognised
+
+
+@dataclass(frozen=True, slots=True)
+class GatedParts:
+    """The linear layers of a gated MLP."""
+
+    gate_up: list[nn.Linear]  # one merged, or two
+    down: nn.Linear
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """One layer's modules. Norms run before (``_norm``) or after (``_out_norm``) their block."""
+
+    attention: nn.Module
+    query_key_value: list[nn.Linear]  # one merged, or three
+    attention_out: nn.Linear
+    mlp: GatedParts | nn.Module  # a module: a mixture of experts, to be called as it is
+    attention_norm: nn.Module | None
+    attention_out_norm: nn.Module | None
+    mlp_norm: nn.Module | None
+    mlp_out_norm: nn.Module | None
+    query_norm: nn.Module | None
+    key_norm: nn.Module | None
+
+
+_NORMS = {
+    # Gemma: before and after both blocks
+    frozenset(
+        (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+    ): (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    # Llama and its many children: before both
+    frozenset(("input_layernorm", "post_attention_layernorm")): (
+        "input_layernorm",
+        None,
+        "post_attention_layernorm",
+        None,
+    ),
+    # OLMo 2: after both
+    frozenset(("post_attention_layernorm", "post_feedforward_layernorm")): (
+        None,
+        "post_attention_layernorm",
+        None,
+        "post_feedforward_layernorm",
+    ),
+}
+_IDLE = (nn.Dropout, nn.Identity)
+
+
+def read_layer(layer: nn.Module, experts: type[nn.Module] | None = None) -> LayerParts:
+    """The parts of a decoder layer; its MLP may be a mixture of ``experts`` of that type.
+
+    Raises:
+        NotRecognised: it has others, or lacks some.
+    """
+    children = _children(layer)
+    try:
+        attention, mlp = children.pop("self_attn"), children.pop("mlp")
+        names = _NORMS[frozenset(children)]
+    except KeyError:
+        raise NotRecognised(f"{type(layer).__name__} has {', '.join(_children(layer))}") from None
+    norms = [None if name is None else children[name] for name in names]
+    projections = _children(attention)
+    query_norm, key_norm = projections.pop("q_norm", None), projections.pop("k_norm", None)
+    return LayerParts(
+        attention,
+        _take(attention, projections, ("qkv_proj",), ("q_proj", "k_proj", "v_proj")),
+        _take(attention, projections, ("o_proj",))[0],
+        _read_mlp(mlp, experts),
+        attention_norm=norms[0],
+        attention_out_norm=norms[1],
+        mlp_norm=norms[2],
+        mlp_out_norm=norms[3],
+        query_norm=query_norm,
+        key_norm=key_norm,
+    )
+
+
+def _read_mlp(mlp: nn.Module, experts: type[nn.Module] | None) -> GatedParts | nn.Module:
+    if experts is not None and isinstance(getattr(mlp, "experts", None), experts):
+        return mlp
+    gates = _children(mlp)
+    for idle in ("act_fn", "activation_fn"):
+        gates.pop(idle, None)
+    gate_up = _take(mlp, gates, ("gate_up_proj",), ("gate_proj", "up_proj"))
+    return GatedParts(gate_up, _take(mlp, gates, ("down_proj",))[0])
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it holds gate and up projections [E, 2 F, H], down projections [E, H, F], no more.
+
+    That is how transformers keeps them in Mixtral, Qwen 2 and 3, OLMoE, DeepSeek, Granite and more.
+    """
+    weights = dict(module.named_parameters(recurse=False))
+    if set(weights) != {"gate_up_proj", "down_proj"} or any(w.dim() != 3 for w in weights.values()):
+        return False
+    count, hidden, intermediate = weights["down_proj"].shape
+    return weights["gate_up_proj"].shape == (count, 2 * intermediate, hidden)
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: child for name, child in module.named_children() if not isinstance(child, _IDLE)}
+
+
+def _take(
+    owner: nn.Module, found: dict[str, nn.Module], *choices: tuple[str, ...]
+) -> list[nn.Linear]:
+    """The linear layers of the first choice that is there; the last ones must be all there are."""
+    for names in choices:
+        if all(type(found.get(name)) is nn.Linear for name in names):
+            taken = [found.pop(name) for name in names]
+            if found and not any(name in found for name in ("o_proj", "down_proj")):
+                break
+            return taken  # type: ignore[return-value]
+    raise NotRecognised(f"{type(owner).__name__} has {', '.join(_children(owner))}")
+
+
+def norm_weight(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
+    """What a root mean square norm multiplies by [D] float32, and its epsilon; None for None.
+
+    Some models multiply by 1 + weight (Gemma): the module itself is asked.
+
+    Raises:
+        NotRecognised: it is another kind of norm.
+    """
+    if norm is None:
+        return None
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight = getattr(norm, "weight", None)
+    if not isinstance(eps, float) or weight is None or len(list(norm.parameters())) != 1:
+        raise NotRecognised(f"{type(norm).__name__} is no RMS norm")
+    x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype, device=weight.device)
+    scaled = x.float() / torch.sqrt(x.float().square().mean() + eps)
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
+    for factor in (weight.detach().float(), 1.0 + weight.detach().float()):
+        if torch.allclose(norm(x).float(), scaled * factor, rtol=tolerance, atol=tolerance):
+            return factor.contiguous(), eps
+    raise NotRecognised(f"{type(norm).__name__} is no RMS norm")

@@ -1,0 +1,280 @@
+"""A transformers decoder whose attention reads and writes pages.
+
+Any ``AutoModelForCausalLM`` that dispatches its attention through transformers' attention registry
+can be served: the function registered here as "rayfin" finds, on the attention module that calls
+it, the ``PagedLayer`` that ``PagedModel`` put there. Nothing is global: two models in one process
+do not meet.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from rayfin.actors.errors import UnsupportedModel
+from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.kernels.attention.write_kv import write_kv
+from rayfin.kernels.shapes import PagedAttention, PagedBatch
+
+ATTENTION = "rayfin"
+LAYER = "paged_layer"  # the attribute of an attention module that holds its AttentionLayer
+PROBE_TOKENS = 2
+
+
+class AttentionLayer(Protocol):
+    """What sits on an attention module and computes for it."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,  # [1, H, T, Dk]
+        key: torch.Tensor,  # [1, Hkv, T, Dk]
+        value: torch.Tensor,  # [1, Hkv, T, Dv]
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # [1, T, H, Dv]
+        ...
+
+
+def rayfin_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' side of the attention registry; hands over to the module's AttentionLayer."""
+    if attention_mask is not None:  # transformers makes none for this attention: the model's own
+        name = type(module).__name__
+        raise UnsupportedModel(f"{name} cannot be served: it attends through its own mask", "model")
+    layer: AttentionLayer = getattr(module, LAYER)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = layer.attend(
+        module, query, key, value, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+    )
+    return out, None
+
+
+AttentionInterface.register(ATTENTION, rayfin_attention)
+
+
+class StepModel(Protocol):
+    """What computes a step: this module's ``PagedModel``, or a fused one in its place."""
+
+    @property
+    def layouts(self) -> list[KVLayout]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def bind(self, cache: KVTensors) -> None:
+        """From now on the layers keep their keys and values in ``cache``."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [T] int64
+        batch: PagedBatch,
+        sampled: torch.Tensor,  # [S] int64, indices in T
+    ) -> torch.Tensor:  # [S, V]
+        """The logits of the tokens at ``sampled``; the cache gets all T tokens."""
+        ...
+
+
+class CurrentStep:
+    """The step that a model is computing, seen by all its layers."""
+
+    batch: PagedBatch | None = None
+
+
+class PagedLayer:
+    """One layer's pages and the kernel that reads them."""
+
+    def __init__(
+        self,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        kernel: PagedAttention,
+        step: CurrentStep,
+    ) -> None:
+        self._k_pages = k_pages
+        self._v_pages = v_pages
+        self._kernel = kernel
+        self._step = step
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Writes the step's keys and values into their slots, then attends over the pages."""
+        batch = self._step.batch
+        assert batch is not None, "a forward outside of a step"
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
+        write_kv(k, v, self._k_pages, self._v_pages, batch.slots)
+        out = self._kernel(
+            query[0].transpose(0, 1).contiguous(),
+            self._k_pages,
+            self._v_pages,
+            batch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out.unsqueeze(0)
+
+
+class _Probe:
+    """Stands in for every layer once, to learn what each one stores."""
+
+    def __init__(self) -> None:
+        self.seen: dict[torch.nn.Module, KVLayout] = {}
+        self.windows: list[int | None] = []
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if module in self.seen or not getattr(module, "is_causal", True):
+            raise UnsupportedModel(
+                f"{type(module).__name__} is not plain causal attention", "model"
+            )
+        self.seen[module] = KVLayout(key.shape[1], key.shape[-1], value.shape[-1])
+        self.windows.append(window)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+class PagedModel:
+    """Runs a step's packed tokens through the model, with the cache of ``bind``.
+
+    Args:
+        layers: those of the model's that are here; None: all.
+
+    Raises:
+        UnsupportedModel: some layer keeps state that pages cannot hold.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, kernel: PagedAttention, layers: range | None = None
+    ) -> None:
+        self._model = model
+        total = model.config.get_text_config(decoder=True).num_hidden_layers
+        self._layers = range(total) if layers is None else layers
+        self._kernel = kernel
+        self._step = CurrentStep()
+        self._attention_modules: list[torch.nn.Module] = []
+        self.layouts = self._probe()
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    @property
+    def transformer(self) -> PreTrainedModel:
+        return self._model
+
+    @property
+    def attention_modules(self) -> list[torch.nn.Module]:
+        """One per layer, in order."""
+        return self._attention_modules
+
+    def bind(self, cache: KVTensors) -> None:
+        """From now on the layers keep their keys and values in ``cache``."""
+        pages = zip(self._attention_modules, cache.keys, cache.values, strict=True)
+        for module, k_pages, v_pages in pages:
+            layer = PagedLayer(k_pages, v_pages, self._kernel, self._step)
+            setattr(module, LAYER, layer)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [T] int64
+        batch: PagedBatch,
+        sampled: torch.Tensor,  # [S] int64, indices in T
+    ) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``sampled``; the cache gets all T tokens."""
+        self._step.batch = batch
+        try:
+            output = self._model(
+                input_ids=input_ids.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=sampled,
+            )
+        finally:
+            self._step.batch = None
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _probe(self) -> list[KVLayout]:
+        tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=self.device)
+        positions = torch.arange(PROBE_TOKENS, device=self.device).unsqueeze(0)
+        probe, logits = self._run_probe(input_ids=tokens, position_ids=positions)
+        _, own_logits = self._run_probe(input_ids=tokens)
+        if not torch.allclose(logits, own_logits, rtol=1e-3, atol=1e-3, equal_nan=True):
+            name = type(self._model).__name__
+            raise UnsupportedModel(
+                f"{name} cannot be served: it numbers positions in its own way", "model"
+            )
+        self._attention_modules = list(probe.seen)
+        self._check_layers(probe)
+        return list(probe.seen.values())
+
+    def _run_probe(self, **inputs: torch.Tensor) -> tuple[_Probe, torch.Tensor]:
+        """A forward in which every attention gives zeros; the probe saw all layers."""
+        probe = _Probe()
+        for module in self._model.modules():
+            setattr(module, LAYER, probe)
+        output = self._model(**inputs, use_cache=False)
+        for module in self._model.modules():
+            delattr(module, LAYER)
+        return probe, output.logits
+
+    def _check_layers(self, probe: _Probe) -> None:
+        """Every layer must attend once, through the registry, with the window that it declares."""
+        config = self._model.config.get_text_config(decoder=True)
+        name = type(self._model).__name__
+        if len(probe.seen) != len(self._layers):
+            raise UnsupportedModel(
+                f"{name} cannot be served: {len(probe.seen)} of {len(self._layers)} layers "
+                "attend through transformers' attention registry",
+                "model",
+            )
+        layer_types = getattr(config, "layer_types", None) or []
+        layer_types = layer_types[self._layers.start : self._layers.stop]
+        for layer_type, window in zip(layer_types, probe.windows, strict=False):
+            if (layer_type == "sliding_attention") != (window is not None):
+                raise UnsupportedModel(
+                    f"{name} cannot be served: a layer of type {layer_type} attends with "
+                    f"window {window}",
+                    "model",
+                )

@@ -1,0 +1,208 @@
+"""From a folder or a Hugging Face name to a transformers model with weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from rayfin.actors.config import EngineArgs, KVCacheDtype
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.kernels.attention.select import page_types
+from rayfin.kernels.shapes import PagedAttention
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def load_config(args: EngineArgs) -> PretrainedConfig:
+    """The model's Hugging Face configuration.
+
+    Raises:
+        InvalidConfig: no such folder or name, or no configuration in it.
+        UnsupportedModel: not a decoder that a paged cache can serve.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
+    _refuse_unservable(config)
+    return config
+
+
+def load_model(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, attention: str
+) -> PreTrainedModel:
+    """The model in evaluation mode on ``device``, its attention dispatched to ``attention``.
+
+    ``load_format="dummy"`` draws random weights from ``seed`` and reads no file.
+
+    Raises:
+        InvalidConfig: weights are missing, broken, of other shapes or not in safetensors form.
+        UnsupportedModel: transformers cannot dispatch this architecture's attention.
+    """
+    dtype = resolve_dtype(args, config, device)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    try:
+        if args.load_format == "dummy":
+            torch.manual_seed(args.seed)
+            with device:
+                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    config, trust_remote_code=args.trust_remote_code, **options
+                )
+        else:
+            require_safetensors(args.model)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                args.model,
+                config=config,
+                revision=args.revision,
+                trust_remote_code=args.trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **options,
+            )
+            model, report = loaded
+            _require_all_weights(args.model, report)
+    except KeyError as error:
+        raise dispatch_refused(config, attention, error) from None
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
+    require_pageable(model)
+    served: PreTrainedModel = model.to(device).eval()
+    return served.requires_grad_(False)
+
+
+def dispatch_refused(config: PretrainedConfig, attention: str, error: KeyError) -> Exception:
+    """What to raise for a KeyError on making a model: it may say that there is no dispatch."""
+    if error.args != (attention,):
+        return error
+    return UnsupportedModel(_unsupported(config, "its attention cannot be paged"), "model")
+
+
+def require_pageable(model: PreTrainedModel) -> None:
+    """Refuses a model whose attention transformers does not dispatch, or that has other state.
+
+    Raises:
+        UnsupportedModel: it is one.
+    """
+    if not model._supports_attention_backend or model._is_stateful:
+        raise UnsupportedModel(_unsupported(model.config, "its attention cannot be paged"), "model")
+
+
+def resolve_dtype(args: EngineArgs, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """``auto`` is the checkpoint's own on a GPU and float32 on a CPU (exact for a bf16 checkpoint).
+
+    torch's 16-bit matrix products on an AVX2 CPU are several times slower than its float32 ones.
+    """
+    if args.dtype != "auto":
+        return DTYPES[args.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+
+
+def max_position(config: PretrainedConfig) -> int | None:
+    """The most positions that the model can tell apart, None if it has no such limit.
+
+    A rotary embedding that changes with the longest request of the batch ("longrope", "dynamic")
+    would make a request's tokens depend on its batch mates; such a model is held to the positions
+    that it was first trained on, where the change never happens.
+    """
+    text = config.get_text_config(decoder=True)
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        return original or limit
+    return limit
+
+
+def _refuse_unservable(config: PretrainedConfig) -> None:
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(_unsupported(config, "it is an encoder-decoder"), "model")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+        raise UnsupportedModel(_unsupported(config, "it is not a causal language model"), "model")
+    layer_types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
+    if unknown := layer_types - SERVED_LAYER_TYPES:
+        raise UnsupportedModel(
+            _unsupported(config, f"it has layers of type {', '.join(sorted(unknown))}"), "model"
+        )
+
+
+def require_safetensors(model: str) -> None:
+    """Refuses a local folder with weights in another form, or none.
+
+    Raises:
+        InvalidConfig: it holds no safetensors file.
+    """
+    folder = Path(model)
+    if folder.is_dir() and not list(folder.glob("*.safetensors")):
+        raise InvalidConfig(
+            f"{model} holds no .safetensors file; Rayfin loads no pickled weights", "model"
+        )
+
+
+def _require_all_weights(model: str, report: dict[str, Any]) -> None:
+    """transformers draws at random what a checkpoint lacks, and such a model talks rubbish."""
+    if missing := sorted(report["missing_keys"]):
+        raise InvalidConfig(
+            f"{model} lacks {len(missing)} weights, {missing[0]} among them", "model"
+        )
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        raise InvalidConfig(
+            f"{model} holds {name} of shape {list(stored)}, its config wants {list(expected)}",
+            "model",
+        )
+
+
+def _unsupported(config: PretrainedConfig, why: str) -> str:
+    names = ", ".join(config.architectures or [type(config).__name__])
+    return f"{names} cannot be served: {why}"
+
+
+def why_not_loaded(model: str, error: Exception) -> str:
+    """One line about a model that could not be loaded."""
+    path = Path(model)
+    if not path.exists() and (path.is_absolute() or model.startswith((".", "~"))):
+        return f"there is no folder {model}"
+    if path.is_dir() and not (path / "config.json").exists():
+        return f"{model} holds no config.json"
+    first_line = next((line for line in str(error).splitlines() if line.strip()), "unknown error")
+    return f"cannot load {model!r}: {first_line.strip()}"
+
+
+# Of what type the pages of the KV cache are.
+
+PAGE_TYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def page_type(
+    asked: KVCacheDtype, model_dtype: torch.dtype, attention: PagedAttention
+) -> torch.dtype:
+    """The pages' type: the model's, unless another is asked for.
+
+    Raises:
+        InvalidConfig: the attention does not read such pages.
+    """
+    if asked == "auto":
+        return model_dtype
+    readable = page_types(attention)
+    if PAGE_TYPES[asked] not in readable:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in readable)
+        raise InvalidConfig(
+            f"kv_cache_dtype {asked!r} is not for this device and attention backend, "
+            f"whose pages are {names}",
+            "kv_cache_dtype",
+        )
+    return PAGE_TYPES[asked]

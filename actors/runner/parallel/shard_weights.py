@@ -1,0 +1,262 @@
+"""A rank's share of a model, read from safetensors slice by slice: no rank reads the whole."""
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.runner.models.weights import (
+    dispatch_refused,
+    require_pageable,
+    require_safetensors,
+    resolve_dtype,
+    why_not_loaded,
+)
+from rayfin.actors.runner.parallel.process_groups import Peers
+from rayfin.actors.runner.parallel.shard_model import check_sizes, checkpoint_name, cut_model
+from rayfin.actors.runner.parallel.weight_slices import (
+    AnyCut,
+    Cut,
+    Cuts,
+    ExpertsCut,
+    MergedCut,
+    Read,
+    Transposed,
+    read_experts,
+    stored_name,
+)
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Checkpoint:
+    """The tensors of a model's safetensors files, opened as they are wanted.
+
+    Names may lack the ``prefix`` of all of the decoder's: some were saved without the head (GPT-2).
+
+    Raises:
+        InvalidConfig: there are no such files.
+        OSError: a name of the hub that cannot be had.
+    """
+
+    def __init__(self, args: EngineArgs, prefix: str) -> None:
+        require_safetensors(args.model)
+        self._model = args.model
+        self._prefix = f"{prefix}."
+        self._files: dict[str, Path] = {}
+        for path in _files(args):
+            with safe_open(path, framework="pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+
+    def __contains__(self, name: str) -> bool:
+        return self._stored(name) in self._files
+
+    def _stored(self, name: str) -> str:
+        return name if name in self._files else name.removeprefix(self._prefix)
+
+    def read(self, name: str, shape: torch.Size, cut: Cut | None) -> torch.Tensor:
+        """The tensor ``name``, or its part; ``shape`` is what is wanted, of the part.
+
+        Raises:
+            InvalidConfig: it is not there, or of another shape.
+        """
+        if name not in self:
+            raise InvalidConfig(f"{self._model} lacks the weight {name}", "model")
+        wanted, own_name = list(shape), self._stored(name)
+        if cut is not None:
+            wanted[cut.dim] = cut.whole
+        with safe_open(self._files[own_name], framework="pt") as file:
+            stored = file.get_slice(own_name)
+            if stored.get_shape() != wanted:
+                raise InvalidConfig(
+                    f"{self._model} holds {name} of shape {stored.get_shape()}, its config "
+                    f"wants {wanted}",
+                    "model",
+                )
+            if cut is None:
+                whole: torch.Tensor = file.get_tensor(own_name)
+                return whole
+            stop = min(cut.stop, cut.whole)
+            start = min(cut.start, stop)
+            part = stored[(slice(None),) * cut.dim + (slice(start, stop),)]
+        return _filled_up(part, shape)
+
+
+def load_share(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, attention: str, peers: Peers
+) -> PreTrainedModel:
+    """What ``load_model`` gives, of which this rank has its share only.
+
+    ``load_format="dummy"`` draws each weight from ``seed`` and its name: not what one rank alone
+    draws.
+
+    Raises:
+        InvalidConfig: sizes do not divide; weights are missing, broken or of other shapes.
+        UnsupportedModel: the architecture cannot be cut, or its attention not be paged; the weights
+            are quantised.
+    """
+    check_sizes(config, peers.place)
+    _refuse_quantised(args, config)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config,
+                trust_remote_code=args.trust_remote_code,
+                dtype=resolve_dtype(args, config, device),
+                attn_implementation=attention,
+            )
+    except KeyError as error:
+        raise dispatch_refused(config, attention, error) from None
+    require_pageable(model)
+    ties = model.all_tied_weights_keys
+    cuts = cut_model(model, peers)
+    _make_buffers(model, device)
+    try:
+        if args.load_format == "dummy":
+            _draw(model, cuts, args.seed, device)
+        else:
+            _read(model, cuts, Checkpoint(args, model.base_model_prefix), ties, device)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
+    served: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
+    return served.requires_grad_(False)
+
+
+def _refuse_quantised(args: EngineArgs, config: PretrainedConfig) -> None:
+    """Scales would not be read: the weights would be nonsense, and nothing would say so."""
+    own = getattr(config, "quantization_config", None)
+    if own is not None:
+        method = own.get("quant_method") if isinstance(own, dict) else None
+        raise UnsupportedModel(
+            f"{args.model} holds quantised weights ({method or 'of some kind'}): "
+            "tensor_parallel_size and pipeline_parallel_size take plain ones",
+            "model",
+        )
+
+
+def _read(
+    model: PreTrainedModel,
+    cuts: Cuts,
+    checkpoint: Checkpoint,
+    ties: dict[str, str],
+    device: torch.device,
+) -> None:
+    found = checkpoint.__contains__
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        source = checkpoint_name(name)
+        cut = cuts.get(source)
+        if source in ties and (ties[source] in checkpoint or source not in checkpoint):
+            source = ties[source]
+        tensor = _assemble(source, parameter.shape, cut, found, checkpoint.read)
+        _set(model, name, tensor.to(device, parameter.dtype))
+    exact = model._get_dtype_plan(model.dtype)  # some are kept in float32 whatever the rest is in
+    for name in _saved_buffers(model):
+        buffer = model.get_buffer(name)
+        tensor = checkpoint.read(checkpoint_name(name), buffer.shape, None)
+        dtype = next((exact[part] for part in exact if part in name), buffer.dtype)
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = tensor.to(device, dtype)
+
+
+def _draw(model: PreTrainedModel, cuts: Cuts, seed: int, device: torch.device) -> None:
+    spread = getattr(model.config, "initializer_range", None) or 0.02
+
+    def draw(source: str, shape: torch.Size, cut: Cut | None) -> torch.Tensor:
+        wanted = list(shape)
+        if cut is not None:
+            wanted[cut.dim] = cut.whole
+        if len(wanted) > 1:
+            generator = torch.Generator().manual_seed(seed ^ zlib.crc32(source.encode()))
+            tensor = torch.empty(wanted).normal_(0.0, spread, generator=generator)
+        else:
+            tensor = torch.zeros(wanted) if source.endswith("bias") else torch.ones(wanted)
+        if cut is None:
+            return tensor
+        stop = min(cut.stop, cut.whole)
+        start = min(cut.start, stop)
+        return _filled_up(tensor.narrow(cut.dim, start, stop - start), shape)
+
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        source = checkpoint_name(name)
+        tensor = _assemble(source, parameter.shape, cuts.get(source), lambda _: False, draw)
+        _set(model, name, tensor.to(device, parameter.dtype))
+
+
+def _assemble(
+    source: str,
+    shape: torch.Size,
+    cut: AnyCut | None,
+    known: Callable[[str], bool],
+    read: Read,
+) -> torch.Tensor:
+    """A parameter of that shape from the parts that ``read`` gives."""
+    if isinstance(cut, ExpertsCut):
+        return read_experts(source, shape, cut, known, read)
+    if isinstance(cut, Transposed):
+        return _assemble(source, torch.Size(reversed(shape)), cut.of, known, read).T
+    name = stored_name(source, known)
+    if not isinstance(cut, MergedCut):
+        return read(name, shape, cut)
+    parts = []
+    for part in cut.parts:
+        own = list(shape)
+        own[part.dim] = part.stop - part.start
+        parts.append(read(name, torch.Size(own), part))
+    return torch.cat(parts, dim=cut.parts[0].dim)
+
+
+def _saved_buffers(model: PreTrainedModel) -> list[str]:
+    """The buffers that checkpoints hold: a router's corrections, not rotary frequencies."""
+    buffers = {name for name, _ in model.named_buffers()}
+    return [name for name in model.state_dict() if name in buffers]
+
+
+def _filled_up(part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """``part`` with zeros behind its rows where there are not enough."""
+    if part.shape == shape:
+        return part
+    whole = part.new_zeros(shape)
+    whole[: len(part)] = part
+    return whole
+
+
+def _set(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    parameter = torch.nn.Parameter(tensor.contiguous(), requires_grad=False)
+    setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Rotary frequencies and such, by the model's own initialisation, as transformers does it."""
+    for module in model.modules():
+        buffers: dict[str, Any] = module._buffers
+        if not buffers:
+            continue
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                buffers[name] = torch.empty_like(buffer, device=device)
+        model._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+def _files(args: EngineArgs) -> list[Path]:
+    def find(name: str) -> str | None:
+        found: str | None = cached_file(
+            args.model, name, revision=args.revision, _raise_exceptions_for_missing_entries=False
+        )
+        return found
+
+    if index := find(INDEX):
+        names = set(json.loads(Path(index).read_text())["weight_map"].values())
+        found = [find(name) for name in sorted(names)]
+        return [Path(path) for path in found if path]
+    if single := find(SINGLE):
+        return [Path(single)]
+    return sorted(Path(args.model).glob("*.safetensors"))

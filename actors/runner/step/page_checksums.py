@@ -1,0 +1,87 @@
+"""Whether a page still holds what was written to it, asked before another request reads it."""
+
+import numpy as np
+import torch
+
+from rayfin.actors import failpoints
+from rayfin.actors.errors import PageCorrupted
+from rayfin.actors.messages import SWAP_OUT, Int32Array, SchedulerInfo
+from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.cache.kv_tensors import KVTensors
+from rayfin.kernels.staging import to_device
+
+
+class PageSums:
+    """A sum over the bits of each full page, taken when it fills up and again when it is shared.
+
+    Full pages are never written again while anybody may read them, so a sum that has changed is of
+    a fault; any one bit that flips changes it. Of ZFS' checksums the idea: on reading, not only on
+    writing.
+    """
+
+    def __init__(self, cache: KVTensors, page_size: int) -> None:
+        self._page_size = page_size
+        tensors = (*cache.keys, *cache.values)
+        self._pages = [own.view(cache.num_pages, -1).view(torch.uint8) for own in tensors]
+        self._sums = torch.zeros(cache.num_pages, dtype=torch.int64, device=cache.device)
+        self._known = np.zeros(cache.num_pages, bool)
+
+    def moved(self, moves: Int32Array) -> None:
+        """Pages that moves [M, 3] have written are others now."""
+        written = moves[moves[:, 0] != SWAP_OUT]
+        self._known[written[:, 2]] = False
+
+    @torch.inference_mode()
+    def filled(self, info: SchedulerInfo, slots: RequestSlots) -> None:
+        """Takes the sums of the pages that a forward's rows have filled up."""
+        size, length = self._page_size, info.kv_len + info.chunk_len
+        self._known[slots.page_tables[info.ids, (length - 1) // size]] = False  # perhaps half full
+        pages = _pages(info, slots, info.kv_len // size, length // size)
+        if len(pages):
+            self._sums[self._index(pages)] = self._sum(pages)
+            self._known[pages] = True
+
+    @torch.inference_mode()
+    def check(self, info: SchedulerInfo, slots: RequestSlots) -> None:
+        """The full pages that this step's new requests begin with.
+
+        Raises:
+            PageCorrupted: one has changed since it was filled.
+        """
+        if not info.new_requests:
+            return
+        new = np.isin(info.ids, [own.handle for own in info.new_requests])
+        full = np.where(new, info.kv_len // self._page_size, 0)
+        pages = np.unique(_pages(info, slots, np.zeros_like(full), full))
+        pages = pages[self._known[pages]]
+        if not len(pages):
+            return
+        if failpoints.ACTIVE and failpoints.ACTIVE.hit("runner.page") == "flip":
+            self._pages[0][int(pages[0]), 0] ^= 1
+        differ = self._sum(pages) != self._sums[self._index(pages)]
+        if differ.any():
+            bad = pages[differ.cpu().numpy()].tolist()
+            raise PageCorrupted(f"pages {bad[:8]} are not what was written to them")
+
+    def _sum(self, pages: Int32Array) -> torch.Tensor:
+        """Sums [N] of pages [N], which wrap around; each tensor counts with a factor of its own,
+        so that two that change places are noticed."""
+        index = self._index(pages)
+        total = torch.zeros(len(pages), dtype=torch.int64, device=index.device)
+        for at, own in enumerate(self._pages):
+            bits = own.index_select(0, index)
+            wide = bits.view(torch.int32) if bits.shape[1] % 4 == 0 else bits
+            total += (2 * at + 1) * wide.sum(1, dtype=torch.int64)
+        return total
+
+    def _index(self, pages: Int32Array) -> torch.Tensor:
+        return to_device(pages.astype(np.int64), self._sums.device)
+
+
+def _pages(
+    info: SchedulerInfo, slots: RequestSlots, first: Int32Array, last: Int32Array
+) -> Int32Array:
+    """Page ids of columns ``first`` up to ``last`` [R] of the rows' tables."""
+    rows = np.flatnonzero(last > first)
+    found = [slots.page_tables[info.ids[row], first[row] : last[row]] for row in rows]
+    return np.concatenate(found) if found else np.zeros(0, np.int32)

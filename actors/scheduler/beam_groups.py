@@ -1,0 +1,149 @@
+"""Beam searches in the engine: one request, as many slots as beams, in lockstep.
+
+    admit       one slot computes the prompt, the others are reserved
+    result      ``BeamSearch`` decides which beams go on with which tokens
+    reassign    a beam's first child keeps its slot; each other child takes a slot that no beam
+                needs any more, and forks: full pages shared, the last one copied
+    next step   feeds each slot its token, which is known here: a beam's row has no placeholder
+
+A slot in lockstep decodes only what is known, so the group's next step waits for its last result,
+while the rows of others go on with two steps in flight. To the runner a forked beam is a request
+that it has not seen before, whose tokens are in the cache already.
+
+Preempted, or on new runners, a search starts again from its prompt: it is deterministic, so it says
+the same. An error of one of its rows, an abort or a deadline ends all of it, since ``Lifecycle``
+frees all slots of a request together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rayfin.actors.config import EngineConfig
+from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
+from rayfin.actors.messages import COPY, EngineRequest, Logprobs, Sampling, StepResult
+from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.step_builder import StepRecord
+from rayfin.actors.scheduler.state.beam_search import BeamSearch, candidates_per_beam
+from rayfin.actors.scheduler.state.request import Request
+
+
+def as_it_runs(source: EngineRequest, config: EngineConfig) -> EngineRequest:
+    """The request as the runners see it: greedy rows that tell enough log probabilities.
+
+    Raises:
+        InvalidRequest: more beams than rows of a step.
+        ContextLengthExceeded: even alone it would run out of pages.
+    """
+    assert source.beams is not None
+    width, rows = source.beams.width, config.limits.max_decoding_batch
+    if width > rows:
+        raise InvalidRequest(
+            f"a beam search of width {width} takes {width} rows of a step, of at most {rows}", "n"
+        )
+    size, prompt = config.page_size, len(source.prompt)
+    shared = prompt // size
+    longest = prompt + max(1, source.stopping.max_tokens - 1)  # the last token is never cached
+    pages = shared + width * (-(-longest // size) - shared)
+    if pages > config.num_pages:
+        raise ContextLengthExceeded(
+            f"a beam search of width {width} over a prompt of {prompt} tokens and up to "
+            f"{source.stopping.max_tokens} more takes up to {pages} cache pages of {size} tokens, "
+            f"of {config.num_pages}",
+            "n",
+        )
+    most = candidates_per_beam(width, len(source.stopping.stop_token_ids))
+    sampling = Sampling(seed=source.sampling.seed, logprobs=min(most, config.vocab_size))
+    return replace(source, sampling=sampling, output=[])
+
+
+class BeamGroups:
+    """Leads the beam searches on from result to result. The searches are with their requests."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+
+    def take(self, record: StepRecord, result: StepResult) -> list[Request]:
+        """Takes in the rows of beams that are still there; a lease of theirs is one step.
+
+        Returns:
+            Requests whose searches are over.
+        """
+        running = self._lifecycle.running
+        current = running.admission[record.slots] == record.admissions
+        sampled = current & running.lockstep[record.slots] & (result.tokens[:, 0] >= 0)
+        rows = np.flatnonzero(sampled).tolist()
+        if not rows:
+            return []
+        self._lifecycle.waiting.sampled(record.slots[rows])
+        assert result.logprobs is not None
+        told = {at: index for index, at in enumerate(result.logprobs.at.tolist())}
+        told_of = {int(record.slots[row]): told[row] for row in rows}  # slot -> index in logprobs
+        over = []
+        for request in dict.fromkeys(running.request(slot) for slot in told_of):
+            # One may have been preempted just now, to make room for another.
+            if request.slot is not None and self._advance(request, told_of, result.logprobs):
+                over.append(request)
+        return over
+
+    def _advance(self, request: Request, told_of: dict[int, int], logprobs: Logprobs) -> bool:
+        """One step of a search; whether it is over."""
+        source = request.source
+        assert source.beams is not None
+        search = request.search
+        if search is None:
+            stopping = source.stopping
+            search = BeamSearch(source.beams, stopping.stop_token_ids, stopping.max_tokens)
+            request.search = search
+        beams = request.slots[: len(search.beams)]
+        self._lifecycle.waiting.sampled(np.array(beams, np.int64))
+        told = [told_of[slot] for slot in beams]
+        most = source.sampling.logprobs
+        step = search.advance(logprobs.ids[told, :most], logprobs.values[told, :most])
+        if not search.over:
+            self._reassign(request, step.parents, step.tokens)
+        return search.over
+
+    def _reassign(self, request: Request, parents: list[int], tokens: list[int]) -> None:
+        """The request's first slots become the beams' own, in order, each with its token to feed.
+
+        Out of pages, the lowest request is preempted; where that is this one, nothing more is done.
+        """
+        lifecycle = self._lifecycle
+        running, tables = lifecycle.running, lifecycle.tables
+        slots, forks = assign(parents, request.slots)
+        for slot in slots[len(parents) :] + [target for _, target in forks]:
+            lifecycle.clear(slot)
+            running.empty(slot)
+        for source, target in forks:
+            length = int(running.num_computed[source])
+            while (copies := tables.fork(source, target, length)) is None:
+                lifecycle.preempt(lifecycle.victim())
+                if request.slot is None:
+                    return
+            for page, copy in copies:
+                lifecycle.moves.add(COPY, [page], [copy])
+            running.copy(source, target)
+            lifecycle.introduce(target)
+        request.slots[:] = slots
+        running.append(np.array(slots[: len(parents)], np.int64), np.array(tokens, np.int32))
+
+
+def assign(parents: Sequence[int], slots: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Which slot each child gets, where beam i is in ``slots[i]`` and the last slots may be empty.
+
+    Returns:
+        The slots in the children's order, then those that none needs; and (from, to) of each fork.
+    """
+    taken = {slots[parent] for parent in parents}
+    free = [slot for slot in slots if slot not in taken]
+    children: list[int] = []
+    forks: list[tuple[int, int]] = []
+    for parent in parents:
+        if slots[parent] in children:
+            forks.append((slots[parent], free.pop()))
+            children.append(forks[-1][1])
+        else:
+            children.append(slots[parent])
+    return children + free, forks

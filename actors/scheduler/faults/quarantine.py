@@ -1,0 +1,211 @@
+"""Requests that kill their runners: found with few deaths, and without a wrong verdict.
+
+Whoever was in flight when runners died is a *suspect*. A suspect that is next in the queue is put
+on *trial*: it runs alone, with one step in flight, until it has come past the point where it stood
+at the death. Then it is cleared and rests where it is, pages and all, while the next one is tried;
+when none is left, all go on together. So the second death of a poisonous request happens to it
+alone, and nobody else is suspected of that one. A trial is little more than the request's own part
+of the recomputation that a death costs anyhow.
+
+A runner that says what is wrong (an exception of the step) convicts whoever is on trial. One that
+vanishes may have been killed by anybody, in a trial as at any other time: then it takes two trials
+in a row, that is, three runners, and an innocent is convicted only if chance does that.
+
+Sources: the idea of a quarantine is message queues' (poison messages, dead letters).
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import numpy as np
+
+from rayfin.actors.errors import RequestQuarantined
+from rayfin.actors.messages import EngineRequest, Int64Array
+from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.policy.preemption import make_room
+from rayfin.actors.scheduler.policy.token_scheduler import take_chunk
+from rayfin.actors.scheduler.state.request import Request
+
+
+class Scheduler(Protocol):
+    """Decides a step; owns nothing."""
+
+    def schedule(self) -> tuple[Int64Array, list[Chunk]]: ...
+
+    def longest_chunk(self, request: Request) -> int:
+        """Most tokens of the request's prompt that a step may take which has nothing else."""
+        ...
+
+    def observe(self, *, out_of_memory: bool) -> None:
+        """A step ran, and memory sufficed for it or not."""
+        ...
+
+
+BLOCKED_SECONDS = 600.0
+MAX_BLOCKED = 1024
+"""The prompts of the convicted are refused for so long, so many at most."""
+
+SILENT_DEATHS = 2
+"""Deaths on trial that convict, where the runner did not say that the step did it."""
+
+MAX_ENGINE_DEATHS = 8
+"""A request that was in flight when so many engines died is refused: something is wrong with it."""
+
+
+class Quarantine:
+    """Suspects, their trials, and the prompts of the convicted.
+
+    A scheduler around ``scheduler``, which decides alone while nobody is on trial; with up to
+    ``steps_in_flight`` steps at once.
+    """
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        scheduler: Scheduler,
+        steps_in_flight: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._scheduler = scheduler
+        self._steps_in_flight = steps_in_flight
+        self._clock = clock
+        self._suspects: dict[Request, int] = {}  # -> tokens that it must have to be cleared
+        self._tried: Request | None = None
+        self._blocked: OrderedDict[bytes, float] = OrderedDict()  # prompt -> until when
+        lifecycle.barred = self._suspects
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight now; one while somebody is on trial, or next."""
+        return 1 if self._suspects and self._in_session() else self._steps_in_flight
+
+    @property
+    def num_suspects(self) -> int:
+        """Those who were in flight when runners died, and are not cleared."""
+        return len(self._suspects)
+
+    def check(self, source: EngineRequest) -> None:
+        """Refuses prompts of the convicted.
+
+        Raises:
+            RequestQuarantined: the same prompt killed its runners a while ago.
+        """
+        if source.deaths >= MAX_ENGINE_DEATHS:
+            raise RequestQuarantined(f"{source.deaths} engines died with this request in flight")
+        if not self._blocked:
+            return
+        now = self._clock()
+        while self._blocked and next(iter(self._blocked.values())) <= now:
+            self._blocked.popitem(last=False)
+        if _digest(source) in self._blocked:
+            raise RequestQuarantined("a request with this prompt has killed its runners")
+
+    def watch(self, request: Request) -> None:
+        """A new request: a suspect if engines died with it in flight."""
+        if request.source.deaths:
+            self._suspects[request] = request.num_tokens + 1
+
+    def longest_chunk(self, request: Request) -> int:
+        """See ``Scheduler``."""
+        return self._scheduler.longest_chunk(request)
+
+    def observe(self, *, out_of_memory: bool) -> None:
+        """See ``Scheduler``."""
+        self._scheduler.observe(out_of_memory=out_of_memory)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._suspects.pop(request, None)
+        if request is self._tried:
+            self._tried = None
+
+    def died(self, in_flight: Iterable[Request], *, by_step: bool) -> Request | None:
+        """The runners have died with these requests in flight; before they are requeued.
+
+        Args:
+            by_step: a runner said that it was the step.
+
+        Returns:
+            The one that is convicted.
+        """
+        suspects = list(in_flight)
+        for request in suspects:
+            request.deaths += 1
+            self._suspects[request] = self._mark(request)
+        tried, self._tried = self._tried, None
+        if tried is None or suspects != [tried]:
+            return None
+        tried.deaths_on_trial += 1
+        return tried if by_step or tried.deaths_on_trial >= SILENT_DEATHS else None
+
+    def block(self, request: Request) -> RequestQuarantined:
+        """The request is convicted: nobody may come with its prompt for a while."""
+        self._blocked[_digest(request.source)] = self._clock() + BLOCKED_SECONDS
+        if len(self._blocked) > MAX_BLOCKED:
+            self._blocked.popitem(last=False)
+        return RequestQuarantined(
+            f"the model's process died {request.deaths + request.source.deaths} times with this "
+            "request in flight"
+        )
+
+    def schedule(self) -> tuple[Int64Array, list[Chunk]]:
+        """The next step of a trial; where there is none, or no room, the others' next step."""
+        if not self._suspects or not self._in_session():
+            return self._scheduler.schedule()
+        tried = self._tried
+        if tried is None or tried.slot is None or self._is_cleared(tried):
+            if tried is not None and tried.slot is not None:
+                self._clear(tried)
+            tried = self._tried = self._next()
+        if tried is None:
+            return self._scheduler.schedule()
+        running = self._lifecycle.running
+        slot = tried.slots[0]
+        if slot in running.prefilling:
+            most = self._scheduler.longest_chunk(tried)
+            return np.zeros(0, np.int64), [take_chunk(self._lifecycle, slot, most)]
+        decodable = running.decodable()
+        own = decodable[np.isin(decodable, tried.slots)]
+        decoding, _ = make_room(self._lifecycle, own)
+        return decoding, []
+
+    def _in_session(self) -> bool:
+        if self._tried is not None and self._tried.slot is not None:
+            return True
+        return self._lifecycle.waiting.peek() in self._suspects
+
+    def _next(self) -> Request | None:
+        """The suspect at the head of the queue, admitted if there is room."""
+        request = self._lifecycle.waiting.peek()
+        if request not in self._suspects or not self._lifecycle.has_room(request, 0):
+            return None
+        self._lifecycle.admit()
+        return request
+
+    def _is_cleared(self, request: Request) -> bool:
+        running, slot = self._lifecycle.running, request.slots[0]
+        if slot in running.prefilling or running.num_pending[slot]:
+            return False
+        if request.source.beams is not None:
+            return request.search is not None
+        return int(running.num_known[slot]) >= self._suspects.get(request, 0)
+
+    def _clear(self, request: Request) -> None:
+        self._suspects.pop(request, None)
+        request.deaths = request.deaths_on_trial = 0
+
+    def _mark(self, request: Request) -> int:
+        """Tokens that it would have if nothing had happened to the steps in flight."""
+        if request.slot is None:
+            return request.num_tokens + 1
+        running, slot = self._lifecycle.running, request.slots[0]
+        mark = int(running.num_known[slot] + max(1, running.num_pending[slot]))
+        return min(mark, int(running.cap[slot]))
+
+
+def _digest(source: EngineRequest) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(source.prompt, np.int32).tobytes()).digest()

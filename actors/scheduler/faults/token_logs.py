@@ -1,0 +1,101 @@
+"""The tokens of requests that have ended, kept for whoever lost the connection to them."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rayfin.actors.messages import Int32Array, Receipt, TokenLog
+from rayfin.actors.scheduler.state.request import Request
+
+KEPT_SECONDS = 60.0
+MAX_TOKENS = 2**20  # of all logs: 4 MiB
+MAX_LOGS = 2**14
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A log, its tokens an array still."""
+
+    since: float  # the clock's seconds
+    tenant: str
+    receipt: Receipt
+    seed: int
+    tokens: Int32Array
+    finish_reason: str | None
+    stop_reason: int | None
+    cached_tokens: int
+
+    def log(self) -> TokenLog:
+        return TokenLog(
+            self.receipt,
+            self.seed,
+            self.tokens.tolist(),
+            self.finish_reason,
+            self.stop_reason,
+            self.cached_tokens,
+        )
+
+
+class TokenLogs:
+    """Logs by request id, the oldest first; those of requests that have a receipt, no others."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        seconds: float = KEPT_SECONDS,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._max_tokens = max_tokens
+        self._logs: OrderedDict[str, _Kept] = OrderedDict()
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens kept, of all logs."""
+        return self._num_tokens
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    def keep(
+        self, request: Request, finish_reason: str | None = None, stop_reason: int | None = None
+    ) -> None:
+        """The request has left its slots; ``finish_reason`` None: before it was done."""
+        source = request.source
+        if source.receipt is None:
+            return
+        self._forget(source.request_id)
+        kept = _Kept(
+            self._clock(),
+            source.tenant,
+            source.receipt,
+            source.sampling.seed,
+            request.output,
+            finish_reason,
+            stop_reason,
+            request.cached_tokens,
+        )
+        self._logs[source.request_id] = kept
+        self._num_tokens += len(kept.tokens)
+        self._expire()
+
+    def find(self, tenant: str, request_id: str) -> TokenLog | None:
+        """The log of the tenant's request, None if there is none or its time is over."""
+        self._expire()
+        kept = self._logs.get(request_id)
+        return kept.log() if kept is not None and kept.tenant == tenant else None
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._seconds
+        while self._logs:
+            request_id, kept = next(iter(self._logs.items()))
+            few = len(self._logs) <= MAX_LOGS and self._num_tokens <= self._max_tokens
+            if few and kept.since >= oldest:
+                return
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        if (found := self._logs.pop(request_id, None)) is not None:
+            self._num_tokens -= len(found.tokens)

@@ -1,0 +1,52 @@
+"""V0: schedules requests. A step is either whole prompts or decoding, never both.
+
+Sources: the seed's V0 engine; vLLM V0's scheduler (prefill goes first). Kept because it is the
+simplest correct continuous batching, and to show by measurement what V1 is for.
+"""
+
+import numpy as np
+
+from rayfin.actors.config import BatchLimits
+from rayfin.actors.messages import Int64Array
+from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.policy.preemption import make_room
+from rayfin.actors.scheduler.policy.token_scheduler import spare_pages, take_chunk
+from rayfin.actors.scheduler.state.request import Request
+
+
+class RequestScheduler:
+    """Prefills as many whole prompts as fit in a step, else decodes all running requests."""
+
+    def __init__(self, lifecycle: Lifecycle, limits: BatchLimits) -> None:
+        self._lifecycle = lifecycle
+        self._limits = limits
+
+    def schedule(self) -> tuple[Int64Array, list[Chunk]]:
+        """Decides the next step: either slots that decode, or chunks that are whole prompts."""
+        chunks = self._admit()
+        if chunks:
+            return np.zeros(0, np.int64), chunks
+        decoding, _ = make_room(self._lifecycle, self._lifecycle.turns.take())
+        return decoding, []
+
+    def longest_chunk(self, request: Request) -> int:
+        """All of them: nothing is split."""
+        return self._limits.max_batch_tokens
+
+    def observe(self, *, out_of_memory: bool) -> None:
+        """A step ran: the runner computes one that is too large in parts."""
+
+    def _admit(self) -> list[Chunk]:
+        lifecycle = self._lifecycle
+        budget = self._limits.max_batch_tokens
+        chunks: list[Chunk] = []
+        while len(chunks) < self._limits.max_prefill_batch:
+            request = lifecycle.waiting.peek()
+            if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
+                break
+            if lifecycle.num_to_compute(request) > budget:
+                break
+            chunks.append(take_chunk(lifecycle, lifecycle.admit(), budget))
+            budget -= chunks[-1].length
+        return chunks

@@ -1,0 +1,107 @@
+"""V1: schedules tokens. Decoding rows and parts of prompts share every step (chunked prefill).
+
+Sources: the seed's V1 ``get_requests``; vLLM V1's one-counter scheduler; Sarathi-Serve's
+decode-first token budget.
+"""
+
+from rayfin.actors.config import BatchLimits
+from rayfin.actors.messages import Int64Array
+from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.policy.preemption import make_room
+from rayfin.actors.scheduler.state.request import Request
+
+LEAST_BUDGET = 32
+"""Tokens of a step that memory must suffice for."""
+
+RECOVERY_STEPS = 1000
+"""After a step that ran out of memory it takes about so many until the whole budget is used."""
+
+
+class TokenScheduler:
+    """Fills a step of ``max_batch_tokens``: running requests first, decoding ones before all.
+
+    A prompt gets at most ``long_prefill`` tokens of a step (0: no limit), so that the prompts
+    behind a long one share its steps; vLLM's ``long_prefill_token_threshold``.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, limits: BatchLimits, long_prefill: int = 0) -> None:
+        self._lifecycle = lifecycle
+        self._limits = limits
+        self._longest_chunk = long_prefill or limits.max_batch_tokens
+        self._budget = limits.max_batch_tokens  # of a step, less after one that ran out of memory
+
+    def schedule(self) -> tuple[Int64Array, list[Chunk]]:
+        """Decides the next step: slots that decode, then chunks of prompts."""
+        decoding, preempted = make_room(self._lifecycle, self._lifecycle.turns.take())
+        budget = self._budget - len(decoding)
+        chunks = self._continue_prompts(budget)
+        if not preempted:
+            self._admit(budget - sum(chunk.length for chunk in chunks), chunks)
+        return decoding, chunks
+
+    def longest_chunk(self, request: Request) -> int:
+        """Most tokens of the request's prompt that a step may take which has nothing else."""
+        return self._most(request, self._budget, [])
+
+    def observe(self, *, out_of_memory: bool) -> None:
+        """A step ran: the budget is halved if memory ran out, and comes back slowly."""
+        if out_of_memory:
+            self._budget = max(self._budget // 2, min(LEAST_BUDGET, self._limits.max_batch_tokens))
+        elif self._budget < self._limits.max_batch_tokens:
+            back = self._limits.max_batch_tokens // RECOVERY_STEPS + 1
+            self._budget = min(self._budget + back, self._limits.max_batch_tokens)
+
+    def _continue_prompts(self, budget: int) -> list[Chunk]:
+        running = self._lifecycle.running
+        chunks: list[Chunk] = []
+        for slot in running.prefilling:
+            if budget <= 0 or len(chunks) == self._limits.max_prefill_batch:
+                break
+            if most := self._most(running.request(slot), budget, chunks):
+                chunks.append(take_chunk(self._lifecycle, slot, most))
+                budget -= chunks[-1].length
+        return chunks
+
+    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+        """Waiting requests, while tokens, rows, slots and pages last; a part where they end."""
+        lifecycle = self._lifecycle
+        while budget > 0 and len(chunks) < self._limits.max_prefill_batch:
+            request = lifecycle.waiting.peek()
+            if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
+                return
+            if not (most := self._most(request, budget, chunks)):
+                return
+            chunks.append(take_chunk(lifecycle, lifecycle.admit(), most))
+            budget -= chunks[-1].length
+
+    def _most(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
+        """Tokens of the request's prompt that a step with these ``chunks`` may take.
+
+        A prompt that is scored wants the logits of all of its tokens. Memory was measured with
+        those of ``max_decoding_batch`` tokens, which is what all such chunks of a step may have.
+        """
+        most = min(budget, self._longest_chunk)
+        if not request.scoring:
+            return most
+        running = self._lifecycle.running
+        scored = sum(own.length for own in chunks if running.request(own.slot).scoring)
+        return min(most, self._limits.max_decoding_batch - scored)
+
+
+def take_chunk(lifecycle: Lifecycle, slot: int, budget: int) -> Chunk:
+    """The next up to ``budget`` tokens of the slot's prompt; its pages can be shared from now on.
+
+    Even with a request that is admitted to the same step: a layer writes the keys and values of all
+    rows before any row reads them.
+    """
+    running = lifecycle.running
+    computed = int(running.num_computed[slot])
+    length = min(int(running.num_known[slot]) - computed, budget)
+    lifecycle.publish(slot, computed + length)
+    return Chunk(slot, length)
+
+
+def spare_pages(lifecycle: Lifecycle) -> int:
+    """Pages to leave free at an admission, so that running requests do not preempt it at once."""
+    return lifecycle.tables.pool.num_pages // 100 if len(lifecycle.running) else 0

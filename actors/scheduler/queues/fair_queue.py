@@ -1,0 +1,179 @@
+"""Fair shares among tenants: the Virtual Token Counter.
+
+Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI'24 (arXiv:2401.00588). Each
+tenant has a counter of the tokens it was served, prompt tokens when a request is admitted, output
+tokens as they are sampled, divided by its weight. The next request is the first of the waiting
+tenant with the least counter. A tenant that begins to wait is lifted to the least counter among
+those that wait, so idling earns no credit.
+
+Beyond the paper, requests may be preempted: of the running tenant that was served most, the latest.
+It waits again at the front of its tenant's queue, and its prompt is not charged a second time. A
+beam search is charged a token of output for each of its rows.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rayfin.actors.messages import Int64Array
+from rayfin.actors.scheduler.queues.lazy_heap import LazyHeap
+from rayfin.actors.scheduler.state.request import Request
+
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
+"""What a token costs; the paper's, after what providers charge."""
+
+MAX_IDLE = 10_000
+"""Tenants that are remembered while they have nothing here, because they are ahead of others."""
+
+NO_ROW = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """One tenant that has requests here, or had them and is still ahead of the others."""
+
+    name: str
+    weight: float
+    counter: float = 0.0  # without the output tokens that ``FairQueue._served`` still holds
+    waiting: LazyHeap[Request] = field(default_factory=LazyHeap)
+    running: int = 0  # requests that hold slots
+    row: int = NO_ROW  # in ``FairQueue._served``, while any does
+
+
+class FairQueue:
+    """Per-tenant queues in order of arrival, and the counters that choose between them.
+
+    A step costs a ``bincount`` over its rows, and O(log n) for each tenant that is at the top of
+    the heap with a counter that has grown: counters of waiting tenants never fall, so an entry too
+    low is corrected when it comes up, and none is missed.
+
+    Args:
+        num_slots: requests that can run at once.
+        weights: shares of tenants by name; a tenant not named has 1.
+    """
+
+    def __init__(self, num_slots: int, weights: Mapping[str, float]) -> None:
+        self._weights = dict(weights)
+        self._tenants: dict[str, _Tenant] = {}
+        self._backlogged: LazyHeap[_Tenant] = LazyHeap()  # by counter, possibly one too low
+        self._idle: LazyHeap[_Tenant] = LazyHeap()  # by counter, exactly
+        self._last: _Tenant | None = None  # who was the last to wait
+        self._waiting = 0
+        self._row_of_slot: Int64Array = np.zeros(num_slots, np.int64)
+        self._served: Int64Array = np.zeros(num_slots, np.int64)  # output tokens, by row
+        self._free_rows = list(range(num_slots - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants remembered."""
+        return len(self._tenants)
+
+    def counter(self, name: str) -> float:
+        """Weighted tokens that the tenant was served, lifts included; 0 if nothing is known."""
+        tenant = self._tenants.get(name)
+        return self._counter(tenant) if tenant else 0.0
+
+    def push(self, request: Request) -> None:
+        name = request.source.tenant
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(name, self._weights.get(name, 1.0))
+        self._idle.discard(tenant)
+        if not tenant.waiting:
+            floor = self._floor()
+            tenant.counter += max(0.0, floor - self._counter(tenant))
+            self._backlogged.push(self._counter(tenant), tenant)
+            self._forget_idle(floor)
+        tenant.waiting.push(request.order, request)
+        self._waiting += 1
+
+    def peek(self) -> Request | None:
+        tenant = self._next_tenant()
+        first = tenant.waiting.first() if tenant else None
+        return first[1] if first else None
+
+    def pop(self) -> Request:
+        tenant = self._next_tenant()
+        if tenant is None:
+            raise IndexError("no request waits")
+        request = tenant.waiting.pop()
+        if not request.admitted:
+            tenant.counter += PROMPT_WEIGHT * len(request.source.prompt) / tenant.weight
+        self._one_less(tenant)
+        return request
+
+    def entered(self, request: Request) -> None:
+        tenant = self._tenants[request.source.tenant]
+        if not tenant.running:
+            tenant.row = self._free_rows.pop()
+        tenant.running += 1
+        self._row_of_slot[request.slots] = tenant.row
+
+    def discard(self, request: Request) -> None:
+        tenant = self._tenants[request.source.tenant]
+        tenant.waiting.discard(request)
+        self._one_less(tenant)
+        self._rest(tenant)
+
+    def sampled(self, slots: Int64Array) -> None:
+        self._served += np.bincount(self._row_of_slot[slots], minlength=len(self._served))
+
+    def left(self, request: Request) -> None:
+        tenant = self._tenants[request.source.tenant]
+        tenant.running -= 1
+        if not tenant.running:
+            tenant.counter = self._counter(tenant)
+            self._served[tenant.row] = 0
+            self._free_rows.append(tenant.row)
+            tenant.row = NO_ROW
+            self._rest(tenant)
+
+    def victim(self, running: Iterable[Request]) -> Request:
+        """The latest request of the tenant that was served most: the least served advances."""
+        return max(
+            running, key=lambda request: (self.counter(request.source.tenant), request.order)
+        )
+
+    def _counter(self, tenant: _Tenant) -> float:
+        if tenant.row == NO_ROW:
+            return tenant.counter
+        return tenant.counter + OUTPUT_WEIGHT * float(self._served[tenant.row]) / tenant.weight
+
+    def _next_tenant(self) -> _Tenant | None:
+        while (first := self._backlogged.first()) is not None:
+            key, tenant = first
+            counter = self._counter(tenant)
+            if counter == key:
+                return tenant
+            self._backlogged.push(counter, tenant)
+        return None
+
+    def _floor(self) -> float:
+        """What a tenant that begins to wait is lifted to."""
+        tenant = self._next_tenant() or self._last
+        return self._counter(tenant) if tenant else 0.0
+
+    def _one_less(self, tenant: _Tenant) -> None:
+        self._waiting -= 1
+        if not tenant.waiting:
+            self._backlogged.discard(tenant)
+            self._last = tenant
+
+    def _rest(self, tenant: _Tenant) -> None:
+        """A tenant with nothing here is kept only for what it is ahead of the others."""
+        if not tenant.running and not tenant.waiting:
+            self._idle.push(tenant.counter, tenant)
+            self._forget_idle(self._floor())
+
+    def _forget_idle(self, floor: float) -> None:
+        """Those that a lift would bring to ``floor`` anyhow; then, if many, the least ahead."""
+        while (first := self._idle.first()) is not None:
+            counter, tenant = first
+            if counter > floor and len(self._idle) <= MAX_IDLE:
+                return
+            self._idle.pop()
+            del self._tenants[tenant.name]

@@ -1,0 +1,335 @@
+"""The runners of one engine, and the only file that knows how a step reaches them.
+
+The channel is plain Ray: a SchedulerInfo goes out as the argument of an actor call, whose object
+ref stands for the step until its StepResult is asked for. With two steps in flight the way there
+and back is hidden behind the step before. Several ranks get one shared ref, and the first of the
+last stage answers; for one rank a ``ray.put`` costs more than it saves: docs/architecture.md.
+
+The ranks live and die together: when one is lost, all are replaced under a new epoch.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import (
+    PlacementGroupSchedulingStrategy,
+)
+
+from rayfin.actors import failpoints
+from rayfin.actors.config import EngineArgs, EngineConfig, resolve, scarcest
+from rayfin.actors.errors import CallLost, Fenced, GroupFailed, PeerLost, RayfinError, StepMissing
+from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.processes.identity import Process
+from rayfin.actors.processes.registry import (
+    NAMESPACE,
+    describe,
+    end_process,
+    runner_name,
+    when_name_is_free,
+)
+from rayfin.actors.runner.actor import GENERATION_BITS, Adoption, ModelRunnerActor
+from rayfin.actors.runner.parallel.rank import group_size
+from rayfin.actors.scheduler.faults.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+
+SLICE_SECONDS = 1.0
+LOAD_SECONDS = 1800.0
+PROCESS_SECONDS = 60.0
+ADOPT_SECONDS = 15.0
+
+RESEND_SECONDS, RESEND_PAUSE_SECONDS = 1.0, 0.02
+"""A step whose call was lost is sent again for so long, so often; then its runner is given up."""
+
+
+@dataclass(slots=True)
+class _RemoteStep:
+    """A step on all ranks, of which one answers."""
+
+    group: "RunnerGroup"
+    refs: list[Any] | None  # by rank, of a StepResult or of None; None: lost on purpose
+    info: SchedulerInfo
+
+    def result(self) -> StepResult:
+        """Its answer. A call that was lost is made again: a runner runs no step twice.
+
+        Not to several ranks: those that had it may wait in the next step for the one that had not.
+        """
+        group, patience = self.group, self.group.watchdog.patience(self.info)
+        lost_since: float | None = None
+        while True:
+            try:
+                answers = group.wait(self.refs, patience, "the step")
+                break
+            except CallLost as lost:
+                lost_since = lost_since or time.monotonic()
+                if time.monotonic() - lost_since > RESEND_SECONDS or len(self.refs or ()) > 1:
+                    raise
+                logger.warning("step %d is sent again: %s", self.info.step, lost)
+                time.sleep(RESEND_PAUSE_SECONDS)
+                self.refs = group.send(self.info)
+        result: StepResult = next(answer for answer in answers if answer is not None)
+        group.watchdog.observe(self.info, result.seconds)
+        if failpoints.ACTIVE and failpoints.ACTIVE.hit_step("group.reply", self.info) == "drop":
+            group.wait(None, patience, "the step")
+        return result
+
+
+class RunnerGroup:
+    """Starts the runners of the engine ``name`` in their placement group, or adopts those that
+    live; sends them steps, replaces them.
+
+    Args:
+        generation: of the scheduler that this belongs to; a later one's steps fence an earlier's.
+        known: the runners' processes, where somebody knows of them; a hung one cannot tell.
+        detached: the runners outlive this process, until nobody has sent a step or a ping for
+            ``RUNNER_LEASE_SECONDS``. Otherwise they die with it.
+        on_wait: called at least once a second while this waits for runners.
+        may_restart: asked before runners are replaced; a scheduler that was replaced may not.
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        name: str,
+        placement: PlacementGroup | None = None,
+        *,
+        generation: int = 0,
+        known: Sequence[Process] = (),
+        detached: bool = False,
+        on_wait: Callable[[], None] = lambda: None,
+        may_restart: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.epoch = generation << GENERATION_BITS
+        self.watchdog = Watchdog()
+        self._args = args
+        self._names = [runner_name(name, rank) for rank in range(group_size(args))]
+        self._placement = placement
+        self._detached = detached
+        self._on_wait = on_wait
+        self._may_restart = may_restart
+        self._runners: list[Any] = []  # by rank
+        self._processes = list(known)
+        self._config: EngineConfig | None = None
+
+    @property
+    def generation(self) -> int:
+        return self.epoch >> GENERATION_BITS
+
+    def start(self) -> EngineConfig:
+        """Adopts the runners of this name, or loads the model in new ones and allocates its pages;
+        blocks until steps can be sent.
+
+        Raises:
+            InvalidConfig, UnsupportedModel: the model cannot be served.
+            GroupFailed: a runner died on the way.
+        """
+        if (adopted := self._adopt()) is not None:
+            self._config, self.epoch = adopted.config, adopted.epoch
+            logger.warning("adopted %s at epoch %d", ", ".join(self._names), self.epoch)
+            return self._config
+        return self._start_new(LOAD_SECONDS)
+
+    def submit(self, info: SchedulerInfo) -> _RemoteStep:
+        """Sends a step without waiting. Steps run in the order in which they are sent."""
+        if failpoints.ACTIVE:
+            return self._submit_planted(info)
+        return _RemoteStep(self, self.send(info), info)
+
+    def send(self, info: SchedulerInfo) -> list[Any]:
+        """A call for a step to each runner; the refs of their answers."""
+        shared: Any = info if len(self._runners) == 1 else ray.put(info)
+        return self._on_all("execute", shared)
+
+    def restart(self) -> None:
+        """Kills the runners and starts new ones under a new epoch; the page count stays.
+
+        Raises:
+            GroupFailed: the new ones cannot be started, or the old ones not be killed.
+            Fenced: this scheduler has been replaced.
+        """
+        if not self._may_restart():
+            raise Fenced("another scheduler has taken over")
+        logger.warning("restarting the runners of epoch %d", self.epoch)
+        self.stop()
+        self._pause(self.watchdog.backoff())
+        self.epoch += 1
+        self._start_new(PROCESS_SECONDS)
+
+    def sleep(self) -> None:
+        """See ``Executor.sleep``."""
+        self.wait(self._on_all("sleep"), ADOPT_SECONDS, "to give pages back")
+
+    def wake(self) -> None:
+        """See ``Executor.wake``."""
+        self.epoch += 1
+        start = self._on_all("start", self._config, self.epoch)
+        self.wait(start, LOAD_SECONDS, "taking pages")
+
+    def ping(self) -> Any:
+        """Keeps idle runners from leaving; a ref fails when one has died; None without any."""
+        return self._on_all("ping") or None
+
+    def alive(self, ping: Any) -> bool | None:
+        """Whether a ``ping`` was answered; None: not yet."""
+        answered, missing = ray.wait(ping, num_returns=len(ping), timeout=0)
+        try:
+            ray.get(answered)
+        except ActorUnavailableError:  # the call was lost; the next one tells
+            return True
+        except RayError:
+            return False
+        return None if missing else True
+
+    @property
+    def processes(self) -> list[Process]:
+        """The runners', once they have started."""
+        return list(self._processes)
+
+    def stop(self) -> None:
+        """Kills the runners, and returns when they are gone, and their memory with them.
+
+        Raises:
+            GroupFailed: they cannot be killed.
+        """
+        for process in self._processes:
+            if not end_process(process):
+                raise GroupFailed(f"the old runner cannot be killed: {process}")
+        for runner in self._runners:
+            ray.kill(runner)
+        self._runners, self._processes = [], []
+
+    def wait(self, refs: list[Any] | None, seconds: float, what: str) -> list[Any]:
+        """The values of ``refs``, one of each rank; None for what never comes.
+
+        Raises:
+            GroupFailed: a runner has died, or not answered in so many seconds.
+            CallLost: nobody knows whether one has had the call.
+            Fenced: it belongs to another scheduler.
+            RayfinError: what the runner raised.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if refs is not None:
+                    values: list[Any] = ray.get(refs, timeout=SLICE_SECONDS)
+                    return values
+                time.sleep(SLICE_SECONDS)
+            except GetTimeoutError:
+                pass
+            except RayTaskError as error:
+                if isinstance(error.cause, Fenced):
+                    raise error.cause from None
+                if isinstance(error.cause, StepMissing):
+                    raise CallLost(describe(error)) from error
+                by_step = not isinstance(error.cause, PeerLost)  # the peer is to blame, or its end
+                raise GroupFailed(describe(error), by_step=by_step) from error
+            except ActorUnavailableError as error:
+                raise CallLost(describe(error)) from error
+            except RayError as error:
+                raise GroupFailed(describe(error)) from error
+            self._on_wait()
+            if time.monotonic() > deadline:
+                raise GroupFailed(f"{what} has taken over {seconds:.1f} s: the runner hangs")
+
+    def _adopt(self) -> Adoption | None:
+        """The runners that live under the names, if all have the model; else they are ended."""
+        self._runners = [found for name in self._names if (found := _find(name)) is not None]
+        if len(self._runners) < len(self._names):
+            self.stop()
+            return None
+        adopted: list[Adoption | None] = [None]
+        try:
+            self._processes = self.wait(self._on_all("process"), ADOPT_SECONDS, "a sign of life")
+            adopt = self._on_all("adopt", self._args, self._args.identity, self.generation)
+            adopted = self.wait(adopt, ADOPT_SECONDS, "its last step")
+        except GroupFailed as failure:
+            logger.warning("%s cannot be adopted: %s", ", ".join(self._names), failure)
+        if any(own != adopted[0] for own in adopted) or adopted[0] is None:
+            self.stop()
+            return None
+        return adopted[0]
+
+    def _on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of each runner; refs by rank."""
+        return [getattr(runner, method).remote(*arguments) for runner in self._runners]
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._on_wait()
+            time.sleep(min(left, SLICE_SECONDS))
+
+    def _start_new(self, patience: float) -> EngineConfig:
+        """Waits so many seconds for the process, and then for its model."""
+        self.watchdog.restart()
+        for rank in range(len(self._names)):
+            self._runners.append(self._new_runner(rank))
+        load = "loading the model"
+        try:
+            self._processes = self.wait(self._on_all("process"), patience, "starting")
+            loaded = self.wait(self._load(), LOAD_SECONDS, load)
+            if self._config is None:
+                facts, limits = zip(*loaded, strict=True)
+                self._config = resolve(self._args, scarcest(facts), limits[0])
+            start = self._on_all("start", self._config, self.epoch)
+            self.wait(start, LOAD_SECONDS, load)
+        except GroupFailed as failure:
+            task = failure.__cause__
+            cause = task.cause if isinstance(task, RayTaskError) else None
+            if isinstance(cause, RayfinError) and not isinstance(cause, PeerLost):
+                raise cause from None
+            raise
+        return self._config
+
+    def _load(self) -> list[Any]:
+        if len(self._runners) == 1:
+            return self._on_all("load", self._args)
+        first = [self._runners[0].open_store.remote()]
+        (store,) = self.wait(first, LOAD_SECONDS, "opening a store")
+        return [
+            runner.load.remote(self._args, rank, store) for rank, runner in enumerate(self._runners)
+        ]
+
+    def _new_runner(self, rank: int) -> Any:
+        name = self._names[rank]
+        options: dict[str, Any] = {
+            "num_cpus": 1,
+            "name": name,
+            "namespace": NAMESPACE,
+            "enable_task_events": False,  # Ray's GCS would keep a record of each step
+        }
+        if self._detached:
+            options["lifetime"] = "detached"
+        if self._args.device == "cuda":
+            options["num_gpus"] = 1
+        if self._placement is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._placement,
+                placement_group_bundle_index=rank // self._args.tensor_parallel_size,
+            )
+        actor_class: Any = ModelRunnerActor  # Ray's stubs lose `options` on a decorated class
+        return when_name_is_free(lambda: actor_class.options(**options).remote())
+
+    def _submit_planted(self, info: SchedulerInfo) -> _RemoteStep:
+        assert failpoints.ACTIVE is not None
+        match failpoints.ACTIVE.hit_step("group.submit", info):
+            case "drop":
+                return _RemoteStep(self, None, info)
+            case "duplicate":
+                self.send(info)
+        return _RemoteStep(self, self.send(info), info)
+
+
+def _find(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None

@@ -1,0 +1,135 @@
+"""What an operator may ask and tell, with a key of its own; these routes are not there without."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Depends, FastAPI, Query
+
+from rayfin.actors.errors import InvalidRequest, ModelNotFound
+from rayfin.actors.scheduler.commands import Command
+from rayfin.deployments.client.engine_client import EngineReport
+from rayfin.deployments.http.auth import require_operator
+
+logger = logging.getLogger("rayfin.admin")
+
+Answer = dict[str, Any]
+Operator = Annotated[str, Depends(require_operator)]
+LEVELS = ("0", "1")
+"""Of vLLM's ``/sleep``: 0 keeps all memory and 1 the weights; here both are 1. 2 drops the weights,
+which nothing could give back."""
+
+
+class Engines(Protocol):
+    """What operators may ask and tell of a model's engines: see ``EngineClient``."""
+
+    async def engines(self) -> list[EngineReport]: ...
+
+    async def manage(self, command: Command, engine: str | None) -> list[EngineReport]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Operated:
+    """A model, as operators see it."""
+
+    names: Sequence[str]
+    client: Engines
+
+
+Reports = list[tuple[Operated, list[EngineReport]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Addressees:
+    """Whom a command is for: an engine or all, of a model or of all."""
+
+    engine: str | None
+    model: str | None
+
+    def of(self, models: Sequence[Operated]) -> Sequence[Operated]:
+        """The models that are meant.
+
+        Raises:
+            ModelNotFound: there is none of that name.
+            InvalidRequest: an engine's label, which each model has, without a model.
+        """
+        if self.model is not None:
+            found = [own for own in models if self.model in own.names]
+            if not found:
+                raise ModelNotFound(f"The model `{self.model[:128]}` does not exist.", "model")
+            return found
+        if self.engine is not None and len(models) > 1:
+            raise InvalidRequest("engine needs model: each model has engines of its own.", "model")
+        return models
+
+
+def addressees(
+    engine: Annotated[str | None, Query(description="its label; all without")] = None,
+    model: Annotated[str | None, Query(description="whose engines; all without")] = None,
+) -> Addressees:
+    return Addressees(engine, model)
+
+
+Which = Annotated[Addressees, Depends(addressees)]
+
+
+def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
+    """``/admin/*``, and vLLM's names for some of it."""
+    router = APIRouter(dependencies=[Depends(require_operator)])
+
+    async def tell(command: Command, which: Addressees, operator: str) -> Answer:
+        asked = (which.engine or "(all)")[:64], (which.model or "(all)")[:64]
+        logger.warning("%s says %s to engine %r of %r", operator, command, *asked)
+        return _answer(
+            [(own, await own.client.manage(command, which.engine)) for own in which.of(models)]
+        )
+
+    async def reports() -> Reports:
+        return [(own, await own.client.engines()) for own in models]
+
+    @router.get("/admin/engines")
+    async def engines() -> Answer:
+        return _answer(await reports())
+
+    @router.post("/admin/drain")
+    async def drain(operator: Operator, which: Which) -> Answer:
+        return await tell(Command.DRAIN, which, operator)
+
+    @router.post("/admin/admit")
+    async def admit(operator: Operator, which: Which) -> Answer:
+        return await tell(Command.ADMIT, which, operator)
+
+    @router.post("/reset_prefix_cache")
+    @router.post("/admin/cache/reset")
+    async def reset_cache(operator: Operator, which: Which) -> Answer:
+        return await tell(Command.RESET_CACHE, which, operator)
+
+    @router.post("/sleep")
+    @router.post("/admin/sleep")
+    async def sleep(operator: Operator, which: Which, level: str = "1") -> Answer:
+        if level not in LEVELS:
+            raise InvalidRequest("level must be 0 or 1: the weights stay.", "level")
+        return await tell(Command.SLEEP, which, operator)
+
+    @router.post("/wake_up")
+    @router.post("/admin/wake")
+    async def wake(operator: Operator, which: Which) -> Answer:
+        return await tell(Command.WAKE, which, operator)
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> Answer:
+        states = [own.state for _, engines in await reports() for own in engines]
+        return {"is_sleeping": bool(states) and set(states) == {"asleep"}}
+
+    app.include_router(router)
+
+
+def _answer(reports: Reports) -> Answer:
+    return {
+        "engines": [
+            {"model": model.names[0], **report.as_json()}
+            for model, engines in reports
+            for report in engines
+        ]
+    }

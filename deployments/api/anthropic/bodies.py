@@ -1,0 +1,93 @@
+"""What clients of the Anthropic API send to /v1/messages."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.generation.bodies import GenerationBody
+from rayfin.deployments.http.json_body import called
+from rayfin.deployments.text.checks import missing
+
+UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for nothing
+    "tools": ([],),
+    "thinking": ({"type": "disabled"},),
+    "output_config": ({},),
+    "output_format": (),
+    "container": (),
+    "context_management": ({},),
+    "mcp_servers": ([],),
+}
+MAX_TEMPERATURE = 1.0
+OUR_NAMES = {"stop": "stop_sequences"}
+
+
+class PromptBody(BaseModel):
+    """What makes a prompt; None is the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    messages: Any = None
+    system: Any = None
+    tool_choice: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None  # prefixes are always cached
+
+    def check(self) -> None:
+        """Refuses what is not served.
+
+        Raises:
+            InvalidRequest: ``param`` names the field.
+        """
+        extra = self.model_extra or {}
+        for name, harmless in UNSERVED.items():
+            if extra.get(name) is not None and extra[name] not in harmless:
+                raise unserved(name)
+        if self.tool_choice is not None and self.tool_choice.get("type") not in ("auto", "none"):
+            raise unserved("tool_choice")
+        if self.messages is None:
+            raise missing("messages")
+
+    def ignored_fields(self) -> list[str]:
+        return [name for name in self.model_extra or {} if name not in UNSERVED]
+
+
+class MessagesRequest(PromptBody):
+    max_tokens: int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """The checked sampling settings; ``defaults`` hold where the request names nothing.
+
+        Raises:
+            InvalidRequest: a value out of range.
+        """
+        if self.max_tokens is None:
+            raise missing("max_tokens")
+        if self.temperature is not None and self.temperature > MAX_TEMPERATURE:
+            raise InvalidRequest(
+                f"temperature must be in [0, {MAX_TEMPERATURE:g}], got {self.temperature}.",
+                "temperature",
+                "decimal_above_max_value",
+            )
+        shared = GenerationBody(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences,
+        )
+        with called(OUR_NAMES):
+            return shared.sampling_params(defaults, self.max_tokens)
+
+
+def unserved(name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} is not supported by this version of Rayfin.", name, "unsupported_parameter"
+    )

@@ -1,0 +1,93 @@
+"""Everything that one ingress answers, as an ASGI application."""
+
+from fastapi import FastAPI, Request, Response
+
+from rayfin import __version__
+from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
+from rayfin.deployments.api.anthropic.routes import add_message_routes
+from rayfin.deployments.api.models import add_model_routes
+from rayfin.deployments.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from rayfin.deployments.api.openai.chat import ChatHandler
+from rayfin.deployments.api.openai.completions import CompletionHandler
+from rayfin.deployments.api.openai.tokenize import add_tokenize_routes
+from rayfin.deployments.api.openapi import add_openapi
+from rayfin.deployments.api.responses.local_store import OwnResponses
+from rayfin.deployments.api.responses.routes import add_response_routes
+from rayfin.deployments.api.status import add_status_routes
+from rayfin.deployments.api.web.routes import add_web_routes
+from rayfin.deployments.generation.service import OpenAIService, ServedModels
+from rayfin.deployments.http.anthropic_errors import AnthropicErrors
+from rayfin.deployments.http.errors import add_error_handlers
+from rayfin.deployments.http.idempotency import Idempotency
+from rayfin.deployments.http.json_body import checked, ignored_header, read_body, read_json
+from rayfin.deployments.http.layers import add_edge
+from rayfin.deployments.http.request_meter import RequestMeter
+from rayfin.deployments.telemetry.load import LoadCounter
+
+
+def build_api(*services: OpenAIService) -> FastAPI:
+    """Every endpoint of one ingress, over one service for each model; see ``ServedModels``.
+
+    Bodies are read by the handlers, and described apart.
+    """
+    models = ServedModels(services)
+    service = models.first  # for what all have in common
+    store = service.responses or OwnResponses()
+    for each in services:
+        each.responses = each.responses or store
+    app = FastAPI(
+        title="Rayfin",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    add_error_handlers(app)
+    app.add_middleware(LoadCounter, load=service.load)
+    if service.tracing is not None:
+        app.add_middleware(service.tracing.layer)
+    app.add_middleware(Idempotency, answers=service.answers)
+    add_edge(app, service.edge)
+    app.add_middleware(AnthropicErrors)
+    app.add_middleware(RequestMeter, counts=service.counts)
+    add_completion_routes(app, models)
+    add_response_routes(app, models)
+    add_message_routes(app, models)
+    add_model_routes(app, models)
+    add_tokenize_routes(app, models)
+    add_status_routes(app, models)
+    if service.edge.web:
+        add_web_routes(app, models)
+    if service.edge.admin_keys is not None:
+        add_admin_routes(app, [Operated(own.model_names, own.client) for own in services])
+    add_openapi(app, docs=service.edge.docs)
+    return app
+
+
+def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
+    async def complete(request: Request, body: CompletionRequest) -> Response:
+        headers = ignored_header(body.ignored_fields())
+        service = models.asked(request, body.model)
+        return await CompletionHandler(service, body).answer(request, headers)
+
+    async def chat(request: Request, body: ChatCompletionRequest) -> Response:
+        headers = ignored_header(body.ignored_fields())
+        service = models.asked(request, body.model)
+        return await ChatHandler(service, body).answer(request, headers)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await complete(request, await read_body(request, CompletionRequest))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await chat(request, await read_body(request, ChatCompletionRequest))
+
+    @app.post("/invocations")
+    async def invocations(request: Request) -> Response:
+        """SageMaker's one door: the body tells which of the two it is."""
+        value = await read_json(request)
+        if "messages" in value:
+            return await chat(request, checked(value, ChatCompletionRequest))
+        return await complete(request, checked(value, CompletionRequest))

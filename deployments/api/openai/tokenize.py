@@ -1,0 +1,114 @@
+"""POST /tokenize and /detokenize, with vLLM's bodies."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.generation.generation import off_loop
+from rayfin.deployments.generation.prompts import chat_ids, text_ids
+from rayfin.deployments.generation.service import OpenAIService, ServedModels
+from rayfin.deployments.http.json_body import ignored_header, read_body
+from rayfin.deployments.text.checks import missing
+
+UNSERVED = ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
+
+
+class TokenizeRequest(BaseModel):
+    """A text, or a conversation; None is the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None  # True for a text, False for a conversation
+    return_token_strs: bool | None = None
+    # Of a conversation
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+
+    def check(self) -> None:
+        for name in UNSERVED:
+            if (self.model_extra or {}).get(name) is not None:
+                raise InvalidRequest(
+                    f"{name} is not supported by this version of Rayfin.",
+                    name,
+                    "unsupported_parameter",
+                )
+        if self.prompt is None and self.messages is None:
+            raise missing("prompt")
+        if self.prompt is not None and self.messages is not None:
+            raise InvalidRequest("prompt and messages exclude each other.", "messages")
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+def add_tokenize_routes(app: FastAPI, models: ServedModels) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request, response: Response) -> Tokens:
+        body = await read_body(request, TokenizeRequest)
+        service = models.asked(request, body.model)
+        response.headers.update(ignored_header(list(body.model_extra or {})))
+        ids = await _ids(service, body)
+        tokens = Tokens(count=len(ids), max_model_len=service.max_model_len, tokens=ids)
+        if body.return_token_strs:
+            tokens.token_strs = await off_loop(len(ids), partial(service.tokenizer.strings, ids))
+        return tokens
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request, response: Response) -> Detokenized:
+        body = await read_body(request, DetokenizeRequest)
+        service = models.asked(request, body.model)
+        response.headers.update(ignored_header(list(body.model_extra or {})))
+        vocab_size = (await service.client.info()).vocab_size
+        for i, token in enumerate(body.tokens):
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(
+                    f"Token id {str(token)[:24]} is out of vocabulary: ids are in "
+                    f"[0, {vocab_size}).",
+                    f"tokens[{i}]",
+                    "invalid_token_id",
+                )
+        decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = await off_loop(len(body.tokens), decode)
+        return Detokenized(prompt=text)
+
+
+async def _ids(service: OpenAIService, body: TokenizeRequest) -> list[int]:
+    body.check()
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        return await text_ids(
+            service, body.prompt, "prompt", add_special_tokens=special, any_length=True
+        )
+    return await chat_ids(
+        service,
+        body.messages,
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+        variables=body.chat_template_kwargs,
+        any_length=True,
+    )

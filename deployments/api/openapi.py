@@ -1,0 +1,177 @@
+"""The API described for machines: FastAPI knows the routes, this adds bodies and failures.
+
+Handlers read their bodies themselves, so that every refusal has one form; FastAPI sees none.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import BaseModel
+
+from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
+from rayfin.deployments.api.anthropic.replies import Message as AnthropicMessage
+from rayfin.deployments.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from rayfin.deployments.api.openai.replies import ChatCompletion, Completion
+from rayfin.deployments.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from rayfin.deployments.api.responses.bodies import ResponsePromptBody, ResponseRequest
+from rayfin.deployments.api.responses.replies import Response
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/invocations": CompletionRequest,  # or a ChatCompletionRequest, which has messages
+    "/v1/responses": ResponseRequest,
+    "/v1/responses/input_tokens": ResponsePromptBody,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": PromptBody,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+REPLIES: dict[str, type[BaseModel]] = {  # where the handler writes its answer itself
+    "/v1/completions": Completion,
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/responses": Response,
+    "/v1/messages": AnthropicMessage,
+}
+STREAMED = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations"),
+)
+BODILESS = ("/health", "/live", "/ping")
+TEXTS = ("/metrics",)
+FAILURES = {
+    400: "The request is wrong; param and code say where and how.",
+    401: "There is no API key, or a wrong one.",
+    403: "The key's tenant may not ask for this.",
+    404: "There is no such model, object or address.",
+    405: "The address does not answer this method; Allow names those that it does.",
+    408: "The body, or the answer, took too long.",
+    409: "The Idempotency-Key came with another request before.",
+    413: "The body is too large.",
+    414: "The URL is too long.",
+    415: "The body is not JSON in UTF-8, or compressed.",
+    429: "The queue is full, or a quota used up; Retry-After says when to come back.",
+    431: "The headers are too large.",
+    499: "The client left.",
+    500: "The server failed on this request.",
+    503: "No engine can take the request now; Retry-After says when to come back.",
+}
+TEXT = {"type": "string"}
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {"role": TEXT, "content": {"anyOf": [TEXT, {"type": "array"}]}},
+    },
+}
+NEEDED: dict[str, dict[str, Any]] = {  # what handlers check by themselves, for the sake of words
+    "/v1/completions": {
+        "prompt": {"anyOf": [TEXT, IDS, *({"type": "array", "items": i} for i in (TEXT, IDS))]}
+    },
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/invocations": {"prompt": {"anyOf": [TEXT, IDS]}},
+    "/v1/messages": {"messages": MESSAGES},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+}
+TEXT_OR_NULL = {"type": ["string", "null"]}
+OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": TEXT_OR_NULL,
+                "code": TEXT_OR_NULL,
+            },
+        }
+    },
+}
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "request_id": TEXT_OR_NULL,
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+ERROR = {
+    "anyOf": [OPENAI_ERROR, ANTHROPIC_ERROR]
+}  # Anthropic's on routes and for clients of theirs
+
+
+def add_openapi(app: FastAPI, *, docs: bool) -> None:
+    """Adds /openapi.json, and with ``docs`` /docs, a page that loads its scripts from a CDN."""
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(description(app))
+
+    if docs:
+
+        @app.get("/docs", include_in_schema=False)
+        async def page() -> HTMLResponse:
+            return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
+
+
+def description(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of ``app``."""
+    document = get_openapi(title=app.title, version=app.version, description="", routes=app.routes)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas["Error"] = ERROR
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            _describe(operation, path, method, schemas)
+    return document
+
+
+def _describe(operation: dict[str, Any], path: str, method: str, schemas: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)
+    if method == "post" and path in BODIES:
+        body = {"schema": _reference(BODIES[path], schemas, NEEDED.get(path))}
+        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
+    answer = responses["200"]
+    if path in BODILESS:
+        answer.pop("content", None)
+    elif path in TEXTS:
+        answer["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    elif method == "post" and path in REPLIES:
+        answer["content"] = {"application/json": {"schema": _reference(REPLIES[path], schemas)}}
+    if path.startswith(STREAMED) and path not in ("/v1/messages/count_tokens",):
+        events = {"schema": {"type": "string"}}
+        answer.setdefault("content", {})["text/event-stream"] = events
+    failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for status, reason in FAILURES.items():
+        responses[str(status)] = {"description": reason, "content": failure}
+
+
+def _reference(
+    model: type[BaseModel], schemas: dict[str, Any], needed: dict[str, Any] | None = None
+) -> dict[str, str]:
+    """A reference to the model's schema, which it adds with all that it refers to."""
+    name = f"{model.__module__.split('.')[-2]}_{model.__name__}"  # two APIs have a Message
+    template = f"#/components/schemas/{name}_{{model}}"
+    schema = model.model_json_schema(ref_template=template)
+    for inner, definition in schema.pop("$defs", {}).items():
+        schemas[f"{name}_{inner}"] = definition
+    if needed:
+        schema["properties"] |= needed
+        schema["required"] = sorted({*schema.get("required", ()), *needed})
+    schemas[name] = schema
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -1,0 +1,195 @@
+"""What clients send to /v1/responses."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.generation.bodies import UNSERVED as UNSERVED_ANYWHERE
+from rayfin.deployments.generation.bodies import GenerationBody
+from rayfin.deployments.http.json_body import called
+
+MAX_METADATA = 16  # pairs
+MAX_KEY = 64  # characters
+MAX_VALUE = 512
+UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for nothing
+    "tools": ([],),
+    "tool_choice": ("auto", "none"),
+    "prompt": (),
+    "conversation": (),
+    "context_management": ([],),
+    "moderation": (),
+    "previous_input_messages": ([],),
+    "enable_response_messages": (False,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (  # the others are parts of items that no response here has
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
+    *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)
+OUR_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+
+
+class ResponseStreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsePromptBody(BaseModel):
+    """What makes the prompt of a response; None is the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    input: Any = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Refuses what is not served.
+
+        Raises:
+            InvalidRequest: ``param`` names the field.
+        """
+        for name, harmless in UNSERVED.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in harmless:
+                raise unserved(name)
+        for name, value in (self.reasoning or {}).items():
+            if value is not None and (name, value) != ("effort", "none"):
+                raise unserved(f"reasoning.{name}")
+        written = (self.text or {}).get("format")
+        kind = written.get("type") if isinstance(written, dict) else written
+        if written is not None and kind != "text":
+            raise unserved("text.format", "other than text ")
+
+    def ignored_fields(self) -> list[str]:
+        known = UNSERVED.keys() | UNSERVED_ANYWHERE.keys()
+        text = [f"text.{name}" for name in self.text or {} if name != "format"]
+        return [name for name in self.model_extra or {} if name not in known] + text
+
+
+class ResponseRequest(ResponsePromptBody):
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # As in vLLM
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Any = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None  # so many of the likeliest tokens, where they are included
+
+    @property
+    def tells_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def stored(self) -> bool:
+        return self.store is not False
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """The checked sampling settings; ``defaults`` hold where the request names nothing.
+
+        Raises:
+            InvalidRequest: a value out of range, or a field that is not served.
+        """
+        extra = self.model_extra or {}
+        shared = {name: getattr(self, name) for name in (*SAMPLING, "priority", "cache_salt")}
+        shared |= {name: extra[name] for name in UNSERVED_ANYWHERE if name in extra}
+        with called(OUR_NAMES):
+            params = GenerationBody(**shared).sampling_params(defaults, self.max_output_tokens)
+            return replace(params, logprobs=self.top_logprobs or 0 if self.tells_logprobs else None)
+
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true.", "stream_options")
+        if self.background and not self.stored:
+            raise InvalidRequest("background needs store to be true.", "background")
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise InvalidRequest(
+                f"top_logprobs must be at least 0, got {self.top_logprobs}.",
+                "top_logprobs",
+                "integer_below_min_value",
+            )
+        check_include(self.include or ())
+        _check_metadata(self.metadata or {})
+
+
+def check_include(names: Sequence[str]) -> None:
+    """Refuses what no response has.
+
+    Raises:
+        InvalidRequest: ``param`` is the path of the name.
+    """
+    for i, name in enumerate(names):
+        if name not in INCLUDABLE:
+            raise InvalidRequest(f"include: there is no {name[:64]!r}.", f"include[{i}]")
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(
+            f"metadata takes at most {MAX_METADATA} pairs, got {len(metadata)}.",
+            "metadata",
+            "object_above_max_properties",
+        )
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY or len(value) > MAX_VALUE:
+            raise InvalidRequest(
+                f"A key of metadata has at most {MAX_KEY} characters, a value {MAX_VALUE}.",
+                "metadata",
+                "string_above_max_length",
+            )
+
+
+def unserved(name: str, which: str = "") -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} {which}is not supported by this version of Rayfin.", name, "unsupported_parameter"
+    )

@@ -1,0 +1,114 @@
+"""The typed events of a response's stream.
+
+They are a function of the response's state, so that none is kept: whoever comes late, or comes back
+(``starting_after``), gets the same events with the same numbers.
+"""
+
+from collections.abc import AsyncGenerator, Iterator
+
+from rayfin.deployments.api.responses.replies import (
+    Event,
+    ItemEvent,
+    Message,
+    OutputText,
+    PartEvent,
+    ResponseEvent,
+    Status,
+    TextDeltaEvent,
+    TextDoneEvent,
+)
+from rayfin.deployments.api.responses.state import ResponseState
+
+CREATED = "response.created"
+QUEUED = "response.queued"
+IN_PROGRESS = "response.in_progress"
+ITEM_ADDED = "response.output_item.added"
+PART_ADDED = "response.content_part.added"
+TEXT_DELTA = "response.output_text.delta"
+TEXT_DONE = "response.output_text.done"
+PART_DONE = "response.content_part.done"
+ITEM_DONE = "response.output_item.done"
+LAST: dict[Status, str] = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "cancelled": "response.incomplete",  # there is no event of its own; the status says it
+    "failed": "response.failed",
+}
+
+
+def events_from(state: ResponseState, number: int) -> Iterator[Event]:
+    """The events that have happened, from the one of that number on."""
+    opening = _opening(state)
+    first_closing = len(opening) + len(state.pieces)
+    while number < len(opening):
+        yield _event(state, opening[number], number)
+        number += 1
+    for piece in state.pieces[number - len(opening) :]:
+        yield TextDeltaEvent(
+            type=TEXT_DELTA,
+            sequence_number=number,
+            item_id=state.output_id,
+            delta=piece.text,
+            logprobs=piece.logprobs,
+        )
+        number += 1
+    for kind in _closing(state)[max(0, number - first_closing) :]:
+        yield _event(state, kind, number)
+        number += 1
+
+
+async def follow(state: ResponseState, number: int = 0) -> AsyncGenerator[Event, None]:
+    """The events from that number on, to the last one, as they happen."""
+    while True:
+        done, news = state.done, state.news()
+        for event in list(events_from(state, number)):
+            yield event
+            number = event.sequence_number + 1
+        if done:
+            return
+        await news.wait()
+
+
+def sse(event: Event) -> str:
+    return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
+
+
+def _opening(state: ResponseState) -> tuple[str, ...]:
+    """How it begins: a background response waits in the queue, another one starts at once."""
+    if state.created.background:
+        first, then = (CREATED, QUEUED), (IN_PROGRESS, ITEM_ADDED, PART_ADDED)
+        return first + then if state.started else first
+    first = (CREATED, IN_PROGRESS)
+    return (*first, ITEM_ADDED, PART_ADDED) if state.started else first
+
+
+def _closing(state: ResponseState) -> tuple[str, ...]:
+    if not state.done:
+        return ()
+    last = LAST[state.status]
+    if not state.started or state.status == "failed":
+        return (last,)
+    return (TEXT_DONE, PART_DONE, ITEM_DONE, last)
+
+
+def _event(state: ResponseState, kind: str, number: int) -> Event:
+    """An event of the beginning or of the end."""
+    item_id = state.output_id
+    if kind == ITEM_ADDED:
+        item = Message(id=item_id, status="in_progress", role="assistant", content=[])
+        return ItemEvent(type=kind, sequence_number=number, item=item)
+    if kind == ITEM_DONE:
+        return ItemEvent(type=kind, sequence_number=number, item=state.message())
+    text, logprobs = ("", []) if kind == PART_ADDED else (state.text, state.logprobs)
+    if kind in (PART_ADDED, PART_DONE):
+        part = OutputText(text=text, logprobs=logprobs)
+        return PartEvent(type=kind, sequence_number=number, item_id=item_id, part=part)
+    if kind == TEXT_DONE:
+        return TextDoneEvent(
+            type=kind, sequence_number=number, item_id=item_id, text=text, logprobs=logprobs
+        )
+    early = {CREATED: state.created.status, QUEUED: "queued", IN_PROGRESS: "in_progress"}
+    response = state.response()
+    if kind in early:
+        response = state.created.model_copy(update={"status": early[kind]})
+    return ResponseEvent(type=kind, sequence_number=number, response=response)

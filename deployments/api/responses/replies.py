@@ -1,0 +1,157 @@
+"""What the Responses API answers: the response object, its items, and the events of its stream."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from rayfin.deployments.generation.logprobs import ChatTokenLogprob
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
+
+
+class InputText(BaseModel):
+    type: Literal["input_text"] = "input_text"
+    text: str
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = Field(default_factory=list)
+
+
+class Message(BaseModel):
+    """An item of a conversation, of the input or of the output."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: list[InputText | OutputText]
+
+
+class ItemList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Message]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails = Field(default_factory=OutputTokensDetails)
+    total_tokens: int
+
+
+class ResponseError(BaseModel):
+    code: Literal["server_error", "rate_limit_exceeded"]
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class Reasoning(BaseModel):
+    effort: None = None
+    summary: None = None
+
+
+class Response(BaseModel):
+    """A response as it stands; the second half repeats what the request asked for."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int  # seconds since 1970
+    completed_at: int | None = None
+    status: Status
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    output: list[Message] = Field(default_factory=list)
+    usage: ResponseUsage | None = None
+    model: str
+    background: bool
+    conversation: None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt: None = None
+    prompt_cache_key: str | None
+    reasoning: Reasoning = Field(default_factory=Reasoning)
+    safety_identifier: str | None
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any] = Field(default_factory=lambda: {"format": {"type": "text"}})
+    tool_choice: Literal["auto", "none"]
+    tools: list[Any] = Field(default_factory=list)
+    top_logprobs: int = 0
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    user: str | None
+
+
+class Deleted(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class Event(BaseModel):
+    """One step of a response's life; ``sequence_number`` counts them from 0."""
+
+    type: str
+    sequence_number: int
+
+
+class ResponseEvent(Event):
+    response: Response
+
+
+class ItemEvent(Event):
+    output_index: int = 0
+    item: Message
+
+
+class PartEvent(Event):
+    item_id: str
+    output_index: int = 0
+    content_index: int = 0
+    part: OutputText
+
+
+class TextDeltaEvent(Event):
+    item_id: str
+    output_index: int = 0
+    content_index: int = 0
+    delta: str
+    logprobs: list[ChatTokenLogprob] = Field(default_factory=list)
+
+
+class TextDoneEvent(Event):
+    item_id: str
+    output_index: int = 0
+    content_index: int = 0
+    text: str
+    logprobs: list[ChatTokenLogprob] = Field(default_factory=list)

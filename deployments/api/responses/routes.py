@@ -1,0 +1,123 @@
+"""OpenAI's Responses API; https://platform.openai.com/docs/api-reference/responses."""
+
+from itertools import islice
+
+from fastapi import FastAPI, Request, Response
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.api.responses.bodies import (
+    ResponsePromptBody,
+    ResponseRequest,
+    check_include,
+)
+from rayfin.deployments.api.responses.handler import ResponseHandler, event_stream, reply
+from rayfin.deployments.api.responses.items import input_items
+from rayfin.deployments.api.responses.local_store import Responses
+from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
+from rayfin.deployments.api.responses.replies import Deleted, InputTokens, ItemList
+from rayfin.deployments.api.responses.state import ResponseState
+from rayfin.deployments.generation.service import ServedModels
+from rayfin.deployments.http.json_body import ignored_header, read_body
+
+MAX_PAGE = 100  # items
+PAGE = 20
+MAX_DIGITS = 12  # of a number in a query
+
+
+def add_response_routes(app: FastAPI, models: ServedModels) -> None:
+    store: Responses = models.first.responses  # of all models
+
+    async def find(request: Request, response_id: str) -> ResponseState:
+        return await store.get(response_id, _tenant(request))
+
+    @app.post("/v1/responses")
+    async def create(request: Request) -> Response:
+        body = await read_body(request, ResponseRequest)
+        headers = ignored_header(body.ignored_fields())
+        service = models.asked(request, body.model)
+        return await ResponseHandler(service, body, _tenant(request)).answer(request, headers)
+
+    @app.post("/v1/responses/input_tokens")
+    async def count(request: Request, response: Response) -> InputTokens:
+        body = await read_body(request, ResponsePromptBody)
+        body.check()
+        service = models.asked(request, body.model)
+        response.headers.update(ignored_header(body.ignored_fields()))
+        items = await history_of(service, body, _tenant(request)) + input_items(body.input)
+        return InputTokens(
+            input_tokens=len(await prompt_ids(service, body, items, any_length=True))
+        )
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve(request: Request, response_id: str) -> Response:
+        state = await find(request, response_id)
+        for name in ("include", "include[]"):  # what there is of these is there anyway
+            check_include(request.query_params.getlist(name))
+        after = _number(request, "starting_after", -1, 0)
+        if _choice(request, "stream", ("false", "true")) == "true":
+            return event_stream(store.follow(state, after + 1))
+        return reply(state)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> Deleted:
+        state = await find(request, response_id)
+        await store.remove(state)
+        return Deleted(id=state.id)
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel(request: Request, response_id: str) -> Response:
+        state = await find(request, response_id)
+        if not state.created.background:
+            raise InvalidRequest("Only background responses can be cancelled.", "response_id")
+        await store.cancel(state)
+        return reply(state)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(request: Request, response_id: str) -> ItemList:
+        return _page(request, await find(request, response_id))
+
+
+def _tenant(request: Request) -> str:
+    """Whose request it is; without keys everybody is one."""
+    return getattr(request.state, "tenant", "")
+
+
+def _page(request: Request, state: ResponseState) -> ItemList:
+    """The items that the response was made from, those of earlier responses included."""
+    limit = _number(request, "limit", PAGE, 1, MAX_PAGE)
+    items = [*state.history, *state.items]
+    if _choice(request, "order", ("desc", "asc")) == "desc":
+        items.reverse()
+    after = request.query_params.get("after")
+    start = 0
+    if after is not None:
+        places = [i for i, item in enumerate(items) if item.id == after]
+        if not places:
+            raise InvalidRequest(f"There is no item with id {after[:128]!r}.", "after")
+        start = places[0] + 1
+    page = list(islice(items, start, start + limit))
+    return ItemList(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=start + limit < len(items),
+    )
+
+
+def _number(request: Request, name: str, default: int, low: int, high: int = 10**MAX_DIGITS) -> int:
+    written = request.query_params.get(name)
+    if written is None:
+        return default
+    if not (written.isascii() and written.isdecimal() and len(written) <= MAX_DIGITS):
+        raise InvalidRequest(f"{name} must be a whole number.", name, "invalid_type")
+    if not low <= int(written) <= high:
+        raise InvalidRequest(f"{name} must be in [{low}, {high}], got {written}.", name)
+    return int(written)
+
+
+def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
+    """The query's word; the first of ``choices`` where there is none."""
+    word = request.query_params.get(name, choices[0])
+    if word not in choices:
+        raise InvalidRequest(f"{name} must be one of {', '.join(choices)}.", name)
+    return word

@@ -1,0 +1,55 @@
+"""The page at /ui: a chat, and what the engines are doing. Plain files, no build, no other host."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Response
+from starlette.exceptions import HTTPException
+
+from rayfin import __version__
+from rayfin.deployments.generation.service import ServedModels
+from rayfin.deployments.http.paths import FILES
+
+FOLDER = Path(__file__).parent / "page"
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_web_routes(app: FastAPI, models: ServedModels) -> None:
+    """The page's files, and ``/ui/state`` that it asks twice a second."""
+    contents = {path: (FOLDER / name).read_bytes() for path, (name, _) in FILES.items()}
+
+    @app.get("/ui/state")
+    async def state() -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "models": [
+                {
+                    "model": service.model_names[0],
+                    "engines": [asdict(own) for own in await service.client.snapshots()],
+                    "latency": service.client.latency(),
+                }
+                for service in models.services
+            ],
+        }
+
+    @app.get("/ui", include_in_schema=False)
+    async def page() -> Response:
+        return file("/ui")
+
+    @app.get("/ui/{name}", include_in_schema=False)
+    async def part(name: str) -> Response:
+        return file(f"/ui/{name}")
+
+    def file(path: str) -> Response:
+        if path not in FILES:
+            raise HTTPException(404)
+        return Response(contents[path], media_type=FILES[path][1], headers=HEADERS)

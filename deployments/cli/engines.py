@@ -1,0 +1,189 @@
+"""The engines of a running server, from an operator's side: what they do, and their rates."""
+
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import httpx
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rayfin.actors.errors import InvalidConfig, ServerError
+from rayfin.deployments.bench.endpoint import client_settings, describe, refusal
+
+STYLES = {"ready": "green", "draining": "yellow", "asleep": "dim", "lost": "red"}
+COLUMNS = (
+    *("engine", "state", "running", "waiting", "waiting tokens", "pages"),
+    *("prompt tokens/s", "output tokens/s", "requests/s", "prefix hits", "preempted"),
+    "model",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The answer of ``/admin/engines``, and when it came."""
+
+    at: float  # seconds
+    engines: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One engine: how it is, and what it did between two looks, each second."""
+
+    engine: str
+    state: str
+    running: int
+    waiting: int
+    waiting_tokens: int
+    pages_held: int
+    pages_total: int
+    prompt_tokens_per_second: float
+    output_tokens_per_second: float
+    requests_per_second: float
+    prefix_hit_rate: float | None  # of the prompt tokens admitted since; None: there were none
+    preemptions: int  # since the engine's start
+    model: str
+
+    def cells(self) -> list[str]:
+        hits = "-" if self.prefix_hit_rate is None else f"{self.prefix_hit_rate:.0%}"
+        return [
+            *(self.engine, self.state, str(self.running), str(self.waiting)),
+            *(str(self.waiting_tokens), f"{self.pages_held}/{self.pages_total}"),
+            f"{self.prompt_tokens_per_second:.1f}",
+            f"{self.output_tokens_per_second:.1f}",
+            f"{self.requests_per_second:.1f}",
+            *(hits, str(self.preemptions), self.model),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    rows: list[Row]
+
+    @classmethod
+    def between(cls, first: Look, second: Look) -> "Status":
+        seconds = max(second.at - first.at, 1e-9)
+        before = {own["name"]: own["stats"] for own in first.engines}
+        return cls([_row(own, before.get(own["name"]), seconds) for own in second.engines])
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Server(AbstractContextManager["Server"]):
+    """The operator's routes of a server."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+
+    @classmethod
+    def connect(cls, url: str, key: str | None) -> "Server":
+        """The server whose API is at ``url``.
+
+        Raises:
+            InvalidConfig: an address that is none, or no key.
+        """
+        if not key:
+            raise InvalidConfig(
+                "admin_api_key must be given: the one that the server was started with",
+                "admin_api_key",
+            )
+        settings = client_settings(url, key)
+        settings["base_url"] = settings["base_url"].removesuffix("/v1") + "/"
+        return cls(httpx.Client(**settings))
+
+    def look(self) -> Look:
+        return Look(monotonic(), self._call("GET", "engines"))
+
+    def tell(
+        self, command: str, engine: str | None, model: str | None = None
+    ) -> list[dict[str, Any]]:
+        """How the engines are that were told."""
+        return self._call("POST", command, engine=engine, model=model)
+
+    def requests_left(self, engines: list[dict[str, Any]]) -> int:
+        """Requests of ``engines``, as ``tell`` returns them, that have not ended.
+
+        Raises:
+            ServerError: nobody knows, for one does not answer.
+        """
+        names = {own["name"] for own in engines}
+        asked = [own for own in self.look().engines if own["name"] in names]
+        for own in asked:
+            if own["state"] == "lost":
+                raise ServerError(f"engine {own['engine']} does not answer")
+        return sum(own["stats"]["running"] + own["stats"]["waiting"] for own in asked)
+
+    def _call(self, method: str, path: str, **which: str | None) -> list[dict[str, Any]]:
+        params = {name: value for name, value in which.items() if value is not None}
+        address = str(self._client.base_url).rstrip("/")
+        try:
+            response = self._client.request(method, f"admin/{path}", params=params)
+        except httpx.HTTPError as error:
+            raise ServerError(f"{address}: {describe(error)}") from None
+        if response.status_code == 404 and "unknown_url" in response.text:
+            raise ServerError(
+                f"{address} has no operator's key (rayfin serve --admin-api-key), or its operators "
+                "have a port of their own (rayfin serve --admin-port, here --url)"
+            )
+        if response.is_error:
+            raise refusal(response)
+        engines: list[dict[str, Any]] = response.json()["engines"]
+        return engines
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+
+def lines(status: Status) -> list[str]:
+    """The table for a file or a pipe."""
+    return [
+        ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, row.cells(), strict=True))
+        for row in status.rows
+    ] or ["no engine"]
+
+
+def table(status: Status) -> RenderableType:
+    """The table for a terminal."""
+    made = Table(*COLUMNS)
+    for column in made.columns[2:-1]:
+        column.justify = "right"
+    for row in status.rows:
+        number, state, *rest = row.cells()
+        made.add_row(number, Text(state, style=STYLES[state]), *rest)
+    return made
+
+
+def _row(own: dict[str, Any], before: dict[str, Any] | None, seconds: float) -> Row:
+    stats = own["stats"]
+    since = stats if before is None or before["steps"] > stats["steps"] else before
+
+    def grown(name: str) -> int:
+        return int(stats[name] - since[name])
+
+    ended = sum(stats["finished"].values()) - sum(since["finished"].values())
+    queries = grown("prefix_queries")
+    return Row(
+        engine=own["engine"],
+        state=own["state"],
+        running=stats["running"],
+        waiting=stats["waiting"],
+        waiting_tokens=stats["waiting_tokens"],
+        pages_held=stats["pages_held"],
+        pages_total=stats["pages_total"],
+        prompt_tokens_per_second=grown("prompt_tokens") / seconds,
+        output_tokens_per_second=grown("generation_tokens") / seconds,
+        requests_per_second=ended / seconds,
+        prefix_hit_rate=grown("prefix_hits") / queries if queries else None,
+        preemptions=stats["preemptions"],
+        model=own["model"],
+    )

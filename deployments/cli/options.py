@@ -1,0 +1,184 @@
+"""Command-line options made from dataclasses, so that no flag is written down twice.
+
+A field's name is its flag, its type hint the type, its default the default, and
+``metadata["help"]`` the help.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import click
+
+from rayfin.actors.errors import InvalidConfig, InvalidRequest
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.serve.server_args import ADMIN_KEY_VARIABLES, KEY_VARIABLES
+
+T = TypeVar("T")
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+ENVIRONMENT = {  # a command line is no place for a secret
+    "api_key": KEY_VARIABLES,
+    "admin_api_key": ADMIN_KEY_VARIABLES,
+}
+SECTIONS = {"ServerArgs": "Server", "EngineArgs": "Engine", "SamplingParams": "Sampling"}
+SAMPLING_HELP = {
+    "temperature": "0 is greedy",
+    "max_tokens": "longest output, tokens",
+    "top_p": "sample from the likeliest tokens that hold this share",
+    "top_k": "sample from so many of the likeliest tokens; 0 is off",
+    "min_p": "drop tokens less likely than this share of the likeliest",
+    "seed": "repeat the same samples",
+    "stop": "end at this text; may be repeated",
+    "ignore_eos": "go on after the end of the text",
+    "n": "outputs of each prompt",
+}
+
+
+class FieldOption(click.Option):
+    """An option that knows which field of which dataclass it sets."""
+
+    def __init__(self, *args: Any, owner: type, field: str, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.owner = owner
+        self.field = field
+
+
+class SectionedCommand(click.Command):
+    """A command whose help lists the options of each dataclass under a heading of their own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if isinstance(param, click.Option) and record is not None:
+                title = SECTIONS[param.owner.__name__] if isinstance(param, FieldOption) else ""
+                sections.setdefault(f"{title} options".strip().capitalize(), []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def field_options(
+    owner: type, names: Sequence[str] | None = None, **changes: Mapping[str, Any]
+) -> Decorator:
+    """Adds an option for each field of ``owner``, or for ``names`` alone, in that order.
+
+    ``changes`` maps a field's name to what click shall be told differently about its option;
+    ``flag`` among it is another name for the flag.
+    """
+    hints = get_type_hints(owner)
+    known = {field.name: field for field in fields(owner)}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(list(names or known)):  # decorators apply from the last to the first
+            settings = {**_settings(known[name], hints[name]), **changes.get(name, {})}
+            flag = settings.pop("flag")
+            switch = f"/--no-{flag}" if settings.get("is_flag") else ""
+            option = click.option(
+                f"--{flag}{switch}", cls=FieldOption, owner=owner, field=name, **settings
+            )
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def sampling_options(
+    names: Sequence[str], *, server: bool = False, **changes: Mapping[str, Any]
+) -> Decorator:
+    """Options of SamplingParams; with ``server`` an absent flag leaves the choice to the server."""
+    unset: dict[str, Any] = {"default": None, "show_default": False} if server else {}
+    return field_options(
+        SamplingParams, names, **{name: {**unset, **changes.get(name, {})} for name in names}
+    )
+
+
+def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a command that is a client of a running server."""
+    url = click.option("--url", default=DEFAULT_URL, show_default=True, help="the server's API")
+    key = click.option(
+        "--api-key", envvar=ENVIRONMENT["api_key"], show_envvar=True, help="the server's key"
+    )
+    model = click.option("--model", metavar="NAME", help="default: the first that the server has")
+    return url(key(model(command)))
+
+
+def values_of(owner: type) -> dict[str, Any]:
+    """Field names and values of the running command's options for ``owner``; the set ones only."""
+    context = click.get_current_context()
+    return {
+        param.field: list(value) if isinstance(value, tuple) else value
+        for param in context.command.params
+        if isinstance(param, FieldOption) and param.owner is owner
+        if param.name is not None and (value := context.params[param.name]) not in (None, ())
+    }
+
+
+def build(owner: type[T], **more: Any) -> T:
+    """The dataclass ``owner`` with the running command's options.
+
+    Raises:
+        InvalidConfig: a value that it refuses.
+    """
+    try:
+        return owner(**values_of(owner) | more)
+    except InvalidRequest as error:  # of a flag here, not of a request
+        raise InvalidConfig(error.message, error.param) from error
+
+
+def flag_of(command: click.Command, setting: str) -> str | None:
+    """The command's flag for a setting, if it has one."""
+    for param in command.params:
+        name = param.field if isinstance(param, FieldOption) else param.name
+        if name == setting and isinstance(param, click.Option):
+            return param.opts[0]
+    return None
+
+
+def named_by_flag(command: click.Command, message: str, param: str | None) -> str:
+    """An error's message, where settings go by their flags instead of their fields."""
+    words = {
+        option.field: option.opts[0]
+        for option in command.params
+        if isinstance(option, FieldOption) and "_" in option.field
+    }
+    flag = flag_of(command, param) if param else None
+    if flag and message.startswith(f"{param} "):
+        message = flag + message.removeprefix(str(param))
+    message = " ".join(_swap(word, words) for word in message.split(" "))
+    return message if flag is None or flag in message else f"{flag}: {message}"
+
+
+def _swap(word: str, words: Mapping[str, str]) -> str:
+    bare = word.strip(",.:;()")
+    return word.replace(bare, words[bare]) if bare in words else word
+
+
+def _settings(field: Field[Any], hint: Any) -> dict[str, Any]:
+    """What click is told about the option of a field."""
+    settings: dict[str, Any] = {
+        "flag": field.name.replace("_", "-"),
+        "default": field.default,
+        "show_default": field.default is not None,
+        "help": field.metadata.get("help") or SAMPLING_HELP.get(field.name),
+    }
+    if field.name in ENVIRONMENT:
+        settings |= {"envvar": ENVIRONMENT[field.name], "show_envvar": True}
+    kind = _plain(hint)
+    if get_origin(kind) is Literal:
+        return settings | {"type": click.Choice(get_args(kind))}
+    if get_origin(kind) is not None:  # a sequence
+        return settings | {"type": get_args(kind)[0], "multiple": True}
+    return settings | ({"is_flag": True} if kind is bool else {"type": kind})
+
+
+def _plain(hint: Any) -> Any:
+    """The one type to read, of a union: a sequence if it holds one, else the first but None."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    return next((kind for kind in kinds if get_origin(kind) is not None), kinds[0])

@@ -1,0 +1,129 @@
+"""``rayfin users``: simulated users of a running server."""
+
+import asyncio
+import json
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.cli.options import (
+    SectionedCommand,
+    build,
+    sampling_options,
+    server_options,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    from rayfin.deployments.bench.users import Load
+
+SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "ignore_eos")
+MAX_TOKENS = 128  # a model that never ends its answer would fill the context
+REQUESTS = 32
+
+
+@click.command(cls=SectionedCommand)
+@server_options
+@click.option("--users", "count", type=click.IntRange(1), default=8, show_default=True)
+@click.option(
+    "--requests",
+    type=click.IntRange(1),
+    help=f"of all users together  [default: {REQUESTS}, or no limit with --duration]",
+)
+@click.option("--duration", type=click.FloatRange(0, min_open=True), help="seconds to go on asking")
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(1),
+    help="ask random words, about so many tokens, instead of questions",
+)
+@click.option(
+    "--think-time",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="mean seconds from an answer to the next question",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="of the questions")
+@click.option("--json", "file", type=click.File("w", lazy=False), help="write the numbers to FILE")
+@sampling_options(SAMPLING, server=True, max_tokens={"default": MAX_TOKENS, "show_default": True})
+def users(
+    url: str,
+    api_key: str | None,
+    model: str | None,
+    count: int,
+    requests: int | None,
+    duration: float | None,
+    prompt_tokens: int | None,
+    think_time: float,
+    seed: int,
+    file: IO[str] | None,
+    **settings: Any,
+) -> int:
+    """Simulate users of a running server, and measure what they see.
+
+    Each one asks, reads the answer as it streams, and asks again. TTFT is the time to the first
+    text, ITL the time between its pieces. Fails if any request does.
+
+    \b
+    Example:
+      rayfin users --users 32 --duration 60 --think-time 2 --json numbers.json
+    """
+    build(SamplingParams)
+    if requests is None and duration is None:
+        requests = REQUESTS
+
+    import httpx
+
+    from rayfin.deployments.bench import questions as prompts
+    from rayfin.deployments.bench.endpoint import client_settings, find_model
+    from rayfin.deployments.bench.users import Load, Plan
+
+    connection = client_settings(url, api_key)
+    with httpx.Client(**connection) as client:
+        model = find_model(client, model)
+    plan = Plan(
+        model=model,
+        ask=prompts.random_words(prompt_tokens) if prompt_tokens else prompts.questions(),
+        users=count,
+        requests=requests,
+        duration=duration,
+        think_time=think_time,
+        seed=seed,
+        sampling=values_of(SamplingParams),
+    )
+    with_all = httpx.Limits(max_connections=None)  # a user never waits for another's connection
+    load = Load(httpx.AsyncClient(**connection, limits=with_all), plan)
+    try:
+        asyncio.run(_run(load, sys.stdout.isatty()))
+    finally:  # after Ctrl-C too
+        _report(load, file)
+    return 1 if load.totals.failed else 0
+
+
+async def _run(load: "Load", live: bool) -> None:
+    async with load.client:
+        if not live:
+            return await load.run()
+
+        from rich.console import Console
+
+        from rayfin.deployments.bench.users_report import run_with_table
+
+        await run_with_table(load, Console())
+
+
+def _report(load: "Load", file: IO[str] | None) -> None:
+    from rich.console import Console
+
+    from rayfin.deployments.bench.users_report import Summary, summary_table
+
+    summary = Summary.of(load)
+    if sys.stdout.isatty():
+        Console().print(summary_table(summary))
+    else:
+        print("\n".join(summary.lines()))
+    if file is not None:
+        json.dump(summary.as_json(), file, indent=2)
+        file.write("\n")

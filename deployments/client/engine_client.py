@@ -1,0 +1,116 @@
+"""What an ingress needs of an engine, whatever carries it: actor handles, or a fake in a test."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from rayfin.actors.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineSnapshot,
+    EngineStats,
+    TokenDelta,
+    TokenLog,
+)
+from rayfin.actors.scheduler.commands import Command
+
+# What an operator is told of one engine.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """One engine, as one ingress sees it."""
+
+    engine: str  # its label in metrics, by which commands name it
+    name: str  # of its scheduler in Ray's actor registry
+    state: str  # "ready", "draining", "asleep", or "lost" where nobody answers
+    stats: EngineStats
+
+    @classmethod
+    def of(cls, engine: str, name: str, stats: EngineStats | None) -> "EngineReport":
+        """``stats`` are None where nobody answers."""
+        if stats is None:
+            return cls(engine, name, "lost", EngineStats())
+        state = "asleep" if stats.asleep else "draining" if stats.draining else "ready"
+        return cls(engine, name, state, stats)
+
+    def as_json(self) -> dict[str, Any]:
+        """With those of the counters that are numbers, words, or numbers by word."""
+        counters = {own.name: getattr(self.stats, own.name) for own in fields(self.stats)}
+        plain = {name: value for name, value in counters.items() if _is_plain(value)}
+        return {"engine": self.engine, "name": self.name, "state": self.state, "stats": plain}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(own, int) for own in value.values())
+    return isinstance(value, int | float | str)
+
+
+class EngineClient(Protocol):
+    """The token side of an ingress: requests in, token deltas out. Knows no text."""
+
+    def close(self) -> None:
+        """Leaves the engines; what is still open is aborted there."""
+        ...
+
+    async def info(self) -> EngineInfo:
+        """Limits of the engine that requests are checked against.
+
+        Raises:
+            EngineUnavailable: no engine is ready.
+        """
+        ...
+
+    def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of one request, the last one with a ``finish_reason``.
+
+        Closing the generator early (``aclose``, cancellation) aborts the request in the engine,
+        where it counts as aborted, or as stopped if ``request.satisfied``.
+
+        Raises:
+            InvalidRequest: the engine cannot ever run it (for instance more pages than exist).
+            RequestFailed, Overloaded, EngineUnavailable: as named. An engine that is lost is no
+                error: the stream pauses, and goes on at another one.
+        """
+        ...
+
+    async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
+        """What the tenant's requests of these ids were told so far; None where nothing is known.
+
+        Those that still run are aborted: whoever asks goes on with them.
+        """
+        ...
+
+    async def check_health(self) -> None:
+        """Returns when an engine makes progress (or is idle and answers).
+
+        Raises:
+            EngineUnavailable: with the reason.
+        """
+        ...
+
+    async def snapshots(self) -> list[EngineSnapshot]:
+        """What each engine that answers is doing."""
+        ...
+
+    async def engines(self) -> list[EngineReport]:
+        """Each engine there is, for an operator."""
+        ...
+
+    async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
+        """Tells an engine, or all, what an operator wants; how those are that were told.
+
+        Raises:
+            NotFound: there is no such engine.
+            EngineUnavailable: one has not carried it out.
+        """
+        ...
+
+    def latency(self) -> dict[str, tuple[float, int]]:
+        """Sums in seconds and counts of "ttft" and "itl", as this ingress has seen them."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """The Prometheus text of everything this ingress can see."""
+        ...

@@ -1,0 +1,126 @@
+"""An engine client that keeps the ingress' books: when each token reached the edge."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from rayfin.actors.messages import EngineInfo, EngineRequest, EngineSnapshot, TokenDelta, TokenLog
+from rayfin.actors.metrics.ledger import Ledger, engine_report
+from rayfin.actors.metrics.render import render
+from rayfin.actors.scheduler.commands import Command
+from rayfin.deployments.client.engine_client import EngineReport
+from rayfin.deployments.client.pool import RayEngineClient
+from rayfin.deployments.telemetry.hub_client import HubLink
+from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+
+if TYPE_CHECKING:  # its packages are an extra
+    from rayfin.deployments.telemetry.tracing import Tracing
+
+
+class ObservedClient:
+    """The ``EngineClient`` of an ingress: a RayEngineClient, its health, and its metrics.
+
+    Args:
+        hub: where the metrics of all are gathered; None: only this ingress' own are told.
+        alias: further names of the series, "vllm" or None; for when the hub is gone.
+    """
+
+    def __init__(
+        self,
+        client: RayEngineClient,
+        counts: IngressCounts,
+        model_name: str,
+        hub: HubLink | None = None,
+        alias: str | None = None,
+        tracing: "Tracing | None" = None,
+    ) -> None:
+        self._client = client
+        self._counts = counts
+        self._model_name = model_name
+        self._hub = hub
+        self._alias = alias
+        self._tracing = tracing
+        self._own = Ledger()  # without a hub
+        client.on_replay = self._replayed
+        client.on_transit = counts.transit.observe
+
+    def close(self) -> None:
+        self._client.close()
+
+    async def info(self) -> EngineInfo:
+        return await self._client.info()
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        counts, now = self._counts, time.monotonic()
+        started = request.arrival or now
+        counts.ingress_time.observe(now - started)
+        group = request.key if request.sibling_of is None else request.sibling_of
+        counts.begun(group)
+        last: float | None = None
+        tokens, finished = 0, False
+        try:
+            async with aclosing(self._stream(request)) as deltas:
+                async for delta in deltas:
+                    if count := len(delta.tokens):
+                        now = time.monotonic()
+                        if last is None:
+                            counts.ttft.observe(now - started)
+                            if count > 1:
+                                counts.itl.observe(0.0, count - 1)
+                        else:
+                            counts.itl.observe((now - last) / count, count)
+                        last = now
+                        tokens += count
+                    if delta.finish_reason is not None:
+                        finished = True
+                        counts.e2e.observe(time.monotonic() - started)
+                    yield delta
+        except asyncio.CancelledError:
+            counts.disconnects += 1
+            raise
+        except GeneratorExit:  # closed by this side: at its end, or before it by a stop string
+            if not finished:
+                counts.e2e.observe(time.monotonic() - started)
+            raise
+        finally:
+            counts.over(group, tokens)
+
+    def _stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        deltas = self._client.stream(request)
+        return deltas if self._tracing is None else self._tracing.follow(request, deltas)
+
+    async def check_health(self) -> None:
+        await self._client.check_health()
+
+    async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
+        return await self._client.recall(tenant, request_ids)
+
+    async def snapshots(self) -> list[EngineSnapshot]:
+        return await self._client.snapshots()
+
+    async def engines(self) -> list[EngineReport]:
+        return await self._client.engines()
+
+    async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
+        return await self._client.manage(command, engine)
+
+    def latency(self) -> dict[str, tuple[float, int]]:
+        return self._counts.latency()
+
+    async def metrics(self) -> bytes:
+        """The text of the hub; without one, of what is known here: no counter goes backwards."""
+        if self._hub is not None:
+            if (text := await self._hub.scrape()) is not None:
+                return text
+        asked = time.time()
+        engines = await self._client.stats()
+        known, now = self._own if self._hub is None else self._hub.known, time.monotonic()
+        known.take(self._counts.report(), now)
+        for engine, stats in engines.items():
+            known.take(engine_report(engine, stats, asked), now)
+        return render(self._model_name, self._alias, known)
+
+    def _replayed(self, reason: str) -> None:
+        self._counts.replays[reason] += 1

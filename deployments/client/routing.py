@@ -1,0 +1,139 @@
+"""Which engine takes a request."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Protocol
+
+from rayfin.actors.messages import EngineRequest
+from rayfin.cache.prefix_index import HashChain
+
+RUNNING_TOKENS = 64
+"""A running request's share of an engine, in prompt tokens that wait: what it may yet sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that takes requests, as one ingress sees it."""
+
+    name: str
+    running: int = 0  # requests, of all ingresses, at its last heartbeat
+    waiting: int = 0
+    waiting_tokens: int = 0  # of prompts
+    sent: int = 0  # requests that this ingress has sent it since
+    sent_tokens: int = 0
+    page_size: int = 16  # of its cache, in tokens
+    num_pages: int = 0
+
+    @property
+    def load(self) -> int:
+        """Work ahead of a newcomer, in tokens."""
+        requests = self.running + self.waiting + self.sent
+        return self.waiting_tokens + self.sent_tokens + RUNNING_TOKENS * requests
+
+
+class Router(Protocol):
+    """Decides where a request runs; knows no connection and sends nothing."""
+
+    def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
+        """One of the candidates, of which there is at least one."""
+        ...
+
+
+class LeastLoaded:
+    """The engine with the least work; those that are even take turns."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
+        chosen = cheapest(candidates, lambda own: own.load, self._last)
+        self._last = chosen.name
+        return chosen
+
+
+def cheapest(
+    candidates: Sequence[Candidate], cost: Callable[[Candidate], int], last: str
+) -> Candidate:
+    """The candidate of the least cost; of even ones the next after the one named ``last``."""
+    least = min(map(cost, candidates))
+    even = sorted((own for own in candidates if cost(own) == least), key=lambda own: own.name)
+    return next((own for own in even if own.name > last), even[0])
+
+
+# Which engine takes a request: the one that has its prompt's head in the cache, if it has time.
+#
+# Each ingress remembers which pages it has sent where, by the very hashes that the engines'
+# caches go by, and forgets them as an engine would, least recently used first. So it knows what
+# is cached without a message more; it is wrong where another ingress or a restart has changed a
+# cache, and then a prompt is computed once more. Load against cached tokens in one sum is
+# Preble's (arXiv:2407.00023) and SGLang's router's idea; sessions are placed by rendezvous
+# hashing, on which all ingresses agree.
+
+CACHED_WEIGHT = 2
+"""A cached token is worth so much work ahead: to compute it elsewhere takes time, and pages there
+that others' prefixes have."""
+
+
+class SentPages:
+    """Hashes of pages that one engine should have, at most as many as it has pages."""
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first ``hashes`` it has."""
+        for number, page in enumerate(hashes):
+            if page not in self._hashes:
+                return number
+        return len(hashes)
+
+    def add(self, hashes: Sequence[bytes], most: int) -> None:
+        """It has these now; heads are forgotten last, as by the engines' page pools."""
+        for page in reversed(hashes):
+            self._hashes[page] = None
+            self._hashes.move_to_end(page)
+        while len(self._hashes) > most:
+            self._hashes.popitem(last=False)
+
+
+class PrefixAware:
+    """The engine with the least work ahead, where what is cached counts as work done.
+
+    A request of a session goes to the session's engine as long as that takes requests at all.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, SentPages] = {}  # by engine; names are numbers, so they are few
+        self._last = ""
+
+    def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
+        if len(candidates) == 1:  # nothing to learn from, and a long prompt takes a while to hash
+            return candidates[0]
+        page_size = candidates[0].page_size
+        chain = HashChain(page_size, request.extra_keys)
+        chain.extend(request.prompt)
+        if request.session:
+            chosen = max(candidates, key=lambda own: _draw(request, own))
+        else:
+            saved = {
+                own.name: CACHED_WEIGHT * page_size * self._of(own).match(chain.hashes)
+                for own in candidates
+            }
+            chosen = cheapest(candidates, lambda own: own.load - saved[own.name], self._last)
+        self._last = chosen.name
+        self._of(chosen).add(chain.hashes, chosen.num_pages)
+        return chosen
+
+    def _of(self, candidate: Candidate) -> SentPages:
+        return self._sent.setdefault(candidate.name, SentPages())
+
+
+def _draw(request: EngineRequest, candidate: Candidate) -> bytes:
+    """The session's ticket at an engine: the highest wins."""
+    words = (request.tenant, request.session, candidate.name)
+    return sha256("\0".join(words).encode()).digest()

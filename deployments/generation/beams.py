@@ -1,0 +1,91 @@
+"""Beam search over HTTP, asked for as of vLLM's server: ``use_beam_search``, with ``n`` beams."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from rayfin.actors.errors import InvalidRequest, RequestFailed
+from rayfin.actors.messages import TokenDelta
+from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
+from rayfin.deployments.client.engine_client import EngineClient
+from rayfin.deployments.generation.bodies import GenerationBody
+from rayfin.deployments.generation.choice import Choice
+from rayfin.deployments.http.json_body import called
+from rayfin.deployments.text.output import TextDelta
+
+NOTHING_ELSE = {  # fields that a search cannot honour -> values that ask for nothing
+    **{name: (False,) for name in ("stream", "logprobs")},
+    **{name: (0,) for name in ("presence_penalty", "frequency_penalty", "min_tokens", "min_p")},
+    **{name: (1,) for name in ("repetition_penalty", "top_p")},
+    **{name: ([],) for name in ("stop", "bad_words", "allowed_token_ids")},
+    "top_k": (0, -1),
+    "logit_bias": ({},),
+    "prompt_logprobs": (),
+    "best_of": (),
+}
+
+
+def search_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchParams | None:
+    """The settings of the search that ``body`` asks for; None where it asks for none.
+
+    Raises:
+        InvalidRequest: out of range, or a field that goes with no search; or, without one, a field
+            that goes with nothing else.
+    """
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1):
+            raise InvalidRequest("length_penalty needs use_beam_search.", "length_penalty")
+        if body.early_stopping not in (None, False):
+            raise InvalidRequest("early_stopping needs use_beam_search.", "early_stopping")
+        return None
+    body.check()
+    for name, harmless in NOTHING_ELSE.items():
+        value = getattr(body, name)
+        if value is not None and value not in harmless:
+            raise InvalidRequest(f"{name} does not go with use_beam_search.", name)
+    with called({"beam_width": "n"}):
+        return BeamSearchParams(
+            beam_width=1 if body.n is None else body.n,
+            max_tokens=max_tokens,
+            ignore_eos=bool(body.ignore_eos),
+            temperature=0 if body.temperature is None else body.temperature,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            early_stopping=False if body.early_stopping is None else body.early_stopping,
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        )
+
+
+def text_params(body: GenerationBody, search: BeamSearchParams) -> SamplingParams:
+    """What the choices' texts need to know of the request."""
+    return SamplingParams(
+        n=search.beam_width,
+        stop_token_ids=body.stop_token_ids,
+        include_stop_str_in_output=search.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
+    )
+
+
+async def run_search(
+    client: EngineClient, choices: Sequence[Choice]
+) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
+    """Runs the one request of a prompt's choices; each gets a hypothesis, best first.
+
+    Raises:
+        RequestFailed: the engine gave up on it.
+    """
+    request = choices[0].request
+    async with aclosing(client.stream(request)) as deltas:
+        async for delta in deltas:
+            for choice, own in zip(choices, delta.hypotheses, strict=False):
+                told = TokenDelta(request.request_id, own.tokens, own.finish_reason)
+                if own.finish_reason == "stop":
+                    stopping = request.stopping
+                    last = own.tokens[-1]
+                    told.stop_reason = None if last in stopping.eos_token_ids else last
+                told.cached_tokens = delta.cached_tokens
+                news = choice.output.push(told)
+                choice.take(news)
+                yield choice, news
+            if delta.hypotheses:
+                return
+    raise RequestFailed("The engine failed on this request.")

@@ -1,0 +1,221 @@
+"""What the bodies of all generating routes have in common: strict types, clear refusals."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams
+from rayfin.deployments.http.request_id import LABEL
+from rayfin.deployments.requests.prompts import check_salt
+
+MAX_STOP_LENGTH = 4096  # characters
+
+PRIORITIES = range(-(2**31), 2**31)
+
+UNSERVED: dict[
+    str, tuple[object, ...]
+] = {  # fields of other servers -> values that ask for nothing
+    "prompt_embeds": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logprob_token_ids": ([],),
+    "prompt_logprob_token_ids": ([],),
+    "flat_logprobs": (False,),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "vllm_xargs": ({},),
+    "extra_args": ({},),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "skip_reading_prefix_cache": (False,),
+    "routed_experts_prompt_start": (),
+    "trace_decode_token_ids": ([],),
+    "return_weight_versions": (False,),
+    "return_token_offsets": (False,),
+    "mm_payload": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "chat_template": (),
+    "documents": ([],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "modalities": (["text"],),
+    "suffix": ("",),
+}
+
+SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "seed", "stop", "top_k", "min_p", "min_tokens", "ignore_eos"),
+    *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "best_of", "logit_bias", "allowed_token_ids", "bad_words"),
+    "truncate_prompt_tokens",
+)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(BaseModel):
+    """What both kinds of request share; None is the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Any = None
+    user: str | None = None
+    echo: bool | None = None
+    # As in vLLM
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None  # see beams.py
+    length_penalty: float | None = None
+    early_stopping: Any = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None  # None: left
+    cache_salt: str | None = None
+    request_id: str | None = None  # a label: the last part of the answer's id
+    return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    stream_interval: int | None = None  # tokens in a chunk, the first and the last one apart
+    session_id: str | None = None  # a label; nothing is looked up by it
+
+    def ignored_fields(self) -> list[str]:
+        return [name for name in self.model_extra or {} if name not in UNSERVED]
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return bool(self.include_usage and options and options.continuous_usage_stats)
+
+    def sampling_params(self, defaults: dict[str, Any], max_tokens: int | None) -> SamplingParams:
+        """The checked sampling settings; ``defaults`` hold where the request names nothing.
+
+        Raises:
+            InvalidRequest: a value out of range, or a field that is not served.
+        """
+        self.check()
+        named = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        given = {name: value for name, value in named.items() if value is not None}
+        if given.get("top_p") == 0 and self.top_p is not False:
+            given |= {"top_p": 1.0, "top_k": 1}  # the smallest set of tokens there is, as at OpenAI
+        if max_tokens is None:
+            max_tokens = defaults.get("max_tokens")
+        return SamplingParams(
+            **{**defaults, **given, "max_tokens": max_tokens},
+            logprobs=self.logprobs_wanted(),
+            prompt_logprobs=self.prompt_logprobs_wanted(),
+        )
+
+    def logprobs_wanted(self) -> int | None:
+        """How many of the likeliest tokens are told beside each token; None tells nothing."""
+        return None
+
+    def prompt_logprobs_wanted(self) -> int | None:
+        """The same, of the prompt."""
+        return self.prompt_logprobs
+
+    def check(self) -> None:
+        """Refuses what no route serves.
+
+        Raises:
+            InvalidRequest: it names the field.
+        """
+        for name, value in (self.model_extra or {}).items():
+            harmless = (None, *UNSERVED.get(name, (value,)))
+            if not any(value is other or value == other for other in harmless):
+                raise unserved(name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true.", "stream_options")
+        if self.stream and (self.best_of or 1) > (self.n or 1):
+            raise InvalidRequest("best_of cannot be streamed: the best are known late.", "best_of")
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise unserved("response_format", "other than text ")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs cannot be streamed.", "prompt_logprobs")
+        if self.cache_salt is not None:
+            check_salt(self.cache_salt)
+        if self.request_id is not None and not LABEL.fullmatch(self.request_id):
+            raise InvalidRequest(
+                "request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ -", "request_id"
+            )
+        if self.priority is not None and self.priority not in PRIORITIES:
+            raise InvalidRequest("priority must fit 32 bits.", "priority")
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise InvalidRequest(
+                f"stream_interval must be at least 1, got {self.stream_interval}.",
+                "stream_interval",
+                "integer_below_min_value",
+            )
+        _check_bias(self.logit_bias or {})
+        _check_stop(self.stop)
+
+
+def unserved(name: str, which: str = "") -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} {which}is not supported by this version of Rayfin.", name, "unsupported_parameter"
+    )
+
+
+def _check_bias(biases: dict[str, float]) -> None:
+    """Offline a larger bias is cut to the limit, as in vLLM; OpenAI's API refuses it."""
+    for token, bias in biases.items():
+        if abs(bias) > BIAS_LIMIT:
+            raise InvalidRequest(
+                f"logit_bias must be in [-{BIAS_LIMIT:g}, {BIAS_LIMIT:g}], got {bias:g} for token "
+                f"{token[:24]}.",
+                "logit_bias",
+                "decimal_above_max_value" if bias > 0 else "decimal_below_min_value",
+            )
+
+
+def _check_stop(stop: object) -> None:
+    for item in [] if stop is None else stop if isinstance(stop, list) else [stop]:
+        if not isinstance(item, str):
+            raise InvalidRequest(
+                "stop must be a string or a list of strings.", "stop", "invalid_type"
+            )
+        if len(item) > MAX_STOP_LENGTH:
+            raise InvalidRequest(
+                f"A stop string has at most {MAX_STOP_LENGTH} characters.",
+                "stop",
+                "string_above_max_length",
+            )

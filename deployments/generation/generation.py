@@ -1,0 +1,312 @@
+"""Prompts to checked engine requests, and their tokens back as one stream of texts."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from rayfin.actors.errors import ClientGone, InvalidRequest, RequestFailed
+from rayfin.actors.messages import EngineRequest
+from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
+from rayfin.deployments.generation.beams import run_search
+from rayfin.deployments.generation.choice import Choice, Prompt
+from rayfin.deployments.generation.quotas import metered
+from rayfin.deployments.generation.resume import answered
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.generation.usage import PromptTokensDetails, Usage
+from rayfin.deployments.http.caller import NOBODY, Caller
+from rayfin.deployments.http.sse import (
+    cancelled,
+    ended,
+    until_disconnect,
+    wait_for_some_time,
+)
+from rayfin.deployments.requests.beams import build_searches
+from rayfin.deployments.requests.best_of import candidates, likeliest, num_candidates, tell_logprobs
+from rayfin.deployments.requests.build import build_requests
+from rayfin.deployments.text.output import OutputText, TextDelta
+
+CHARACTERS_TOLD = 50  # of JSON, at least, for a log probability
+LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop
+MAX_PROMPT_LOGPROBS = 2**18  # of all prompts of one HTTP request: tens of megabytes of JSON
+MAX_CHOICES = 1024  # prompts x n of one HTTP request
+
+T = TypeVar("T")
+
+
+Deltas = AsyncGenerator[tuple[Choice, TextDelta], None]
+
+
+class Generation:
+    """The choices of one HTTP request, all checked before the first one runs.
+
+    Raises:
+        InvalidRequest: a prompt or a setting that this engine cannot run.
+        RateLimited: the caller's tenant has no tokens left.
+    """
+
+    def __init__(
+        self,
+        service: OpenAIService,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Sequence[EngineRequest]],
+        params: SamplingParams,
+        search: BeamSearchParams | None = None,
+        caller: Caller = NOBODY,
+    ) -> None:
+        self._client = service.client
+        self._quotas, self._tenant = service.quotas, caller.tenant
+        self.headers: dict[str, str] = {}  # of the answer: what is left of the tenant's quota
+        if self._quotas is not None:
+            self.headers = self._quotas.admit(caller.tenant, sum(len(own.ids) for own in prompts))
+        self._searches = search is not None
+        self._wanted, count = params.n, num_candidates(params)  # choices of each prompt
+        self.prompts = prompts
+        self.choices = [
+            Choice(
+                index=i * count + j,
+                prompt=prompt,
+                request=request,
+                output=OutputText(service.tokenizer, params, request),
+                text=[prompt.echo],
+            )
+            for i, prompt in enumerate(prompts)
+            for j, request in enumerate(requests[i])
+        ]
+        self._candidates = self.choices  # all that run, of which ``best_of`` drops some at the end
+
+    @classmethod
+    async def prepare(
+        cls,
+        service: OpenAIService,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int,
+        caller: Caller = NOBODY,
+        search: BeamSearchParams | None = None,
+    ) -> "Generation":
+        """Checks and builds the requests: of ``params``, or one of each prompt for a ``search``."""
+        if (count := len(prompts) * num_candidates(params)) > MAX_CHOICES:
+            name = "n" if params.best_of is None else "best_of"
+            raise InvalidRequest(
+                f"prompts times {name} must be at most {MAX_CHOICES}, got {count}.", name
+            )
+        service.check_priority(priority, caller.tenant)
+        info = await service.client.info()
+        arrival = time.monotonic() if caller.arrival is None else caller.arrival
+        requests = []
+        for i, prompt in enumerate(prompts):
+            build: Callable[..., list[EngineRequest]] = partial(
+                build_requests, prompt.ids, candidates(params)
+            )
+            if search is not None:
+                build = partial(build_searches, prompt.ids, params, search)
+            requests.append(
+                build(
+                    info,
+                    request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
+                    eos_token_ids=service.tokenizer.eos_token_ids,
+                    priority=priority,
+                    arrival=arrival,
+                    param=prompt.param,
+                    tokenizer=service.tokenizer,
+                    cache_salt=prompt.cache_salt,
+                )
+            )
+        _check_scores([own for group in requests for own in group])
+        for request in itertools.chain.from_iterable(requests):
+            request.tenant, request.timeout = caller.tenant, caller.timeout
+            request.session = caller.session
+        if num_candidates(params) > params.n:
+            tell_logprobs(itertools.chain.from_iterable(requests))
+        return cls(service, prompts, requests, params, search, caller)
+
+    def run(self) -> Deltas:
+        """The news of all choices as they come; closing it aborts what still runs."""
+        deltas = self._run()
+        if self._quotas is None:
+            return deltas
+        prompt = sum(len(own.ids) for own in self.prompts)
+        return metered(deltas, self._quotas, self._tenant, prompt)
+
+    def _run(self) -> Deltas:
+        if self._searches:
+            return merged([run_search(self._client, group) for group in self._by_prompt()])
+        if len(self.choices) == 1:
+            return self._run_choice(self.choices[0])
+        return merged([self._run_choice(choice) for choice in self.choices])
+
+    async def finish(self, deltas: Deltas) -> None:
+        """Runs to the end; the choices hold what came, those of each prompt best first."""
+        async with aclosing(deltas):
+            async for _ in deltas:
+                pass
+        if len(self.choices) > self._wanted * len(self.prompts):
+            self.choices = [
+                replace(group[best], index=i * self._wanted + place)
+                for i, group in enumerate(self._by_prompt())
+                for place, best in enumerate(
+                    likeliest([choice.likelihood for choice in group], self._wanted)
+                )
+            ]
+
+    async def written(self, reply: "Callable[[Generation], str]") -> str:
+        """The whole answer; one with many log probabilities is written off the event loop."""
+        told = sum(len(own.logprobs) + len(own.prompt.scores) for own in self.choices)
+        return await off_loop(told * CHARACTERS_TOLD, partial(reply, self))
+
+    def usage(self) -> Usage:
+        """The tokens so far; a prompt counts once, and choices whether they are given or not."""
+        prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        completion = sum(len(choice.token_ids) for choice in self._candidates)
+        firsts = self._candidates[:: len(self._candidates) // len(self.prompts)]
+        cached = sum(choice.cached_tokens for choice in firsts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
+    def _by_prompt(self) -> list[list[Choice]]:
+        every, count = self._candidates, len(self._candidates) // len(self.prompts)
+        return [every[i : i + count] for i in range(0, len(every), count)]
+
+    async def _run_choice(self, choice: Choice) -> Deltas:
+        async with aclosing(answered(self._client, choice)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason == "error":
+                    break
+                news = choice.output.push(delta)
+                choice.take(news)
+                choice.likelihood.add(delta, len(news.token_ids))
+                choice.request.satisfied = choice.output.finished
+                yield choice, news
+                if choice.output.finished:
+                    return
+        raise RequestFailed("The engine failed on this request.")
+
+
+def _check_scores(requests: Sequence[EngineRequest]) -> None:
+    """Refuses prompts of which more would be told than an answer can hold."""
+    told = sum(
+        len(own.prompt) * (1 + (own.sampling.prompt_logprobs or 0))
+        for own in requests
+        if own.sampling.prompt_logprobs is not None
+    )
+    if told > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"An answer tells at most {MAX_PROMPT_LOGPROBS} log probabilities of its prompts, and "
+            f"this one would tell {told}.",
+            "prompt_logprobs",
+        )
+
+
+async def off_loop(characters: int, work: Callable[[], T]) -> T:
+    """The result of ``work`` on a text of so many characters; long ones go to a thread."""
+    return work() if characters < LONG_TEXT else await asyncio.to_thread(work)
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Items of all streams as they come. The first failure ends all; every stream is closed."""
+    queue: asyncio.Queue[tuple[T | None, Exception | None]] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
+        failure: Exception | None = None
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    queue.put_nowait((item, None))
+        except Exception as error:
+            failure = error
+        queue.put_nowait((None, failure))
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item, failure = await queue.get()
+            if failure is not None:
+                raise failure
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        await cancelled(*tasks)
+
+
+async def first_of(request: Request, events: AsyncGenerator[T, None]) -> asyncio.Task[T]:
+    """The first event, so that an engine's refusal still has a status; closes on failure.
+
+    It is waited for as long as a client may be left without a byte. Then the stream begins, and
+    tells what becomes of it; whether the task is done or not, EventStream ends it.
+
+    Raises:
+        ClientGone: the client left before it came.
+    """
+
+    async def pull() -> T:
+        return await anext(events)
+
+    first = asyncio.create_task(pull())
+    try:
+        await while_connected(request, wait_for_some_time(first))
+        if first.done():
+            first.result()
+    except BaseException:
+        await ended(first)
+        await events.aclose()
+        raise
+    return first
+
+
+async def after(first: asyncio.Task[T], rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The first event, when it has come, and the rest."""
+    yield await first
+    async for item in rest:
+        yield item
+
+
+def in_groups(deltas: Deltas, interval: int | None) -> Deltas:
+    """Deltas of ``interval`` tokens or more; the first and the last of a choice never wait."""
+    return deltas if (interval or 1) == 1 else _grouped(deltas, interval or 1)
+
+
+async def _grouped(deltas: Deltas, interval: int) -> Deltas:
+    waiting: dict[int, TextDelta] = {}  # by choice
+    async with aclosing(deltas):
+        async for choice, delta in deltas:
+            first = choice.index not in waiting
+            held = waiting.setdefault(choice.index, TextDelta())
+            held.append(delta)
+            if first or len(held.token_ids) >= interval or delta.finish_reason is not None:
+                waiting[choice.index] = TextDelta()
+                yield choice, held
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves.
+
+    Raises:
+        ClientGone: it left. The request's body must have been read.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(until_disconnect(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        leaving.cancel()
+        if not working.done():
+            await cancelled(working, leaving)

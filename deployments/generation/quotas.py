@@ -1,0 +1,96 @@
+"""How many tokens each tenant may use: a bucket of them that fills again evenly."""
+
+import math
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from rayfin.actors.errors import RateLimited, RayfinError
+from rayfin.deployments.generation.choice import Choice
+from rayfin.deployments.text.output import TextDelta
+
+MINUTE = 60.0
+NAMES = ("limit", "remaining", "reset")
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float  # below 0 where what was admitted has taken more than there was
+    seen: float  # when that was so, seconds
+
+
+class TokenQuotas:
+    """Tokens of prompts and outputs, of each tenant.
+
+    A request is admitted as long as its tenant has a token left. Its prompt is taken at once, its
+    output as it comes, and both may overdraw: nothing has to be guessed beforehand, and in the long
+    run nobody gets more than the rate. A full bucket holds a minute's tokens.
+    """
+
+    def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = per_minute
+        self._clock = clock
+        self._buckets: dict[str, _Bucket] = {}  # tenants are the operator's: few
+
+    def admit(self, tenant: str, tokens: int) -> dict[str, str]:
+        """Takes a prompt's tokens; gives the headers that tell what is left, under OpenAI's names.
+
+        Raises:
+            RateLimited: there is none left.
+        """
+        bucket = self._bucket(tenant)
+        if bucket.tokens < 1:
+            seconds = (1 - bucket.tokens) / self._limit * MINUTE
+            raise RateLimited(
+                f"Rate limit reached: {self._limit:g} tokens a minute. "
+                f"Please try again in {_written(seconds)}.",
+                retry_after=math.ceil(seconds),
+                headers=self._headers(bucket),
+            )
+        bucket.tokens -= tokens
+        return self._headers(bucket)
+
+    def take(self, tenant: str, tokens: int) -> None:
+        """Counts tokens that were used, or with a negative number gives them back."""
+        self._bucket(tenant).tokens -= tokens
+
+    def _bucket(self, tenant: str) -> _Bucket:
+        now = self._clock()
+        bucket = self._buckets.setdefault(tenant, _Bucket(self._limit, now))
+        grown = bucket.tokens + (now - bucket.seen) * self._limit / MINUTE
+        bucket.tokens, bucket.seen = min(self._limit, grown), now
+        return bucket
+
+    def _headers(self, bucket: _Bucket) -> dict[str, str]:
+        reset = (self._limit - bucket.tokens) / self._limit * MINUTE
+        values = (f"{self._limit:.0f}", str(max(0, int(bucket.tokens))), _written(reset))
+        return {
+            f"x-ratelimit-{name}-tokens": value for name, value in zip(NAMES, values, strict=True)
+        }
+
+
+async def metered(
+    deltas: AsyncGenerator[tuple[Choice, TextDelta], None],
+    quotas: TokenQuotas,
+    tenant: str,
+    prompt_tokens: int,
+) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
+    """``deltas``, each counted; the prompt is given back where the engine did not take it."""
+    begun = False
+    try:
+        async with aclosing(deltas):
+            async for choice, delta in deltas:
+                begun = True
+                quotas.take(tenant, len(delta.token_ids))
+                yield choice, delta
+    except RayfinError:
+        if not begun:
+            quotas.take(tenant, -prompt_tokens)
+        raise
+
+
+def _written(seconds: float) -> str:
+    """As OpenAI writes times: 1m30s, 0.25s."""
+    minutes, rest = divmod(max(0.0, seconds), MINUTE)
+    return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:.3g}s"

@@ -1,0 +1,267 @@
+"""Streams that broke off and are gone on with: the ids of events, and ``Last-Event-ID``.
+
+Nothing of it lives in an ingress: the engine keeps the tokens of a request for a minute after its
+end (``TokenLogs``), the client knows how far it came, and the body that it repeats is the rest.
+Where the engine has died as well, with its node, tokens that follow from the body alone are made
+again: those of greedy requests, and of requests with a seed.
+"""
+
+import asyncio
+import hashlib
+import re
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import NamedTuple
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from rayfin.actors.errors import InvalidRequest, NotFound
+from rayfin.actors.messages import Receipt, TokenDelta, TokenLog
+from rayfin.deployments.client.engine_client import EngineClient
+from rayfin.deployments.generation.choice import Choice
+from rayfin.deployments.http.caller import Caller
+from rayfin.deployments.http.sse import event
+from rayfin.deployments.requests.build import KEY_BITS
+from rayfin.deployments.text.output import TextDelta
+
+Deltas = AsyncGenerator[tuple[Choice, TextDelta], None]
+
+LAST_EVENT_ID = "last-event-id"
+END = "end"
+MARK = r"(?:[0-9]{1,9}e?)?"
+EVENT_ID = re.compile(rf"([a-z]{{1,16}}-[0-9a-f]{{32}}):({MARK}(?:,{MARK}){{0,1023}}|{END})")
+
+
+class Mark(NamedTuple):
+    """How much of a choice was told: so many tokens, and whether its end; marks are in order."""
+
+    tokens: int = -1  # -1: nothing at all, not even that there is such a choice
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return "" if self.tokens < 0 else f"{self.tokens}{'e' if self.ended else ''}"
+
+    @classmethod
+    def read(cls, text: str) -> "Mark":
+        return cls(int(text.removesuffix("e")), text.endswith("e")) if text else cls()
+
+
+class Cursor:
+    """How far the events of one streamed answer have come, choice by choice.
+
+    An event's id is ``{request_id}:{marks}``, a mark for each choice, or ``{request_id}:end`` when
+    all but [DONE] is told. The request id is the server's own and cannot be guessed.
+    """
+
+    def __init__(self, request_id: str, asked: str = "") -> None:
+        self.request_id = request_id
+        self._asked = asked
+        self._had: list[Mark] = []  # what the client came with
+        self._has: list[Mark] = []  # and what it has by now
+        self._taken: list[Mark] = []  # what the choices have got
+
+    @classmethod
+    def of(cls, request: Request, prefix: str, streamed: bool) -> "Cursor":
+        """Of the request's Last-Event-ID; the start of a new answer if it has none.
+
+        Raises:
+            InvalidRequest: it is no id of ours.
+        """
+        written = request.headers.get(LAST_EVENT_ID) if streamed else None
+        if written is None:
+            return cls(f"{prefix}-{uuid.uuid4().hex}")
+        found = EVENT_ID.fullmatch(written)
+        if found is None or not written.startswith(f"{prefix}-"):
+            raise InvalidRequest("Last-Event-ID is no id of an event of this API.", LAST_EVENT_ID)
+        return cls(found[1], found[2])
+
+    async def open(
+        self,
+        request: Request,
+        client: EngineClient,
+        choices: Sequence[Choice],
+        receipt: Receipt,
+        *,
+        seeded: bool = False,
+    ) -> Receipt:
+        """Has the tokens of ``choices`` kept under ``receipt``; goes on where the client stands.
+
+        Args:
+            seeded: the request's body says by which seed tokens are sampled.
+
+        Returns:
+            The receipt of the answer, which is an earlier one's where that is gone on with.
+
+        Raises:
+            NotFound: the earlier answer is not known, or no longer.
+            InvalidRequest: its request was another one.
+        """
+        self._had = [Mark()] * len(choices)
+        if self._asked:
+            asked = [choice.request.request_id for choice in choices]
+            logs = await client.recall(Caller.of(request).tenant, asked)
+            greedy = not any(choice.request.sampling.temperature for choice in choices)
+            if (seeded or greedy) and self._asked != END:
+                logs = await self._made_whole(client, choices, logs, receipt)
+            known = [log for log in logs if log is not None]
+            if not known or len(known) < len(logs):
+                raise _unknown()
+            if known[0].receipt.digest != receipt.digest:
+                raise InvalidRequest(
+                    "The stream that Last-Event-ID names answers another request: repeat that one.",
+                    LAST_EVENT_ID,
+                )
+            receipt = known[0].receipt
+            self._had = self._read_marks(known)
+            for choice, log, mark in zip(choices, known, self._had, strict=True):
+                _go_on(choice, log, mark)
+        self._has = list(self._had)
+        self._taken = [Mark(max(0, mark.tokens)) for mark in self._had]
+        for choice in choices:
+            choice.request.receipt = receipt
+        return receipt
+
+    def begun(self) -> set[int]:
+        """The choices of which the client has had something."""
+        return {index for index, mark in enumerate(self._had) if mark.tokens >= 0}
+
+    async def untold(self, deltas: Deltas) -> Deltas:
+        """``deltas`` without those that the client has had."""
+        counts = [0] * len(self._had)
+        async with aclosing(deltas):
+            async for choice, delta in deltas:
+                counts[choice.index] += len(delta.token_ids)
+                mark = Mark(counts[choice.index], delta.finish_reason is not None)
+                if mark > self._had[choice.index]:
+                    yield choice, delta
+
+    def take(self, choice: Choice, delta: TextDelta) -> None:
+        """What the next event of ``choice`` tells has this in it."""
+        tokens = self._taken[choice.index].tokens + len(delta.token_ids)
+        self._taken[choice.index] = Mark(tokens, delta.finish_reason is not None)
+
+    def opening(self, chunk: BaseModel, choice: Choice) -> str:
+        """The event that begins a choice, before anything of its first delta is told."""
+        return self._event(chunk, choice, self._taken[choice.index])
+
+    def event(self, chunk: BaseModel, choice: Choice) -> str:
+        """The last event that a delta makes, with the id of all that was told until now."""
+        return self._event(chunk, choice, self._taken[choice.index])
+
+    def usage(self, chunk: BaseModel) -> str | None:
+        """The event after all choices; None if it was told."""
+        return None if self._asked == END else event(chunk, f"{self.request_id}:{END}")
+
+    def _event(self, chunk: BaseModel, choice: Choice, mark: Mark) -> str:
+        self._has[choice.index] = mark
+        marks = ",".join(map(str, self._has))
+        return event(chunk, f"{self.request_id}:{marks}")
+
+    def _read_marks(self, logs: Sequence[TokenLog]) -> list[Mark]:
+        if self._asked == END:
+            return [Mark(len(log.tokens), True) for log in logs]
+        marks = self._asked_marks(len(logs))
+        if any(mark.tokens > len(log.tokens) for mark, log in zip(marks, logs, strict=True)):
+            raise _unknown()  # the engine that knew all of it has died
+        return marks
+
+    def _asked_marks(self, count: int) -> list[Mark]:
+        marks = [Mark.read(text) for text in self._asked.split(",")]
+        if len(marks) != count:
+            raise InvalidRequest("Last-Event-ID has another number of choices.", LAST_EVENT_ID)
+        return marks
+
+    async def _made_whole(
+        self,
+        client: EngineClient,
+        choices: Sequence[Choice],
+        logs: Sequence[TokenLog | None],
+        receipt: Receipt,
+    ) -> list[TokenLog | None]:
+        """``logs``; those that do not have all that the client had are computed again."""
+
+        async def whole(choice: Choice, mark: Mark, log: TokenLog | None) -> TokenLog:
+            if log is not None and len(log.tokens) >= mark.tokens:
+                return log
+            return await _computed_again(client, choice, mark, log.receipt if log else receipt)
+
+        marks = self._asked_marks(len(choices))
+        tasks = [asyncio.create_task(own) for own in map(whole, choices, marks, logs)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def answered(client: EngineClient, choice: Choice) -> AsyncGenerator[TokenDelta, None]:
+    """The choice's deltas: those of an earlier stream that it goes on from, then the engine's."""
+    for delta in choice.earlier:
+        yield delta
+        if delta.finish_reason is not None:
+            return
+    async with aclosing(client.stream(choice.request)) as deltas:
+        async for delta in deltas:
+            yield delta
+
+
+async def digest_of(request: Request) -> bytes:
+    """What two requests have in common that ask for the same. The body must have been read."""
+    return hashlib.sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
+
+
+async def _computed_again(
+    client: EngineClient, choice: Choice, mark: Mark, receipt: Receipt
+) -> TokenLog:
+    """What the client had of a choice, from the start; the same, for its seed is the same."""
+    request = replace(
+        choice.request,
+        key=secrets.randbits(KEY_BITS),  # the choice's own is for what follows
+        sibling_of=None,
+        sampling=replace(choice.request.sampling, logprobs=None, prompt_logprobs=None),
+    )
+    tokens: list[int] = []
+    last = TokenDelta(request.request_id, [])
+    if mark.tokens > 0:
+        async with aclosing(client.stream(request)) as deltas:
+            async for last in deltas:
+                tokens += last.tokens
+                if len(tokens) >= mark.tokens:
+                    break
+    return TokenLog(receipt, request.sampling.seed, tokens, last.finish_reason, last.stop_reason)
+
+
+def _go_on(choice: Choice, log: TokenLog, mark: Mark) -> None:
+    """The choice begins with what was told of it, and what the engine said since."""
+    request, name = choice.request, choice.request.request_id
+    told = max(mark.tokens, 0)
+    # What else is told of a token is not kept: the engine makes those again that nobody has seen.
+    kept = told if request.sampling.logprobs is not None else len(log.tokens)
+    request.sampling = replace(
+        request.sampling,
+        seed=log.seed,
+        prompt_logprobs=None if told else request.sampling.prompt_logprobs,
+    )
+    request.output = log.tokens[:kept]
+    had, since = TokenDelta(name, log.tokens[:told]), TokenDelta(name, log.tokens[told:kept])
+    if log.finish_reason is not None and kept == len(log.tokens):
+        last = had if mark.ended else since
+        last.finish_reason, last.stop_reason = log.finish_reason, log.stop_reason
+    if mark.tokens >= 0:
+        choice.earlier.append(had)
+    if since.tokens or since.finish_reason is not None:
+        choice.earlier.append(since)
+    for delta in choice.earlier:
+        delta.cached_tokens = log.cached_tokens
+
+
+def _unknown() -> NotFound:
+    return NotFound(
+        "The stream that Last-Event-ID names is not known, or no longer: it is kept for a minute.",
+        LAST_EVENT_ID,
+        "stream_not_found",
+    )

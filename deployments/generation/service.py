@@ -1,0 +1,112 @@
+"""What the handlers of one ingress share."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from rayfin.actors.errors import InvalidConfig, ModelNotFound, NotPermitted
+from rayfin.deployments.client.engine_client import EngineClient
+from rayfin.deployments.generation.quotas import TokenQuotas
+from rayfin.deployments.http.idempotency import AnswerStore
+from rayfin.deployments.http.layers import EdgeSettings
+from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.telemetry.load import Load
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # its packages are an extra
+    from rayfin.deployments.telemetry.tracing import Tracing
+
+
+@dataclass(slots=True)
+class OpenAIService:
+    """One model: its engines, its text side, and the names it is served under."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    model_names: list[str]  # the first one is the name in answers
+    max_model_len: int
+    chat_template: str | None = None  # in place of the model's own
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    edge: EdgeSettings = field(default_factory=EdgeSettings)
+    load: Load = field(default_factory=Load)
+    counts: IngressCounts = field(default_factory=IngressCounts)
+    responses: Any = None  # the store of the Responses API; build_api sets one if there is none
+    answers: AnswerStore = field(default_factory=AnswerStore)
+    quotas: TokenQuotas | None = None  # None: everybody may use as many tokens as there are
+    tracing: "Tracing | None" = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_priority(self, priority: int, tenant: str) -> None:
+        """Raises:
+        NotPermitted: requests of ``tenant`` may have no priority but the usual one, 0.
+        """
+        allowed = self.edge.priority_tenants
+        if priority != 0 and allowed is not None and tenant not in allowed:
+            raise NotPermitted("Your API key may not set a priority.", "priority")
+
+    def served_name(self, name: str | None) -> str:
+        """``name`` if it is served here; the first name served when there is none.
+
+        Raises:
+            ModelNotFound: another model.
+        """
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
+        return name
+
+
+# The models behind one address, by the names that requests call them.
+
+
+class ServedModels:
+    """One service for each model: its names, its text side and its engines.
+
+    What belongs to the ingress as a whole (its edge, load, quotas, stored responses and answers) is
+    the same object in all of them. The first model is for requests that name none.
+
+    Raises:
+        InvalidConfig: two models have the same name.
+    """
+
+    def __init__(self, services: Sequence[OpenAIService]) -> None:
+        self.services = tuple(services)
+        self._by_name: dict[str, OpenAIService] = {}
+        for service in self.services:
+            for name in service.model_names:
+                if name in self._by_name:
+                    raise InvalidConfig(
+                        f"served_model_name {name!r} is used twice", "served_model_name"
+                    )
+                self._by_name[name] = service
+
+    @property
+    def first(self) -> OpenAIService:
+        return self.services[0]
+
+    @property
+    def names(self) -> list[str]:
+        """All names, those of a model together, in the order of the models."""
+        return list(self._by_name)
+
+    def named(self, name: str | None) -> OpenAIService:
+        """The model of that name; the first one without a name.
+
+        Raises:
+            ModelNotFound: there is none.
+        """
+        if name is None:
+            return self.first
+        if name not in self._by_name:
+            raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
+        return self._by_name[name]
+
+    def asked(self, request: Request, name: str | None) -> OpenAIService:
+        """The model that the request names, among whose requests it counts from here on."""
+        service = self.named(name)
+        request.state.counts = service.counts
+        return service

@@ -1,0 +1,134 @@
+"""A request's body is counted and timed while it is read, whoever reads it."""
+
+import asyncio
+import re
+from http import HTTPMethod
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+CLOSE = {"Connection": "close"}  # what is left of a refused body is not waited for
+
+
+class BodyLimits:
+    """ASGI: ``receive`` fails when the body is too large or too slow.
+
+    A size that Content-Length tells is refused before the body is asked for, so that a client that
+    waits for 100 Continue sends nothing.
+
+    Raises:
+        HTTPException: 413 too large, 408 not there in time, 415 it is compressed.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        self._check_headers(Headers(scope=scope))
+        size, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._seconds
+
+        async def counted() -> Message:
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408, f"The request body did not arrive in {self._seconds:g} s.", CLOSE
+                ) from None
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                raise self._too_large()
+            complete = not message.get("more_body", False)
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _check_headers(self, headers: Headers) -> None:
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise HTTPException(415, "The body must not have a Content-Encoding.", CLOSE)
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(
+            413, f"The request body is larger than {self._max_bytes} bytes.", CLOSE
+        )
+
+
+# How much a client may send, and how slowly; all in one place.
+
+MAX_URL = 8 * 1024  # bytes of path and query
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 32 * 1024  # of all names and values together
+MAX_HEAD_BYTES = MAX_URL + MAX_HEADER_BYTES + 4 * MAX_HEADERS + 1024  # before anything is parsed
+HEADER_SECONDS = 10.0  # until a request's headers are there
+MAX_BODY_BYTES = 4 * 2**20  # --max-body-bytes
+BODY_SECONDS = 30.0  # until a body is there
+CONTINUE_SECONDS = 1.0  # a client that waits for 100 Continue is told so after this in any case
+STALLED_SECONDS = 30.0  # a client that takes nothing for so long is gone
+WINDOW_BYTES = 256 * 1024  # of an answer that a client has not taken yet; then its stream waits
+SEND_BUFFER_BYTES = 128 * 1024  # of a socket in the kernel, which doubles it
+
+
+# What is refused before a byte of the body: the address, the headers, the kind of connection.
+
+
+METHODS = frozenset(HTTPMethod)
+HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+class TransportLimits:
+    """ASGI: raises what is wrong with a request's first lines.
+
+    Raises:
+        HTTPException: 400 no host, two or a malformed one, a path that is none, a method that is
+            none of HTTP's own, a WebSocket; 414 a long URL; 431 many or long headers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            check_size(scope)
+            _check_host(scope)
+            if not scope["path"].startswith("/"):
+                raise HTTPException(400, "The request's target must be a path.")
+            if scope["type"] == "websocket":
+                raise HTTPException(400, "There are no WebSockets here.")
+            if scope["method"] not in METHODS:
+                raise HTTPException(400, "This is no method of HTTP.")
+        await self._app(scope, receive, send)
+
+
+def check_size(scope: Scope) -> None:
+    """Raises:
+    HTTPException: 414 the URL is too long; 431 there are too many headers, or too long ones.
+    """
+    close = {"Connection": "close"}
+    path = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogatepass")
+    if len(path) + len(scope["query_string"]) > MAX_URL:
+        raise HTTPException(414, f"The URL is longer than {MAX_URL} bytes.", close)
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        raise HTTPException(431, f"There are more than {MAX_HEADERS} headers.", close)
+    if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        raise HTTPException(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes.", close)
+
+
+def _check_host(scope: Scope) -> None:
+    hosts = [value for name, value in scope["headers"] if name == b"host"]
+    if not hosts and scope.get("http_version") == "1.0":  # which probes of balancers still speak
+        return
+    if len(hosts) != 1 or not HOST.fullmatch(hosts[0]):
+        raise HTTPException(400, "There must be one Host header, a name and perhaps a port.")

@@ -1,0 +1,135 @@
+"""Every failure as OpenAI's error body: ``{"error": {"message", "type", "param", "code"}}``."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from rayfin.actors.errors import (
+    ClientGone,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    RateLimited,
+    RayfinError,
+)
+
+logger = logging.getLogger("rayfin.http")
+
+MAX_MESSAGE = 1000  # characters; values of requests are quoted in messages
+RETRY_SECONDS = 1  # where nothing better is known
+CLIENT_CLOSED = 499  # the status that access logs show for a client that left
+
+HTTP_CODES = {
+    400: "invalid_request",
+    401: "invalid_api_key",
+    403: "forbidden",
+    404: "unknown_url",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    409: "idempotency_key_reused",
+    413: "request_too_large",
+    414: "url_too_long",
+    415: "unsupported_media_type",
+    429: "rate_limit_exceeded",
+    431: "headers_too_large",
+    CLIENT_CLOSED: "client_closed_request",
+    500: "internal_error",
+    503: "unavailable",
+}
+
+
+OBJECT_TYPES = ("dict_type", "model_type", "model_attributes_type")
+"""Of pydantic's errors those whose message names Python's classes."""
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """The body for ``error``; one that is no RayfinError shows nothing of itself."""
+    if not isinstance(error, RayfinError):
+        error = RayfinError("The server had an error while processing the request.")
+    message = error.message
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + "…"
+    return _body(message, error.type, error.param, error.code)
+
+
+def error_response(error: Exception) -> JSONResponse:
+    status = error.status if isinstance(error, RayfinError) else 500
+    headers = dict(error.headers) if isinstance(error, RateLimited) else {}
+    if isinstance(error, Overloaded | EngineUnavailable):
+        seconds = error.retry_after if isinstance(error, Overloaded) else None
+        headers["Retry-After"] = str(seconds or RETRY_SECONDS)
+    if isinstance(error, EngineUnavailable):  # the next connection may reach another ingress
+        headers["Connection"] = "close"
+    return JSONResponse(error_body(error), status, headers)
+
+
+def http_error_response(
+    status: int, message: str, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """A refusal that is about the HTTP request itself rather than a field of its body."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    code = HTTP_CODES.get(status, "http_error")
+    return JSONResponse(_body(message, kind, None, code), status, headers)
+
+
+def invalid_request(errors: Sequence[Any]) -> InvalidRequest:
+    """The first of pydantic's errors, by the path of the field as the client wrote it."""
+    first = errors[0]
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}"
+        for part in first["loc"]
+        if part != "body"
+    ).lstrip(".")
+    kind = first["type"]
+    if kind == "missing":
+        return InvalidRequest(
+            f"Missing required parameter: '{path}'.", path, "missing_required_parameter"
+        )
+    if kind == "extra_forbidden":
+        return InvalidRequest(f"Unknown parameter: '{path}'.", path, "unknown_parameter")
+    message = "Input should be an object" if kind in OBJECT_TYPES else first["msg"]
+    code = "invalid_type" if kind.endswith("_type") or kind == "int_from_float" else "invalid_value"
+    return InvalidRequest(f"Invalid '{path}': {message}.", path or None, code)
+
+
+def failure_response(error: Exception, method: str, path: str) -> JSONResponse:
+    """The answer to any exception; those that are the server's fault are logged."""
+    if isinstance(error, HTTPException):
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"Unknown request URL: {method[:16]} {path[:128]}."
+        elif error.status_code == 405:
+            message = f"{path[:128]} does not answer {method[:16]}."
+        return http_error_response(error.status_code, message, error.headers)
+    if isinstance(error, ClientGone):
+        logger.info("%s %s: %s the client left", method, path, CLIENT_CLOSED)
+        return http_error_response(CLIENT_CLOSED, "The client closed the connection.")
+    if isinstance(error, RequestValidationError | ValidationError):
+        error = invalid_request(error.errors())
+    response = error_response(error)
+    if not isinstance(error, RayfinError):
+        logger.error("%s %s failed", method, path, exc_info=error)
+    elif response.status_code >= 500:
+        logger.warning("%s %s: %s", method, path, error)
+    return response
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answers every exception that leaves a route of ``app``."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return failure_response(error, request.method, request.scope["path"])
+
+    handled = (RayfinError, RequestValidationError, ValidationError, HTTPException, ClientGone)
+    for kind in (*handled, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,137 @@
+"""Server-sent events, and a response that always closes what it streams from."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rayfin.actors.errors import RayfinError
+from rayfin.deployments.http.body_limits import STALLED_SECONDS
+from rayfin.deployments.http.errors import error_body
+
+logger = logging.getLogger("rayfin.http")
+
+DONE = "data: [DONE]\n\n"
+COMMENT = ": waiting\n\n"
+COMMENT_SECONDS = 10.0  # proxies give up connections that are silent for longer
+FAILURES = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
+
+
+def event(chunk: BaseModel, event_id: str | None = None) -> str:
+    last = "" if event_id is None else f"id: {event_id}\n"
+    return f"data: {chunk.model_dump_json()}\n{last}\n"
+
+
+async def closed_by_done(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """``events``, then an error if they end in one, then [DONE]."""
+    async with aclosing(events):
+        try:
+            async for text in events:
+                yield text
+        except Exception as error:
+            if not isinstance(error, RayfinError):
+                logger.exception("A stream failed")
+            yield f"data: {json.dumps(error_body(error))}\n\n"
+        yield DONE
+
+
+def tells_failure(chunk: bytes) -> bool:
+    """Whether a piece of a stream is one of our ways to say that it went wrong."""
+    return chunk.startswith(FAILURES)
+
+
+class EventStream(Response):
+    """Streams events until they end, the client leaves, or it stops reading.
+
+    Whatever happens, ``first``, which awaits the source's first item, is ended, and ``events`` and
+    then ``source`` are closed before the response returns.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        source: AsyncGenerator[Any, None],
+        headers: Mapping[str, str] | None = None,
+        first: asyncio.Task[Any] | None = None,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", **(headers or {})})
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source
+        self._first = first
+        self._writing = asyncio.Lock()
+        self._written = 0  # events and comments
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._source), aclosing(self._events):
+            sending = asyncio.create_task(self._send(send))
+            commenting = asyncio.create_task(self._comment(send))
+            leaving = asyncio.create_task(until_disconnect(receive))
+            try:
+                await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancelled(sending, commenting, leaving)
+                if self._first is not None and not self._first.done():
+                    await ended(self._first)
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        async with self._writing:
+            await send({**start, "headers": self.raw_headers})
+        try:
+            if self._first is not None and not self._first.done():
+                await self._write(send, COMMENT)  # it has been waited for already
+            async for text in self._events:
+                await self._write(send, text)
+            async with self._writing:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (OSError, TimeoutError):
+            logger.info("A client left its stream")
+
+    async def _comment(self, send: Send) -> None:
+        """A comment whenever nothing else was said for a while: an engine may be slow, or lost."""
+        with suppress(OSError, TimeoutError):  # the next event finds that out as well
+            while True:
+                written = self._written
+                await asyncio.sleep(COMMENT_SECONDS)
+                if written == self._written:
+                    await self._write(send, COMMENT)
+
+    async def _write(self, send: Send, text: str) -> None:
+        async with self._writing, asyncio.timeout(STALLED_SECONDS):
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            self._written += 1
+
+
+async def until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels the tasks and waits until all have ended; raises the first failure."""
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
+            raise end
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Cancels the task and waits until it has ended, however it does."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def wait_for_some_time(task: asyncio.Task[Any]) -> None:
+    """Until the task is done, or a client should hear of us."""
+    await asyncio.wait({task}, timeout=COMMENT_SECONDS)

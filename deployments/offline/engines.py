@@ -1,0 +1,105 @@
+"""Two ways for an ``LLM`` to run an engine: in this process, or as actors. Same tokens."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from rayfin.actors.config import EngineArgs, resolve
+from rayfin.actors.errors import InvalidConfig, RayfinError
+from rayfin.actors.messages import Ended, EngineInfo, EngineRequest, EngineStats, TokenDeltas
+from rayfin.actors.runner.parallel.rank import group_size
+from rayfin.actors.scheduler.engine import Engine
+
+
+class OfflineEngine(Protocol):
+    """An engine for one caller that waits."""
+
+    info: EngineInfo
+
+    def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:
+        """Runs the requests (distinct keys) and yields news until every one has ended.
+
+        Leaving the iterator early aborts the rest.
+        """
+        ...
+
+    def abort(self, key: int) -> None:
+        """Ends one request of the ``run`` under way."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def check_integrity(self) -> None: ...
+
+    def close(self) -> None:
+        """Frees the model."""
+        ...
+
+
+class InlineEngine:
+    """The plain classes in this process: no Ray at all."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        from rayfin.actors.runner.inline import InlineExecutor  # torch: only this executor needs it
+        from rayfin.actors.runner.model_runner import ModelRunner
+
+        runner = ModelRunner(args)
+        facts, limits = runner.profile()
+        config = resolve(replace(args, max_lease=1), facts, limits)  # no call to hide here
+        self._engine = Engine(config, InlineExecutor(runner, config))
+        self.info = EngineInfo(
+            name="inline",
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_logprobs=config.max_logprobs,
+        )
+
+    def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:
+        engine = self._engine
+        try:
+            for request in requests:
+                try:
+                    engine.add(request)
+                except RayfinError as error:
+                    yield TokenDeltas.only(Ended(request.key, "error", error=error))
+            while engine.has_work:
+                yield from engine.step().values()
+        finally:
+            engine.abort_client("")
+
+    def abort(self, key: int) -> None:
+        self._engine.abort("", key)
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def check_integrity(self) -> None:
+        self._engine.check_integrity()
+
+    def close(self) -> None:
+        del self._engine
+
+
+def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:
+    """The engine of an executor's name, "inline" or "ray".
+
+    Raises:
+        InvalidConfig: another name, or a model that cannot be served.
+    """
+    if executor == "inline":
+        if group_size(args) > 1:
+            name = "tensor" if args.tensor_parallel_size > 1 else "pipeline"
+            raise InvalidConfig(
+                f"{name}_parallel_size over 1 needs executor='ray': a process for each device",
+                f"{name}_parallel_size",
+            )
+        return InlineEngine(args)
+    if executor == "ray":
+        from rayfin.deployments.offline.ray_engine import (
+            RayEngine,  # Ray: only this executor needs it
+        )
+
+        return RayEngine(args)
+    raise InvalidConfig(f"executor must be 'inline' or 'ray', got {executor!r}", "executor")

@@ -1,0 +1,321 @@
+"""Offline use, with vLLM's names: ``LLM(model).generate(prompts, SamplingParams(...))``."""
+
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.messages import EngineRequest, EngineStats, Hypothesis, TokenDeltas
+from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
+from rayfin.deployments.client.deltas import split_deltas
+from rayfin.deployments.offline.choice import OfflineChoice
+from rayfin.deployments.offline.engines import OfflineEngine, start_engine
+from rayfin.deployments.offline.outputs import RequestOutput
+from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
+from rayfin.deployments.requests.best_of import candidates, likeliest, tell_logprobs
+from rayfin.deployments.requests.build import build_requests, sampling_defaults
+from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
+from rayfin.deployments.serve.preflight import check_model, model_path, tokenizer_path
+from rayfin.deployments.serve.server_args import check_generation_config
+from rayfin.deployments.text.chat_template import render_chat
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}."""
+
+UNLIMITED = {"max_waiting_requests": sys.maxsize}
+"""A queue limit protects a server; a batch is as long as its program makes it."""
+
+
+class LLM:
+    """A model that this program talks to directly.
+
+    Keyword arguments are the flags of ``rayfin serve`` (``dtype``, ``max_model_len``, ...).
+
+    Args:
+        model: a local folder, a Hugging Face name, or "demo".
+        executor: "inline" runs in this process; "ray" runs the same classes as Ray actors.
+        skip_tokenizer_init: no tokenizer: prompts are token ids, outputs have no text.
+        generation_config: "auto" takes default sampling settings from the model; "none" ignores
+            them.
+
+    Raises:
+        InvalidConfig: an unknown or impossible setting, or a model that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        executor: str = "inline",
+        skip_tokenizer_init: bool = False,
+        chat_template: str | None = None,
+        generation_config: str = "auto",
+        **settings: Any,
+    ) -> None:
+        args = EngineArgs.from_dict({"model": model, **UNLIMITED, **settings})
+        check_model(args, tokenizer=not skip_tokenizer_init)
+        self._tokenizer: Tokenizer | None = None
+        if not skip_tokenizer_init:
+            self._tokenizer = Tokenizer.load(
+                tokenizer_path(args), args.revision, args.trust_remote_code
+            )
+        self._chat_template = chat_template
+        self._engine: OfflineEngine = start_engine(
+            executor, replace(args, model=model_path(args.model))
+        )
+        self._request_numbers = itertools.count()
+        self._defaults: dict[str, Any] = {}
+        check_generation_config(generation_config)
+        if generation_config == "auto":
+            self._defaults = sampling_defaults(model_path(args.model), args.revision)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes the prompts, all in one batch; outputs come in the order of the prompts.
+
+        Args:
+            prompts: one prompt or several.
+            sampling_params: one for all, or one for each; None takes the defaults.
+
+        Raises:
+            InvalidRequest: a prompt that does not fit, or as many settings as there are no prompts.
+        """
+        listed = _listed(prompts)
+        params = self._params_for(listed, sampling_params)
+        tokens = [self._tokens(prompt) for prompt in listed]
+        return self._run(listed, tokens, params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Searches for the likeliest completions of each prompt, ``params.beam_width`` of them.
+
+        Raises:
+            InvalidRequest: a prompt that does not fit, or a search that this engine cannot run.
+        """
+        requests = [
+            build_search(
+                self._tokens(prompt),
+                params,
+                self._engine.info,
+                request_id=str(next(self._request_numbers)),
+                eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
+                arrival=time.monotonic(),
+            )
+            for prompt in _listed(prompts)
+        ]
+        found: dict[int, Sequence[Hypothesis]] = {}
+        with tqdm(
+            total=len(requests), desc="Searched prompts", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            for message in self._engine.run(requests):
+                _raise_first_error(message)
+                found.update((ended.key, ended.hypotheses) for ended in message.ended)
+                bar.update(len(message.ended))
+        return [
+            BeamSearchOutput(
+                [sequence_of(own, request, params, self._tokenizer) for own in found[request.key]]
+            )
+            for request in requests
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several, through the model's chat template.
+
+        Raises:
+            InvalidRequest: no template, or messages that it refuses.
+        """
+        tokenizer = self.get_tokenizer()
+        conversations: list[Any] = (
+            [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        )
+        tokens = [
+            render_chat(
+                tokenizer,
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=self._chat_template,
+            )
+            for conversation in conversations
+        ]
+        written = [
+            WrittenPrompt(f"messages[{i}]", text=tokenizer.decode(ids, False))
+            for i, ids in enumerate(tokens)
+        ]
+        return self._run(
+            written, tokens, self._params_for(conversations, sampling_params), use_tqdm
+        )
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            InvalidRequest: ``skip_tokenizer_init`` was set.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequest("this LLM was made with skip_tokenizer_init=True", "prompt")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What ``generate`` samples with when it is told nothing: the model's own defaults."""
+        return SamplingParams(**self._defaults)
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        return self._engine.stats()
+
+    def check_integrity(self) -> None:
+        """Checks the cache's invariants; between calls, no page may be held.
+
+        Raises:
+            CacheError: one is broken.
+        """
+        self._engine.check_integrity()
+
+    def close(self) -> None:
+        """Frees the model, and stops the Ray that was started for it."""
+        self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _tokens(self, prompt: WrittenPrompt) -> list[int]:
+        return prompt_ids(prompt, self._tokenizer, self._engine.info.max_model_len)
+
+    def _params_for(
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequest(
+                f"{len(prompts)} prompts and {len(params)} sampling_params", "sampling_params"
+            )
+        return list(params)
+
+    def _run(
+        self,
+        prompts: Sequence[WrittenPrompt],
+        tokens: list[list[int]],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        choices: dict[int, OfflineChoice] = {}
+        results: list[RequestOutput] = []
+        groups: list[list[OfflineChoice]] = []
+        for prompt, ids, own in zip(prompts, tokens, params, strict=True):
+            request_id = str(next(self._request_numbers))
+            requests = self._build(prompt, ids, candidates(own), request_id)
+            if len(requests) > own.n:
+                tell_logprobs(requests)
+            result = RequestOutput(request_id, prompt.text, requests[0].prompt.tolist(), [])
+            for request in requests:
+                choice = OfflineChoice(request, own, self._tokenizer, result)
+                choices[request.key] = choice
+                result.outputs.append(choice.output)
+            results.append(result)
+            groups.append([choices[request.key] for request in requests])
+        with tqdm(
+            total=len(choices), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            self._drive(choices, bar)
+        for result, group, own in zip(results, groups, params, strict=True):
+            if len(group) > own.n:
+                best = likeliest([choice.likelihood for choice in group], own.n)
+                result.outputs = [replace(group[i].output, index=n) for n, i in enumerate(best)]
+        return results
+
+    def _build(
+        self, prompt: WrittenPrompt, ids: list[int], params: SamplingParams, request_id: str
+    ) -> list[EngineRequest]:
+        info = self._engine.info
+        return build_requests(
+            truncated(ids, params, info.max_model_len),
+            params,
+            info,
+            request_id=request_id,
+            eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
+            arrival=time.monotonic(),
+            param=prompt.param,
+            tokenizer=self._tokenizer,
+            cache_salt=prompt.cache_salt,
+        )
+
+    def _drive(self, choices: dict[int, OfflineChoice], bar: "tqdm[Any]") -> None:
+        """Runs the engine until every choice is complete."""
+        request_ids = {key: choice.request.request_id for key, choice in choices.items()}
+        started = time.monotonic()
+        tokens_in = tokens_out = 0
+        for message in self._engine.run([choice.request for choice in choices.values()]):
+            _raise_first_error(message)
+            for key, delta in split_deltas(message, request_ids):
+                choice = choices[key]
+                if choice.output.finish_reason is not None:
+                    continue
+                if choice.take(delta):
+                    self._engine.abort(key)  # a stop string: the engine cannot know
+                if choice.output.finish_reason is not None:
+                    tokens_in += len(choice.request.prompt)
+                    tokens_out += len(choice.output.token_ids)
+                    seconds = max(time.monotonic() - started, 1e-9)
+                    bar.set_postfix_str(
+                        f"in {tokens_in / seconds:.1f} tok/s, out {tokens_out / seconds:.1f} tok/s"
+                    )
+                    bar.update()
+
+
+def _raise_first_error(message: TokenDeltas) -> None:
+    for ended in message.ended:
+        if ended.error is not None:
+            raise ended.error
+
+
+def _listed(prompts: Any) -> list[WrittenPrompt]:
+    """One prompt is a text, a dict, or ids; anything else is several."""
+    items = prompts if isinstance(prompts, str | Mapping) else _plain(prompts)
+    return read_prompts(items, mixed=True) if items != [] else []
+
+
+def _plain(items: Any) -> list[Any]:
+    """Arrays are ids too."""
+    listed = items.tolist() if isinstance(items, np.ndarray) else list(items)
+    return [item.tolist() if isinstance(item, np.ndarray) else item for item in listed]

@@ -1,0 +1,163 @@
+"""Token ids and sampling parameters to checked engine requests; shared by every door."""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
+from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.requests.limits import bad_word_ids, check_sampling, runner_sampling
+from rayfin.deployments.text.tokenizer import Tokenizer, model_json
+
+KEY_BITS = 62  # keys travel as int64
+SAMPLING_DEFAULTS = {  # names of generation_config.json -> ours
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def build_requests(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    info: EngineInfo,
+    *,
+    request_id: str,
+    eos_token_ids: Iterable[int],
+    client: str = "",
+    priority: int = 0,
+    arrival: float = 0.0,
+    param: str = "prompt",
+    tokenizer: Tokenizer | None = None,
+    cache_salt: str | None = None,
+) -> list[EngineRequest]:
+    """One engine request per choice, with ids ``{request_id}-{i}``, keys and seeds drawn now.
+
+    All choices but the first name it as their sibling, so that the prompt is computed once. Keys
+    are random: no two requests of a client have the same one, and none is used again.
+    ``max_tokens`` is cut to what the context and the cache leave; None fills it. ``param`` is the
+    caller's name of the prompt, for errors; the ``tokenizer`` is needed for bad words. Pages are
+    shared among prompts of one ``cache_salt`` only.
+
+    Raises:
+        ContextLengthExceeded: no room for one token, or the prompt needs more pages than exist.
+        InvalidRequest: an empty prompt, an id outside the vocabulary, a limit outside the context
+            or the engine's own.
+    """
+    prompt = _prompt(prompt_ids, info, param)
+    room = _room(len(prompt), info, param)
+    check_sampling(params, info)
+    stopping = _stop_rules(params, info, room, frozenset(eos_token_ids))
+    bad_words = bad_word_ids(params.bad_words or (), tokenizer)
+    first_key = secrets.randbits(KEY_BITS)
+    return [
+        EngineRequest(
+            request_id=f"{request_id}-{index}",
+            prompt=prompt,
+            sampling=runner_sampling(params, info, stopping, len(prompt), bad_words, index),
+            stopping=stopping,
+            client=client,
+            key=first_key + index,
+            priority=priority,
+            arrival=arrival,
+            extra_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
+            sibling_of=first_key if index else None,
+        )
+        for index in range(params.n)
+    ]
+
+
+def sampling_defaults(model: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """The sampling defaults of the model's ``generation_config.json``, for requests that name none.
+
+    As in vLLM these are temperature, top_p, top_k, min_p, repetition_penalty and, as max_tokens,
+    max_new_tokens.
+
+    Raises:
+        InvalidConfig: one of them is outside its range.
+    """
+    config = model_json(model, "generation_config.json", revision)
+    defaults = {
+        own: config[name] for name, own in SAMPLING_DEFAULTS.items() if config.get(name) is not None
+    }
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequest as error:
+        raise InvalidConfig(f"generation_config.json of {model}: {error}") from error
+    return defaults
+
+
+def _prompt(prompt_ids: Sequence[int], info: EngineInfo, param: str) -> Int32Array:
+    if len(prompt_ids) == 0:
+        raise InvalidRequest("The prompt must hold at least one token.", param, "empty_prompt")
+    if len(prompt_ids) >= info.max_model_len:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {info.max_model_len} tokens, however the "
+            f"prompt is too long: it has {len(prompt_ids)} tokens. Please shorten it.",
+            param,
+        )
+    try:
+        ids = np.asarray(prompt_ids)
+    except (ValueError, OverflowError):
+        ids = np.empty((0, 0))
+    whole = ids.ndim == 1 and (ids.dtype.kind in "iu" or _all_int(prompt_ids))
+    if not whole:
+        raise InvalidRequest("A prompt must hold integer token ids.", param, "invalid_type")
+    low, high = min(prompt_ids), max(prompt_ids)
+    if low < 0 or high >= info.vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidRequest(
+            f"Token id {str(wrong)[:24]} is out of vocabulary: ids are in [0, {info.vocab_size}).",
+            param,
+            "invalid_token_id",
+        )
+    return ids.astype(np.int32)
+
+
+def _all_int(ids: Sequence[int]) -> bool:
+    return all(isinstance(token, int) and not isinstance(token, bool) for token in ids)
+
+
+def _room(prompt_len: int, info: EngineInfo, param: str) -> int:
+    """Tokens that can follow the prompt; the last one of them is never written to the cache."""
+    pages = -(-prompt_len // info.page_size)
+    if pages > info.num_pages:
+        raise ContextLengthExceeded(
+            f"The prompt has {prompt_len} tokens and needs {pages} cache pages of "
+            f"{info.page_size} tokens, however this engine has {info.num_pages}.",
+            param,
+        )
+    cache = info.num_pages * info.page_size + 1
+    return min(info.max_model_len, cache) - prompt_len
+
+
+def _stop_rules(
+    params: SamplingParams, info: EngineInfo, room: int, eos: frozenset[int]
+) -> StopRules:
+    if params.max_tokens is not None and params.max_tokens > info.max_model_len:
+        raise InvalidRequest(
+            f"max_tokens is too large: {params.max_tokens}. This model's maximum context length "
+            f"is {info.max_model_len} tokens.",
+            "max_tokens",
+            "integer_above_max_value",
+        )
+    if params.min_tokens > room:
+        raise InvalidRequest(
+            f"min_tokens must be at most {room}, what the context leaves after the prompt, "
+            f"got {params.min_tokens}.",
+            "min_tokens",
+            "integer_above_max_value",
+        )
+    eos = frozenset() if params.ignore_eos else eos
+    return StopRules(
+        max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+        eos_token_ids=eos,
+    )

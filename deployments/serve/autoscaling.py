@@ -1,0 +1,101 @@
+"""How many engines there should be: Serve's autoscaling, by what the engines themselves say.
+
+Serve's own measure, requests at its handles, sees nothing here: tokens travel by actor handles. So
+each engine's supervisor reports its work (``Report``), and Serve's controller asks
+``engines_wanted``. Serve applies bounds, and the delays of ``autoscaling_config``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+from rayfin.actors.messages import EngineStats
+
+WAITING_TOKENS = 8192.0
+"""Prompt tokens in the queue of an engine, over which another one is wanted ..."""
+
+PAGE_SHARE = 0.8
+"""... and the share of its pages that is held, for fuller engines preempt ..."""
+
+TTFT_SECONDS = 2.0
+"""... and the time that its queue takes at the pace at which it was admitted from so far."""
+
+TARGETS = {"waiting_tokens": WAITING_TOKENS, "page_share": PAGE_SHARE, "ttft": TTFT_SECONDS}
+UPSCALE_SECONDS = 10.0
+"""For which more engines must be wanted, in a row: a model takes its time to load."""
+
+FORGETTING = 0.7
+"""Per report: the pace of admission is a moving mean."""
+
+
+def wanted(reports: Mapping[str, Sequence[float]]) -> int:
+    """Engines over which the work would spread at the targets; none if there is no work.
+
+    ``reports`` are the values of each engine, by the names of ``TARGETS``, and "busy".
+    """
+    spread = [sum(values) / TARGETS[name] for name, values in reports.items() if name in TARGETS]
+    least = 1 if any(reports.get("busy", [1.0])) else 0
+    return max(least, math.ceil(max(spread, default=0.0)))
+
+
+def engines_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Serve's autoscaling policy; as many as there are, while nobody has reported."""
+    metrics = context.aggregated_metrics or {}
+    reports = {name: list(own.values()) for name, own in metrics.items()}
+    if not any(reports.values()):
+        return context.target_num_replicas, {}
+    return wanted(reports), {}
+
+
+def autoscaling(least: int, most: int, idle_seconds: float) -> dict[str, Any]:
+    """The ``autoscaling_config`` of the engine deployment.
+
+    With ``least`` 0 the first engine is started all the same: ingresses learn its limits. From zero
+    Serve starts one for what is queued at the deployment's handle, which is a call of whoever waits
+    (deployments/client/waiting_room.py): this policy is not asked.
+    """
+    return {
+        "min_replicas": least,
+        "initial_replicas": max(1, least),
+        "max_replicas": most,
+        "upscale_delay_s": UPSCALE_SECONDS,
+        "downscale_delay_s": idle_seconds,
+        "metrics_interval_s": 2.0,
+        "look_back_period_s": 10.0,
+        "policy": {"policy_function": "rayfin.deployments.serve.autoscaling:engines_wanted"},
+    }
+
+
+class Report:
+    """What one engine reports, from its counters at each look."""
+
+    def __init__(self) -> None:
+        self._before: EngineStats | None = None
+        self._at = 0.0
+        self._pace = 0.0  # prompt tokens admitted a second, while some waited
+
+    def take(self, stats: EngineStats, now: float) -> dict[str, float]:
+        """The values of ``TARGETS``' names; ``now`` in seconds.
+
+        And "busy": 1 if there is work, or was since the last look, or nobody has looked yet.
+        """
+        before, seconds = self._before, now - self._at
+        busy = before is None or _work(stats) != _work(before) or stats.running or stats.waiting
+        if before is not None and seconds > 0 and before.waiting_tokens:
+            came = stats.prompt_tokens - before.prompt_tokens
+            admitted = max(0.0, (before.waiting_tokens + came - stats.waiting_tokens) / seconds)
+            self._pace = FORGETTING * self._pace + (1 - FORGETTING) * admitted
+        self._before, self._at = stats, now
+        waiting = stats.waiting_tokens
+        return {
+            "waiting_tokens": float(waiting),
+            "page_share": stats.pages_held / stats.pages_total if stats.pages_total else 0.0,
+            "ttft": waiting / self._pace if waiting and self._pace else 0.0,
+            "busy": 1.0 if busy else 0.0,
+        }
+
+
+def _work(stats: EngineStats) -> tuple[int, int]:
+    return stats.prompt_tokens, stats.generation_tokens

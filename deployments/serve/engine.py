@@ -1,0 +1,59 @@
+"""The Serve deployment that keeps one engine alive: its life cycle; no token passes here."""
+
+import logging
+import time
+
+from ray import serve
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.processes.logs import set_up
+from rayfin.actors.supervision.supervisor import Supervisor
+from rayfin.deployments.client.engine_names import ENGINE, engine_prefix
+from rayfin.deployments.serve.autoscaling import Report
+
+logger = logging.getLogger(__name__)
+
+
+@serve.deployment(
+    name=ENGINE,
+    num_replicas=1,
+    ray_actor_options={"num_cpus": 0},
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    max_constructor_retry_count=2,
+)
+class EngineDeployment:
+    """One replica = the supervisor of one engine, found by ingresses in Ray's actor registry.
+
+    The engine does not die with the replica: the next one adopts it.
+    """
+
+    async def __init__(self, args: EngineArgs, drain_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
+        set_up(args.log_format, args.log_level)
+        self._drain_seconds = drain_seconds
+        self._report = Report()
+        own = serve.get_replica_context()
+        prefix = engine_prefix(own.app_name, own.deployment)
+        self._supervisor = Supervisor(args, prefix, detached=True)
+        await self._supervisor.start()
+
+    async def check_health(self) -> None:
+        """Fails when the engine cannot be repaired in place: then Serve replaces the replica."""
+        try:
+            self._supervisor.check()
+        except EngineUnavailable as error:
+            logger.error("%s", error)
+            raise
+
+    async def started(self) -> None:
+        """Returns, for the engine is there: a call that waited for it (waiting_room.py)."""
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's controller is told; see deployments/serve/autoscaling.py."""
+        return self._report.take(self._supervisor.stats, time.monotonic())
+
+    async def __del__(self) -> None:
+        """Serve's last call: what runs may finish or is moved, then the engine goes."""
+        await self._supervisor.drain(self._drain_seconds)
+        self._supervisor.stop()

@@ -1,0 +1,123 @@
+"""The Serve deployment that speaks HTTP: text at the edge, tokens over plain actor handles."""
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import BackpressureConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayfin.actors.processes.environment import step_behind_runners
+from rayfin.actors.processes.logs import set_up
+from rayfin.deployments.api.app import build_api
+from rayfin.deployments.api.responses.local_store import OwnResponses
+from rayfin.deployments.api.responses.shared import SharedResponses
+from rayfin.deployments.edge.flow import ReplicaFlow
+from rayfin.deployments.generation.quotas import TokenQuotas
+from rayfin.deployments.http.errors import RETRY_SECONDS
+from rayfin.deployments.http.idempotency import AnswerStore
+from rayfin.deployments.http.layers import EdgeSettings
+from rayfin.deployments.http.request_id import REQUEST_ID
+from rayfin.deployments.serve.model_args import ModelArgs
+from rayfin.deployments.serve.model_service import model_service
+from rayfin.deployments.serve.response_store import keeper_calls
+from rayfin.deployments.serve.server_args import ServerArgs
+from rayfin.deployments.telemetry.load import Load
+
+
+@serve.deployment(
+    name="ingress",
+    ray_actor_options={"num_cpus": 0},
+    max_ongoing_requests=4096,
+    max_queued_requests=4096,  # in the proxy, beyond what replicas have; then Serve refuses
+    backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_SECONDS),
+)
+@serve.ingress()
+class IngressDeployment:
+    """One HTTP replica. ``engines`` are the deployments of the models' engines.
+
+    They and ``admin`` are bound so that Serve deploys them with this one; they are called only to
+    have an engine started.
+
+    ``keeper`` holds the responses that several replicas share.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        server: ServerArgs,
+        models: list[ModelArgs],
+        edge: EdgeSettings,
+        engines: list[DeploymentHandle[Any]],
+        keeper: DeploymentHandle[Any] | None = None,
+        admin: DeploymentHandle[Any] | None = None,
+    ) -> None:
+        set_up(models[0].engine.log_format, models[0].engine.log_level)
+        step_behind_runners()
+        replica = serve.get_replica_context().replica_id.unique_id
+        shared: dict[str, Any] = {
+            "load": Load(),
+            "answers": AnswerStore(),
+            "edge": edge,
+            "quotas": _quotas(server),
+            "responses": OwnResponses()
+            if keeper is None
+            else SharedResponses(replica, keeper_calls(keeper)),
+        }
+        self._services = await asyncio.gather(
+            *(
+                model_service(place, model, own, shared)
+                for place, (model, own) in enumerate(zip(models, engines, strict=True))
+            )
+        )
+
+    async def __del__(self) -> None:  # Serve awaits it at the end, when all requests have ended
+        for service in getattr(self, "_services", ()):
+            service.client.close()
+            if service.tracing is not None:
+                await asyncio.to_thread(service.tracing.close)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        app = build_api(*self._services)
+        app.add_middleware(ReplicaFlow)
+        app.add_middleware(BehindServe)
+        return app
+
+
+class BehindServe:
+    """ASGI around what Serve's proxy does its own way.
+
+    ``receive`` fails with Ray's error when a client has left; and every answer gets the request's
+    id from the proxy, which would make it two.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = False
+
+        async def receive_or_gone() -> Message:
+            nonlocal gone
+            try:
+                if not gone:
+                    return await receive()
+            except RayError:
+                gone = True
+            return {"type": "http.disconnect"}
+
+        async def without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)[REQUEST_ID]
+            await send(message)
+
+        await self._app(scope, receive_or_gone, without_id)
+
+
+def _quotas(server: ServerArgs) -> TokenQuotas | None:
+    """This replica's share: requests come to all replicas alike, and none knows of the others."""
+    rate = server.tenant_token_rate
+    return None if rate is None else TokenQuotas(rate / server.ingress_replicas)

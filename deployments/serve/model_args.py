@@ -1,0 +1,106 @@
+"""The models of an application, each with its own settings."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.client.engine_names import ENGINE
+from rayfin.deployments.serve.server_args import OF_MODEL, ModelSettings, ServerArgs, words
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """One model: how it is served, its engines' settings, and the Serve deployment of these."""
+
+    server: ServerArgs
+    engine: EngineArgs
+    deployment: str = ENGINE
+    from_zero: bool = False  # its engines are started when they are asked for
+
+    @property
+    def names(self) -> list[str]:
+        """What clients call it; the first name is the one in answers."""
+        given = self.server.served_model_name
+        if given is None:
+            return [self.engine.model]
+        return [given] if isinstance(given, str) else list(words(given, "served_model_name"))
+
+
+def several_models(
+    server: ServerArgs, engine: EngineArgs, settings: Sequence[Mapping[str, Any]]
+) -> list[ModelArgs]:
+    """One for each of ``settings``, which say what differs from ``server`` and ``engine``.
+
+    Raises:
+        InvalidConfig: a setting that is none of a model's, or names that are not different.
+    """
+    made: list[ModelArgs] = []
+    for place, given in enumerate(settings):
+        param = f"models[{place}]"
+        own = _checked(given, param)
+        if "model" not in own:
+            raise InvalidConfig(f"{param} must name its model", param)
+        doors = {"served_model_name": None} | {n: v for n, v in own.items() if n in OF_MODEL}
+        inner = {name: value for name, value in own.items() if name not in OF_MODEL}
+        try:
+            model = ModelArgs(replace(server, **doors), replace(engine, **inner))
+        except InvalidConfig as error:
+            raise InvalidConfig(f"{param}: {error.message}", error.param) from error
+        made.append(replace(model, deployment=f"{ENGINE}-{_word(model.names[0])}"))
+    _check_apart(made)
+    return made
+
+
+def read_models(server: ServerArgs, engine: EngineArgs, files: Sequence[str]) -> list[ModelArgs]:
+    """As :func:`several_models`, of YAML files; each holds a model's settings, or a list of such.
+
+    Raises:
+        InvalidConfig: a file that holds none.
+    """
+    settings: list[Mapping[str, Any]] = []
+    for file in files:
+        try:
+            held = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InvalidConfig(f"{file} cannot be read: {error}", "model_config") from error
+        models = held if isinstance(held, list) else [held]
+        if not all(isinstance(own, dict) for own in models):
+            raise InvalidConfig(f"{file} holds no settings of a model", "model_config")
+        settings += models
+    return several_models(server, engine, settings)
+
+
+def _checked(given: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """The settings that are given, of the right types."""
+    try:
+        return ModelSettings.model_validate(dict(given)).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InvalidConfig(f"{param}: {name}: {first['msg']}", name) from error
+
+
+def _word(name: str) -> str:
+    """A model's name as part of a deployment's and of actors' names."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
+
+
+def _check_apart(models: Sequence[ModelArgs]) -> None:
+    if not models:
+        raise InvalidConfig("models must not be empty", "models")
+    names = [name for model in models for name in model.names]
+    deployments = [model.deployment for model in models]
+    for kind, values in (("name", names), ("name, but for signs,", deployments)):
+        for value in values:
+            if values.count(value) > 1:
+                raise InvalidConfig(
+                    f"two models have the same {kind} ({value}): give one a served_model_name",
+                    "served_model_name",
+                )

@@ -1,0 +1,127 @@
+"""One model of an ingress: its tokenizer and templates, and the connections to its engines."""
+
+import asyncio
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
+
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.actors.messages import EngineInfo
+from rayfin.actors.metrics.hub import HubSettings, start_hub
+from rayfin.deployments.client.engine_names import engine_prefix, find_engines
+from rayfin.deployments.client.metered import ObservedClient
+from rayfin.deployments.client.pool import Patience, RayEngineClient
+from rayfin.deployments.client.waiting_room import WaitingRoom, starter
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.requests.build import sampling_defaults
+from rayfin.deployments.serve.model_args import ModelArgs
+from rayfin.deployments.serve.preflight import located, model_path, tokenizer_path
+from rayfin.deployments.telemetry.hub_client import HubLink
+from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # its packages are an extra
+    from rayfin.deployments.telemetry.tracing import Tracing
+
+NO_TRACING = "otlp_traces_endpoint needs some packages: pip install -e '.[tracing]'"
+
+
+async def model_service(
+    place: int, model: ModelArgs, engines: DeploymentHandle[Any], shared: dict[str, Any]
+) -> OpenAIService:
+    """The service of an ingress' model number ``place``, when its first engine is ready.
+
+    ``engines`` is the deployment of its engines, ``shared`` the fields of OpenAIService that all
+    models of the ingress have in common.
+    """
+    server, args = model.server, model.engine
+    name, context = model.names[0], serve.get_replica_context()
+    client = RayEngineClient(
+        f"ingress-{context.replica_id.unique_id}-{os.getpid()}",
+        partial(find_engines, context.app_name, model.deployment),
+        patience=Patience(
+            server.cold_start_timeout if model.from_zero else server.engine_timeout,
+            server.replay_timeout,
+        ),
+        room=WaitingRoom(
+            args.max_waiting_requests,
+            args.max_waiting_tokens,
+            starter(engines) if model.from_zero else None,
+        ),
+        identity=located(args).identity,
+        is_over=partial(is_deleted, context.app_name),
+    )
+    tokenizer = await asyncio.to_thread(
+        Tokenizer.load, tokenizer_path(args), args.revision, args.trust_remote_code
+    )
+    defaults = {}
+    if server.generation_config == "auto":
+        defaults = sampling_defaults(model_path(args.model), args.revision)
+    endpoint = server.otlp_traces_endpoint
+    tracing = None if endpoint is None else start_tracing(endpoint, name)
+    load = shared["load"]
+    # Requests of the whole ingress are told once.
+    counts = IngressCounts(lambda: load.in_flight if place == 0 else 0)
+    port = None if server.metrics_port is None else server.metrics_port + place
+    prefix = engine_prefix(context.app_name, model.deployment)
+    hub = HubSettings(prefix, name, server.metrics_alias, port)
+    link = HubLink(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
+    info = await _first_info(client)
+    service = OpenAIService(
+        client=ObservedClient(client, counts, name, link, server.metrics_alias, tracing),
+        counts=counts,
+        tokenizer=tokenizer,
+        model_names=model.names,
+        max_model_len=info.max_model_len,
+        chat_template=_template(server.chat_template),
+        sampling_defaults=defaults,
+        tracing=tracing,
+        **shared,
+    )
+
+    def limit(info: EngineInfo) -> None:  # engines of other settings may replace the first ones
+        service.max_model_len = info.max_model_len
+
+    client.on_limits = limit
+    return service
+
+
+def is_deleted(app: str) -> bool:
+    """Whether Serve takes the application down."""
+    status = serve.status().applications.get(app)
+    return status is None or status.status is ApplicationStatus.DELETING
+
+
+def start_tracing(endpoint: str, model: str) -> "Tracing":
+    """Spans that go to an OTLP collector.
+
+    Raises:
+        InvalidConfig: the packages for it are not installed.
+    """
+    try:
+        from rayfin.deployments.telemetry.tracing import Tracing
+    except ImportError:
+        raise InvalidConfig(NO_TRACING, "otlp_traces_endpoint") from None
+    return Tracing.to(endpoint, model)
+
+
+async def _first_info(client: RayEngineClient) -> EngineInfo:
+    """Waits for the engine, however long its model takes to load."""
+    while True:
+        try:
+            return await client.info()
+        except EngineUnavailable:
+            continue
+
+
+def _template(value: str | None) -> str | None:
+    """A template is given as text or as a file."""
+    if value is not None and "{" not in value:
+        return Path(value).read_text(encoding="utf-8")
+    return value

@@ -1,0 +1,74 @@
+"""Mistakes that can be told before anything starts: a bad folder, a model that is not served."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.runner.parallel.rank import group_size
+
+if TYPE_CHECKING:  # which imports Ray, and an inline engine needs none
+    from rayfin.deployments.serve.model_args import ModelArgs
+
+
+def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
+    """Reads the model's configuration and tokenizer, not its weights.
+
+    Raises:
+        InvalidConfig, UnsupportedModel: the model cannot be served, and why.
+    """
+    from huggingface_hub.utils import logging as hub_logging
+
+    from rayfin.actors.runner.models.weights import load_config, require_safetensors
+    from rayfin.deployments.text.tokenizer import Tokenizer
+
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
+    load_config(found := located(args))
+    if args.load_format != "dummy":
+        require_safetensors(found.model)
+    if tokenizer:
+        Tokenizer.load(tokenizer_path(args), args.revision, args.trust_remote_code)
+
+
+def require_room(models: "Sequence[ModelArgs]", cores: float) -> None:
+    """Every runner has a core of its own, or Ray waits for one for ever.
+
+    Args:
+        cores: of all nodes, where no node will be added.
+
+    Raises:
+        InvalidConfig: there are too few.
+    """
+    runners = 0
+    for model in models:
+        least = model.server.min_engines
+        engines = model.server.data_parallel_size if least is None else least
+        runners += engines * group_size(model.engine)
+    if runners > cores:
+        raise InvalidConfig(
+            f"{runners} runners need a core each and there are {cores:g}: lower "
+            "data_parallel_size, tensor_parallel_size or pipeline_parallel_size"
+        )
+
+
+# Where a model's name leads.
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
+
+
+def model_path(name: str) -> str:
+    """A folder or a Hugging Face name; ``demo`` is the toy model that Rayfin brings along."""
+    return str(DEMO_FOLDER) if name == DEMO else name
+
+
+def located(args: EngineArgs) -> EngineArgs:
+    """The same with the place of the model instead of its name."""
+    return replace(args, model=model_path(args.model))
+
+
+def tokenizer_path(args: EngineArgs) -> str:
+    """Where the tokenizer of an engine comes from."""
+    return model_path(args.tokenizer or args.model)

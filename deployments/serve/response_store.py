@@ -1,0 +1,58 @@
+"""The Serve deployment that keeps the stored responses of several ingress replicas."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from rayfin.actors.errors import EngineUnavailable, RayfinError
+from rayfin.deployments.api.responses.store_actor import POLL_SECONDS, ResponseKeeper
+
+CALL_SECONDS = 3 * POLL_SECONDS
+
+
+@serve.deployment(
+    name="responses",
+    num_replicas=1,
+    ray_actor_options={"num_cpus": 0},
+    max_ongoing_requests=2**16,  # nearly all of them wait for something to happen
+)
+class KeeperDeployment:
+    """A ``ResponseKeeper`` in a process of its own: what it holds ends with it."""
+
+    def __init__(self) -> None:
+        self._keeper = ResponseKeeper()
+
+    async def call(self, method: str, *args: object) -> object:
+        """The answer of one of the keeper's methods, all of which run in this event loop."""
+        answer = getattr(self._keeper, method)(*args)
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+def keeper_calls(
+    handle: DeploymentHandle[Any],
+) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """The keeper's methods over a handle: ``await call("get", ...)``.
+
+    Raises:
+        RayfinError: the method's own error, or EngineUnavailable where the keeper does not answer.
+    """
+
+    async def call(method: str, *args: object) -> object:
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                answer: object = await handle.call.remote(method, *args)
+                return answer
+        except RayTaskError as error:
+            if isinstance(error.cause, RayfinError):
+                raise error.cause from None
+            raise EngineUnavailable(f"the store of responses failed: {error.cause}") from error
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise EngineUnavailable("the store of responses does not answer") from error
+
+    return call

@@ -1,0 +1,263 @@
+"""What a server may be told beside its engine's settings."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, create_model
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
+from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
+from rayfin.deployments.http.keys import ApiKeys
+
+KEY_VARIABLES = ("RAYFIN_API_KEY", "VLLM_API_KEY")
+ADMIN_KEY_VARIABLES = ("RAYFIN_ADMIN_API_KEY",)
+MAX_INGRESSES = MAX_CLIENTS // 2  # an update has twice as many for a while
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+def _model_flag(default: Any, help: str) -> Any:
+    """A setting that each model of an application may have for itself."""
+    return field(default=default, metadata={"help": help, "of_model": True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArgs:
+    """The doors' settings: one field per flag."""
+
+    served_model_name: str | list[str] | None = _model_flag(
+        None, "the name clients use, or several; the first is in answers; default: the model's"
+    )
+    api_key: str | list[str] | None = _flag(
+        None, "clients must send one as a bearer token; may be repeated, or a list with commas"
+    )
+    api_key_file: str | None = _flag(None, "a file with a key, or name:key, on each line")
+    admin_api_key: str | list[str] | None = _flag(
+        None, "operators must send one to /admin/*, which is not there without"
+    )
+    admin_port: int | None = _flag(
+        None,
+        "serve /admin/* on this port of the cluster's head node, and no longer beside the API",
+    )
+    admin_host: str = _flag("127.0.0.1", "with --admin-port: the address; 0.0.0.0: all")
+    allowed_origins: list[str] | None = _flag(
+        None, "web pages that may call the API from a browser; may be repeated"
+    )
+    allowed_methods: list[str] | None = _flag(None, "what they may do; default: everything")
+    allowed_headers: list[str] | None = _flag(None, "headers they may send; default: all")
+    allow_credentials: bool = _flag(False, "whether they may send cookies")
+    enable_docs: bool = _flag(False, "a page at /docs that describes the API")
+    ui: bool = _flag(True, "a page at /ui: a chat, and what the engines are doing")
+    max_body_bytes: int = _flag(MAX_BODY_BYTES, "largest request body")
+    chat_template: str | None = _model_flag(None, "a Jinja template, or a file that holds one")
+    generation_config: Literal["auto", "vllm", "none"] = _model_flag(
+        "auto", "auto: the model's sampling defaults; vllm or none: ignore them"
+    )
+    shutdown_timeout: float = _flag(30.0, "seconds that running requests get to finish at a stop")
+    tenant_token_rate: int | None = _flag(
+        None, "tokens a minute, of prompts and outputs, that each key's tenant may use"
+    )
+    priority_tenants: list[str] | None = _flag(
+        None, "tenants whose requests may have a priority; default: everybody's; may be repeated"
+    )
+    metrics_alias: Literal["vllm"] | None = _flag(
+        None, "tell metrics under the names that vLLM has for them as well"
+    )
+    metrics_port: int | None = _flag(
+        None,
+        "serve the metrics on a port of their own as well, on the cluster's head node: "
+        "without a key, on all interfaces",
+    )
+    ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream, at most 32")
+    data_parallel_size: int = _model_flag(1, "engines, each with its own copy of the model")
+    min_engines: int | None = _model_flag(
+        None,
+        "with --max-engines: fewest engines, 0 for none while nobody asks; "
+        "default: --data-parallel-size",
+    )
+    max_engines: int | None = _model_flag(
+        None, "engines are started and stopped with the work, at most so many; default: fixed"
+    )
+    idle_timeout: float = _model_flag(
+        300.0,
+        "with --max-engines: seconds for which fewer engines would do before one goes; before "
+        "the last one goes (--min-engines 0), seconds without a request",
+    )
+    cold_start_timeout: float = _model_flag(
+        300.0, "with --min-engines 0: seconds that a new request waits for an engine to start"
+    )
+    otlp_traces_endpoint: str | None = _flag(
+        None, "an OTLP collector's URL, which gets a trace of each request for tokens"
+    )
+    engine_timeout: float = _model_flag(
+        25.0, "seconds that a new request waits for an engine while there is none"
+    )
+    replay_timeout: float = _model_flag(
+        120.0, "seconds that an open stream waits for another engine when its own is lost"
+    )
+
+    def __post_init__(self) -> None:
+        check_generation_config(self.generation_config)
+        lists = ("allowed_origins", "allowed_methods", "allowed_headers", "priority_tenants")
+        for name in lists:
+            words(getattr(self, name), name)
+        if isinstance(self.served_model_name, list) and not self.served_model_name:
+            raise InvalidConfig("served_model_name must not be empty", "served_model_name")
+        self.api_keys()
+        self.admin_keys()
+        if self.max_body_bytes < 1:
+            raise InvalidConfig(
+                f"max_body_bytes must be at least 1, got {self.max_body_bytes}", "max_body_bytes"
+            )
+        if self.tenant_token_rate is not None and self.tenant_token_rate < 1:
+            raise InvalidConfig(
+                f"tenant_token_rate must be at least 1, got {self.tenant_token_rate}",
+                "tenant_token_rate",
+            )
+        if self.metrics_alias not in (None, "vllm"):
+            raise InvalidConfig(
+                f"metrics_alias must be 'vllm', got {self.metrics_alias!r}", "metrics_alias"
+            )
+        for name in ("metrics_port", "admin_port"):
+            if (value := getattr(self, name)) is not None and not 0 < value < 65536:
+                raise InvalidConfig(f"{name} must be in [1, 65535], got {value}", name)
+        if self.admin_port is not None and self.admin_port == self.metrics_port:
+            raise InvalidConfig("admin_port must not be metrics_port", "admin_port")
+        for name in ("ingress_replicas", "data_parallel_size"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
+        if (value := self.ingress_replicas) > MAX_INGRESSES:
+            limit = f"at most {MAX_INGRESSES}, got {value}"
+            raise InvalidConfig(f"ingress_replicas must be {limit}", "ingress_replicas")
+        self._check_engines()
+        for name in (
+            *("shutdown_timeout", "engine_timeout", "replay_timeout"),
+            *("idle_timeout", "cold_start_timeout"),
+        ):
+            if (value := getattr(self, name)) < 0:
+                raise InvalidConfig(f"{name} must not be negative, got {value}", name)
+        if self.chat_template is not None and "{" not in self.chat_template:
+            if not Path(self.chat_template).is_file():
+                raise InvalidConfig(f"there is no file {self.chat_template}", "chat_template")
+
+    def _check_engines(self) -> None:
+        least = self.data_parallel_size if self.min_engines is None else self.min_engines
+        if self.min_engines is not None and self.max_engines is None:
+            raise InvalidConfig("min_engines needs max_engines", "min_engines")
+        if least < 0:
+            raise InvalidConfig(f"min_engines must not be negative, got {least}", "min_engines")
+        if self.max_engines is not None and self.max_engines < max(1, least):
+            raise InvalidConfig(
+                f"max_engines must be at least {max(1, least)}, got {self.max_engines}",
+                "max_engines",
+            )
+
+    def api_keys(self) -> ApiKeys | None:
+        """The keys that clients may use, by their digests; None lets everybody in.
+
+        Raises:
+            InvalidConfig: a malformed key, or a file that cannot be read or holds none.
+        """
+        given = [self.api_key] if isinstance(self.api_key, str) else self.api_key
+        return ApiKeys.load(given or (), self.api_key_file)
+
+    def admin_keys(self) -> ApiKeys | None:
+        """The keys of operators, by their digests; None: there are no routes for them.
+
+        Raises:
+            InvalidConfig: a malformed key, or one that clients have as well.
+        """
+        given = [self.admin_api_key] if isinstance(self.admin_api_key, str) else self.admin_api_key
+        keys, clients = ApiKeys.load(given or (), param="admin_api_key"), self.api_keys()
+        if keys and clients and not keys.digests.isdisjoint(clients.digests):
+            raise InvalidConfig("admin_api_key must not be an API key as well", "admin_api_key")
+        return keys
+
+
+def check_generation_config(word: str) -> None:
+    """Whether the model's own sampling defaults hold: "auto" says so, "vllm" and "none" say no.
+
+    Raises:
+        InvalidConfig: another word.
+    """
+    if word not in ("auto", "vllm", "none"):
+        raise InvalidConfig(
+            f"generation_config must be 'auto', 'vllm' or 'none', got {word!r}", "generation_config"
+        )
+
+
+def words(values: list[str] | None, name: str) -> tuple[str, ...]:
+    """The words of a list flag; one that is written as a JSON list, as for vLLM, is read as such.
+
+    Raises:
+        InvalidConfig: it starts like a JSON list of strings, and is none.
+    """
+    found: list[str] = []
+    for value in values or ():
+        listed: Any = [value]
+        if value.startswith("["):
+            try:
+                listed = json.loads(value)
+            except ValueError:
+                listed = None
+        if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
+            raise InvalidConfig(f"{name} must be a JSON list of strings, got {value!r}", name)
+        found += listed
+    return tuple(found)
+
+
+def key_of_environment(variables: Iterable[str] = KEY_VARIABLES) -> str | None:
+    """The keys that the environment names, where no setting does: a secret is no flag."""
+    return next(filter(None, map(os.environ.get, variables)), None)
+
+
+class _AppArgs(BaseModel):
+    """Typed arguments of ``build_app``: the fields of ServerArgs and of EngineArgs, and models."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+def _fields_of(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: (hints[f.name], f.default) for f in fields(kind)}
+
+
+OF_MODEL = frozenset(f.name for f in fields(ServerArgs) if "of_model" in f.metadata)
+
+ModelSettings: type[_AppArgs] = create_model(
+    "ModelSettings",
+    __base__=_AppArgs,
+    **{name: own for name, own in _fields_of(ServerArgs).items() if name in OF_MODEL},
+    **_fields_of(EngineArgs),
+)
+"""One of several models: what is its own; the rest is as for all."""
+
+_MODELS: Any = (list[ModelSettings] | None, None)  # type: ignore[valid-type]
+
+AppArgs: type[_AppArgs] = create_model(
+    "AppArgs",
+    __base__=_AppArgs,
+    **_fields_of(ServerArgs),
+    **_fields_of(EngineArgs),
+    models=_MODELS,
+)
+
+
+def split_args(values: dict[str, Any]) -> tuple[ServerArgs, EngineArgs]:
+    """Flat settings, taken apart; those of several ``models`` are left out.
+
+    Raises:
+        InvalidConfig: a name or value that is none.
+    """
+    own = {f.name for f in fields(ServerArgs)}
+    values = {name: value for name, value in values.items() if name != "models"}
+    server = ServerArgs(**{name: value for name, value in values.items() if name in own})
+    return server, EngineArgs.from_dict({n: v for n, v in values.items() if n not in own})

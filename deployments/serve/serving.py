@@ -1,0 +1,241 @@
+"""``rayfin serve``: one command from nothing to an address, and back to nothing."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import ray
+from ray import serve as ray_serve
+from ray.serve.schema import ApplicationStatus
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
+from rayfin.actors.processes.environment import prepare_own_ray
+from rayfin.deployments.app import bind_models
+from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
+from rayfin.deployments.serve.model_args import ModelArgs
+from rayfin.deployments.serve.preflight import check_model, require_room
+from rayfin.deployments.serve.server_args import ServerArgs
+
+OBJECT_STORE_BYTES = (
+    256 * 1024**2
+)  # steps travel inside calls; the object store stays all but empty
+RAISED = re.compile(r"rayfin\.actors\.errors\.(\w+): (.+)")
+
+
+def serve(
+    server: ServerArgs,
+    engine: EngineArgs,
+    *,
+    host: str,
+    port: int,
+    name: str = "rayfin",
+    verbose: bool = False,
+    models: Sequence[ModelArgs] = (),
+) -> int:
+    """Serves a model until Ctrl-C or SIGTERM; joins a running Ray cluster or starts a local one.
+
+    Or several ``models``, to which ``server`` and ``engine`` say what they have in common.
+
+    Stops what it started, and nothing else: the application, Serve if it was not there, Ray if it
+    was not there.
+
+    Returns:
+        The exit status, 0 after an orderly stop.
+
+    Raises:
+        InvalidConfig: the port is taken, the name is taken, or the model cannot be served.
+        EngineUnavailable: the cluster cannot run it.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came before it was ready; all is stopped.
+    """
+    models = models or [ModelArgs(server, engine)]
+    for model in models:
+        check_model(model.engine)
+    _check_ports(server, port)
+    with _cluster(verbose) as ours, _serve_instance(host, port, keep=ours):
+        if ours:  # the head node is here, and no other will come
+            _require_own_ports(server)
+            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            require_room(models, resources["CPU"])
+        # From here on: Ray has set a SIGTERM handler that aborts, and a shell script starts what it
+        # puts in the background with SIGINT ignored.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
+        if name in ray_serve.status().applications:
+            raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
+        try:
+            print(f"Loading {', '.join(own.engine.model for own in models)} ...", flush=True)
+            _deploy(bind_models(server, engine, models), name)
+            print(_welcome(models, host, port), flush=True)
+            _wait_for_signal()
+            print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
+        finally:
+            ray_serve.delete(name)
+    print("Stopped.", flush=True)
+    return 0
+
+
+@contextmanager
+def _cluster(verbose: bool) -> Iterator[bool]:
+    """A Ray cluster: RAY_ADDRESS' or ``ray start``'s, left alone afterwards, or a new local one.
+
+    Yields whether it is ours.
+    """
+    level = logging.INFO if verbose else logging.ERROR
+    logging.getLogger("ray.serve").setLevel(level)
+    output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    prepare_own_ray()
+    os.environ.setdefault(CALLBACK, CALLBACK_PATH)  # what a new Ray's processes inherit
+    try:
+        ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)
+        ours = True
+        print("Started a local Ray.", flush=True)
+    except ValueError:  # Ray's answer to resources for a cluster that runs already: join it
+        ray.init(**output)
+        ours = False
+        print(f"Joined the Ray cluster at {ray.get_runtime_context().gcs_address}.", flush=True)
+    try:
+        yield ours
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _serve_instance(host: str, port: int, *, keep: bool) -> Iterator[None]:
+    """Ray Serve on ``port``: the one that runs, if it listens there, or a new one.
+
+    ``keep`` leaves a new one to go down with its Ray.
+    """
+    running = _serve_port()
+    if running is not None:
+        if running != port:
+            raise InvalidConfig(
+                f"Ray Serve runs on this cluster already, on port {running}, not {port}", "port"
+            )
+        yield
+        return
+    _require_free(host, port, "port")
+    ray_serve.start(http_options={"host": host, "port": port})
+    try:
+        yield
+    finally:
+        if not keep:
+            ray_serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _deploy(application: ray_serve.Application, name: str) -> None:
+    """Deploys and waits until requests can come.
+
+    Raises:
+        RayfinError: the deployment's own error, if it was one of Rayfin's.
+    """
+    try:
+        ray_serve.run(application, name=name, route_prefix="/")
+    except RuntimeError as error:
+        raise _reason("\n".join([str(error), *_deployment_messages(name)])) from None
+    if ray_serve.status().applications[name].status is not ApplicationStatus.RUNNING:
+        raise EngineUnavailable(f"the application {name} did not start")
+
+
+def _deployment_messages(name: str) -> list[str]:
+    """What the application's deployments say of themselves; a failed one quotes its traceback."""
+    application = ray_serve.status().applications.get(name)
+    deployments = application.deployments.values() if application is not None else ()
+    return [deployment.message for deployment in deployments if deployment.message]
+
+
+def _reason(text: str) -> RayfinError:
+    """The error of Rayfin's inside Serve's report of a failed deployment."""
+    found = RAISED.findall(text)
+    if not found:
+        last_line = next(line for line in reversed(text.splitlines()) if line.strip())
+        return EngineUnavailable(f"the deployment failed: {last_line.strip()}")
+    kind, message = found[-1]
+    return InvalidConfig(message) if kind != "EngineUnavailable" else EngineUnavailable(message)
+
+
+def _serve_port() -> int | None:
+    """The port of the Serve that runs on the cluster, None if there is none."""
+    try:
+        from ray.serve.context import _get_global_client
+
+        client = _get_global_client(raise_if_no_controller_running=False)
+    except Exception as error:  # Ray's own, whatever it is: no controller answers
+        logging.getLogger(__name__).debug("no Serve found: %s", error)
+        return None
+    return None if client is None else int(client.http_config.port)
+
+
+def _check_ports(server: ServerArgs, port: int) -> None:
+    """Raises:
+    InvalidConfig: two doors have one port, or the operators' has no key.
+    """
+    for name in ("metrics_port", "admin_port"):
+        if getattr(server, name) == port:
+            raise InvalidConfig(f"{name} must not be the API's, {port}", name)
+    if server.admin_port is not None and server.admin_keys() is None:
+        raise InvalidConfig("admin_port needs admin_api_key", "admin_port")
+
+
+def _require_own_ports(server: ServerArgs) -> None:
+    """Raises:
+    InvalidConfig: one of the ports beside the API's is taken.
+    """
+    if server.metrics_port is not None:
+        _require_free("0.0.0.0", server.metrics_port, "metrics_port")
+    if server.admin_port is not None:
+        _require_free(server.admin_host, server.admin_port, "admin_port")
+
+
+def _require_free(host: str, port: int, name: str) -> None:
+    """Refuses a port that something listens on.
+
+    Raises:
+        InvalidConfig: it is taken, or cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InvalidConfig(
+                f"cannot listen on {host}:{port}: {error.strerror or error}", name
+            ) from None
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _wait_for_signal() -> None:
+    """Sleeps until Ctrl-C or SIGTERM; the next one interrupts whatever is under way then."""
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return
+
+
+def _welcome(models: Sequence[ModelArgs], host: str, port: int) -> str:
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    model, served = models[0].names[0], ", ".join(own.names[0] for own in models)
+    server = models[0].server
+    key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
+    admin = ""
+    if server.admin_port is not None:
+        admin = f"\nOperators: rayfin status --url http://{server.admin_host}:{server.admin_port}\n"
+    return f"""
+Rayfin serves {served} at http://{shown}:{port}/v1  (Ctrl-C stops it)
+
+  curl http://{shown}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "temperature": 0,
+         "messages": [{{"role": "user", "content": "What is 37 + 48?"}}]}}'
+{admin}"""

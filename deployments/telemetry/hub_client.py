@@ -1,0 +1,134 @@
+"""An ingress' connection to the metrics hub of its application, which it starts if there is none.
+
+Nothing of a request waits for the hub. Every few seconds the ingress tells it its counters and gets
+the totals of all; should the hub die, the next one starts from the totals that an ingress has. A
+scrape asks the hub, and is answered from what the hub has said last where it is not quick.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rayfin.actors.metrics.ledger import Ledger, Report
+
+logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 2.0
+ANSWER_SECONDS = 3.0
+SCRAPE_SECONDS = 0.06  # that a scrape waits for the hub, if its last text is young
+YOUNG_SECONDS = 3.0
+"""Since that text was asked for. Scrapes that are further apart see no counter go backwards, though
+another ingress answers the next one."""
+MISSES, STARTING_MISSES = 3, 12
+"""A hub that leaves so many reports in a row unanswered is hung, and is killed; a new one that has
+answered none yet gets a minute to start."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    number: int  # of the question
+    asked_at: float
+    text: bytes
+
+
+class HubLink:
+    """Reports to the hub until it is closed.
+
+    Args:
+        start: returns the handle of the hub, a new one that knows the ledger if there is none; it
+            may block.
+        kill: ends a hub that does not answer.
+        report: what to tell it.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Ledger], Any],
+        kill: Callable[[Any], None],
+        report: Callable[[], Report],
+    ) -> None:
+        self.known = Ledger()  # as of the hub's last answer; who tells it may add to it
+        self._start = start
+        self._kill = kill
+        self._report = report
+        self._hub: Any = None
+        self._misses, self._allowed = 0, STARTING_MISSES
+        self._asked = itertools.count(1)
+        self._text = _Text(0, -YOUNG_SECONDS, b"")
+        self._task = asyncio.create_task(self._run())
+
+    async def scrape(self) -> bytes | None:
+        """The text of all metrics, of now or of a moment ago; None if nobody tells one."""
+        if self._hub is None:
+            return None
+        asking = asyncio.create_task(self._ask_text())
+        await asyncio.wait([asking], timeout=SCRAPE_SECONDS)
+        if asking.done() or time.monotonic() - self._text.asked_at > YOUNG_SECONDS:
+            return await asking
+        return self._text.text  # the answer is for the next scrape
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            if self._hub is None:
+                try:
+                    self._hub = await asyncio.to_thread(self._start, self.known.copy())
+                except Exception as error:  # Ray's own, whatever it is: the registry is away
+                    logger.warning("the metrics hub cannot be started: %s", error)
+            if self._hub is not None:
+                await self._tell()
+            await asyncio.sleep(REPORT_SECONDS)
+
+    async def _tell(self) -> None:
+        hub, number, now = self._hub, next(self._asked), time.monotonic()
+        told = await self._ask(lambda hub: hub.report.remote(self._report()))
+        if told is not None:
+            self.known, text = told
+            self._keep(_Text(number, now, text))
+            self._misses, self._allowed = 0, MISSES
+            return
+        self._misses += 1
+        if self._hub is hub and self._misses >= self._allowed:
+            logger.warning("the metrics hub does not answer: it is killed")
+            self._forget(hub)
+            try:
+                await asyncio.to_thread(self._kill, hub)
+            except Exception as error:  # Ray's own, whatever it is
+                logger.warning("the metrics hub cannot be killed: %s", type(error).__name__)
+
+    async def _ask_text(self) -> bytes | None:
+        number, now = next(self._asked), time.monotonic()
+        text: bytes | None = await self._ask(lambda hub: hub.scrape.remote(self._report()))
+        if text is not None:
+            self._keep(_Text(number, now, text))
+        return text
+
+    def _keep(self, text: "_Text") -> None:
+        """Answers may overtake one another; no text is older than the one before."""
+        if text.number > self._text.number:
+            self._text = text
+
+    async def _ask(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        """The hub's answer; None if there is none, and without a hub from then on if it is dead."""
+        hub = self._hub
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await ask(hub)
+        except TimeoutError:
+            pass
+        except RayError as error:
+            logger.warning("the metrics hub is gone: %s", type(error).__name__)
+            self._forget(hub)
+        return None
+
+    def _forget(self, hub: Any) -> None:
+        if self._hub is hub:
+            self._hub, self._misses, self._allowed = None, 0, STARTING_MISSES

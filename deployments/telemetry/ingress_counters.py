@@ -1,0 +1,106 @@
+"""What an ingress counts of its requests: when tokens reached the edge, and how they were asked."""
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rayfin.actors.histogram import Histogram, one_two_five
+from rayfin.actors.metrics.families import (
+    CHOICES_BOUNDS,
+    HANDLERS,
+    INGRESS_HEARD,
+    ITL_BOUNDS,
+    LATENCY_BOUNDS,
+    REPLAY_REASONS,
+    STATUSES,
+    TTFT_BOUNDS,
+)
+from rayfin.actors.metrics.ledger import Report, Series
+
+LONGEST = 10**6  # tokens; an output may be longer than the last bucket
+
+
+@dataclass(slots=True)
+class _Group:
+    """The choices of one prompt that have begun."""
+
+    open: int = 0
+    begun: int = 0
+    longest: int = 0  # tokens
+
+
+class IngressCounts:
+    """Counters from zero, of one ingress' life; of its event loop alone.
+
+    ``in_flight`` tells how many HTTP requests for tokens there are now.
+    """
+
+    def __init__(self, in_flight: Callable[[], int] = lambda: 0) -> None:
+        self.ttft = Histogram(TTFT_BOUNDS)
+        self.itl = Histogram(ITL_BOUNDS)
+        self.e2e = Histogram(LATENCY_BOUNDS)
+        self.ingress_time = Histogram(LATENCY_BOUNDS)
+        self.first_flush = Histogram(TTFT_BOUNDS)
+        self.transit = Histogram(ITL_BOUNDS)
+        self.disconnects = 0
+        self._in_flight = in_flight
+        self.replays = dict.fromkeys(REPLAY_REASONS, 0)
+        self.answers = {(handler, status): 0 for handler in HANDLERS for status in STATUSES}
+        self._choices = Histogram(CHOICES_BOUNDS)
+        self._longest = Histogram(one_two_five(LONGEST))
+        self._groups: dict[int, _Group] = {}  # by the first choice's key
+        self._incarnation = uuid.uuid4().hex
+
+    def begun(self, group: int) -> None:
+        """One more choice of the prompt whose first choice has this key."""
+        own = self._groups.setdefault(group, _Group())
+        own.open += 1
+        own.begun += 1
+
+    def over(self, group: int, tokens: int) -> None:
+        """One of them has ended, with so many tokens; the last one completes the prompt."""
+        own = self._groups[group]
+        own.open -= 1
+        own.longest = max(own.longest, tokens)
+        if not own.open:
+            del self._groups[group]
+            self._choices.observe(own.begun)
+            self._longest.observe(own.longest)
+
+    def answered(self, path: str, status: int | None) -> None:
+        """An HTTP request is over; ``status`` is None where its client did not wait for one."""
+        handler = path if path in HANDLERS else "other"
+        told = "none" if status is None else f"{status // 100}xx"
+        self.answers[handler, told if told in STATUSES else "none"] += 1
+
+    def latency(self) -> dict[str, tuple[float, int]]:
+        """Sums in seconds and counts, for a page that shows what they grow by."""
+        return {"ttft": (self.ttft.sum, self.ttft.count), "itl": (self.itl.sum, self.itl.count)}
+
+    def report(self) -> Report:
+        """All of it now, zeros included."""
+        counters: dict[Series, float] = {("client_disconnects", ()): self.disconnects}
+        counters.update({("request_replays", (why,)): n for why, n in self.replays.items()})
+        counters.update({("http_requests", labels): n for labels, n in self.answers.items()})
+        gauges: dict[Series, float] = {
+            ("http_requests_in_flight", ()): self._in_flight(),
+            ("ingress_replicas", ()): 1,
+            (INGRESS_HEARD.name, ()): time.time(),
+        }
+        histograms = {
+            "time_to_first_token_seconds": self.ttft,
+            "inter_token_latency_seconds": self.itl,
+            "e2e_request_latency_seconds": self.e2e,
+            "ingress_time_seconds": self.ingress_time,
+            "first_flush_seconds": self.first_flush,
+            "request_transport_seconds": self.transit,
+            "request_params_n": self._choices,
+            "request_max_num_generation_tokens": self._longest,
+        }
+        return Report(
+            self._incarnation,
+            gauges=gauges,
+            counters=counters,
+            histograms={(name, ()): own.copy() for name, own in histograms.items()},
+        )

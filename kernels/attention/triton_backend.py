@@ -1,0 +1,203 @@
+"""Paged attention by the Triton kernels (kernels/triton/device/attention_kernels.py)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rayfin.kernels.shapes import PagedBatch
+from rayfin.kernels.staging import to_device
+from rayfin.kernels.triton.device.attention_kernels import attend_tiles
+from rayfin.kernels.triton.tile_map import TileMap, make_tile_map
+
+PROGRAMS_PER_CORE = 4  # wanted of each launch: what fits on a multiprocessor, with some to spare
+DECODE_ROWS = 16  # the least that a tensor core multiplies
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LAUNCHES = "triton launches"
+"""In `PagedBatch.scratch`: gives launches for (attention, batch, sizes) instead of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """What a launch is compiled for, as far as the map of its tiles depends on it."""
+
+    rows: int  # of a tile, queries times group, padded to a power of two
+    queries: int  # of a tile at most
+    keys: int  # read at once
+    programs: int  # items wanted
+    warps: int
+    stages: int  # loads under way at once
+
+
+@dataclass(slots=True, eq=False)
+class Launch:
+    """One launch over some rows of a step, and the places of its partial results."""
+
+    shape: TileShape
+    items: torch.Tensor  # [N, 10] int32
+    part_out: torch.Tensor  # [parts, Hkv, rows, Dv] fp32
+    part_lse: torch.Tensor  # [parts, Hkv, rows] fp32
+    arrived: torch.Tensor  # [parts, Hkv] int32, zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one layer's attention."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    window: int | None
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+class TritonAttention:
+    """`PagedAttention` in float32, float16 or bfloat16, accumulated in float32.
+
+    Pages may be of another of these types, and of fp8 (e4m3) on a GPU that converts it.
+
+    Decoding rows and prefill chunks go in a launch each, made of tiles of queries with all heads of
+    a group; parts of long rows are merged within it. What a step's launches look like is
+    worked out once and shared by all layers that are alike (`PagedBatch.scratch`).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        converts = not on_gpu or torch.cuda.get_device_capability(device) >= (8, 9)
+        self.page_types = (*DTYPES, torch.float8_e4m3fn) if converts else DTYPES
+        self.cores = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attends as `PagedAttention` says."""
+        assert k_pages.is_contiguous() and v_pages.is_contiguous()
+        assert k_pages.dtype == v_pages.dtype and k_pages.dtype in self.page_types
+        if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
+            query = query.contiguous()
+        tokens, heads, key_dim = query.shape
+        kv_heads, value_dim = v_pages.shape[2:]
+        sizes = Sizes(heads, kv_heads, key_dim, value_dim, query.dtype, window)
+        out = query.new_empty(tokens, heads, value_dim)
+        for launch in self._launches(batch, sizes):
+            shape = launch.shape
+            attend_tiles[(kv_heads, len(launch.items))](
+                query,
+                k_pages,
+                v_pages,
+                batch.page_tables,
+                launch.items,
+                query if sinks is None else sinks,
+                out,
+                launch.part_out,
+                launch.part_lse,
+                launch.arrived,
+                query.stride(0),
+                batch.page_tables.stride(0),
+                scale,
+                softcap or 0.0,
+                window or 0,
+                KV_HEADS=kv_heads,
+                GROUP=sizes.group,
+                KEY_DIM=key_dim,
+                VALUE_DIM=value_dim,
+                KEY_WIDTH=width(key_dim),
+                VALUE_WIDTH=width(value_dim),
+                PAGE_SIZE=batch.page_size,
+                ROWS=shape.rows,
+                KEYS=shape.keys,
+                WINDOW=window is not None,
+                SOFTCAP=softcap is not None,
+                SINKS=sinks is not None,
+                num_warps=shape.warps,
+                num_stages=shape.stages,
+            )
+        return out
+
+    def decode_shape(self, sizes: Sizes) -> TileShape:
+        """The tiles of rows of one query."""
+        rows = max(DECODE_ROWS, width(sizes.group))
+        keys = 64 if _is_narrow(sizes) else 32
+        programs = self.cores * PROGRAMS_PER_CORE // sizes.kv_heads
+        return TileShape(rows, 1, keys, max(programs, 1), 4, _stages(sizes))
+
+    def prefill_shape(self, sizes: Sizes) -> TileShape:
+        """The tiles of prompt chunks."""
+        rows = max(128 if _is_narrow(sizes) else 64, width(sizes.group))
+        keys = 64 if _is_narrow(sizes) else 32
+        programs = self.cores * 2 // sizes.kv_heads
+        warps = 8 if rows >= 128 else 4
+        return TileShape(rows, rows // sizes.group, keys, max(programs, 1), warps, _stages(sizes))
+
+    def tile_map(self, shape: TileShape, sizes: Sizes, batch: PagedBatch, rows: slice) -> TileMap:
+        """The work of a launch over some of the step's rows."""
+        starts, lengths = np.asarray(batch.query_start_cpu), np.asarray(batch.kv_len_cpu)
+        return make_tile_map(
+            starts[rows.start : rows.stop + 1],
+            lengths[rows],
+            first_row=rows.start,
+            tile_queries=shape.queries,
+            key_block=shape.keys,
+            programs=shape.programs,
+            window=sizes.window,
+        )
+
+    def _launches(self, batch: PagedBatch, sizes: Sizes) -> list[Launch]:
+        if LAUNCHES in batch.scratch:  # somebody keeps them from step to step
+            kept: list[Launch] = batch.scratch[LAUNCHES](self, batch, sizes)
+            return kept
+        if sizes not in batch.scratch:
+            parts = [
+                (self.decode_shape(sizes), slice(0, batch.decoding)),
+                (self.prefill_shape(sizes), slice(batch.decoding, batch.rows)),
+            ]
+            batch.scratch[sizes] = [
+                make_launch(
+                    shape, sizes, self.tile_map(shape, sizes, batch, rows), batch.kv_len.device
+                )
+                for shape, rows in parts
+                if rows.start < rows.stop
+            ]
+        launches: list[Launch] = batch.scratch[sizes]
+        return launches
+
+
+def make_launch(shape: TileShape, sizes: Sizes, tile_map: TileMap, device: torch.device) -> Launch:
+    """The launch of a map, with room for its partial results."""
+    places = (tile_map.parts, sizes.kv_heads, shape.rows)
+    counters = torch.zeros if tile_map.parts else torch.empty  # of none, nothing to launch either
+    return Launch(
+        shape,
+        to_device(tile_map.items, device),
+        torch.empty(*places, sizes.value_dim, dtype=torch.float32, device=device),
+        torch.empty(places, dtype=torch.float32, device=device),
+        counters(places[:2], dtype=torch.int32, device=device),
+    )
+
+
+def width(size: int) -> int:
+    """Up to a power of two that a tensor core can multiply."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _is_narrow(sizes: Sizes) -> bool:
+    """Whether large tiles fit into a multiprocessor's registers and shared memory."""
+    return max(sizes.key_dim, sizes.value_dim) <= 128 and sizes.dtype != torch.float32
+
+
+def _stages(sizes: Sizes) -> int:
+    return 3 if max(sizes.key_dim, sizes.value_dim) * sizes.dtype.itemsize <= 512 else 2

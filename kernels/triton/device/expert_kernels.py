@@ -1,0 +1,164 @@
+"""A mixture of experts as two grouped matrix products: rows are sorted by expert on the device."""
+
+import triton
+import triton.language as tl
+
+from rayfin.kernels.triton.device.activation import activated
+
+
+@triton.jit(do_not_specialize=["assignments", "most_tiles"])
+def map_tiles(
+    chosen,  # [A] int64, the expert of each assignment; one that does not exist counts for nothing
+    order,  # [A] int32, written: assignments, those of an expert side by side, else as they were
+    tiles,  # [N, 3] int32, written: expert (-1: none), first place in ``order``, assignments
+    assignments,
+    most_tiles,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,  # a power of two over EXPERTS
+    ROWS: tl.constexpr,  # of a tile
+    BLOCK: tl.constexpr,  # assignments read at once
+):
+    """Program (expert): counts all experts' assignments, then puts its own in order (MegaBlocks).
+
+    Every program counts for itself, so that none waits for another, and nothing is atomic.
+    """
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    i = tl.arange(0, BLOCK)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, assignments, BLOCK):
+        known = start + i < assignments
+        own = tl.load(chosen + start + i, mask=known, other=EXPERTS)
+        exists = (own >= 0) & (own < EXPERTS)
+        counts += tl.histogram(tl.where(exists, own, EXPERTS).to(tl.int32), BINS)
+    counts = tl.where(bins < EXPERTS, counts, 0)
+    filled = (counts + ROWS - 1) // ROWS
+    place = tl.sum(tl.where(bins < expert, counts, 0))
+    count = tl.sum(tl.where(bins == expert, counts, 0))
+    tile = tl.sum(tl.where(bins < expert, filled, 0))
+
+    for done in range(0, count, ROWS):
+        target = tiles + (tile + done // ROWS) * 3
+        tl.store(target, expert)
+        tl.store(target + 1, place + done)
+        tl.store(target + 2, tl.minimum(count - done, ROWS))
+    if expert == 0:
+        for first in range(tl.sum(filled), most_tiles, BLOCK):
+            tl.store(tiles + (first + i) * 3, -1, mask=first + i < most_tiles)
+
+    for start in range(0, assignments, BLOCK):
+        known = start + i < assignments
+        own = tl.load(chosen + start + i, mask=known, other=-1) == expert
+        rank = tl.cumsum(own.to(tl.int32), 0)
+        tl.store(order + place + rank - 1, start + i, mask=own)
+        place += tl.sum(own.to(tl.int32))
+
+
+@triton.jit
+def assignments_of(tile, order, ROWS: tl.constexpr):
+    """A tile's assignments [ROWS] int64, and which of them there are."""
+    m = tl.arange(0, ROWS)
+    valid = m < tl.load(tile + 2)
+    return tl.load(order + tl.load(tile + 1) + m, mask=valid, other=0).to(tl.int64), valid
+
+
+@triton.jit
+def gate_up_tiles(
+    x,  # [T, H]
+    weight,  # [E, 2 F, H], gate above up
+    order,  # [A] int32
+    tiles,  # [N, 3] int32
+    inner,  # [A, F], written
+    CHOICES: tl.constexpr,  # assignments of a row
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # of H at once
+):
+    """activation(x gate^T) * (x up^T) of one tile's rows. Program (block of columns, tile)."""
+    tile = tiles + tl.program_id(1) * 3
+    expert = tl.load(tile).to(tl.int64)
+    if expert < 0:
+        return
+    d = tl.arange(0, DEPTH)
+    assignment, valid = assignments_of(tile, order, ROWS)
+    f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = x + (assignment // CHOICES)[:, None] * HIDDEN
+    gates = weight + (expert * 2 * INTERMEDIATE + f)[None, :] * HIDDEN
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, HIDDEN, DEPTH):
+        k = start + d
+        inside = k < HIDDEN
+        a = tl.load(rows + k[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        used = inside[:, None] & (f < INTERMEDIATE)[None, :]
+        b = tl.load(gates + k[:, None], mask=used, other=0.0)
+        c = tl.load(gates + INTERMEDIATE * HIDDEN + k[:, None], mask=used, other=0.0)
+        gate = tl.dot(a, b, gate, input_precision="ieee")
+        up = tl.dot(a, c, up, input_precision="ieee")
+    result = activated(gate, ACTIVATION) * up
+    target = inner + assignment[:, None] * INTERMEDIATE + f[None, :]
+    written = valid[:, None] & (f < INTERMEDIATE)[None, :]
+    tl.store(target, result.to(inner.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def down_tiles(
+    inner,  # [A, F]
+    weight,  # [E, H, F]
+    shares,  # [A], what an assignment is multiplied by
+    order,  # [A] int32
+    tiles,  # [N, 3] int32
+    parts,  # [A, H], written
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # of F at once
+):
+    """share * (inner down^T) of one tile's rows. Program (block of columns, tile)."""
+    tile = tiles + tl.program_id(1) * 3
+    expert = tl.load(tile).to(tl.int64)
+    if expert < 0:
+        return
+    d = tl.arange(0, DEPTH)
+    assignment, valid = assignments_of(tile, order, ROWS)
+    h = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = inner + assignment[:, None] * INTERMEDIATE
+    columns = weight + (expert * HIDDEN + h)[None, :] * INTERMEDIATE
+    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, INTERMEDIATE, DEPTH):
+        k = start + d
+        inside = k < INTERMEDIATE
+        a = tl.load(rows + k[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        used = inside[:, None] & (h < HIDDEN)[None, :]
+        b = tl.load(columns + k[:, None], mask=used, other=0.0)
+        summed = tl.dot(a, b, summed, input_precision="ieee")
+    share = tl.load(shares + assignment, mask=valid, other=0.0).to(tl.float32)
+    target = parts + assignment[:, None] * HIDDEN + h[None, :]
+    written = valid[:, None] & (h < HIDDEN)[None, :]
+    tl.store(target, (summed * share[:, None]).to(parts.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def add_choices(
+    parts,  # [T, K, H]
+    chosen,  # [T, K] int64
+    out,  # [T, H], written
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of a row's choices, in their order. Program (row, block of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in range(CHOICES):
+        place = row * CHOICES + choice
+        expert = tl.load(chosen + place)
+        there = (h < HIDDEN) & (expert >= 0) & (expert < EXPERTS)
+        total += tl.load(parts + place * HIDDEN + h, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * HIDDEN + h, total.to(out.dtype.element_ty), mask=h < HIDDEN)

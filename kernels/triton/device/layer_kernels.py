@@ -1,0 +1,184 @@
+"""What a decoder layer does between its matrix products, one kernel for each gap."""
+
+import triton
+import triton.language as tl
+
+from rayfin.kernels.triton.device.activation import activated
+from rayfin.kernels.triton.device.pages import to_page
+
+
+@triton.jit
+def add_and_norm(
+    x,  # [T, D] what a block gave
+    hidden,  # [T, D] the residual stream, written in place
+    out_weight,  # [D] fp32, any pointer without OUT_NORM
+    weight,  # [D] fp32, any pointer without NORM
+    out,  # [T, D] the next block's input, any pointer without NORM
+    x_stride,
+    eps,
+    residual_scale,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+    OUT_NORM: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """hidden += scale * norm(x), then out = norm(hidden); each of the three may be left out.
+
+    Program (row). Without ADD it norms x.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDTH)
+    inside = d < SIZE
+    value = tl.load(x + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
+    if OUT_NORM:
+        factor = tl.rsqrt(tl.sum(value * value) / SIZE + eps)
+        scaled = value * factor * tl.load(out_weight + d, mask=inside, other=0.0)
+        value = scaled.to(x.dtype.element_ty).to(tl.float32)
+    if ADD:
+        old = tl.load(hidden + row * SIZE + d, mask=inside, other=0.0).to(tl.float32)
+        added = (old + value * residual_scale).to(hidden.dtype.element_ty)
+        tl.store(hidden + row * SIZE + d, added, mask=inside)
+        value = added.to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(value * value) / SIZE + eps)
+        scaled = value * factor * tl.load(weight + d, mask=inside, other=0.0)
+        tl.store(out + row * SIZE + d, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_factor(stream, row, eps, gain, INPUTS: tl.constexpr, INPUT_WIDTH: tl.constexpr):
+    """gain / rms of a row of the residual stream [T, INPUTS]."""
+    k = tl.arange(0, INPUT_WIDTH)
+    values = tl.load(stream + row * INPUTS + k, mask=k < INPUTS, other=0.0).to(tl.float32)
+    return gain * tl.rsqrt(tl.sum(values * values) / INPUTS + eps)
+
+
+@triton.jit
+def turn_and_write(
+    qkv,  # [T, >= H * Dk + Hkv * (Dk + Dv)]: query, key and value heads side by side
+    query_norm,  # [Dk] fp32, any pointer without QUERY_NORM
+    key_norm,  # [Dk] fp32, any pointer without KEY_NORM
+    cosines,  # [positions, HALF] fp32
+    sines,  # [positions, HALF] fp32
+    positions,  # [T] int64
+    slots,  # [T] int64, negative = write nothing
+    query,  # [T, H, Dk], written
+    k_pages,  # [num_pages, page_size, Hkv, Dk], written
+    v_pages,  # [num_pages, page_size, Hkv, Dv], written
+    qkv_stride,
+    eps,
+    stream,  # [T, INPUTS] what qkv is a product of, any pointer without NORM
+    bias,  # [H * Dk + Hkv * (Dk + Dv)], any pointer without BIAS
+    gain,
+    INPUTS: tl.constexpr,
+    INPUT_WIDTH: tl.constexpr,  # up to a power of two
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,  # the larger of both, up to a power of two
+    HALF: tl.constexpr,  # pairs that are turned; what is behind 2 * HALF stays
+    AT_ONCE: tl.constexpr,  # heads of a program
+    QUERY_NORM: tl.constexpr,
+    KEY_NORM: tl.constexpr,
+):
+    """Norm of query and key heads, rotary embedding, and keys and values put into their pages.
+
+    Program (token, some heads). Pair i of a head is (x[i], x[i + HALF]). Before all that, with NORM
+    qkv is multiplied by gain / rms(stream), and with BIAS it gets its bias.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    d = tl.arange(0, WIDTH)
+    is_query = head < HEADS
+    is_value = head >= HEADS + KV_HEADS
+    kv_head = tl.where(is_query, 0, tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS))
+    exists = head < HEADS + 2 * KV_HEADS
+    size = tl.where(is_value, VALUE_DIM, KEY_DIM)
+    start = tl.where(is_value, (HEADS + KV_HEADS) * KEY_DIM + kv_head * VALUE_DIM, head * KEY_DIM)
+    inside = exists[:, None] & (d[None, :] < size[:, None])
+    source = qkv + token * qkv_stride + start[:, None]
+    x = tl.load(source + d[None, :], mask=inside, other=0.0).to(tl.float32)
+
+    turned = d < 2 * HALF
+    other = tl.where(d < HALF, d + HALF, tl.where(turned, d - HALF, d))
+    has_partner = inside & turned[None, :] & (is_value == 0)[:, None]
+    partner = tl.load(source + other[None, :], mask=has_partner, other=0.0).to(tl.float32)
+    if NORM:
+        scale = row_factor(stream, token, eps, gain, INPUTS, INPUT_WIDTH)
+        x, partner = x * scale, partner * scale
+    if BIAS:
+        offsets = bias + start[:, None]
+        x += tl.load(offsets + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        partner += tl.load(offsets + other[None, :], mask=has_partner, other=0.0).to(tl.float32)
+    if QUERY_NORM or KEY_NORM:
+        factor = tl.rsqrt(tl.sum(x * x, 1) / KEY_DIM + eps)[:, None]
+        known = d < KEY_DIM
+        if QUERY_NORM:
+            weight = tl.load(query_norm + d, mask=known, other=0.0)
+            partner_weight = tl.load(query_norm + other, mask=known, other=0.0)
+            x = tl.where(is_query[:, None], x * factor * weight[None, :], x)
+            partner = tl.where(
+                is_query[:, None], partner * factor * partner_weight[None, :], partner
+            )
+        if KEY_NORM:
+            is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+            weight = tl.load(key_norm + d, mask=known, other=0.0)
+            partner_weight = tl.load(key_norm + other, mask=known, other=0.0)
+            x = tl.where(is_key[:, None], x * factor * weight[None, :], x)
+            partner = tl.where(is_key[:, None], partner * factor * partner_weight[None, :], partner)
+
+    position = tl.load(positions + token)
+    pair = tl.where(d < HALF, d, d - HALF)
+    cos = tl.load(cosines + position * HALF + pair, mask=turned, other=1.0)
+    sin = tl.load(sines + position * HALF + pair, mask=turned, other=0.0)
+    sin = tl.where(d < HALF, -sin, sin)
+    rotated = x * cos[None, :] + partner * sin[None, :]
+    x = tl.where(is_value[:, None], x, rotated)
+
+    target = query + (token * HEADS + head[:, None]) * KEY_DIM + d[None, :]
+    tl.store(target, x.to(query.dtype.element_ty), mask=inside & is_query[:, None])
+    slot = tl.load(slots + token)
+    stored = inside & (is_query == 0)[:, None] & (slot >= 0)
+    cell = slot * KV_HEADS + kv_head[:, None]
+    paged = to_page(x, k_pages)
+    tl.store(k_pages + cell * KEY_DIM + d[None, :], paged, mask=stored & (is_value == 0)[:, None])
+    tl.store(v_pages + cell * VALUE_DIM + d[None, :], paged, mask=stored & is_value[:, None])
+
+
+@triton.jit
+def gate(
+    gate_up,  # [T, 2 F]
+    out,  # [T, F]
+    size,
+    eps,
+    stream,  # [T, INPUTS] what gate_up is a product of, any pointer without NORM
+    bias,  # [2 F], any pointer without BIAS
+    gain,
+    INPUTS: tl.constexpr,
+    INPUT_WIDTH: tl.constexpr,  # up to a power of two
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """activation(gate) * up. Program (row, block of columns).
+
+    Before that, with NORM both are multiplied by gain / rms(stream), and with BIAS get their bias.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < size
+    x = tl.load(gate_up + row * 2 * size + d, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + d, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = row_factor(stream, row, eps, gain, INPUTS, INPUT_WIDTH)
+        x, up = x * scale, up * scale
+    if BIAS:
+        x += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias + size + d, mask=inside, other=0.0).to(tl.float32)
+    result = activated(x, ACTIVATION) * up
+    tl.store(out + row * size + d, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,97 @@
+"""Log probabilities without a sort: the likeliest of each block, then the likeliest of those.
+
+The vocabulary is read once, by as many programs as it has blocks. Each leaves its block's likeliest
+tokens, its part of the softmax's sum, and how many of its tokens are likelier than the sampled one.
+"""
+
+import triton
+import triton.language as tl
+
+from rayfin.kernels.triton.device.sample_kernels import order_of, value_of
+
+NO_KEY = tl.constexpr(-(2**63))
+LOW_BITS = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def summarise_blocks(
+    logits,  # [S, V] any float
+    tokens,  # [S] int64
+    asked,  # [S] int32, how many of the likeliest; negative = the row is left alone
+    keys,  # [S, BLOCKS, MOST] int64, written: `asked` of each block, likeliest first
+    highest,  # [S, BLOCKS] fp32, written
+    total,  # [S, BLOCKS] fp32, written: sum of exp(logit - highest)
+    above,  # [S, BLOCKS] int32, written: tokens with a higher logit than the row's
+    stride,
+    vocabulary,
+    blocks,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, block). A key sorts by higher logit, then lower index (`sort_keys`)."""
+    row = tl.program_id(0).to(tl.int64)
+    wanted = tl.load(asked + row)
+    if wanted >= 0:
+        start = logits + row * stride
+        index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = index < vocabulary
+        x = tl.load(start + index, mask=inside, other=float("-inf")).to(tl.float32)
+        token = tl.maximum(tl.load(tokens + row), 0)
+        chosen = tl.load(start + token).to(tl.float32)
+        most = tl.max(x)
+        shift = tl.where(most == float("-inf"), 0.0, most)
+        place = row * blocks + tl.program_id(1)
+        tl.store(highest + place, most)
+        tl.store(total + place, tl.sum(tl.exp(x - shift)))
+        tl.store(above + place, tl.sum((inside & (x > chosen)).to(tl.int32)))
+        key = (order_of(x).to(tl.int64) << 32) | (index.to(tl.int64) ^ LOW_BITS)
+        key = tl.where(inside, key, NO_KEY)
+        for i in range(0, wanted):
+            best = tl.max(key)
+            tl.store(keys + place * MOST + i, best)
+            key = tl.where(key == best, NO_KEY, key)
+
+
+@triton.jit
+def merge_blocks(
+    logits,  # [S, V] any float
+    tokens,  # [S] int64
+    asked,  # [S] int32
+    keys,  # [S, BLOCKS, MOST] int64
+    highest,  # [S, BLOCKS] fp32
+    total,  # [S, BLOCKS] fp32
+    above,  # [S, BLOCKS] int32
+    values,  # [S, 1 + MOST] fp32, written: of the token itself, then of the likeliest
+    numbers,  # [S, 1 + MOST] int32, written: the token's rank, then the likeliest tokens
+    stride,
+    blocks,
+    MOST: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks up to a power of two
+    CANDIDATES: tl.constexpr,  # blocks * MOST up to a power of two
+):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    wanted = tl.load(asked + row)
+    if wanted >= 0:
+        block = tl.arange(0, BLOCKS)
+        known = block < blocks
+        place = row * blocks + block
+        most = tl.load(highest + place, mask=known, other=float("-inf"))
+        sums = tl.load(total + place, mask=known, other=0.0)
+        top = tl.max(most)
+        normaliser = top + tl.log(tl.sum(sums * tl.exp(most - top)))
+        token = tl.maximum(tl.load(tokens + row), 0)
+        chosen = tl.load(logits + row * stride + token).to(tl.float32)
+        target = row * (1 + MOST)
+        tl.store(values + target, chosen - normaliser)
+        rank = tl.sum(tl.load(above + place, mask=known, other=0)) + 1
+        tl.store(numbers + target, rank)
+        candidate = tl.arange(0, CANDIDATES)
+        exists = (candidate < blocks * MOST) & (candidate % MOST < wanted)
+        key = tl.load(keys + row * blocks * MOST + candidate, mask=exists, other=NO_KEY)
+        for i in range(0, wanted):
+            best = tl.max(key)
+            value = value_of((best >> 32).to(tl.int32))
+            tl.store(values + target + 1 + i, value - normaliser)
+            tl.store(numbers + target + 1 + i, ((best & LOW_BITS) ^ LOW_BITS).to(tl.int32))
+            key = tl.where(key == best, NO_KEY, key)

@@ -1,0 +1,120 @@
+"""Matrix products of few rows, with what a decoder layer does before and after them.
+
+A step of few rows reads every weight once and does little with it: what costs beside that are
+launches. So the norm of the rows is taken within the product that reads them, by each program for
+itself, and what comes behind a product is done before its result leaves the program. The norm's
+weights are within the product's: what is left of it is one number for each row, which divides sums
+in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from rayfin.kernels.triton.device.activation import activated
+
+
+@triton.jit
+def rows_part(x, squares, m, k, rows, INPUTS: tl.constexpr, NORM: tl.constexpr):
+    """Inputs k of the rows m; ``squares`` and theirs added."""
+    known = (m < rows)[:, None] & (k < INPUTS)[None, :]
+    a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
+    if NORM:
+        wide = a.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+    return a, squares
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product(
+    x,  # [T, K]
+    weight,  # [N, K]
+    bias,  # [N], any pointer without BIAS
+    out,  # [T, N], written; with ADD the residual stream
+    rows,  # T
+    eps,
+    gain,  # of what is divided by a row's root mean square, with NORM
+    scale,  # of what is added
+    INPUTS: tl.constexpr,  # K
+    OUTPUTS: tl.constexpr,  # N
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # of K at once
+):
+    """y = gain * x / rms(x) W^T + b, and out = y, or out += scale * y.
+
+    Program (block of columns, of rows). A row's root mean square is that of the whole row, known
+    when its last part was multiplied.
+    """
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for start in range(0, INPUTS, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        inside = k < INPUTS
+        a, squares = rows_part(x, squares, m, k, rows, INPUTS, NORM)
+        used = inside[:, None] & (n < OUTPUTS)[None, :]
+        b = tl.load(weight + n[None, :] * INPUTS + k[:, None], mask=used, other=0.0)
+        summed = tl.dot(a, b, summed, input_precision="ieee")
+    if NORM:
+        summed = summed * (gain * tl.rsqrt(squares / INPUTS + eps))[:, None]
+    if BIAS:
+        summed += tl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    written = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
+    target = out + m[:, None] * OUTPUTS + n[None, :]
+    if ADD:
+        summed = tl.load(target, mask=written, other=0.0).to(tl.float32) + summed * scale
+    tl.store(target, summed.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_product(
+    x,  # [T, K]
+    weight,  # [2 F, K], gate above up
+    bias,  # [2 F], any pointer without BIAS
+    out,  # [T, F], written
+    rows,  # T
+    eps,
+    gain,  # of what is divided by a row's root mean square, with NORM
+    INPUTS: tl.constexpr,  # K
+    OUTPUTS: tl.constexpr,  # F
+    ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # of K at once
+):
+    """activation(gate) * up of gain * x / rms(x) [gate | up]^T + b.
+
+    Program (block of columns, of rows).
+    """
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for start in range(0, INPUTS, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        inside = k < INPUTS
+        a, squares = rows_part(x, squares, m, k, rows, INPUTS, NORM)
+        used = inside[:, None] & (n < OUTPUTS)[None, :]
+        gates = weight + n[None, :] * INPUTS + k[:, None]
+        b = tl.load(gates, mask=used, other=0.0)
+        c = tl.load(gates + OUTPUTS * INPUTS, mask=used, other=0.0)
+        gate = tl.dot(a, b, gate, input_precision="ieee")
+        up = tl.dot(a, c, up, input_precision="ieee")
+    if NORM:
+        factor = (gain * tl.rsqrt(squares / INPUTS + eps))[:, None]
+        gate, up = gate * factor, up * factor
+    if BIAS:
+        exists = n < OUTPUTS
+        gate += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + OUTPUTS + n, mask=exists, other=0.0).to(tl.float32)[None, :]
+    result = activated(gate, ACTIVATION) * up
+    written = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
+    target = out + m[:, None] * OUTPUTS + n[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=written)

@@ -1,0 +1,22 @@
+"""Niceness, seen from a process of its own: a process cannot take its own back."""
+
+import os
+import subprocess
+import sys
+
+from rayfin.actors.processes.environment import BEHIND_RUNNERS
+
+SCRIPT = """
+import os
+from rayfin.actors.processes.environment import step_behind_runners
+before = os.nice(0)
+step_behind_runners()
+print(os.nice(0) - before)
+"""
+
+
+def test_a_process_steps_back() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
+    assert int(told.stdout) == min(BEHIND_RUNNERS, 19 - os.nice(0))

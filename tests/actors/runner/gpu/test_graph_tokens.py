@@ -1,0 +1,41 @@
+"""Tokens on their way from the device, with copies that are made as late as they may be."""
+
+import pytest
+import torch
+
+from rayfin.actors.runner.gpu.graph_tokens import LeaseTokens
+
+
+class LateCopies:
+    """A side stream of which nothing is seen before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.begun.append((target, source))
+
+    def wait(self) -> None:
+        for target, source in self.begun:
+            target.copy_(source)
+        self.begun.clear()
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_every_step_keeps_its_tokens(aside: bool) -> None:
+    """Though all steps sample into one tensor, and copies are late; of two leases in turn."""
+    side = LateCopies() if aside else None
+    tokens = LeaseTokens(3, 4, torch.device("cpu"), side)  # type: ignore[arg-type]
+    assert len(tokens) == 3
+    sampled = torch.empty(4, dtype=torch.int64)
+    taken = []
+    for lease, bucket in ((3, 4), (2, 2)):
+        for step in range(lease):
+            sampled.copy_(torch.arange(4) + 10 * step + 100 * lease)
+            tokens.keep(step, sampled[:bucket])
+            assert side is None or len(side.begun) == step + 1
+        taken.append(tokens.take(lease, bucket - 1))
+        assert side is None or not side.begun
+    assert [array.dtype for array in taken] == ["int32", "int32"]
+    assert taken[0].tolist() == [[300, 301, 302], [310, 311, 312], [320, 321, 322]]
+    assert taken[1].tolist() == [[200], [210]]

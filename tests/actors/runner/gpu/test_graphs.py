@@ -1,0 +1,168 @@
+"""Decode leases on the device: buckets, how far a row goes, and the tokens of an eager engine.
+
+On a CPU the steps are not recorded and run in Triton's interpreter; all else is the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
+from rayfin.actors.runner import model_runner
+from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.scheduler.policy import multi_step as lease
+from rayfin.kernels.attention import select as attention_select
+from rayfin.kernels.sampling import select as sampling_select
+
+pytest.importorskip("triton")
+from rayfin.actors.runner.gpu.decode_state import bucket_of, bucket_sizes, steps_of
+from rayfin.actors.runner.gpu.graphs import DecodeGraphs
+
+Make = Callable[..., Any]
+ON_GPU = torch.cuda.is_available()
+
+
+def test_buckets() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(6) == [1, 2, 4, 6]
+    sizes = bucket_sizes(1000)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 512
+    assert [bucket_of(rows, sizes) for rows in (1, 3, 33, 512, 513)] == [1, 4, 48, 512, None]
+
+
+def decode_info(kv_len: list[int], lease: int) -> SchedulerInfo:
+    rows = np.arange(len(kv_len), dtype=np.int32)
+    return SchedulerInfo(
+        epoch=0,
+        step=0,
+        ids=rows,
+        chunk_idx=rows,
+        chunk_len=np.ones_like(rows),
+        merge_prompt=np.full_like(rows, -1),
+        kv_len=np.array(kv_len, np.int32),
+        kv_page_len=np.full_like(rows, 3),
+        last_pos=np.zeros_like(rows),
+        is_decoding=np.ones(len(rows), np.bool_),
+        decoding_batch=len(rows),
+        prefill_batch=0,
+        new_pages=np.arange(3 * len(rows), dtype=np.int32),
+        new_pages_len=np.full_like(rows, 3),
+        lease=lease,
+    )
+
+
+def test_steps_end_at_the_cap_and_within_the_pages() -> None:
+    """As many as `goes_on` lets through when nobody meets a stop token."""
+    info = decode_info([4, 4, 4, 11], lease=6)
+    info.new_requests = [
+        NewRequest(handle, Sampling(), cap=cap) for handle, cap in enumerate((100, 8, 5, 100))
+    ]
+    slots = RequestSlots(4, 8)
+    slots.apply(info)
+    steps = steps_of(info, slots, page_size=4)
+    assert steps.tolist() == [6, 3, 1, 1]
+    for row, taken in enumerate(steps[:3].tolist()):
+        for step in range(taken - 1):
+            one = decode_info([int(info.kv_len[row]) + step], lease=1)
+            one.ids = np.array([row], np.int32)
+            assert slots.goes_on(one, np.array([7], np.int32)).all()
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's path, whatever the device."""
+    for module in (model_runner, attention_select, sampling_select):
+        monkeypatch.setattr(module, "can_use_triton", lambda device: True)
+    monkeypatch.setattr(lease, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
+
+
+@pytest.fixture
+def run_both(
+    tiny_model: Make,
+    served: Make,
+    request_of: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    on_triton: None,
+) -> Callable[..., tuple[Any, Any, list[int]]]:
+    """(engine step by step with torch, engine with leases on Triton, these leases' lengths), after
+    requests of the samplings given, with the same tokens from both; ``eager`` of one more on Triton
+    that records nothing.
+    """
+
+    def run(*samplings: Sampling, eager: bool = False) -> tuple[Any, Any, list[int]]:
+        calls: list[int] = []
+        run_lease = DecodeGraphs.run
+
+        def counted(self: DecodeGraphs, info: SchedulerInfo, rules: Any) -> Any:
+            calls.append(info.lease)
+            engine._rows = []  # what it records is of steps that Python sees
+            return run_lease(self, info, rules)
+
+        monkeypatch.setattr(DecodeGraphs, "run", counted)
+        engines, tokens = [], []
+        for attention, enforce_eager in [("torch", False), ("triton", True), ("triton", False)]:
+            if enforce_eager and not eager:
+                continue
+            engine = served(
+                tiny_model("qwen3").folder,
+                attention=attention,
+                enforce_eager=enforce_eager,
+                max_lease=4,
+                max_decoding_batch=2,
+                device="cuda" if ON_GPU else "cpu",
+            )
+            requests = [
+                request_of(key, list(range(3, 3 + length)), 3 + 3 * key, sampling=samplings[key])
+                for key, length in enumerate((5, 2))
+            ]
+            tokens.append(engine.run(*requests))
+            engines.append(engine)
+            assert (attention == "triton" and not enforce_eager) or not calls
+        for engine, given in zip(engines, tokens, strict=True):
+            assert given == tokens[0] and engine.errors == engines[0].errors
+        return engines[0], engines[-1], calls
+
+    return run
+
+
+def test_the_tokens_of_an_eager_engine(run_both: Make) -> None:
+    """Rows of other lengths, greedy and seeded; one ends within a lease. Asleep it keeps none."""
+    samplings = Sampling(), Sampling(temperature=1.2, top_p=0.9, seed=5)
+    _, leased, calls = run_both(*samplings, eager=True)
+    assert max(calls) == 4
+    runner = leased.runner
+    assert runner._graphs is not None
+    runner.sleep()
+    assert runner._graphs is None
+
+
+RICH = Sampling(
+    temperature=0.7,
+    seed=3,
+    presence_penalty=0.4,
+    frequency_penalty=1.5,
+    repetition_penalty=1.4,
+    logit_bias=((3, 5.0), (7, -100.0), (9, 2.0)),
+    allowed=tuple(range(2, 60)),
+    bad_words=((4,),),
+    banned=(8, 3),
+    banned_until=6,
+    logprobs=3,
+)
+
+
+def test_rules_and_log_probabilities_stay_on_the_device(run_both: Make) -> None:
+    """Counted on the device within a lease, and on the host for the next one."""
+    samplings = (Sampling(repetition_penalty=1.8, frequency_penalty=0.5, logprobs=0), RICH)
+    eager, leased, calls = run_both(*samplings)
+    assert sum(calls) >= 5 and max(calls) == 4  # all of the second row's but its first
+    for key, sampling in enumerate(samplings):
+        assert len(leased.logprobs[key]) == len(eager.logprobs[key]) > 0
+        for wanted, given in zip(eager.logprobs[key], leased.logprobs[key], strict=True):
+            count = sampling.logprobs
+            assert abs(given[0] - wanted[0]) < 1e-4 and given[1] == wanted[1]
+            assert given[2][:count] == wanted[2][:count]
+            assert np.allclose(given[3][:count], wanted[3][:count], atol=1e-4)

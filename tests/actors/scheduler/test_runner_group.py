@@ -1,0 +1,117 @@
+"""Steps whose calls are lost on their way, with Ray played by a list of what it says."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import Fenced, GroupFailed, StepMissing
+from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.scheduler import runner_group as group
+
+LOST = ActorUnavailableError("The actor is temporarily unavailable", None)
+GAP = RayTaskError("execute", "", StepMissing("step 1 has come, and 0 has not"))
+ANSWER = StepResult(0, 0, np.zeros((1, 1), np.int32), seconds=0.01)
+
+
+class FakeRunner:
+    """Counts calls, and is its own method; a ref is the number of its call."""
+
+    def __init__(self) -> None:
+        self.sent: list[SchedulerInfo] = []
+        self.execute = self
+
+    def remote(self, info: SchedulerInfo) -> int:
+        self.sent.append(info)
+        return len(self.sent) - 1
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function: what Ray says to one call after another -> the pending step and its runner."""
+
+    def make(says: list[Any]) -> tuple[Any, FakeRunner]:
+        def get(refs: list[int], timeout: float | None = None) -> Any:
+            said = [says[min(ref, len(says) - 1)] for ref in refs]
+            for answer in said:
+                if isinstance(answer, Exception):
+                    raise answer
+            return said
+
+        monkeypatch.setattr(group.ray, "get", get)
+        own, runner = group.RunnerGroup(EngineArgs(), "e"), FakeRunner()
+        own._runners = [runner]
+        ones, none = np.ones(1, np.int32), np.zeros(0, np.int32)
+        info = SchedulerInfo(
+            epoch=0,
+            step=0,
+            ids=ones,
+            chunk_idx=ones,
+            chunk_len=ones,
+            merge_prompt=ones,
+            kv_len=ones,
+            kv_page_len=ones,
+            last_pos=ones,
+            is_decoding=np.ones(1, np.bool_),
+            decoding_batch=1,
+            prefill_batch=0,
+            new_pages=none,
+            new_pages_len=none,
+        )
+        return own.submit(info), runner
+
+    return make
+
+
+def test_a_lost_call_is_made_again(step: Any) -> None:
+    pending, runner = step([LOST, GAP, LOST, ANSWER])
+    assert pending.result() is ANSWER
+    assert len(runner.sent) == 4
+    assert all(info is runner.sent[0] for info in runner.sent)  # the very same step
+
+
+def test_a_runner_that_nothing_reaches_is_given_up(
+    step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "RESEND_SECONDS", 0.0)
+    pending, runner = step([LOST])
+    with pytest.raises(GroupFailed, match="unavailable"):
+        pending.result()
+    assert len(runner.sent) <= 2
+
+
+@pytest.mark.parametrize(
+    "said, kind, by_step",
+    [
+        (ActorDiedError(), GroupFailed, False),
+        (RayTaskError("execute", "", ValueError("a bug")), GroupFailed, True),
+        (RayTaskError("execute", "", Fenced("a later scheduler's")), Fenced, None),
+    ],
+    ids=["dead", "a step that raises", "fenced"],
+)
+def test_what_is_known_to_be_over_is_not_sent_again(
+    said: Exception, kind: type, by_step: bool | None, step: Any
+) -> None:
+    pending, runner = step([said])
+    with pytest.raises(kind) as caught:
+        pending.result()
+    assert len(runner.sent) == 1
+    assert getattr(caught.value, "by_step", None) is by_step
+    assert not isinstance(caught.value, group.CallLost)
+
+
+def test_a_call_to_several_ranks_is_not_sent_again(step: Any) -> None:
+    pending, runner = step([LOST, ANSWER])
+    pending.refs = [1, 0]  # one has it, and may wait in a later step for the other one
+    with pytest.raises(group.CallLost):
+        pending.result()
+    assert len(runner.sent) == 1
+
+
+def test_a_lost_ping_is_no_death(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending, _ = step([LOST, ActorDiedError()])
+    monkeypatch.setattr(group.ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    assert pending.group.alive([0]) is True
+    assert pending.group.alive([1]) is False

@@ -1,0 +1,131 @@
+"""What the store keeps and what it lets go."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from rayfin.actors.errors import InvalidRequest, NotFound, Overloaded
+from rayfin.deployments.api.responses.items import input_items
+from rayfin.deployments.api.responses.replies import Response
+from rayfin.deployments.api.responses.state import OVERHEAD, ResponseState
+from rayfin.deployments.api.responses.store import ResponseStore
+
+WANTED: dict[str, Any] = {
+    "created_at": 0,
+    "status": "in_progress",
+    "model": "tiny",
+    "background": False,
+    "store": True,
+    "parallel_tool_calls": True,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "tool_choice": "auto",
+    "truncation": "disabled",
+    "metadata": {},
+}
+ABSENT = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "user"),
+)
+
+
+def response(name: str, tenant: str = "", text: str = "hello", done: bool = True) -> ResponseState:
+    created = Response(id=name, **WANTED, **dict.fromkeys(ABSENT))
+    state = ResponseState(created, tenant, [], input_items(text), 3)
+    if done:
+        state.finish("completed")
+    return state
+
+
+def held(store: ResponseStore, *names: str) -> list[str]:
+    """Which of the names are there, by tenants that are their first letter."""
+    found = []
+    for name in names:
+        try:
+            found.append(store.get(name, name[0]).id)
+        except NotFound:
+            continue
+    return found
+
+
+def test_a_tenant_sees_its_own() -> None:
+    store = ResponseStore()
+    store.add(response("a1", "a"))
+    assert store.get("a1", "a").id == "a1"
+    for name, tenant in (("a1", "b"), ("a1", ""), ("a2", "a")):
+        with pytest.raises(NotFound):
+            store.get(name, tenant)
+    store.remove(store.get("a1", "a"))
+    assert held(store, "a1") == [] and len(store) == 0
+
+
+def test_the_largest_tenants_oldest_goes_first() -> None:
+    store = ResponseStore(max_responses=4)
+    for name in ("b1", "a1", "a2", "a3", "a4"):
+        store.add(response(name, name[0]))
+    assert held(store, "b1", "a1", "a2", "a3", "a4") == ["b1", "a2", "a3", "a4"]
+    store.add(response("b2", "b"))
+    assert held(store, "b1", "a2", "a3", "a4", "b2") == ["b1", "a3", "a4", "b2"]
+
+
+def test_what_still_runs_stays() -> None:
+    store = ResponseStore(max_responses=2)
+    running = [response(f"a{i}", "a", done=False) for i in range(2)]
+    for state in running:
+        store.add(state)
+    with pytest.raises(Overloaded):
+        store.add(response("a9", "a"))
+    running[1].finish("completed")
+    store.settle(running[1])
+    store.add(response("a9", "a"))
+    assert held(store, "a0", "a1", "a9") == ["a0", "a9"]
+
+
+def test_bytes_are_bounded() -> None:
+    """By what goes in, and by what a response has become at its end."""
+    text = "x" * 10_000
+    size = 2 * OVERHEAD + sys.getsizeof(text) + sys.getsizeof("")
+    store = ResponseStore(max_bytes=2 * size)
+    for name in ("a1", "a2", "a3"):
+        store.add(response(name, "a", text))
+    assert held(store, "a1", "a2", "a3") == ["a2", "a3"]
+    growing = response("b1", "b", done=False)
+    store.add(growing)
+    assert held(store, "a2", "a3", "b1") == ["a3", "b1"]
+    growing.take(text, 5, 0)
+    growing.finish("completed")
+    store.settle(growing)
+    assert held(store, "a3", "b1") == ["a3"]  # what grew is the larger one
+    with pytest.raises(InvalidRequest):
+        store.add(response("a4", "a", text * 4))
+    assert held(store, "a3") == ["a3"]
+
+
+def test_old_ones_go_when_they_have_ended() -> None:
+    now = 0.0
+    store = ResponseStore(max_age=10, clock=lambda: now)
+    running = response("a2", "a", done=False)
+    for state in (response("a1", "a"), running):
+        store.add(state)
+    now = 9.0
+    store.add(response("a3", "a"))
+    assert held(store, "a1", "a2", "a3") == ["a1", "a2", "a3"]
+    now = 10.0
+    assert held(store, "a1", "a2", "a3") == ["a2", "a3"]
+    running.finish("failed")
+    assert held(store, "a2", "a3") == ["a3"]
+
+
+def test_the_books_are_empty_when_the_store_is() -> None:
+    store = ResponseStore()
+    states = [response(f"{tenant}{i}", tenant) for tenant in "abc" for i in range(3)]
+    for state in states:
+        store.add(state)
+        store.settle(state)
+    for state in states:
+        store.remove(state)
+        store.remove(state)  # twice does nothing
+        store.settle(state)
+    books = store._states
+    assert (books._items, books._sizes, books._births, books._bytes) == ({}, {}, {}, {})

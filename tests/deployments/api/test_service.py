@@ -1,0 +1,158 @@
+"""Several models behind one address: fake engines behind the real HTTP layer."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.actors.metrics.ledger import Ledger
+from rayfin.actors.metrics.render import render
+from rayfin.deployments.api.app import build_api
+from rayfin.deployments.client.engine_client import EngineReport
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.http.keys import ApiKeys
+from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+
+pytestmark = pytest.mark.anyio
+MESSAGES = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 3},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 3},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 3},
+    "/tokenize": {"prompt": "hello"},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+}
+GENERATING = 4  # of them
+
+
+@pytest.fixture
+def second(service: OpenAIService, engine: Any, tokenizer: Any) -> OpenAIService:
+    """A model with a longer context, which says what the first says from its second token on."""
+    other = type(engine)(tokenizer)
+    other.reply = other.reply[1:]
+    return replace(
+        service,
+        client=other,
+        model_names=["large"],
+        max_model_len=1000,
+        counts=IngressCounts(),
+    )
+
+
+@pytest.fixture
+async def both(
+    service: OpenAIService, second: OpenAIService, anyio_backend: str
+) -> AsyncIterator[httpx.AsyncClient]:
+    service.edge.admin_keys = ApiKeys.load(["operator"])
+    transport = httpx.ASGITransport(build_api(service, second), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as client:
+        yield client
+
+
+async def test_all_are_listed(both: httpx.AsyncClient) -> None:
+    cards = (await both.get("/v1/models")).json()["data"]
+    assert [(card["id"], card["root"], card["max_model_len"]) for card in cards] == [
+        ("org/tiny", "org/tiny", 128),
+        ("tiny", "org/tiny", 128),
+        ("large", "large", 1000),
+    ]
+    assert (await both.get("/v1/models/large")).json()["max_model_len"] == 1000
+    assert (await both.get("/v1/models/huge")).status_code == 404
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_model_of_a_request_is_asked(
+    both: httpx.AsyncClient, service: OpenAIService, second: OpenAIService, path: str
+) -> None:
+    engines: list[Any] = [service.client, second.client]
+    for name, seen in (("large", [0, 1]), ("tiny", [1, 1]), (None, [2, 1])):
+        answer = await both.post(path, json=BODIES[path] | ({"model": name} if name else {}))
+        assert answer.status_code == 200, answer.text
+        if path in list(BODIES)[:GENERATING]:
+            assert [len(engine.seen) for engine in engines] == seen
+            assert answer.json()["model"] == (name or "org/tiny")
+    unknown = await both.post(path, json=BODIES[path] | {"model": "huge"})
+    assert unknown.status_code == 404 and "huge" in unknown.text
+
+
+async def test_a_model_has_its_own_limits(both: httpx.AsyncClient) -> None:
+    long = {"prompt": [5] * 200, "max_tokens": 2}
+    assert (await both.post("/v1/completions", json=long | {"model": "tiny"})).status_code == 400
+    assert (await both.post("/v1/completions", json=long | {"model": "large"})).status_code == 400
+    tokens = await both.post("/tokenize", json={"prompt": "a", "model": "large"})
+    assert tokens.json()["max_model_len"] == 1000
+
+
+async def test_one_models_engines_are_no_matter_of_the_other(
+    both: httpx.AsyncClient, second: OpenAIService
+) -> None:
+    gone: Any = second.client
+    gone.refusal = gone.unhealthy = EngineUnavailable("no engine is ready")
+    answers = [
+        await both.post("/v1/completions", json=BODIES["/v1/completions"] | {"model": name})
+        for name in ("large", "tiny")
+    ]
+    assert [answer.status_code for answer in answers] == [503, 200]
+    assert (await both.get("/health")).status_code == 503  # the application is not whole
+
+
+async def test_requests_count_for_their_model(
+    both: httpx.AsyncClient, service: OpenAIService, second: OpenAIService
+) -> None:
+    for name in ("large", "large", "tiny"):
+        await both.post("/v1/completions", json=BODIES["/v1/completions"] | {"model": name})
+    await both.get("/v1/models")
+    completed = [own.counts.answers["/v1/completions", "2xx"] for own in (service, second)]
+    assert completed == [1, 2]
+    assert [own.counts.answers["other", "2xx"] for own in (service, second)] == [1, 0]
+
+
+async def test_metrics_of_all_are_one_text(
+    both: httpx.AsyncClient, service: OpenAIService, second: OpenAIService
+) -> None:
+    for own in (service, second):
+
+        async def metrics(own: OpenAIService = own) -> bytes:
+            ledger = Ledger()
+            ledger.take(own.counts.report(), 0.0)
+            return render(own.model_names[0], "vllm", ledger)
+
+        own.client.metrics = metrics  # type: ignore[method-assign]
+    text = (await both.get("/metrics")).text
+    heads = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(set(heads)) == len(heads)
+    one = {family.name: family for family in text_string_to_metric_families(text)}
+    names = [own.labels["model_name"] for own in one["rayfin_client_disconnects"].samples]
+    assert names == ["org/tiny", "large"]
+    buckets = one["rayfin_time_to_first_token_seconds"].samples
+    assert {own.labels["model_name"] for own in buckets} == {"org/tiny", "large"}
+
+
+async def test_an_operator_names_model_and_engine(
+    both: httpx.AsyncClient, service: OpenAIService, second: OpenAIService
+) -> None:
+    clients: list[Any] = [service.client, second.client]
+    for number, client in enumerate(clients):
+        client.reports = [EngineReport.of("0", f"app/engine-{number}/0", None)]
+    key = {"Authorization": "Bearer operator"}
+    shown = (await both.get("/admin/engines", headers=key)).json()["engines"]
+    assert [(own["model"], own["engine"]) for own in shown] == [("org/tiny", "0"), ("large", "0")]
+    vague = await both.post("/admin/drain?engine=0", headers=key)
+    assert vague.status_code == 400 and vague.json()["error"]["param"] == "model"
+    assert (await both.post("/admin/drain?model=huge", headers=key)).status_code == 404
+    told = (await both.post("/admin/drain?engine=0&model=large", headers=key)).json()["engines"]
+    assert [own["model"] for own in told] == ["large"]
+    assert [len(client.told) for client in clients] == [0, 1]
+    await both.post("/admin/wake", headers=key)
+    assert [len(client.told) for client in clients] == [1, 2]
+
+
+def test_a_name_is_one_models(service: OpenAIService, second: OpenAIService) -> None:
+    second.model_names.append("tiny")
+    with pytest.raises(InvalidConfig, match="'tiny' is used twice"):
+        build_api(service, second)

@@ -1,0 +1,177 @@
+"""The page in a browser: a real conversation, a real click, the pixels of the page map."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import uvicorn
+
+from rayfin.actors.messages import FREE, EngineSnapshot, PagesView
+from rayfin.deployments.api.app import build_api
+from rayfin.deployments.http.keys import ApiKeys
+from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+
+
+@pytest.fixture
+def url(service: Any) -> Iterator[str]:
+    with serving(service) as address:
+        yield address
+
+
+@contextmanager
+def serving(*services: Any) -> Iterator[str]:
+    config = uvicorn.Config(build_api(*services), port=0, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+        assert thread.is_alive()
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/ui"
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """A browser's page; an error of a script or a refused file fails the test."""
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
+        page.set_default_timeout(20_000)
+        yield page
+        browser.close()
+        expected = ("status of 401", "status of 400")  # of the API, told by the browser
+        assert not [text for text in wrong if not any(own in text for own in expected)]
+
+
+def test_a_chat_streams(url: str, page: Any, engine: Any, shown: EngineSnapshot) -> None:
+    engine.shown = [shown]
+    page.goto(url)
+    sync_api.expect(page.locator("#health")).to_have_text("serving")
+    page.fill("#prompt", "hello there")
+    page.press("#prompt", "Enter")
+    sync_api.expect(page.locator(".turn.user")).to_have_text("hello there")
+    sync_api.expect(page.locator(".turn.assistant")).to_contain_text("👩‍👩‍👧 مرحبا")
+    sync_api.expect(page.locator(".turn.assistant small")).to_contain_text("tokens")
+    page.fill("#prompt", "and again")
+    page.click("#send")
+    sync_api.expect(page.locator(".turn.assistant")).to_have_count(2)
+    page.click("#clear")
+    sync_api.expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_an_answer_can_be_stopped(url: str, page: Any, engine: Any, shown: EngineSnapshot) -> None:
+    engine.shown, engine.delay = [shown], 0.2
+    page.goto(url)
+    sync_api.expect(page.locator("#health")).to_have_text("serving")
+    page.fill("#max-tokens", "100")
+    page.fill("#prompt", "hello")
+    page.click("#send")
+    sync_api.expect(page.locator(".turn.assistant")).to_contain_text("Sure")
+    page.click("#stop")
+    sync_api.expect(page.locator("#send")).to_be_visible()
+    sync_api.expect(page.locator(".turn.error")).to_have_count(0)
+
+
+def test_an_error_is_told(url: str, page: Any, engine: Any, shown: EngineSnapshot) -> None:
+    engine.shown = [shown]
+    page.goto(url)
+    sync_api.expect(page.locator("#health")).to_have_text("serving")
+    page.fill("#max-tokens", "99999")
+    page.fill("#prompt", "hello")
+    page.click("#send")
+    sync_api.expect(page.locator(".turn.error")).to_contain_text("max_completion_tokens")
+
+
+def test_the_engine_is_shown(url: str, page: Any, engine: Any, shown: EngineSnapshot) -> None:
+    engine.shown = [shown]
+    page.goto(url)
+    rows = page.locator("#requests tbody tr")
+    sync_api.expect(rows).to_have_count(3)
+    sync_api.expect(rows.nth(1)).to_contain_text("#5")
+    sync_api.expect(rows.nth(2)).to_contain_text("waits 0.8 s")
+    sync_api.expect(page.locator("#pages-text")).to_contain_text("4 held (1 shared), 10 kept")
+    sync_api.expect(page.locator("#batch-text")).to_contain_text("1 decoding, 1 prefilling")
+    colors = page.evaluate(
+        """() => {
+          const canvas = document.getElementById("pages");
+          const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+          const seen = new Set();
+          for (let i = 0; i < data.length; i += 4) seen.add(data.slice(i, i + 4).join());
+          return seen.size;
+        }"""
+    )
+    assert colors >= 6  # free, kept, shared, two requests, the gaps
+    engine.shown = [replace(shown, epoch=1, totals={**shown.totals, "requeued": 2})]
+    sync_api.expect(page.locator("#events li").first).to_contain_text("2 requests replayed")
+    sync_api.expect(page.locator("#events li.bad")).to_contain_text("epoch 1")
+
+
+def test_engines_have_tabs(url: str, page: Any, engine: Any, shown: EngineSnapshot) -> None:
+    other = replace(
+        shown,
+        name="app/engine/two",
+        running=[],
+        waiting=[],
+        num_running=0,
+        pages=PagesView(64, 16, [(FREE, 64)]),
+    )
+    engine.shown = [shown, other]
+    page.goto(url)
+    sync_api.expect(page.locator("#requests tbody tr")).to_have_count(3)
+    page.click("#engines button:nth-child(2)")
+    sync_api.expect(page.locator("#requests tbody tr")).to_have_count(0)
+
+
+def test_every_model_is_shown_and_talked_to(
+    service: Any, page: Any, engine: Any, shown: EngineSnapshot, tokenizer: Any
+) -> None:
+    other = type(engine)(tokenizer)
+    engine.shown = [shown]
+    large = replace(service, client=other, model_names=["large"], counts=IngressCounts())
+    idle = replace(large, client=type(engine)(tokenizer), model_names=["idle"])
+    other.shown = [replace(shown, name="app/engine-large/one", num_waiting=0, waiting=[])]
+    rows = page.locator("#requests tbody tr")
+    with serving(service, large, idle) as url:
+        page.goto(url)
+        sync_api.expect(page.locator("#models option")).to_have_text(["org/tiny", "large", "idle"])
+        sync_api.expect(rows).to_have_count(3)
+        page.select_option("#models", "large")
+        sync_api.expect(rows).to_have_count(2)
+        page.fill("#prompt", "hello")
+        page.press("#prompt", "Enter")
+        sync_api.expect(page.locator(".turn.assistant small")).to_contain_text("tokens")
+        assert len(other.seen) == 1 and not engine.seen
+        page.select_option("#models", "idle")
+        sync_api.expect(rows).to_have_count(0)
+        sync_api.expect(page.locator("#health")).to_have_text("no engine")
+        engine.shown = [replace(shown, epoch=1)]  # what happens to the others is told as well
+        sync_api.expect(page.locator("#events li.bad")).to_contain_text("epoch 1")
+        page.select_option("#models", "org/tiny")
+        sync_api.expect(rows).to_have_count(3)
+        page.goto("about:blank")  # the server ends before the browser here
+
+
+def test_it_asks_for_a_key(
+    service: Any, request: pytest.FixtureRequest, page: Any, engine: Any, shown: EngineSnapshot
+) -> None:
+    engine.shown, service.edge.keys = [shown], ApiKeys.load(["secret"])
+    page.goto(request.getfixturevalue("url"))
+    sync_api.expect(page.locator("#health")).to_have_text("needs a key")
+    page.fill("#key", "secret")
+    page.click("#key-form button")
+    sync_api.expect(page.locator("#health")).to_have_text("serving")
+    sync_api.expect(page.locator("#key-form")).to_be_hidden()
+    page.goto("about:blank")  # the server ends before the browser here

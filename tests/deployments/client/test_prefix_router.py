@@ -1,0 +1,180 @@
+"""Requests go where their prompt's head is cached, unless there is too much to do."""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayfin.actors.messages import EngineRequest, Sampling, StopRules
+from rayfin.cache.page_tables import PageTables
+from rayfin.cache.prefix_index import HashChain
+from rayfin.deployments.client.routing import (
+    CACHED_WEIGHT,
+    RUNNING_TOKENS,
+    Candidate,
+    LeastLoaded,
+    PrefixAware,
+    Router,
+    SentPages,
+)
+
+PAGE = 4
+TWO = [Candidate(name, page_size=PAGE, num_pages=1000) for name in "ab"]
+
+
+def request(prompt: Any, **settings: Any) -> EngineRequest:
+    tokens = np.array(prompt, np.int32)
+    return EngineRequest("r", tokens, Sampling(), StopRules(3), **settings)
+
+
+def loaded(name: str, running: int) -> Candidate:
+    return Candidate(name, running=running, page_size=PAGE, num_pages=1000)
+
+
+def test_prompts_that_begin_alike_stay_together() -> None:
+    router = PrefixAware()
+    heads = [[head] * 9 for head in range(8)]
+    homes = [router.pick(request(head), TWO).name for head in heads]
+    assert homes == ["a", "b"] * 4
+    for turn in range(3):
+        for head, home in zip(heads, homes, strict=True):
+            assert router.pick(request([*head, 100 + turn, turn]), TWO).name == home
+
+
+def test_only_what_the_cache_would_share_counts() -> None:
+    """Full pages, under equal salts."""
+    router = PrefixAware()
+    assert router.pick(request([1] * 8, extra_keys=("salt",)), TWO).name == "a"
+    assert router.pick(request([1] * 8, extra_keys=("other",)), TWO).name == "b"
+    assert router.pick(request([1] * 8, extra_keys=("salt",)), TWO).name == "a"
+    assert router.pick(request([1] * 3), TWO).name == "b"
+    assert router.pick(request([1] * 3), TWO).name == "a"
+
+
+def test_an_engine_with_too_much_to_do_is_left() -> None:
+    router = PrefixAware()
+    prompt = request([1] * 64)
+    assert router.pick(prompt, TWO).name == "a"
+    worth = CACHED_WEIGHT * 64 // RUNNING_TOKENS  # requests
+    assert router.pick(prompt, [loaded("a", worth - 1), loaded("b", 0)]).name == "a"
+    assert router.pick(prompt, [loaded("a", worth + 1), loaded("b", 0)]).name == "b"
+    assert router.pick(prompt, [loaded("a", 1), loaded("b", 0)]).name == "b"  # both have it now
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """As the engine's cache: the least recently used goes, tails before heads."""
+    sent, chains = SentPages(), [[b"%d.%d" % (own, page) for page in range(4)] for own in range(3)]
+    sent.add(chains[0], 10)
+    sent.add(chains[1], 10)
+    sent.add(chains[0], 10)
+    sent.add(chains[2], 10)
+    assert [sent.match(chain) for chain in chains] == [4, 2, 4]
+    router = PrefixAware()
+    small = [Candidate(name, page_size=PAGE, num_pages=10) for name in "ab"]
+    rng = random.Random(0)
+    for _ in range(200):
+        router.pick(request(rng.choices(range(50), k=rng.randrange(60))), small)
+    assert {len(sent) for sent in router._sent.values()} == {10}
+
+
+def test_one_engine_is_not_asked_about() -> None:
+    router = PrefixAware()
+    assert router.pick(request([1] * 100), TWO[:1]).name == "a"
+    assert not router._sent
+
+
+def test_sessions_stay_at_their_engine() -> None:
+    """Whatever they ask, whichever ingress, and however busy it is; as long as it is there."""
+    engines = [Candidate(name, page_size=PAGE, num_pages=100) for name in "abcd"]
+    routers = [PrefixAware(), PrefixAware()]
+    homes = {}
+    for number in range(40):
+        own = [
+            router.pick(request([turn] * 9, session=f"s{number}"), engines).name
+            for router in routers
+            for turn in range(3)
+        ]
+        (homes[number],) = set(own)
+    assert set(homes.values()) == set("abcd")
+    without = [own for own in engines if own.name != "a"]
+    for number, home in homes.items():
+        moved = routers[0].pick(request([1], session=f"s{number}"), without).name
+        assert moved == home or home == "a"
+    other = [routers[0].pick(request([1], session="s1", tenant=f"t{n}"), engines) for n in range(9)]
+    assert len(set(other)) > 1  # tenants choose labels for themselves only
+
+
+class Cache:
+    """An engine's cache, of which requests hold pages for a while."""
+
+    def __init__(self, name: str, num_pages: int, held: int) -> None:
+        self.name, self.num_pages = name, num_pages
+        self.tables = PageTables(held + 1, num_pages, PAGE, prefix_caching=True)
+        self.running: deque[int] = deque()
+        self.free = deque(range(held + 1))
+        self.asked = self.hit = 0
+
+    def candidate(self) -> Candidate:
+        running = len(self.running)
+        return Candidate(self.name, running=running, page_size=PAGE, num_pages=self.num_pages)
+
+    def run(self, source: EngineRequest) -> None:
+        chain = HashChain(PAGE)
+        chain.extend(source.prompt)
+        pages = self.tables.match(chain, source.prompt)
+        self.asked += len(source.prompt)
+        self.hit += PAGE * len(pages)
+        slot = self.free.popleft()
+        self.tables.adopt(slot, pages)
+        while not self.tables.grow(slot, len(source.prompt)):
+            self.end()
+        self.tables.publish(slot, chain, source.prompt)
+        self.running.append(slot)
+
+    def end(self) -> None:
+        slot = self.running.popleft()
+        self.tables.release(slot)
+        self.free.append(slot)
+
+
+class AtRandom:
+    """What a balancer does that knows nothing."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(0)
+
+    def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
+        return self._rng.choice(candidates)
+
+
+def hit_rate(router: Router, caches: list[Cache]) -> float:
+    """Of prompts with 24 heads of 20 pages, some of which are asked for more often."""
+    rng = random.Random(7)
+    by_name = {own.name: own for own in caches}
+    for number in range(1500):
+        head = min(int(rng.expovariate(0.12)), 23)
+        tail = [1000 + number, *rng.choices(range(50), k=rng.randrange(12))]
+        source = request([head] * (20 * PAGE) + tail)
+        by_name[router.pick(source, [own.candidate() for own in caches]).name].run(source)
+        for own in caches:
+            while len(own.running) > 4:
+                own.end()
+            if own.running and rng.random() < 0.5:
+                own.end()
+    return sum(own.hit for own in caches) / sum(own.asked for own in caches)
+
+
+@pytest.mark.parametrize("pages", [360, 600])
+def test_two_engines_find_nearly_what_one_with_all_the_memory_finds(pages: int) -> None:
+    def halves() -> list[Cache]:
+        return [Cache(name, pages // 2, 6) for name in "ab"]
+
+    whole = hit_rate(PrefixAware(), [Cache("a", pages, 12)])
+    routers: list[Router] = [PrefixAware(), LeastLoaded(), AtRandom()]
+    aware, blind, any_ = (hit_rate(router, halves()) for router in routers)
+    print(f"one {whole:.3f}; two: by prefix {aware:.3f}, by load {blind:.3f}, random {any_:.3f}")
+    assert aware >= 0.9 * whole
+    assert max(blind, any_) < aware

@@ -1,0 +1,195 @@
+"""An ingress and its hub: told every so often, missed by nobody, started again where it stood."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from rayfin.actors.metrics.ledger import INGRESSES, Ledger, Report
+from rayfin.deployments.client.metered import ObservedClient
+from rayfin.deployments.telemetry import hub_client as hub_link
+from rayfin.deployments.telemetry.hub_client import MISSES, HubLink
+from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+
+pytestmark = pytest.mark.anyio
+LEFT = ("client_disconnects", ())
+
+
+class Method:
+    def __init__(self, call: Callable[[Report], Awaitable[Any]]) -> None:
+        self.remote = call
+
+
+class Hub:
+    """A MetricsHub without Ray."""
+
+    def __init__(self, known: Ledger) -> None:
+        self.ledger = known.copy()
+        self.dead = self.hung = False
+        self.busy: asyncio.Event | None = None  # scrapes wait for it
+        self.report = Method(self._report)
+        self.scrape = Method(self._scrape)
+
+    async def _report(self, report: Report) -> tuple[Ledger, bytes]:
+        await self._answer(report)
+        return self.ledger.copy(), self._text()
+
+    async def _scrape(self, report: Report) -> bytes:
+        if self.busy is not None:
+            await self.busy.wait()
+        await self._answer(report)
+        return self._text()
+
+    def _text(self) -> bytes:
+        return f"left {self.ledger.totals[INGRESSES].counters[LEFT]:g}".encode()
+
+    async def _answer(self, report: Report) -> None:
+        if self.dead:
+            raise ActorDiedError
+        if self.hung:
+            await asyncio.Event().wait()
+        self.ledger.take(report, 0.0)
+
+
+class Registry:
+    """Starts hubs."""
+
+    def __init__(self) -> None:
+        self.hubs: list[Hub] = []
+        self.killed: list[Hub] = []
+        self.fails = False
+
+    def start(self, known: Ledger) -> Hub:
+        if self.fails:
+            raise ValueError("the registry is away")
+        if not self.hubs or self.hubs[-1].dead:
+            self.hubs.append(Hub(known))
+        return self.hubs[-1]
+
+    def kill(self, hub: Hub) -> None:
+        hub.dead = True
+        self.killed.append(hub)
+
+
+class FakeEngines:
+    """The engines' client, with none."""
+
+    async def stats(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_link, "REPORT_SECONDS", 0.001)
+    monkeypatch.setattr(hub_link, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 20.0)  # what a fake hub says is of now
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def connect(registry: Registry, counts: IngressCounts) -> tuple[HubLink, ObservedClient]:
+    link = HubLink(registry.start, registry.kill, counts.report)
+    engines: Any = FakeEngines()
+    return link, ObservedClient(engines, counts, "m", link)
+
+
+def left(text: bytes) -> float:
+    """The disconnects that are told, by a fake hub or by the ingress itself."""
+    lines = [
+        line for line in text.decode().splitlines() if "left" in line or "disconnects_t" in line
+    ]
+    return float(lines[-1].split()[-1])
+
+
+async def test_no_counter_goes_backwards_when_the_hub_dies() -> None:
+    registry, counts = Registry(), IngressCounts()
+    link, observed = connect(registry, counts)
+    await until(lambda: registry.hubs)
+    other = IngressCounts()
+    other.disconnects = 10  # one that has died meanwhile: only the hub knows
+    registry.hubs[0].ledger.take(other.report(), 0.0)
+    counts.disconnects = 1
+    await until(lambda: link.known.totals and link.known.totals[INGRESSES].counters[LEFT] == 11)
+    assert await observed.metrics() == b"left 11"
+
+    registry.fails = registry.hubs[0].dead = True
+    counts.disconnects = 2
+    for _ in range(3):  # its own words, and what the hub had said
+        text = await observed.metrics()
+        assert text.startswith(b"# HELP rayfin_") and left(text) == 12
+    counts.disconnects = 3
+    assert left(await observed.metrics()) == 13
+
+    registry.fails = False
+    await until(lambda: len(registry.hubs) == 2 and link.known is not None)
+    await until(lambda: link.known.totals[INGRESSES].counters[LEFT] == 13)
+    assert await observed.metrics() == b"left 13"
+    link.close()
+
+
+async def test_a_hub_that_hangs_is_replaced() -> None:
+    registry, counts = Registry(), IngressCounts()
+    link, observed = connect(registry, counts)
+    await until(lambda: link.known.totals)
+    registry.hubs[0].hung = True
+    assert (await observed.metrics()).startswith(b"# HELP rayfin_")
+    await until(lambda: len(registry.hubs) == 2)
+    assert registry.killed == registry.hubs[:1] and MISSES > 1
+    await until(lambda: link._misses == 0 and not registry.hubs[1].dead)
+    assert await observed.metrics() == b"left 0"
+    link.close()
+
+
+async def test_a_scrape_does_not_wait_for_a_busy_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told what the hub said last; what comes late is for the next one."""
+    for name in ("REPORT_SECONDS", "ANSWER_SECONDS", "YOUNG_SECONDS"):
+        monkeypatch.setattr(hub_link, name, 3600.0)
+    registry, counts = Registry(), IngressCounts()
+    link, observed = connect(registry, counts)
+    await until(lambda: link.known.totals)  # its one report
+    hub = registry.hubs[0]
+    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 0.001)
+    hub.busy = asyncio.Event()
+    counts.disconnects = 1
+    assert await observed.metrics() == b"left 0"
+    hub.busy.set()
+    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 20.0)
+    assert await observed.metrics() == b"left 1"
+
+    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 0.001)
+    monkeypatch.setattr(hub_link, "YOUNG_SECONDS", 0.0)  # too old a text is none
+    hub.busy = asyncio.Event()
+    counts.disconnects = 2
+    scrape = asyncio.create_task(observed.metrics())
+    done, _ = await asyncio.wait([scrape], timeout=0.01)
+    assert not done
+    hub.busy.set()
+    assert await scrape == b"left 2"
+    link.close()
+
+
+async def test_an_overtaken_text_is_not_told() -> None:
+    link, _ = connect(Registry(), IngressCounts())
+    link._keep(hub_link._Text(2, 1.0, b"second"))
+    link._keep(hub_link._Text(1, 0.0, b"first"))
+    assert link._text.text == b"second"
+    link.close()
+
+
+async def test_there_are_metrics_before_there_is_a_hub() -> None:
+    registry = Registry()
+    registry.fails = True
+    link, observed = connect(registry, IngressCounts())
+    assert left(await observed.metrics()) == 0
+    link.close()

@@ -1,0 +1,483 @@
+"""Runners without a model: the oracle of the scheduler's tests, of the simulator and fault tests.
+
+The next token is a hash of the whole context, which the fake reads back from its pages: whatever
+goes wrong on the way there (a page lost, shared wrongly, written too late) gives other tokens. It
+follows the steps by their diffs only, and asserts that they say enough and say it right. It uses
+ids just as a model's runner does: it writes all rows before it reads any, and runs leases.
+"""
+
+import pickle
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
+
+import numpy as np
+
+from fake_stream import Mirror, Stream, next_logprobs, next_token, score_prompt, tell
+from rayfin.actors.config import EngineConfig
+from rayfin.actors.errors import GroupFailed, RequestFailed
+from rayfin.actors.messages import (
+    COPY,
+    NO_TOKEN,
+    SAMPLED_LAST_STEP,
+    SWAP_IN,
+    SWAP_OUT,
+    Float32Array,
+    NewRequest,
+    SchedulerInfo,
+    StepResult,
+)
+
+UNWRITTEN = -7  # a slot of a page that nobody has written since it was taken
+JUNK_TOKEN = 0
+JUNK = -9  # what a row leaves in its own pages that goes on after its end
+
+
+@dataclass(slots=True)
+class _FakeStep:
+    executor: "FakeExecutor"
+    info: SchedulerInfo
+    sent: bytes
+    submitted: float  # when
+
+    def result(self) -> StepResult:
+        assert pickle.dumps(self.info) == self.sent, "a step was changed after it was submitted"
+        result = self.executor.run(self.info)
+        self.executor.check_deadlines(self.info, self.submitted)
+        return result
+
+
+class FakeExecutor:
+    """An ``Executor`` on a virtual clock; its knobs are plain attributes.
+
+    Calls are counted over all epochs, from 0. Requests are known by the seed of their sampling,
+    which is therefore different for each in ``streams``.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.epoch = 0
+        self.config = config
+        self.streams: dict[int, Stream] = {}  # by seed: what the runner is not told
+        self.fail_at: set[int] = set()  # calls during which the group dies
+        self.fail_submit_at: set[int] = set()  # calls that find it dead
+        self.fail_restarts = 0  # restarts to come that fail
+        self.stale_at: set[int] = set()  # calls answered with the answer to another
+        self.errors: set[tuple[int, int]] = set()  # (seed, output index) that fail their row
+        self.poison: set[int] = set()  # seeds whose rows kill the group
+        self.poison_raises = False  # it does not die, but says that the step has failed
+        self.deaths: Counter[int] = Counter()  # by seed: deaths of the group by its poison ...
+        self.killed_alone: Counter[int] = Counter()  # ... and for other reasons, while it was alone
+        self.step_seconds = 0.0  # of each step of a call ...
+        self.token_seconds = 0.0  # ... and of each of its tokens
+        self.delays: dict[int, float] = {}  # call -> seconds that its answer takes longer
+        self.clock = 0.0
+        self.log: list[SchedulerInfo] = []
+        self.left: list[int] = []  # seeds of the handles that were forgotten, in order
+        self.entered: list[int] = []  # seeds of new requests, in order
+        self.live: dict[int, Mirror] = {}
+        self.num_submitted = 0
+        self.num_run = 0
+        self._dead = False
+        self._restart()
+
+    def submit(self, info: SchedulerInfo) -> _FakeStep:
+        self.num_submitted += 1
+        if self._dead or self.num_submitted - 1 in self.fail_submit_at:
+            self._dead = True
+            raise GroupFailed("the runner is gone")
+        return _FakeStep(self, info, pickle.dumps(info), self.clock)
+
+    def restart(self) -> None:
+        if self.fail_restarts:
+            self.fail_restarts -= 1
+            raise GroupFailed("the runner died while it started")
+        self.epoch += 1
+        self._restart()
+
+    wake = restart
+
+    def sleep(self) -> None:
+        self.asleep = True
+
+    def run(self, info: SchedulerInfo) -> StepResult:
+        """One call: checks the step, runs it, lets the time pass that it takes."""
+        call = self.num_run
+        self.num_run += 1
+        self.clock += self.delays.get(call, 0.0)
+        if self._dead or call in self.fail_at or self._is_poisoned(info):
+            self._count_death(info)
+            self._dead = True
+            says_so = self.poison_raises and call not in self.fail_at
+            raise GroupFailed("the runner died", by_step=says_so)
+        assert (info.epoch, info.step) == (self.epoch, self._next_step) and not self.asleep
+        self._next_step += 1
+        self.log.append(info)
+        check_form(info)
+        check_limits(info, self.config)
+        self._moved |= self._move_pages(info)
+        self._take_news(info)
+        if call in self.stale_at:
+            self._count_death(info)
+        tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
+        result = StepResult(info.epoch, info.step - (call in self.stale_at), tokens)
+        self._told: list[tuple[int, int, Float32Array]] = []  # (place, token, log probabilities)
+        columns = self._run_rows(info, result)
+        if self._told:
+            asked = (mirror.new.sampling.logprobs or 0 for mirror in self.live.values())
+            result.logprobs = tell(sorted(self._told, key=itemgetter(0)), max(asked))
+        tokens_run = len(info.merge_prompt) + int((tokens[:, 1:] >= 0).sum())
+        result.seconds = columns * self.step_seconds + tokens_run * self.token_seconds
+        self.clock += result.seconds
+        return result
+
+    def _seeds(self, info: SchedulerInfo) -> set[int]:
+        seeds = {handle: mirror.new.sampling.seed for handle, mirror in self.live.items()}
+        seeds |= {new.handle: new.sampling.seed for new in info.new_requests}
+        return {seeds[handle] for handle in info.ids.tolist()}
+
+    def _is_poisoned(self, info: SchedulerInfo) -> bool:
+        return bool(self.poison) and not self.poison.isdisjoint(self._seeds(info))
+
+    def _count_death(self, info: SchedulerInfo) -> None:
+        if self._dead:
+            return
+        seeds = self._seeds(info)
+        self.deaths.update(seeds & self.poison)
+        if len(seeds) == 1:
+            self.killed_alone.update(seeds - self.poison)
+
+    def check_deadlines(self, info: SchedulerInfo, submitted: float) -> None:
+        """I14: no row of the step that just ran was due when it was submitted."""
+        for handle in info.ids.tolist():
+            stream = self.live[handle].stream
+            assert stream is None or submitted < stream.deadline, "it runs after its deadline"
+
+    def _restart(self) -> None:
+        size = (self.config.num_pages, self.config.page_size)
+        self._memory = np.full(size, UNWRITTEN, np.int32)
+        self._host = np.full((self.config.num_host_pages, size[1]), UNWRITTEN, np.int32)
+        self._moved: set[int] = set()  # pages that moves wrote, and no table has taken since
+        self._spoiled: set[int] = set()  # pages that a row which failed was to write
+        self._shared: dict[int, list[Mirror]] = {}  # page -> its holders, where they are several
+        self._dead = self.asleep = False
+        self._next_step = 0
+        self.live.clear()
+
+    def _move_pages(self, info: SchedulerInfo) -> set[int]:
+        """The moves one by one; returns the pages that they wrote.
+
+        A page is read while somebody holds it, or after a move wrote it; one is written that nobody
+        holds any more. What comes back from a host page went there before, and comes back once.
+        """
+        held = {page for mirror in self.live.values() for page in mirror.pages}
+        kept = {
+            page
+            for handle, mirror in self.live.items()
+            if handle not in info.finished
+            for page in mirror.pages
+        }
+        moved: set[int] = set()
+        for kind, source, target in info.moves.tolist():
+            content = (self._host if kind == SWAP_IN else self._memory)[source]
+            spoiled = content[0] == JUNK or (kind != SWAP_IN and source in self._spoiled)
+            assert source >= 0 and (content[0] >= 0 or spoiled), "what is moved holds nothing"
+            if kind != SWAP_OUT:
+                (self._spoiled.add if spoiled else self._spoiled.discard)(target)
+            assert kind == SWAP_IN or source in held | moved, "a page is moved that nobody holds"
+            if kind == SWAP_OUT:
+                assert target >= 0
+                self._host[target] = content
+                continue
+            assert target >= 0 and target not in kept, "a page is moved onto one that is held"
+            self._memory[target] = content
+            moved.add(target)
+            if kind == SWAP_IN:
+                self._host[source] = UNWRITTEN
+        return moved
+
+    def _take_news(self, info: SchedulerInfo) -> None:
+        for handle in info.finished:
+            assert handle in self.live, "forgets an unknown handle"
+            self.left.append(self.live.pop(handle).new.sampling.seed)
+        held_before = {page for mirror in self.live.values() for page in mirror.pages}
+        for new in info.new_requests:
+            self._enter(new)
+        fresh: list[int] = []
+        start = 0
+        for row, handle in enumerate(info.ids.tolist()):
+            end = start + int(info.new_pages_len[row])
+            pages, start = info.new_pages[start:end].tolist(), end
+            mirror = self.live[handle]
+            if mirror.num_tokens < 0:
+                mirror.num_tokens = int(info.kv_len[row])
+                private = self._moved.difference(
+                    fresh
+                )  # others may find what came back for a row above
+                fresh += pages[self._num_shared(info, row, pages, private) :]
+            else:
+                fresh += pages
+            mirror.pages += pages
+        assert all(mirror.num_tokens >= 0 for mirror in self.live.values()), "new, and not in it"
+        assert len(set(fresh)) == len(fresh), "a page is given to two requests"
+        assert not held_before & set(fresh), "a page is given away that is held"
+        assert all(0 <= page < self.config.num_pages for page in fresh)
+        self._memory[[page for page in fresh if page not in self._moved]] = UNWRITTEN
+        self._spoiled.difference_update(page for page in fresh if page not in self._moved)
+        self._moved.difference_update(fresh)
+        self._check_sharing()
+
+    def _enter(self, new: NewRequest) -> None:
+        assert 0 <= new.handle < self.config.limits.max_decoding_batch
+        assert new.handle not in self.live, "a live handle is given away"
+        stream, known = self.streams.get(new.sampling.seed), 0
+        if stream is not None:
+            source = stream.source
+            if source.beams is None:
+                assert new.sampling == source.sampling
+                self._check_history(new, stream)
+            assert new.cap == len(source.prompt) + source.stopping.max_tokens
+            assert new.stop_token_ids == source.stopping.stop_token_ids
+            known = len(source.prompt) + len(stream.tokens)
+        if stream is None or stream.source.beams is None:
+            self.live[new.handle] = Mirror(new, stream, None, known)
+        else:
+            self.live[new.handle] = Mirror(new, None, stream.source, known)
+        self.entered.append(new.sampling.seed)
+
+    def _check_history(self, new: NewRequest, stream: Stream) -> None:
+        if new.sampling.needs_history:
+            prompt, known = (
+                len(stream.source.prompt),
+                len(stream.source.prompt) + len(stream.tokens),
+            )
+            assert new.history is not None and new.prompt_len == prompt
+            assert len(new.history) >= known, "tokens that the client has are not sent back"
+            assert np.array_equal(new.history, stream.truth(len(new.history)))
+        else:
+            assert new.history is None, "a history that nobody needs"
+
+    def _num_shared(self, info: SchedulerInfo, row: int, pages: list[int], moved: set[int]) -> int:
+        """How many of a request's first ``pages`` it found in the cache.
+
+        What its first row says of the tokens there: full pages that were found, then pages that
+        moves have written for it, of which the last may be full in part.
+        """
+        cached, size = int(info.kv_len[row]), self.config.page_size
+        filled = pages[: -(-cached // size)]
+        shared = [page for page in filled if page not in moved]
+        mirror = self.live[int(info.ids[row])]
+        assert not info.is_decoding[row] or mirror.beams is not None
+        assert shared == filled[: len(shared)], "a page that was found follows one that was moved"
+        assert shared != filled or cached % size == 0, "a part of a page is shared"
+        forks = mirror.beams is not None or (
+            mirror.stream is not None and mirror.stream.source.sibling_of is not None
+        )
+        assert not shared or self.config.prefix_caching or forks
+        assert mirror.stream is None or cached < mirror.known, "nothing is left to compute"
+        return len(shared)
+
+    def _check_sharing(self) -> None:
+        """I3: a page is in two tables only if all that it depends on is equal, up to its end."""
+        holders: dict[int, list[Mirror]] = {}
+        for mirror in self.live.values():
+            assert len(set(mirror.pages)) == len(mirror.pages), "a page twice in one table"
+            for page in mirror.pages:
+                holders.setdefault(page, []).append(mirror)
+        self._shared = {page: group for page, group in holders.items() if len(group) > 1}
+        for page, group in self._shared.items():
+            index = group[0].pages.index(page)
+            assert all(mirror.pages.index(page) == index for mirror in group)
+            told = [mirror for mirror in group if mirror.stream is not None]
+            for first, other in pairwise(told):
+                assert first.stream is not None and other.stream is not None
+                assert first.stream.source.extra_keys == other.stream.source.extra_keys
+                end = (index + 1) * self.config.page_size
+                assert np.array_equal(first.stream.truth(end), other.stream.truth(end)), (
+                    f"page {page} is shared by requests that differ"
+                )
+
+    def _run_rows(self, info: SchedulerInfo, result: StepResult) -> int:
+        """All rows, step by step of the lease; returns how many steps it took."""
+        rows: list[int] = []
+        for row in range(len(info.ids)):
+            mirror = self.live[int(info.ids[row])]
+            self._check_pages(info, row, mirror)
+            if mirror.new.sampling.prompt_logprobs is not None and not info.is_decoding[row]:
+                self._score(info, row, mirror, result)
+            if mirror.over_since is None:
+                rows.append(row)
+            else:
+                self._run_on(info, row, mirror, result)
+        chunks = {row: self._resolve(info, row) for row in rows}
+        for column in range(info.lease):
+            mirrors = {row: self.live[int(info.ids[row])] for row in rows}
+            for row in rows:  # all are written before any is read, as a layer of a model does
+                self._write(mirrors[row], chunks[row])
+            for row in rows:
+                self._sample(info, row, column, result)
+            if column + 1 < info.lease:
+                rows = [row for row in rows if self._goes_on(mirrors[row])]
+            chunks = {row: [int(result.tokens[row, column])] for row in rows}
+            if not rows:
+                break
+        return column + 1
+
+    def _check_pages(self, info: SchedulerInfo, row: int, mirror: Mirror) -> None:
+        kv_len, size = int(info.kv_len[row]), self.config.page_size
+        assert info.kv_page_len[row] == len(mirror.pages) <= self.config.max_pages_per_request
+        written = int(info.chunk_len[row])
+        if info.is_decoding[row]:
+            room = mirror.new.cap - kv_len - 1
+            assert room > 0, "decodes past its last token"
+            written = min(info.lease, room)
+        assert len(mirror.pages) * size >= kv_len + written, "pages are missing"
+
+    def _run_on(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
+        """A row that is over, which the scheduler does not know yet: whatever it says is dropped.
+
+        It writes to pages of its own, where nobody may look.
+        """
+        assert mirror.over_since is not None
+        assert self.num_run - mirror.over_since < self.config.steps_in_flight, "it is known"
+        count = min(info.lease, mirror.new.cap - int(info.kv_len[row]) - 1)
+        for position in range(int(info.kv_len[row]), int(info.kv_len[row]) + count):
+            page = mirror.pages[position // self.config.page_size]
+            assert page not in self._shared, "junk in a shared page"
+            self._memory[page, position % self.config.page_size] = JUNK
+        result.tokens[row, :count] = 0
+
+    def _resolve(self, info: SchedulerInfo, row: int) -> list[int]:
+        """The row's tokens; a placeholder only where this runner sampled just that token."""
+        mirror = self.live[int(info.ids[row])]
+        assert info.kv_len[row] == mirror.num_tokens, "it stands elsewhere"
+        chunk: list[int] = info.chunk_prompt(row).tolist()
+        if not info.is_decoding[row]:
+            assert SAMPLED_LAST_STEP not in chunk, "a placeholder in a prompt"
+            return chunk
+        if mirror.beams is not None:
+            assert chunk[0] != SAMPLED_LAST_STEP, "a beam decodes what nobody has picked"
+            return chunk
+        assert mirror.sampled is not None, "decodes before it has sampled"
+        assert chunk[0] in (SAMPLED_LAST_STEP, mirror.sampled)
+        return [mirror.sampled]
+
+    def _write(self, mirror: Mirror, tokens: list[int]) -> None:
+        size = self.config.page_size
+        if self._fails(mirror, mirror.num_tokens + len(tokens)):  # before it has written anything
+            first, last = mirror.num_tokens, mirror.num_tokens + len(tokens) - 1
+            pages = mirror.pages[first // size : last // size + 1]
+            self._spoiled.update(pages)
+            self._memory[pages] = JUNK
+            mirror.num_tokens += len(tokens)
+            mirror.sampled = None
+            return
+        for position, token in enumerate(tokens, start=mirror.num_tokens):
+            page = mirror.pages[position // size]
+            if mirror.beams is not None and position >= len(mirror.beams.prompt):
+                assert page not in self._shared, "a beam writes to a shared page"
+            holders = [] if page in self._spoiled else self._shared.get(page, [])
+            for holder in holders:  # I4
+                truth = token if holder.stream is None else holder.stream.truth(position + 1)[-1]
+                assert token == truth, "another token is written to a shared page"
+            self._memory[page, position % size] = token
+        mirror.num_tokens += len(tokens)
+        mirror.sampled = None
+
+    def _sample(self, info: SchedulerInfo, row: int, column: int, result: StepResult) -> None:
+        """Reads the row's context back from its pages, and says what comes next."""
+        mirror = self.live[int(info.ids[row])]
+        stream, seed, end = mirror.stream, mirror.new.sampling.seed, mirror.num_tokens
+        context = self._memory[mirror.pages].reshape(-1)[:end]
+        if not self._spoiled.isdisjoint(mirror.pages) and not self._fails(mirror, end):
+            self._sample_junk(info, row, column, mirror, result)
+            return
+        good = stream is None or np.array_equal(context, stream.truth(end))
+        assert good or self._fails(mirror, end), "other tokens in pages"
+        samples = info.last_pos[row] != NO_TOKEN
+        if stream is not None:
+            assert samples == (end >= mirror.known), "samples before its prompt ends, or not at all"
+        if not samples:
+            assert self.config.scheduler != "v0", "V0 splits a prompt"
+            return
+        assert column or info.last_pos[row] == info.chunk_len[row] - 1
+        if self._fails(mirror, end):
+            result.errors[row] = RequestFailed("planted")
+            mirror.over_since = self.num_run
+            return
+        mirror.sampled = next_token(context, seed, self.config.vocab_size)
+        result.tokens[row, column] = mirror.sampled
+        if mirror.new.sampling.logprobs is not None:
+            told = next_logprobs(context, seed, self.config.vocab_size)
+            self._told.append((row * info.lease + column, mirror.sampled, told))
+
+    def _fails(self, mirror: Mirror, end: int) -> bool:
+        """Whether the row that ends at ``end`` is planted to fail."""
+        source = mirror.beams if mirror.stream is None else mirror.stream.source
+        if source is None or not self.errors or end < mirror.known:
+            return False
+        return (mirror.new.sampling.seed, end - len(source.prompt)) in self.errors
+
+    def _sample_junk(
+        self, info: SchedulerInfo, row: int, column: int, mirror: Mirror, result: StepResult
+    ) -> None:
+        """It stands on what was never written: nobody may hear what it says."""
+        if info.last_pos[row] != NO_TOKEN:
+            mirror.sampled = JUNK_TOKEN
+            result.tokens[row, column] = JUNK_TOKEN
+            if mirror.new.sampling.logprobs is not None:
+                told = next_logprobs(np.array(mirror.pages), 0, self.config.vocab_size)
+                self._told.append((row * info.lease + column, JUNK_TOKEN, told))
+
+    def _score(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
+        """What the model thinks of the prompt tokens that follow those of the row's chunk."""
+        told = score_prompt(info, row, mirror.new, self.config.vocab_size)
+        if told is not None:
+            result.prompt_logprobs[row] = told
+
+    def _goes_on(self, mirror: Mirror) -> bool:
+        """Whether a row of a lease samples once more; ``RequestSlots.goes_on`` says the same."""
+        if mirror.sampled is None:
+            return False
+        if mirror.sampled in mirror.new.stop_token_ids:
+            mirror.over_since = self.num_run
+            return False
+        return mirror.num_tokens + 1 < mirror.new.cap
+
+
+# What every step must look like, whatever is in it: for tests, and for the fake runner.
+
+
+def check_form(info: SchedulerInfo) -> None:
+    """DESIGN 4: shapes, types, and what the fields say of one another."""
+    rows = len(info.ids)
+    assert rows > 0, "an empty step"
+    for name in ("chunk_idx", "chunk_len", "kv_len", "kv_page_len", "last_pos"):
+        array = getattr(info, name)
+        assert array.shape == (rows,) and array.dtype == np.int32, name
+    for name in ("ids", "merge_prompt", "new_pages", "new_pages_len"):
+        assert getattr(info, name).dtype == np.int32, name
+    assert info.is_decoding.dtype == np.bool_
+    assert len(set(info.ids.tolist())) == rows, "a handle twice in one step"
+    assert info.decoding_batch + info.prefill_batch == rows
+    assert info.is_decoding.tolist() == [i < info.decoding_batch for i in range(rows)]
+    assert (info.chunk_len >= 1).all()
+    assert info.chunk_idx.tolist() == (np.cumsum(info.chunk_len) - info.chunk_len).tolist()
+    assert info.chunk_len.sum() == len(info.merge_prompt)
+    assert (info.chunk_len[info.is_decoding] == 1).all()
+    assert (info.last_pos[info.is_decoding] == 0).all()
+    assert info.new_pages_len.sum() == len(info.new_pages) and (info.new_pages_len >= 0).all()
+    assert info.moves.dtype == np.int32 and info.moves.shape == (len(info.moves), 3)
+    assert np.isin(info.moves[:, 0], (COPY, SWAP_OUT, SWAP_IN)).all()
+    assert info.lease == 1 or (info.lease > 1 and not info.prefill_batch), "a prompt in a lease"
+
+
+def check_limits(info: SchedulerInfo, config: EngineConfig) -> None:
+    """I8: no step is larger than the engine was built for."""
+    limits = config.limits
+    assert len(info.merge_prompt) <= limits.max_batch_tokens
+    assert len(info.ids) <= limits.max_decoding_batch
+    assert info.prefill_batch <= limits.max_prefill_batch
+    assert info.lease <= config.max_lease
+    if config.scheduler == "v0":
+        assert not (info.decoding_batch and info.prefill_batch), "V0 mixes"

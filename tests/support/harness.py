@@ -1,0 +1,269 @@
+"""An engine on runners without a model, and clients that hold every stream against the oracle.
+
+What the scheduler's tests and the simulator (tools/simulate.py) drive.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fake_runner import FakeExecutor
+from fake_stream import Stream
+from rayfin.actors.config import BatchLimits, EngineConfig
+from rayfin.actors.errors import DeadlineExceeded, RequestQuarantined
+from rayfin.actors.messages import BeamParams, EngineRequest, Sampling, StopRules
+from rayfin.actors.scheduler.engine import Engine
+
+
+class Harness:
+    """An engine on a FakeExecutor, and the clients that read its streams."""
+
+    integrity_every = 1  # steps
+    keep_history = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.executor = FakeExecutor(config)
+        self.engine = Engine(config, self.executor, lambda: self.executor.clock)
+        self.config = config
+        self.streams: dict[tuple[str, int], Stream] = {}
+        self.history: list[tuple[int, int]] = []  # (seed, token) as they came
+        self.num_added = 0
+        self._timed: list[tuple[float, int, Stream]] = []  # heap by deadline
+        self._unheard: dict[int, Stream] = {}  # by seed: what no runner has heard of yet
+        self._last_admitted: dict[Any, int] = {}  # by class: the seed
+        self._num_entered = 0
+
+    def add(
+        self,
+        prompt: Sequence[int] | int,
+        max_tokens: int = 4,
+        *,
+        stop: Iterable[int] = (),
+        eos: Iterable[int] = (),
+        priority: int = 0,
+        tenant: str = "",
+        timeout: float | None = None,
+        client: str = "a",
+        key: int | None = None,
+        output: Sequence[int] = (),
+        extra_keys: tuple[str, ...] = (),
+        sibling_of: int | None = None,
+        beams: BeamParams | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        deaths: int = 0,
+    ) -> Stream:
+        """Hands a request to the engine; a number is the length of a prompt of its own."""
+        seed = self.num_added
+        if isinstance(prompt, int):
+            prompt = [(7 * seed + i) % self.config.vocab_size for i in range(prompt)]
+        source = EngineRequest(
+            request_id=f"r{seed}",
+            prompt=np.array(prompt, np.int32),
+            sampling=Sampling(seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+            stopping=StopRules(max_tokens, frozenset(stop) | frozenset(eos), frozenset(eos)),
+            client=client,
+            key=seed if key is None else key,
+            priority=priority,
+            tenant=tenant,
+            timeout=timeout,
+            output=list(output),
+            extra_keys=extra_keys,
+            sibling_of=sibling_of,
+            beams=beams,
+            deaths=deaths,
+        )
+        self.engine.add(source)
+        self.num_added += 1
+        stream = Stream(source, self.config.vocab_size)
+        stream.arrival = self.executor.clock
+        self.executor.streams[seed] = stream
+        self.streams[client, source.key] = stream
+        self._unheard[seed] = stream
+        if timeout is not None:
+            stream.deadline = stream.arrival + timeout
+            heapq.heappush(self._timed, (stream.deadline, seed, stream))
+        return stream
+
+    def abort(self, stream: Stream) -> None:
+        self.engine.abort(stream.source.client, stream.source.key)
+        stream.aborted = stream.aborted or stream.open
+        self.engine.check_integrity()
+
+    def step(self) -> None:
+        """One step; every message goes to an open stream, at most a lease's tokens each."""
+        now = self.executor.clock
+        self.read(self.engine.step())
+        if self.executor.num_submitted % self.integrity_every == 0:
+            self.engine.check_integrity()
+        while self._timed and self._timed[0][0] <= now:  # I14
+            assert not heapq.heappop(self._timed)[2].open, "it goes on after its deadline"
+        self._check_admissions()
+
+    def read(self, messages: dict[str, Any]) -> None:
+        for client, deltas in messages.items():
+            keys = deltas.keys.tolist()
+            assert len(keys) == len(deltas.tokens)
+            most = self.executor.log[-1].lease if self.executor.log else 0
+            assert max(Counter(keys).values(), default=0) <= most
+            assert keys or deltas.ended or deltas.prompt_logprobs, "an empty message"
+            for at, entry in deltas.logprobs.entries() if deltas.logprobs is not None else ():
+                self.streams[client, keys[at]].logprobs.append(entry)
+            for key, logprobs in deltas.prompt_logprobs.items():
+                stream = self.streams[client, key]
+                assert stream.open, "a prompt's log probabilities after the end"
+                for position, entry in logprobs.entries():
+                    assert position == len(stream.prompt_logprobs) + 1, "told twice, or not at all"
+                    stream.prompt_logprobs.append(entry)
+            for key, token in zip(keys, deltas.tokens.tolist(), strict=True):
+                stream = self.streams[client, key]
+                assert stream.open, "a token after the end"
+                stream.tokens.append(token)
+                if self.keep_history:
+                    self.history.append((stream.seed, token))
+            for ended in deltas.ended:
+                stream = self.streams[client, ended.key]
+                assert stream.open, "a second end"
+                stream.ended = ended
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Steps until idle; then nothing may be held."""
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "the engine does not get done"
+        assert self.engine.lifecycle.tables.num_held == 0
+        assert self.engine.step() == {}
+
+    def expected(self, stream: Stream) -> tuple[list[int], str, int | None]:
+        """(tokens, finish reason, stop reason) as the oracle has them, planted errors included."""
+        if stream.source.beams is not None:
+            hypotheses, steps = stream.search
+            failed = any((stream.seed, index) in self.executor.errors for index in range(steps))
+            return [], "error" if failed else hypotheses[0].finish_reason, None
+        tokens, reason, stop = stream.outcome()
+        for index in range(len(stream.source.output), len(tokens)):
+            if (stream.seed, index) in self.executor.errors:
+                return tokens[:index], "error", None
+        return tokens, reason, stop
+
+    def check(self) -> None:
+        """Every stream got exactly its tokens, and one end unless it was aborted."""
+        for stream in self.streams.values():
+            self.check_stream(stream)
+
+    def check_stream(self, stream: Stream) -> None:
+        """It is over, and got exactly what it should have got until then."""
+        tokens, reason, stop = self.expected(stream)
+        stream.check_logprobs()
+        if stream.aborted:
+            assert stream.ended is None
+            assert stream.tokens == tokens[: len(stream.tokens)]
+            return
+        assert stream.ended is not None, "no end"
+        error = stream.ended.error
+        if isinstance(error, DeadlineExceeded):
+            assert stream.deadline <= self.executor.clock, "it had time left"
+            assert stream.tokens == tokens[: len(stream.tokens)]
+            assert stream.ended.finish_reason == "error"
+        elif isinstance(error, RequestQuarantined):
+            guilty = stream.seed in self.executor.poison
+            assert guilty or self.executor.killed_alone[stream.seed] > 1, "an innocent is convicted"
+            assert stream.tokens == tokens[: len(stream.tokens)]
+        else:
+            assert stream.seed not in self.executor.poison, "it went on"
+            assert stream.tokens == tokens
+            assert (stream.ended.finish_reason, stream.ended.stop_reason) == (reason, stop)
+            assert (error is not None) == (reason == "error")
+            found = [] if stream.source.beams is None or reason == "error" else stream.search[0]
+            assert stream.ended.hypotheses == found
+        assert 0 <= stream.ended.cached_tokens < len(stream.source.prompt) + len(tokens)
+
+    def forget(self, stream: Stream) -> None:
+        """A stream that is over leaves the books, and so does all that the executor wrote down."""
+        del self.streams[stream.source.client, stream.source.key]
+        del self.executor.streams[stream.seed]
+        self._unheard.pop(stream.seed, None)
+        for book in (self.executor.log, self.executor.left, self.executor.entered):
+            del book[:-1]
+        self._num_entered = len(self.executor.entered)
+
+    def _check_admissions(self) -> None:
+        """I9 and I10, of those that a runner hears of for the first time."""
+        for seed in self.executor.entered[self._num_entered :]:
+            stream = self._unheard.pop(seed, None)
+            if stream is None:
+                continue
+            group = self._order_group(stream)
+            assert self._last_admitted.get(group, -1) < seed, "overtaken in its class"
+            self._last_admitted[group] = seed
+            if self.config.policy == "priority" and self.config.priority_aging:
+                rank = self._aged(stream)
+                for other in self._unheard.values():
+                    if other.seed < seed and other.open:
+                        assert rank <= self._aged(other), "overtaken by too late a request"
+        self._num_entered = len(self.executor.entered)
+
+    def _order_group(self, stream: Stream) -> Any:
+        """Requests of one group are admitted in the order in which they come."""
+        match self.config.policy:
+            case "priority":
+                return stream.source.priority
+            case "fair":
+                return stream.source.tenant
+        return None
+
+    def _aged(self, stream: Stream) -> float:
+        return stream.arrival + stream.source.priority * self.config.priority_aging
+
+
+def make_harness(
+    *,
+    scheduler: Any = "v1",
+    policy: Any = "fcfs",
+    steps_in_flight: int = 2,
+    max_batch_tokens: int = 32,
+    max_decoding_batch: int = 8,
+    max_prefill_batch: int = 16,
+    page_size: int = 4,
+    num_pages: int = 64,
+    max_model_len: int = 80,
+    max_waiting_requests: int = 1000,
+    vocab_size: int = 50,
+    prefix_caching: bool = True,
+    max_lease: int = 1,
+    step_seconds: float = 0.0,
+    num_host_pages: int = 0,
+    **settings: Any,
+) -> Harness:
+    """A harness for tests; ``settings`` are further fields of EngineConfig."""
+    if scheduler == "v0":
+        max_batch_tokens = max(max_batch_tokens, max_model_len)  # as resolve_limits has it
+    limits = BatchLimits(
+        max_batch_tokens=max_batch_tokens,
+        max_decoding_batch=max_decoding_batch,
+        max_prefill_batch=max_prefill_batch,
+    )
+    harness = Harness(
+        EngineConfig(
+            limits=limits,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            page_size=page_size,
+            num_pages=num_pages,
+            scheduler=scheduler,
+            policy=policy,
+            max_waiting_requests=max_waiting_requests,
+            steps_in_flight=steps_in_flight,
+            prefix_caching=prefix_caching,
+            max_lease=max_lease,
+            num_host_pages=num_host_pages,
+            **settings,
+        )
+    )
+    harness.executor.step_seconds = step_seconds
+    return harness

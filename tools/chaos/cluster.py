@@ -1,0 +1,377 @@
+"""A Ray cluster of several nodes on one machine, with Rayfin on it, all of it ours to break.
+
+Every raylet, GCS and Redis is a child of this process and known by its id; nothing is ever found
+by name among the machine's processes.
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._private.state import actors as actor_table
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.messages import EngineStats
+from rayfin.actors.processes.environment import ENVIRONMENT
+from rayfin.deployments.app import bind_app
+from rayfin.deployments.serve.server_args import ServerArgs
+
+APP = "chaos"
+NAMESPACE = "rayfin"
+PATIENCE = 120.0
+FRESH_SECONDS = 10.0  # that metrics of now are waited for
+NODE_TRIES = 3
+WORKER = Path(__file__).parent / "worker"
+SOURCE = Path(__file__).parents[2] / "src"
+FAKES = Path(__file__).parents[2] / "tests" / "support"
+CLASSES = {
+    "runner": "ModelRunnerActor",
+    "scheduler": "SchedulerActor",
+    "ingress": f"ServeReplica:{APP}:ingress",
+    "engine": f"ServeReplica:{APP}:engine",
+    "controller": "ServeController",
+    "proxy": "ProxyActor",
+}
+"""Our words for actors -> how their classes are called in Ray's table of them."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a case needs of its cluster; cases with equal layouts share one."""
+
+    engines: int = 1
+    spare: int = 0  # engines more that there is room for
+    ranks: int = 1  # runners of an engine, which share each layer
+    ingresses: int = 1
+    workers: int = 0  # raylets beside the head's
+    driver_apart: bool = False  # this process belongs to the last worker's node, not to the head
+    runner: str = "hash"  # or "model": the demo model itself, for ranks one of its like
+    redis: bool = False  # GCS fault tolerance
+    pages: int | None = None  # of an engine's cache
+    engine: tuple[tuple[str, Any], ...] = ()  # further settings of engines ...
+    server: tuple[tuple[str, Any], ...] = ()  # ... and of the server
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment of all processes
+    temp_bytes: int | None = None  # Ray's folder is a file system of this size
+    object_store: int = 100 * 1024**2
+
+
+class Unavailable(RuntimeError):
+    """A case cannot run on this machine."""
+
+
+class Cluster:
+    """One layout, running. ``close`` ends all that it started."""
+
+    def __init__(self, layout: Layout, folder: str) -> None:
+        self.layout = layout
+        self.folder = folder
+        self.failpoints = Path(self.folder, "failpoints")
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.model = "demo"  # its name
+        self.weights = "demo"  # where it is
+        self.redis: subprocess.Popen[bytes] | None = None
+        self.nodes: list[Node] = []  # the head first
+        self.ray_folder = ""  # of the sessions of this start
+        self._mounted = False
+
+    def start(self) -> None:
+        """Starts it, and deploys the application; returns when requests can come.
+
+        Raises:
+            Unavailable: what the layout needs is not here.
+        """
+        layout = self.layout
+        ray_folder = self.ray_folder = tempfile.mkdtemp(prefix="r", dir=self.folder)
+        if layout.temp_bytes is not None:
+            self._mount(ray_folder, layout.temp_bytes)
+        redis_port = self._start_redis() if layout.redis else None
+        runners = layout.engines * layout.ranks
+        cpus = runners + layout.spare * layout.ranks if not layout.workers else 0
+        if layout.ranks > 1:
+            import ranked_model  # torch loads only where it is used
+
+            self.weights = str(Path(self.folder, "ranked"))
+            ranked_model.make(Path(self.weights))
+        self.add_node(ray_folder, cpus, redis_port)
+        for _ in range(layout.workers):
+            if layout.driver_apart:  # Ray finds a driver's node by its folder
+                ray_folder = tempfile.mkdtemp(prefix="r", dir=self.folder)
+            self.add_node(ray_folder, runners)  # room for all where one node is lost
+        ray.init(
+            address=self.nodes[0].gcs_address,
+            namespace="chaos",
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=ray_folder if layout.driver_apart else None,
+        )
+        serve.start(
+            proxy_location="EveryNode" if layout.workers else "HeadOnly",
+            http_options={"host": "127.0.0.1", "port": self.port},
+        )
+        self.deploy()
+
+    def deploy(self, engines: int | None = None, **settings: Any) -> None:
+        """Deploys the application, anew if it runs.
+
+        Args:
+            engines: how many; None: as the layout has it.
+            settings: more of its engines'.
+        """
+        layout = self.layout
+        engine: dict[str, Any] = {"model": self.weights, "threads": 1, **dict(layout.engine)}
+        server: dict[str, Any] = {"ingress_replicas": layout.ingresses, **dict(layout.server)}
+        server.setdefault("served_model_name", self.model)
+        if (number := engines or layout.engines) > 1:
+            server["data_parallel_size"] = number
+        engine.setdefault("tensor_parallel_size", layout.ranks)
+        per_page = 1024 if layout.runner == "hash" else 16 * 1024
+        engine.setdefault("kv_cache_memory", (layout.pages or 4096) * per_page)
+        app = bind_app(ServerArgs(**server), EngineArgs(**engine | settings))
+        serve.run(app, name=APP, route_prefix="/")
+
+    def add_node(self, folder: str, cpus: int, redis_port: int | None = None) -> Node:
+        """One more raylet; the first one is the head, and has the GCS."""
+        head = not self.nodes
+        params = RayParams(
+            num_cpus=cpus,
+            num_gpus=0,
+            object_store_memory=self.layout.object_store,
+            min_worker_port=0,
+            max_worker_port=0,
+            temp_dir=folder,
+            include_dashboard=False,
+            include_log_monitor=False,
+            node_manager_port=0,
+            dashboard_agent_listen_port=None,
+            redis_address=None if redis_port is None else f"127.0.0.1:{redis_port}",
+            gcs_address=None if head else self.nodes[0].gcs_address,
+        )
+        for tries in range(NODE_TRIES):
+            try:
+                node = Node(params, head=head, shutdown_at_exit=False, spawn_reaper=False)
+                break
+            except Exception as error:  # Ray's own: its agent has 30 s, which a busy machine takes
+                if head or tries == NODE_TRIES - 1:
+                    raise Unavailable(f"a node of Ray did not start ({error})"[:80]) from error
+        self.nodes.append(node)
+        return node
+
+    def close(self) -> None:
+        """Ends everything, stopped processes included."""
+        pids = [row["Pid"] for row in self._table()] if ray.is_initialized() else []
+        for pid in filter(None, pids):
+            with suppressed():
+                os.kill(pid, signal.SIGCONT)
+        with suppressed():
+            ray.shutdown()
+        for node in reversed(self.nodes):
+            with suppressed():
+                node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        for pid in filter(None, pids):  # what a dead raylet has left behind
+            with suppressed():
+                if belongs_to(pid, self.folder):
+                    os.kill(pid, signal.SIGKILL)
+        if self.redis is not None:
+            self.redis.kill()
+            self.redis.wait()
+        if self._mounted:
+            subprocess.run(["umount", "-l", self.ray_folder], check=False)
+
+    def pids(self, what: str) -> list[int]:
+        """Process ids of the living actors of a kind: one of CLASSES."""
+        return [row["Pid"] for row in self._table(CLASSES[what]) if row["Pid"]]
+
+    def nodes_of(self, what: str) -> list[str]:
+        """Ids of the nodes on which actors of a kind run."""
+        return [row["Address"]["NodeID"] for row in self._table(CLASSES[what])]
+
+    def living_nodes(self) -> int:
+        """How many the GCS knows."""
+        return sum(node["Alive"] for node in ray.nodes())
+
+    def workers_of(self, node: Node) -> list[int]:
+        """Process ids of the living actors of a node."""
+        own = node.node_id
+        rows = [row for row in self._table() if row["Address"]["NodeID"] == own]
+        return [row["Pid"] for row in rows if row["Pid"]]
+
+    def plant(self, text: str) -> None:
+        """Plants failpoints in all processes (actors/failpoints.py); an empty text pulls them."""
+        fresh = self.failpoints.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.rename(self.failpoints)
+
+    def lose_calls(self) -> None:
+        """From now on, processes that start have Ray fail calls as CHAOS_RPC says (worker/)."""
+        Path(self.folder, "rpc").touch()
+
+    def loses_calls(self, pid: int) -> bool:
+        """Whether a process has started since."""
+        return Path(self.folder, f"rpc-{pid}").exists()
+
+    def schedulers(self) -> list[Any]:
+        """Handles of the engines' schedulers."""
+        return [
+            ray.get_actor(row["Name"], namespace=NAMESPACE)
+            for row in self._table(CLASSES["scheduler"])
+            if row["Name"].startswith(APP)
+        ]
+
+    def stats(self) -> list[EngineStats]:
+        """Counters of the engines that answer."""
+        found: list[EngineStats] = []
+        for scheduler in self.schedulers():
+            with suppressed():
+                found.append(ray.get(scheduler.stats.remote(), timeout=10))
+        return found
+
+    def pages_left(self, seconds: float = 20.0) -> int:
+        """Pages that idle engines still hold; -1: they do not get idle, or do not answer."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            stats = self.stats()
+            if len(stats) == self.layout.engines and not any(s.running + s.waiting for s in stats):
+                held = sum(each.pages_held for each in stats)
+                if not held:
+                    for scheduler in self.schedulers():
+                        ray.get(scheduler.check_integrity.remote(), timeout=30)
+                    return 0
+            time.sleep(0.2)
+        return sum(each.pages_held for each in self.stats()) or -1
+
+    def samples(self) -> dict[str, float]:
+        """What /metrics says, summed over engines: name, or name/reason, to number.
+
+        Of now, unless somebody is too busy to say it for ``FRESH_SECONDS``.
+        """
+        asked = time.time()
+        while True:
+            text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+            found: dict[str, float] = {}
+            told = asked
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name.endswith("_reported_timestamp_seconds"):
+                        told = min(told, sample.value)
+                    elif "le" not in sample.labels:
+                        reason = sample.labels.get("finished_reason")
+                        name = f"{sample.name}/{reason}" if reason else sample.name
+                        found[name] = found.get(name, 0.0) + sample.value
+            if told >= asked or time.time() > asked + FRESH_SECONDS:
+                return found
+            time.sleep(0.2)
+
+    def healthy(self) -> bool:
+        """All engines answer, and so does the door."""
+        with suppressed():
+            health = httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            return health and len(self.stats()) == self.layout.engines
+        return False
+
+    def wait_healthy(self, seconds: float = PATIENCE) -> None:
+        eventually(self.healthy, "it is healthy", seconds)
+
+    def _table(self, kind: str | None = None) -> list[dict[str, Any]]:
+        rows = actor_table(actor_state_name="ALIVE").values()
+        return [row for row in rows if kind is None or row["ActorClassName"] == kind]
+
+    def _mount(self, folder: str, size: int) -> None:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder],
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            raise Unavailable("mounting a small file system is not allowed here")
+        self._mounted = True
+
+    def _start_redis(self) -> int:
+        """A Redis of our own: $REDIS_SERVER, or the one on the path (Debian: redis-server)."""
+        program = os.environ.get("REDIS_SERVER") or shutil.which("redis-server")
+        if program is None:
+            raise Unavailable("no redis-server on the path, and REDIS_SERVER names none")
+        port = free_port()
+        options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder]
+        self.redis = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
+        eventually(lambda: listens(port), "Redis listens", 20)
+        return port
+
+
+def environment(layout: Layout, folder: str) -> dict[str, str]:
+    """What a process that runs a Cluster must have in its environment before it imports ray."""
+    python_path = [str(WORKER), str(SOURCE), str(FAKES), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        **ENVIRONMENT,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_TMPDIR": folder,  # of Ray's note of the last cluster, which is not for others
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAYFIN_FAILPOINTS": f"@{folder}/failpoints",
+        "CHAOS_RUNNER": layout.runner,
+        "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
+        "OMP_NUM_THREADS": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayfin.deployments.edge.proxy.middlewares",
+        **dict(layout.variables),
+    }
+
+
+@contextmanager
+def suppressed() -> Iterator[None]:
+    """Lets pass whatever a broken cluster says."""
+    try:
+        yield
+    except Exception:
+        return
+
+
+def eventually(probe: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
+    """The first truthy answer of ``probe``.
+
+    Raises:
+        TimeoutError: there was none.
+    """
+    deadline = time.monotonic() + seconds
+    while not (answer := probe()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"never happened: {what}")
+        time.sleep(0.1)
+    return answer
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def belongs_to(pid: int, folder: str) -> bool:
+    """Whether a process was started with the cluster's folder in its environment."""
+    try:
+        return f"RAY_TMPDIR={folder}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False

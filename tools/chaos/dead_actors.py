@@ -1,0 +1,89 @@
+"""What Ray keeps of each actor that has died, in the process that created and called it.
+
+    python tools/chaos/dead_actors.py
+
+Nothing of Rayfin's runs here: an actor creates others, calls each and kills it, and asks its own
+malloc what is in use. The soak's runners die like these.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+DEATHS, SETTLED = 80, 20  # of actors; after the first ones it is measured
+CALLS = 20
+
+
+@ray.remote(num_cpus=0)
+class Victim:
+    """It has nothing to lose."""
+
+    def process(self) -> int:
+        """Its id."""
+        return os.getpid()
+
+
+@ray.remote(num_cpus=0)
+class Caller:
+    """Creates victims one after another."""
+
+    def deaths(self, count: int) -> list[float]:
+        """KiB in use after each of so many deaths."""
+        found = []
+        for _ in range(count):
+            victim = Victim.remote()
+            process = [ray.get(victim.process.remote()) for _ in range(CALLS)][0]
+            os.kill(process, signal.SIGKILL)
+            try:
+                ray.get(victim.process.remote())
+            except RayError:
+                del victim
+            gc.collect()
+            found.append(in_use())
+        return found
+
+
+def in_use() -> float:
+    """KiB that malloc has given out in this process."""
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    libc.fclose.argtypes = [ctypes.c_void_p]
+    libc.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "malloc")
+        file = libc.fopen(os.fsencode(path), b"w")
+        libc.malloc_info(0, file)
+        libc.fclose(file)
+        heaps = ElementTree.parse(path).getroot().findall("heap")
+    held = sum(
+        int(each.get("size", 0))
+        for heap in heaps
+        for each in heap.findall("system[@type='current']")
+    )
+    free = sum(int(each.get("size", 0)) for heap in heaps for each in heap.findall("total"))
+    return (held - free) / 1024
+
+
+def main() -> int:
+    environment = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0", "MALLOC_ARENA_MAX": "2"}
+    with tempfile.TemporaryDirectory(prefix="rf") as folder:
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        caller = Caller.options(runtime_env={"env_vars": environment}).remote()
+        found: list[float] = ray.get(caller.deaths.remote(DEATHS))
+        ray.shutdown()
+    slope, _ = np.polyfit(np.arange(SETTLED, DEATHS), found[SETTLED:], 1)
+    print(f"Ray {ray.__version__} keeps {slope:.1f} KiB of each actor that has died")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

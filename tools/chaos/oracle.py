@@ -1,0 +1,96 @@
+"""What every request must be answered with."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+from history import Choice, Expected
+from load import Ask
+
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.serve.preflight import DEMO_FOLDER
+from rayfin.deployments.text.detokenizer import IncrementalDetokenizer
+
+FIRST, VOCAB_SIZE = 259, 2048
+"""The hash runner's tokens (worker/hash_runner.py): whole words of the demo model's tokenizer."""
+
+
+class Oracle(Protocol):
+    """Answers requests as if each ran alone, and nothing ever failed."""
+
+    def expect(self, asks: Sequence[Ask]) -> list[Expected]: ...
+
+
+class HashOracle:
+    """Of the hash runner: the next token is a hash of the context and the choice's seed."""
+
+    def __init__(self) -> None:
+        self._backend = tokenizers.Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+
+    def expect(self, asks: Sequence[Ask]) -> list[Expected]:
+        return [
+            Expected([self._choice(ask, index) for index in range(ask.n)], len(ask.prompt))
+            for ask in asks
+        ]
+
+    def _choice(self, ask: Ask, index: int) -> Choice:
+        state = zlib.crc32(np.array(ask.prompt, np.int32).tobytes(), ask.seed + index)
+        tokens: list[int] = []
+        reason = "length"
+        while len(tokens) < ask.max_tokens:
+            token = hashed_token(state)
+            state = zlib.crc32(np.int32(token).tobytes(), state)
+            tokens.append(token)
+            if token in ask.stop_token_ids:
+                return Choice(tokens, self._text(ask, tokens[:-1]), "stop")
+            if ask.stop and (text := self._stopped(ask, tokens)) is not None:
+                return Choice(tokens, text, "stop")
+        return Choice(tokens, self._text(ask, tokens), reason)
+
+    def _stopped(self, ask: Ask, tokens: list[int]) -> str | None:
+        """The text before the stop string that the last token completes, if it does."""
+        text = self._text(ask, tokens)
+        ends = [(at + len(stop), at) for stop in ask.stop if (at := text.find(stop)) >= 0]
+        return text[: min(ends)[1]] if ends else None
+
+    def _text(self, ask: Ask, tokens: list[int]) -> str:
+        return IncrementalDetokenizer(self._backend, ask.prompt).whole(tokens)
+
+
+class ModelOracle:
+    """Of a real model: the same engine in this process, with nothing between it and its answers."""
+
+    def __init__(self, model: str) -> None:
+        from rayfin import LLM  # torch loads only where it is used
+
+        self._llm = LLM(model=model, threads=1, kv_cache_memory=256 * 1024**2)
+
+    def expect(self, asks: Sequence[Ask]) -> list[Expected]:
+        prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
+        params = [
+            SamplingParams(
+                max_tokens=ask.max_tokens,
+                seed=ask.seed,
+                n=ask.n,
+                stop=list(ask.stop) or None,
+                stop_token_ids=list(ask.stop_token_ids) or None,
+                ignore_eos=True,
+                **ask.settings,
+            )
+            for ask in asks
+        ]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [
+            Expected(
+                [Choice(list(o.token_ids), o.text, o.finish_reason) for o in output.outputs],
+                len(ask.prompt),
+            )
+            for ask, output in zip(asks, outputs, strict=True)
+        ]
+
+
+def hashed_token(state: int) -> int:
+    """The token that a hash of the context stands for."""
+    return FIRST + state % VOCAB_SIZE % (VOCAB_SIZE - FIRST)

@@ -1,0 +1,184 @@
+"""Steady load without a fault, and what grows meanwhile.
+
+    rayfin serve
+    python tools/chaos/steady.py http://127.0.0.1:8000 --minutes 40
+
+Keeps streams open against a server that runs on this machine, and measures what its processes
+hold: memory, file descriptors, threads; and pages and series of metrics. The slopes are of the
+second half: caches fill in the first one. Exits with 1 when something surely grows by more than a
+percent an hour (runs of over half an hour; shorter ones only tell), or when a request fails.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+from urllib.parse import urlsplit
+
+import httpx
+from growth import LONG_ENOUGH, MOST, Growth, held_by
+from prometheus_client.parser import text_string_to_metric_families
+
+KINDS = {
+    "ingress": r"ray::ServeReplica:\w+:ingress",
+    "engine": r"ray::ServeReplica:\w+:engine",
+    "scheduler": "ray::SchedulerActor",
+    "runner": "ray::ModelRunnerActor",
+    "hub": "ray::MetricsHub",
+    "proxy": "ray::ProxyActor",
+    "controller": "ray::ServeController",
+    "raylet": r"\S*/raylet ",
+    "gcs": r"\S*/gcs_server ",
+    "command": r"\S*python.* serve ",  # what the user has called
+}
+"""How their command lines begin; what a process does at the moment may follow."""
+
+SAMPLE_SECONDS = 5.0
+WORDS = (4, 48)
+TOKENS = (16, 160)
+"""Of a prompt, and of its answer: least and most."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--minutes", type=float, default=40.0)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0, help="of prompts")
+    parser.add_argument("--samples", help="file for what is measured, as lines of JSON")
+    options = parser.parse_args()
+    samples = int(60 * options.minutes / SAMPLE_SECONDS)
+    with open(options.samples or os.devnull, "w") as file:
+        return asyncio.run(steady(options.url, samples, options.streams, options.seed, file))
+
+
+async def steady(url: str, samples: int, streams: int, seed: int, file: TextIO) -> int:
+    """The run itself; prints a line for each quantity."""
+    growth, pids = Growth(skip=samples // 2 * SAMPLE_SECONDS), of_server(urlsplit(url).port or 80)
+    asks = bodies(seed)
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        before = await counted(http)
+        clients = [asyncio.create_task(client(http, asks)) for _ in range(streams)]
+        for _ in range(samples):
+            await asyncio.wait(clients, timeout=SAMPLE_SECONDS, return_when="FIRST_COMPLETED")
+            for failed in (one for one in clients if one.done()):
+                failed.result()
+            at, values = time.monotonic(), await measured(http, pids)
+            growth.add(at, values)
+            print(json.dumps({"at": at, "values": values}), file=file, flush=True)
+        after = await counted(http)
+        for one in clients:
+            one.cancel()
+        await asyncio.wait(clients)
+    steps, tokens, requests = (int(now - then) for now, then in zip(after, before, strict=True))
+    lines, grown = growth.lines(MOST)
+    minutes = samples * SAMPLE_SECONDS / 60
+    print(f"{minutes:g} minutes, {streams} streams: {requests:,} requests, {tokens:,} tokens,")
+    print(f"{steps:,} steps; first -> last, and slopes, of the second half", *lines, sep="\n")
+    return int(minutes >= LONG_ENOUGH and bool(grown))
+
+
+def bodies(seed: int) -> Iterator[dict[str, object]]:
+    """Requests that have nothing in common: each takes pages of its own."""
+    draw = random.Random(seed)
+    while True:
+        words = (str(draw.getrandbits(30)) for _ in range(draw.randint(*WORDS)))
+        tokens = draw.randint(*TOKENS)
+        yield {"prompt": " ".join(words), "max_tokens": tokens, "ignore_eos": True, "stream": True}
+
+
+async def client(http: httpx.AsyncClient, asks: Iterator[dict[str, object]]) -> None:
+    """Streams one answer after the other.
+
+    Raises:
+        httpx.HTTPError: one failed.
+    """
+    for ask in asks:
+        async with http.stream("POST", "/v1/completions", json=ask) as answer:
+            answer.raise_for_status()
+            async for _ in answer.aiter_bytes():
+                pass
+
+
+async def counted(http: httpx.AsyncClient) -> tuple[float, float, float]:
+    """(steps, tokens, requests) so far."""
+    found = await samples_of(http)
+    return (
+        found["rayfin_iteration_tokens_total_count"],
+        found["rayfin_generation_tokens_total"],
+        found["rayfin_request_success_total"],
+    )
+
+
+async def measured(http: httpx.AsyncClient, pids: dict[str, list[int]]) -> dict[str, float]:
+    """What is held now, by kind of process."""
+    found = {
+        f"{kind} {name}": value for kind in pids for name, value in held_by(pids[kind]).items()
+    }
+    samples = await samples_of(http)
+    found["pages held"] = samples["rayfin_kv_cache_pages_by_state/held"]
+    found["pages cached"] = samples["rayfin_kv_cache_pages_by_state/cached"]
+    found["metric series"] = samples["series"]
+    return found
+
+
+async def samples_of(http: httpx.AsyncClient) -> dict[str, float]:
+    """What /metrics says, by name (pages by name/state), summed; and how many series it has."""
+    found = {"series": 0.0}
+    for family in text_string_to_metric_families((await http.get("/metrics")).text):
+        for sample in family.samples:
+            state = sample.labels.get("state")
+            name = f"{sample.name}/{state}" if state else sample.name
+            found[name] = found.get(name, 0.0) + sample.value
+            found["series"] += 1
+    return found
+
+
+def of_server(port: int) -> dict[str, list[int]]:
+    """Process ids of whoever belongs to the server on a port of this machine, by kind."""
+    parent_of = dict(parents())
+    raylet = parent_of[listener(port, parent_of)]
+    start = parent_of[raylet]  # that has started Ray; 1: it has ended
+    found: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    for pid, parent in parent_of.items():
+        if raylet in (pid, parent) or start in (pid, parent) and start != 1:
+            name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            for kind in [kind for kind, pattern in KINDS.items() if re.match(pattern, name)][:1]:
+                found[kind].append(pid)
+    return found
+
+
+def parents() -> Iterator[tuple[int, int]]:
+    """(process, its parent) of all on this machine."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+
+
+def listener(port: int, pids: Iterable[int]) -> int:
+    """Which of the processes listens on a port.
+
+    Raises:
+        ProcessLookupError: none of them.
+    """
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    own = [row for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "0A"]
+    sockets = {f"socket:[{row[9]}]" for row in own}
+    for pid in pids:
+        with suppress(OSError):  # it has ended, or its file has
+            if any(os.readlink(file) in sockets for file in Path(f"/proc/{pid}/fd").iterdir()):
+                return pid
+    raise ProcessLookupError(f"nobody listens on port {port} of this machine")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

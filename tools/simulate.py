@@ -1,0 +1,372 @@
+"""Whole lives of an engine without a model: clients, faults and a virtual clock from one seed.
+
+    python tools/simulate.py --seeds 1000          # lives 0 .. 999
+    python tools/simulate.py --seed 17             # one of them again
+    python tools/simulate.py --requests 100000     # one long life
+
+A life is a random configuration, workload and series of faults on a ``FakeExecutor``. Every stream
+must get exactly its tokens and one end, and the pages must add up after every step.
+"""
+
+import argparse
+import heapq
+import random
+import resource
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from fake_stream import Stream
+from harness import make_harness
+from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
+from rayfin.actors.messages import COPY, BeamParams
+
+STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]
+"""What prompts begin with, where they begin alike."""
+
+
+class Life:
+    """One seed's engine, and what happens to it when."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.num_refused = 0
+        self.num_quarantined = 0  # for the prompt of one that was convicted
+        self.harness = make_harness(**self._settings())
+        self.refused = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._plan_faults()
+        self._plan_requests()
+
+    def run(self) -> None:
+        """The whole life.
+
+        Raises:
+            AssertionError: something was not as it must be.
+        """
+        harness, executor = self.harness, self.harness.executor
+        while self._events or harness.engine.has_work:
+            if not harness.engine.has_work:
+                executor.clock = max(executor.clock, self._events[0][0])
+            while self._events and self._events[0][0] <= executor.clock:
+                heapq.heappop(self._events)[2]()
+            harness.step()
+            assert executor.num_submitted < 20_000, "the engine does not get done"
+        harness.run()
+        harness.check()
+
+    def _settings(self) -> dict[str, Any]:
+        draw = self.random
+        self.model_len = draw.randint(8, 70)
+        self.outgrows = draw.random() < 0.4  # short prompts, long outputs: pages run out
+        page_size, rows = draw.choice([1, 2, 3, 4, 8, 16]), draw.randint(1, 8)
+        pages_of_one = -(-self.model_len // page_size)
+        scheduler = draw.choice(["v0", "v1", "v1"])
+        return {
+            "scheduler": scheduler,
+            "long_prefill_token_threshold": draw.choice([0, 0, 1, 3, 10]) * (scheduler == "v1"),
+            "policy": draw.choice(["fcfs", "priority", "fair"]),
+            "priority_aging": draw.choice([0.0, 0.001, 0.02, 30.0]),
+            "tenant_weights": draw.choice([{}, {"a": 3.0}, {"a": 0.5, "b": 7.0}]),
+            "max_waiting_requests": draw.choice([2, 5, 1000, 1000, 1000]),
+            "max_waiting_tokens": draw.choice([None, None, None, 30, 100]),
+            "steps_in_flight": draw.randint(1, 2),
+            "page_size": page_size,
+            "num_pages": pages_of_one + draw.randint(0, draw.choice([2, 3 * pages_of_one])),
+            "max_model_len": self.model_len,
+            "max_decoding_batch": rows,
+            "max_batch_tokens": draw.randint(rows, 64),
+            "max_prefill_batch": draw.randint(1, 4),
+            "vocab_size": draw.choice([3, 50]),
+            "prefix_caching": draw.random() < 0.85,
+            "max_lease": draw.choice([1, 3, 7, 16]),
+            "num_host_pages": draw.choice([0, 0, 1, 5, 20, 1000]),
+            "step_seconds": draw.choice([0.0, 0.0002, 0.0002, 0.001, 0.01]),
+        }
+
+    def _plan_faults(self) -> None:
+        """Deaths, wrong and late answers; no more than an engine puts up with in a row."""
+        draw, executor = self.random, self.harness.executor
+        executor.token_seconds = draw.choice([0.0, 0.00005])
+        for _ in range(draw.choice([0, 0, 0, 1, 2, 3])):
+            kind = draw.choice([executor.fail_at, executor.fail_submit_at, executor.stale_at])
+            kind.add(draw.randint(0, 40))
+        if draw.random() < 0.2:
+            executor.poison.update(draw.sample(range(15), draw.randint(1, 2)))
+            executor.poison_raises = draw.random() < 0.5
+        for _ in range(draw.choice([0, 0, 1, 2])):
+            executor.errors.add((draw.randint(0, 9), draw.randint(0, 8)))
+        for _ in range(draw.choice([0, 0, 3])):
+            executor.delays[draw.randint(0, 40)] = draw.random() * 0.05
+
+    def _plan_requests(self) -> None:
+        draw, now = self.random, 0.0
+        pause = draw.choice([0.0, 0.0005, 0.005, 0.03])
+        for _ in range(draw.randint(1, 14)):
+            now += draw.expovariate(1 / pause) if pause else 0.0
+            self._at(now, self._arrive)
+        if draw.random() < 0.1:
+            self._at(now * draw.random(), lambda: self._abort_client(draw.choice("ab")))
+
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, len(self._events) + self.random.getrandbits(40), event))
+
+    def _arrive(self) -> None:
+        draw, harness = self.random, self.harness
+        prompt = self._prompt()[: self.model_len // 4 if self.outgrows else self.model_len - 1]
+        most = 60 if self.outgrows else draw.choice([1, 5, 12, 40])
+        longest = min(self.model_len - len(prompt), most)
+        vocabulary = range(harness.config.vocab_size)
+        settings: dict[str, Any] = {
+            "stop": draw.sample(vocabulary, draw.choice([0, 0, 1, min(12, len(vocabulary) - 1)])),
+            "eos": draw.sample(vocabulary, draw.choice([0, 0, 1])),
+            "priority": draw.randint(0, 2),
+            "tenant": self._tenant(),
+            "timeout": draw.choice([None, None, None, None, 0.0001, 0.003, 0.05, 1.0]),
+            "client": draw.choice("ab"),
+            "extra_keys": draw.choice([(), (), (), ("salt",)]),
+            "logprobs": draw.choice([None, None, None, 0, 3]),
+            "prompt_logprobs": draw.choice([None, None, None, None, 2]),
+            "deaths": draw.choice([0] * 12 + [1]),
+        }
+        if draw.random() < 0.12:
+            settings["beams"] = BeamParams(
+                draw.randint(1, 5),
+                draw.choice([1.0, 1.0, 0.0, -0.7, 1.5]),
+                draw.choice([False, True, "never"]),
+            )
+        elder: int | None = None
+        for _ in range(draw.choice([1, 1, 1, 2, 5])):  # choices of one prompt
+            try:
+                stream = self._add(prompt, draw.randint(1, longest), sibling_of=elder, **settings)
+            except InvalidRequest:
+                assert "beams" in settings, "refused"
+                self.refused += 1
+                return
+            if stream is None:
+                return
+            elder = stream.source.key if elder is None else elder
+            if draw.random() < 0.15:
+                later = harness.executor.clock + draw.expovariate(1 / 0.01)
+                self._at(later, lambda stream=stream: harness.abort(stream))
+
+    def _tenant(self) -> str:
+        return self.random.choice("abc")
+
+    def _add(self, prompt: list[int], max_tokens: int, **wishes: Any) -> Stream | None:
+        """The new stream; None if the queue was full."""
+        newcomers, config = self.harness.engine.lifecycle.newcomers, self.harness.config
+        most = config.max_waiting_tokens or 10**9
+        full = newcomers.num_requests >= config.max_waiting_requests or (
+            newcomers.num_requests > 0 and newcomers.num_tokens + len(prompt) > most
+        )
+        try:
+            stream = self.harness.add(prompt, max_tokens, **wishes)
+        except RequestQuarantined:
+            assert any(
+                own.source.prompt.tolist() == prompt
+                for own in self.harness.streams.values()
+                if own.ended is not None and isinstance(own.ended.error, RequestQuarantined)
+            ), "refused for another's prompt"
+            self.num_quarantined += 1
+            return None
+        except Overloaded:
+            assert full, "refused without need"
+            self.num_refused += 1
+            return None
+        assert not full, "taken into a full queue"
+        return stream
+
+    def _prompt(self) -> list[int]:
+        """A start that others have too, a conversation that goes on, or a prompt of its own."""
+        draw, harness = self.random, self.harness
+        own = [draw.randrange(harness.config.vocab_size) for _ in range(draw.randint(1, 9))]
+        match draw.randint(0, 3):
+            case 0:
+                return own * draw.randint(1, 6)
+            case 1:
+                return draw.choice(STARTS)[: draw.randint(1, self.model_len)] + own
+            case 2 if harness.streams:
+                earlier = draw.choice(list(harness.streams.values()))
+                return [*earlier.source.prompt.tolist(), *earlier.tokens, *own]
+            case _:
+                return draw.choice(STARTS)[: draw.randint(1, self.model_len)]
+
+    def _abort_client(self, client: str) -> None:
+        self.harness.engine.abort_client(client)
+        for stream in self.harness.streams.values():
+            if stream.source.client == client:
+                stream.aborted = stream.aborted or stream.open
+
+
+class LongLife(Life):
+    """One engine that serves ``requests`` requests, in floods and ebbs; it must not grow old.
+
+    Each stream is held against the oracle when it is over, and forgotten. Tenants come and go.
+    """
+
+    SWEEP = 50  # steps between two looks at which streams are over
+    MEMORY = 48  # MiB that the process may grow after its first tenth
+
+    def __init__(self, seed: int, requests: int) -> None:
+        self.requests = requests
+        super().__init__(seed)
+        self.harness.integrity_every = 500
+        self.harness.keep_history = False
+
+    def run(self) -> None:
+        harness, executor = self.harness, self.harness.executor
+        steps, young = 0, None
+        while self._events or harness.engine.has_work:
+            if not harness.engine.has_work:
+                executor.clock = max(executor.clock, self._events[0][0])
+            while self._events and self._events[0][0] <= executor.clock:
+                heapq.heappop(self._events)[2]()
+            harness.step()
+            steps += 1
+            if steps % self.SWEEP == 0:
+                self._sweep()
+            if young is None and harness.num_added > self.requests // 10:
+                young = memory()
+            assert steps < 100 * self.requests + 10_000, "the engine does not get done"
+        harness.run()
+        self._sweep()
+        assert not harness.streams, "a stream without an end"
+        assert young is None or memory() - young < self.MEMORY, "it grows"
+        assert harness.engine.lifecycle.newcomers.num_tokens == 0
+
+    def _sweep(self) -> None:
+        for stream in [s for s in self.harness.streams.values() if not s.open]:
+            self.harness.check_stream(stream)
+            self.harness.forget(stream)
+
+    def _settings(self) -> dict[str, Any]:
+        settings = super()._settings()
+        self.model_len, self.outgrows = 64, False
+        rows = self.random.randint(8, 16)
+        return settings | {
+            "max_model_len": self.model_len,
+            "num_pages": 3 * -(-self.model_len // settings["page_size"]),
+            "max_decoding_batch": rows,
+            "max_batch_tokens": 64,
+            "max_prefill_batch": 8,
+            "vocab_size": 50,
+            "max_waiting_requests": 30,
+            "step_seconds": 0.0005,
+        }
+
+    def _plan_faults(self) -> None:
+        draw, executor, many = self.random, self.harness.executor, self.requests
+        executor.token_seconds = 0.00001
+        for kind in (executor.fail_at, executor.fail_submit_at, executor.stale_at):
+            kind.update(draw.sample(range(2 * many), many // 1000))
+        executor.errors.update(
+            (draw.randrange(many), draw.randint(0, 8)) for _ in range(many // 99)
+        )
+
+    def _plan_requests(self) -> None:
+        self._at(0.0, self._arrive)
+
+    def _arrive(self) -> None:
+        super()._arrive()
+        added = self.harness.num_added
+        if added < self.requests:
+            pause = 0.0008 if added // 300 % 2 else 0.003
+            self._at(self.harness.executor.clock + self.random.expovariate(1 / pause), self._arrive)
+
+    def _tenant(self) -> str:
+        draw = self.random
+        return draw.choice("aaab") if draw.random() < 0.8 else f"tenant {self.harness.num_added}"
+
+
+def memory() -> float:
+    """MiB that this process has taken at most."""
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return taken / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def simulate(seed: int) -> Counter[str]:
+    """Lives one life; says what happened in it.
+
+    Raises:
+        AssertionError: something was not as it must be.
+    """
+    life = Life(seed)
+    life.run()
+    harness = life.harness
+    happened = account(life)
+    happened["searches"] = sum(
+        stream.ended is not None and bool(stream.ended.hypotheses)
+        for stream in harness.streams.values()
+    )
+    happened["forks"] = sum(int((info.moves[:, 0] == COPY).sum()) for info in harness.executor.log)
+    happened["leases"] = sum(info.lease > 1 for info in harness.executor.log)
+    return happened
+
+
+def account(life: Life) -> Counter[str]:
+    """What the engine's counters say of a life."""
+    harness, stats = life.harness, life.harness.engine.stats()
+    happened = Counter(stats.finished)
+    happened["steps"] = stats.steps
+    happened["calls"] = harness.executor.num_run
+    happened["preemptions"] = stats.preemptions
+    happened["swaps"] = stats.preemptions_by_swap
+    happened["pages swapped in"] = stats.swapped_in
+    happened["queue full"] = life.num_refused
+    happened["restarts"] = harness.executor.epoch
+    happened["poisons found"] = sum(
+        stream.ended is not None and isinstance(stream.ended.error, RequestQuarantined)
+        for stream in harness.streams.values()
+    )
+    happened["prompts blocked"] = life.num_quarantined
+    happened["prefix hits"] = stats.prefix_hits
+    happened["searches refused"] = life.refused
+    return happened
+
+
+def live_long(seed: int, requests: int) -> None:
+    """Lives one long life, and prints what happened in it."""
+    life, started = LongLife(seed, requests), time.monotonic()
+    life.run()
+    config = life.harness.config
+    print(
+        f"{life.harness.num_added:,} requests in {time.monotonic() - started:.1f} s "
+        f"(seed {seed}: {config.scheduler}, {config.policy}), at most {memory():.0f} MiB:"
+    )
+    print("  " + ", ".join(f"{value:,} {name}" for name, value in account(life).items()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Random lives of an engine without a model.")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many lives (default 1000)")
+    parser.add_argument("--first", type=int, default=0, help="the first one's seed (default 0)")
+    parser.add_argument("--seed", type=int, help="only this one")
+    parser.add_argument("--requests", type=int, help="one long life of so many requests")
+    options = parser.parse_args()
+    if options.requests is not None:
+        live_long(options.seed or 0, options.requests)
+        return 0
+    first, count = (options.first, options.seeds) if options.seed is None else (options.seed, 1)
+    happened: Counter[str] = Counter()
+    started = time.monotonic()
+    for seed in range(first, first + count):
+        try:
+            happened += simulate(seed)
+        except Exception:
+            traceback.print_exc()
+            print(f"\nSeed {seed} failed. Again: python tools/simulate.py --seed {seed}")
+            return 1
+    print(f"{count} lives in {time.monotonic() - started:.1f} s:")
+    print("  " + ", ".join(f"{value:,} {name}" for name, value in happened.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
