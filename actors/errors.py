@@ -16,7 +16,7 @@
     ├── DeadlineExceeded               408  deadline_exceeded       its time ran out
     └── EngineUnavailable              503  engine_unavailable      starting, draining or dead
         ├── EngineAsleep               503  engine_asleep           until an operator wakes it
-        └── RequestMoved               503  moved                   to be sent again, nobody died
+        └── RequestHandedBack          503  moved                   to be sent again, no death
 
 An error crosses actors by pickle, so each one keeps its arguments in ``args``.
 """
@@ -164,7 +164,7 @@ class EngineAsleep(EngineUnavailable):
     code = "engine_asleep"
 
 
-class RequestMoved(EngineUnavailable):
+class RequestHandedBack(EngineUnavailable):
     """The engine hands the request back unfinished (it drains): another one may go on with it.
 
     No client sees it: whoever sent the request sends it again, with the tokens told so far.
@@ -173,18 +173,20 @@ class RequestMoved(EngineUnavailable):
     code = "moved"
 
 
-class GroupFailed(RayfinError):
+class RunnerGroupFailed(RayfinError):
     """The runners are gone or broken; what ran on them must be recomputed on new ones.
 
-    ``by_step``: a runner said that a step did it; nobody else can have.
+    ``caused_by_step``: a runner said that a step did it; nobody else can have.
     """
 
     code = "runner_failed"
 
-    def __init__(self, message: str, param: str | None = None, by_step: bool = False) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, caused_by_step: bool = False
+    ) -> None:
         super().__init__(message, param)
-        self.args = (message, param, by_step)
-        self.by_step = by_step
+        self.args = (message, param, caused_by_step)
+        self.caused_by_step = caused_by_step
 
 
 class Fenced(RayfinError):
@@ -205,7 +207,7 @@ class PeerLost(RayfinError):
     code = "runner_failed"
 
 
-class NotRecognised(Exception):
+class UnrecognizedModule(Exception):
     """A module is not of the form that can be fused; the message names it."""
 
 
@@ -223,7 +225,7 @@ class NotOwner(EngineUnavailable):
     code = "not_owner"
 
 
-class CallLost(GroupFailed):
+class CallLost(RunnerGroupFailed):
     """A call or its answer was lost on its way; the runner may well live."""
 
 

@@ -115,7 +115,7 @@ class EngineRequest:
     extra_keys: tuple[str, ...] = ()  # what keys and values depend on beside tokens: salt, adapter
     tenant: str = ""  # whom its tokens are counted for under the fair policy
     timeout: float | None = None  # seconds from its arrival at the scheduler; then it is dropped
-    sibling_of: int | None = None  # key of an earlier choice of the same prompt, to fork from
+    parent_key: int | None = None  # key of an earlier choice of the same prompt, to fork from
     beams: BeamParams | None = None
     satisfied: bool = False  # the client's: a stop string came, so to close its stream is no abort
     deaths: int = 0  # of engines and runners, while they had it in flight
@@ -159,7 +159,7 @@ class SchedulerInfo:
     new_pages_len: Int32Array  # [R] how many of them each row takes
     new_requests: list[NewRequest] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)  # handles to forget, before new_requests
-    lease: int = 1  # decode steps granted
+    num_steps: int = 1  # decode steps granted
     moves: Int32Array = field(default_factory=no_moves)  # [M, 3] kind, from page, to page; before
     # everything else of the step, in this order
 

@@ -15,7 +15,7 @@ from cpu_kernels import PAGE_SIZE, make_batch
 from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rayfin.actors.runner.cpu.decoder import FusedModel, fuse
+from rayfin.actors.runner.cpu.decoder import CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.cache.kv_tensors import KVTensors
@@ -28,7 +28,7 @@ STEPS = [(1, 127, 1), (4, 127, 1), (16, 127, 1), (32, 511, 1), (64, 127, 1), (1,
 
 def models(
     shape: str, threads: int, isa: str | None
-) -> Iterator[tuple[str, PagedModel | FusedModel]]:
+) -> Iterator[tuple[str, PagedModel | CpuDecoder]]:
     """The three, one after the other: packing changes the model that it packs."""
     architecture, sizes = SHAPES[shape]
     config = AutoConfig.for_model(architecture, tie_word_embeddings=True, **sizes)
@@ -41,7 +41,7 @@ def models(
     torch.set_num_threads(threads)
     kernels = CpuKernels(threads, isa)
     yield "torch", PagedModel(model, paged_attention)
-    fused = fuse(PagedModel(model, CpuAttention(kernels)), kernels)
+    fused = build_cpu_decoder(PagedModel(model, CpuAttention(kernels)), kernels)
     assert fused is not None
     yield "fused", fused
     packed = PagedModel(model, CpuAttention(kernels))
@@ -50,7 +50,7 @@ def models(
 
 
 def seconds_per_step(
-    model: PagedModel | FusedModel, step: tuple[int, int, int], runs: int
+    model: PagedModel | CpuDecoder, step: tuple[int, int, int], runs: int
 ) -> float:
     rows, cached, chunk = step
     pages = rows * -(-(cached + chunk) // PAGE_SIZE)

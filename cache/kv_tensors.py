@@ -26,8 +26,8 @@ class KVTensors:
     """Paged keys [num_pages, page_size, kv_heads, key_dim] and values of every layer.
 
     Allocated once, zeroed (memory that was never written must not hold a NaN), never resized. On a
-    CPU the zero pages take no physical memory until they are written or ``FirstTouch`` comes near
-    (2 MiB at a time), unless they are ``pinned`` for copies to and from a GPU.
+    CPU the zero pages take no physical memory until they are written or ``PagePrefaulter`` comes
+    near (2 MiB at a time), unless they are ``pinned`` for copies to and from a GPU.
     """
 
     def __init__(

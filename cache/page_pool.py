@@ -23,7 +23,7 @@ class PagePool:
         self._next = [*range(1, num_pages + 1), 0]
         self._previous = [num_pages, *range(num_pages)]
 
-    def take(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """Returns ``count`` pages, referenced once each; None, with no effect, if too few."""
         if count > self.num_free:
             return None
@@ -41,7 +41,7 @@ class PagePool:
             self._unlink(page)
         self.references[page] += 1
 
-    def give_back(self, page: int, *, reuse_first: bool = False) -> None:
+    def free(self, page: int, *, reuse_first: bool = False) -> None:
         """One table less holds the page; at none it is free.
 
         ``reuse_first`` puts it at the head of the list: nobody can want its content again.

@@ -75,7 +75,7 @@ class PageTables:
         """Free pages once ``pages`` are held."""
         return self.pool.num_free - sum(self.pool.references[page] == 0 for page in pages)
 
-    def adopt(self, slot: int, pages: Sequence[int]) -> None:
+    def share(self, slot: int, pages: Sequence[int]) -> None:
         """The empty table starts with ``pages``, shared with whoever holds them."""
         for page in pages:
             if self.pool.references[page] == 0:
@@ -100,7 +100,7 @@ class PageTables:
             if (taken := self._take(1)) is None:
                 return None
             copies = [(self._pages[source][full], taken[0])]
-        self.adopt(target, self._pages[source][:full])
+        self.share(target, self._pages[source][:full])
         self.published[source] = max(full, int(self.published[source]))
         self._pages[target].extend(page for _, page in copies)
         self.held[target] += len(copies)
@@ -120,7 +120,7 @@ class PageTables:
             self.index.add(page, chain.hashes[number], tokens[number * size : (number + 1) * size])
         self.published[slot] = max(full, int(self.published[slot]))
 
-    def retract(self, slot: int) -> None:
+    def invalidate(self, slot: int) -> None:
         """Forgets what the slot's pages hold: something went wrong in writing them."""
         if self.index is not None:
             for page in self._pages[slot]:
@@ -134,7 +134,7 @@ class PageTables:
         """Gives back all of the slot's pages, tail first, so that heads of prompts live longest."""
         for page in reversed(self._pages[slot]):
             known = self.index is not None and page in self.index
-            self.pool.give_back(page, reuse_first=self.index is not None and not known)
+            self.pool.free(page, reuse_first=self.index is not None and not known)
             if known and self.pool.references[page] == 0:
                 self.num_cached += 1
         self._pages[slot].clear()
@@ -142,7 +142,7 @@ class PageTables:
 
     def _take(self, count: int) -> list[int] | None:
         """Free pages, whose old content is forgotten; None, with no effect, if too few."""
-        pages = self.pool.take(count)
+        pages = self.pool.allocate(count)
         if pages is not None and self.index is not None:
             evicted = sum(self.index.drop(page) for page in pages)
             self.num_cached -= evicted

@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
-from rayfin.deployments.http.layers import Cors, EdgeSettings
+from rayfin.deployments.http.layers import Cors, HttpSettings
 from rayfin.deployments.serve.admin_port import admin_deployment
 from rayfin.deployments.serve.autoscaling import autoscaling
 from rayfin.deployments.serve.cluster_room import has_room
@@ -15,7 +15,7 @@ from rayfin.deployments.serve.engine import EngineDeployment
 from rayfin.deployments.serve.ingress import IngressDeployment
 from rayfin.deployments.serve.model_args import ModelArgs, several_models
 from rayfin.deployments.serve.preflight import located
-from rayfin.deployments.serve.response_store import KeeperDeployment
+from rayfin.deployments.serve.response_store import ResponseStoreDeployment
 from rayfin.deployments.serve.server_args import (
     ADMIN_KEY_VARIABLES,
     AppArgs,
@@ -84,7 +84,7 @@ def bind_models(
             server.admin_keys(),
             [(model.names, model.deployment) for model in models],
         )
-    keeper_class: Any = KeeperDeployment
+    keeper_class: Any = ResponseStoreDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
     told = [
         replace(model, server=for_ingresses(model.server), from_zero=model.server.min_engines == 0)
@@ -135,7 +135,7 @@ def serve_logs(args: EngineArgs) -> dict[str, Any]:
     return {"logging_config": {"encoding": "JSON", "log_level": args.log_level.upper()}}
 
 
-def edge_settings(server: ServerArgs) -> EdgeSettings:
+def edge_settings(server: ServerArgs) -> HttpSettings:
     """What stands between a socket and a route.
 
     Raises:
@@ -147,7 +147,7 @@ def edge_settings(server: ServerArgs) -> EdgeSettings:
         headers=words(server.allowed_headers, "allowed_headers") or ("*",),
         credentials=server.allow_credentials,
     )
-    return EdgeSettings(
+    return HttpSettings(
         keys=server.api_keys(),
         admin_keys=server.admin_keys() if server.admin_port is None else None,
         cors=cors,

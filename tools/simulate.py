@@ -141,17 +141,19 @@ class Life:
                 draw.choice([1.0, 1.0, 0.0, -0.7, 1.5]),
                 draw.choice([False, True, "never"]),
             )
-        elder: int | None = None
+        fork_parent: int | None = None
         for _ in range(draw.choice([1, 1, 1, 2, 5])):  # choices of one prompt
             try:
-                stream = self._add(prompt, draw.randint(1, longest), sibling_of=elder, **settings)
+                stream = self._add(
+                    prompt, draw.randint(1, longest), parent_key=fork_parent, **settings
+                )
             except InvalidRequest:
                 assert "beams" in settings, "refused"
                 self.refused += 1
                 return
             if stream is None:
                 return
-            elder = stream.source.key if elder is None else elder
+            fork_parent = stream.source.key if fork_parent is None else fork_parent
             if draw.random() < 0.15:
                 later = harness.executor.clock + draw.expovariate(1 / 0.01)
                 self._at(later, lambda stream=stream: harness.abort(stream))
@@ -306,7 +308,7 @@ def simulate(seed: int) -> Counter[str]:
         for stream in harness.streams.values()
     )
     happened["forks"] = sum(int((info.moves[:, 0] == COPY).sum()) for info in harness.executor.log)
-    happened["leases"] = sum(info.lease > 1 for info in harness.executor.log)
+    happened["leases"] = sum(info.num_steps > 1 for info in harness.executor.log)
     return happened
 
 

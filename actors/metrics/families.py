@@ -1,6 +1,6 @@
 """Every series of Rayfin, once: name, meaning, labels, buckets, and its name at vLLM.
 
-Actors count in plain fields (``EngineStats``, ``IngressCounts``); the hub (``actors/hub``) gathers
+Actors count in plain fields (``EngineStats``, ``IngressCounters``); the hub (``hub.py``) gathers
 and renders. Label sets are closed: model name and engine are the operator's, all other values are
 the words below. Nobody who sends requests can make a new series.
 

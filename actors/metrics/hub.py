@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 
 from rayfin import __version__
 from rayfin.actors.errors import EngineUnavailable
-from rayfin.actors.metrics.ledger import INGRESSES, Ledger, Report, engine_report
+from rayfin.actors.metrics.ledger import INGRESSES, CounterReport, Ledger, engine_report
 from rayfin.actors.metrics.render import Writer
 from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.registry import NAMESPACE, engine_names, find_actor
@@ -73,13 +73,13 @@ class MetricsHub:
         self._puller.start()
         threading.Thread(target=self._run, name="find", daemon=True).start()
 
-    def report(self, report: Report) -> tuple[Ledger, bytes]:
+    def report(self, report: CounterReport) -> tuple[Ledger, bytes]:
         """An ingress' counters; returns the totals of all, and their text as far as it is known."""
         self._take(report)
         known = self._copy()
         return known, self._writer.write(known)
 
-    def scrape(self, report: Report) -> bytes:
+    def scrape(self, report: CounterReport) -> bytes:
         """The Prometheus text of all, as it is now, for the ingress that is asked."""
         self._take(report)
         return self._fresh()
@@ -94,10 +94,10 @@ class MetricsHub:
         except OSError as error:  # somebody has it: tried again until they leave
             logger.warning("metrics are not served on port %d: %s", port, error)
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: CounterReport) -> None:
         self._lifeline.heard()
         with self._lock:
-            self._ledger.take(report, time.monotonic())
+            self._ledger.apply(report, time.monotonic())
 
     def _copy(self) -> Ledger:
         with self._lock:
@@ -146,7 +146,7 @@ class MetricsHub:
             except (RayError, EngineUnavailable):  # it has died, or is starting
                 continue
             with self._lock:
-                self._ledger.take(report, time.monotonic())
+                self._ledger.apply(report, time.monotonic())
 
 
 def start_hub(app: str, settings: HubSettings, known: Ledger) -> Any:

@@ -38,7 +38,7 @@ MOST_KNOWN = 64
 
 
 @dataclass(slots=True)
-class Report:
+class CounterReport:
     """What one incarnation has counted since it began, and what it measures now. Never changed."""
 
     incarnation: str
@@ -51,13 +51,13 @@ class Report:
     def source(self) -> Source:
         return self.engine, self.incarnation
 
-    def is_before(self, other: "Report") -> bool:
+    def is_before(self, other: "CounterReport") -> bool:
         """Whether this one of the same incarnation is older."""
         return any(self.counters.get(series, 0) < n for series, n in other.counters.items())
 
 
 @dataclass(slots=True)
-class Totals:
+class CounterTotals:
     """Of one engine, over all its incarnations, or of all ingresses."""
 
     counters: dict[Series, float] = field(default_factory=dict)
@@ -68,18 +68,18 @@ class Ledger:
     """Totals and last reports."""
 
     def __init__(self) -> None:
-        self.totals: dict[str, Totals] = {}  # by engine
-        self._last: OrderedDict[Source, Report] = OrderedDict()
+        self.totals: dict[str, CounterTotals] = {}  # by engine
+        self._last: OrderedDict[Source, CounterReport] = OrderedDict()
         self._current: dict[Source, float] = {}  # those whose gauges hold: heard of when
 
-    def take(self, report: Report, now: float) -> None:
+    def apply(self, report: CounterReport, now: float) -> None:
         """Adds what is new in the report, which came at ``now`` seconds of any clock."""
         last = self._last.get(report.source)
         if not report.incarnation or (last is not None and report.is_before(last)):
             return  # nobody's, or it was overtaken
         totals = self.totals.get(report.engine)
         if totals is None:
-            totals = self.totals[report.engine] = Totals()
+            totals = self.totals[report.engine] = CounterTotals()
             if report.engine != INGRESSES:
                 totals.counters[ENGINE_RESTARTS.name, ()] = 0
         elif last is None and report.engine != INGRESSES:
@@ -106,7 +106,7 @@ class Ledger:
         copied = Ledger()
         for engine, totals in self.totals.items():
             histograms = {series: own.copy() for series, own in totals.histograms.items()}
-            copied.totals[engine] = Totals(dict(totals.counters), histograms)
+            copied.totals[engine] = CounterTotals(dict(totals.counters), histograms)
         copied._last = self._last.copy()
         copied._current = dict(self._current) if now is None else dict.fromkeys(self._current, now)
         return copied
@@ -149,9 +149,9 @@ class Ledger:
         return [engine for engine in self.totals if engine != INGRESSES]
 
 
-def engine_report(engine: str, stats: EngineStats, at: float) -> Report:
+def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
     """What a scheduler's counters say, zeros included, that was asked at ``at``, Unix time."""
-    report = Report(stats.incarnation, engine, {(ENGINE_ASKED.name, ()): at})
+    report = CounterReport(stats.incarnation, engine, {(ENGINE_ASKED.name, ()): at})
     for family in ENGINE_GAUGES:
         report.gauges.update(_read(family, stats))
     for family in ENGINE_COUNTERS:

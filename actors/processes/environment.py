@@ -12,7 +12,7 @@ BEHIND_RUNNERS = 4
 logger = logging.getLogger(__name__)
 
 
-def step_behind_runners() -> None:
+def lower_priority() -> None:
     """Lowers the priority of this process; for those that compute nothing."""
     try:
         os.nice(BEHIND_RUNNERS)
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 }
 
 
-def prepare_own_ray() -> None:
+def set_ray_environment() -> None:
     """Before ``ray.init`` starts a Ray. What the environment says already stands."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from rayfin.actors.errors import (
-    GroupFailed,
+    RunnerGroupFailed,
 )
 from rayfin.actors.processes.identity import Process, end
 
@@ -33,7 +33,7 @@ def when_name_is_free(create: Callable[[], Any]) -> Any:
     """What ``create`` makes; a name stays taken for a moment after its actor has died.
 
     Raises:
-        GroupFailed: somebody else holds the name.
+        RunnerGroupFailed: somebody else holds the name.
     """
     deadline = time.monotonic() + GONE_SECONDS
     while True:
@@ -41,7 +41,7 @@ def when_name_is_free(create: Callable[[], Any]) -> Any:
             return create()
         except ValueError as error:
             if time.monotonic() > deadline:
-                raise GroupFailed(str(error)) from error
+                raise RunnerGroupFailed(str(error)) from error
             time.sleep(0.05)
 
 

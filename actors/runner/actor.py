@@ -13,8 +13,8 @@ from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
-from rayfin.actors.runner.parallel.rank import Address, Place
-from rayfin.actors.runner.result_cache import Answers
+from rayfin.actors.runner.parallel.rank import Address, ParallelRank
+from rayfin.actors.runner.result_cache import StepResultCache
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ModelRunnerActor:
         self._args: EngineArgs | None = None
         self._config: EngineConfig | None = None
         self._epoch = -1
-        self._answers = Answers()
+        self._answers = StepResultCache()
         self._speaks = True  # for its group
         self._store: Any = None
         self._lifeline = Lifeline(lease, _exit)
@@ -85,7 +85,7 @@ class ModelRunnerActor:
             place = None
             if store is not None:
                 sizes = (args.tensor_parallel_size, args.pipeline_parallel_size)
-                place = Place(rank, *sizes, store, _host())
+                place = ParallelRank(rank, *sizes, store, _host())
                 self._speaks = place.answers
             self._args = args
             self._runner = ModelRunner(args, place)

@@ -21,21 +21,21 @@ from rayfin.actors.config import (
 )
 from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig, UnsupportedModel
 from rayfin.actors.messages import NO_TOKEN, Logprobs, SchedulerInfo, StepResult
-from rayfin.actors.runner.cpu.decoder import TOLERANCE, FusedModel, fuse
+from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.models.weights import load_config, load_model, max_position, page_type
-from rayfin.actors.runner.parallel.pipeline import TokenRelay
-from rayfin.actors.runner.parallel.process_groups import LOAD_SECONDS, Peers
-from rayfin.actors.runner.parallel.rank import Place
+from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
+from rayfin.actors.runner.parallel.process_groups import LOAD_SECONDS, ProcessGroups
+from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler
-from rayfin.actors.runner.step.batch import build_inputs, next_decode
+from rayfin.actors.runner.step.batch import build_inputs, next_step_info
 from rayfin.actors.runner.step.memory import available_bytes, bytes_taken, largest_step
-from rayfin.actors.runner.step.page_checksums import PageSums
+from rayfin.actors.runner.step.page_checksums import PageChecksums
 from rayfin.actors.runner.step.page_moves import PageMover
-from rayfin.actors.runner.step.page_prefaulter import FirstTouch
+from rayfin.actors.runner.step.page_prefaulter import PagePrefaulter
 from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
@@ -46,8 +46,8 @@ from rayfin.kernels.shapes import PagedAttention
 from rayfin.kernels.triton.available import can_use_triton
 
 if TYPE_CHECKING:
-    from rayfin.actors.runner.gpu.decoder import GpuModel
-    from rayfin.actors.runner.gpu.graphs import DecodeGraphs, Leased
+    from rayfin.actors.runner.gpu.decoder import GpuDecoder
+    from rayfin.actors.runner.gpu.graphs import DecodeGraphs, MultiStepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +70,14 @@ class ModelRunner:
     ``sleep`` and another ``start`` between two steps.
     """
 
-    def __init__(self, args: EngineArgs, place: Place | None = None) -> None:
+    def __init__(self, args: EngineArgs, place: ParallelRank | None = None) -> None:
         self._args = args
         self._device = pick_device(args.device)
         self._ranks = 1 if place is None else place.size
         if args.quantization:
             _require_quantisable(args, self._device, self._ranks)
         self._hf_config = load_config(args)
-        self._peers = None if place is None else Peers(place, self._device)
+        self._peers = None if place is None else ProcessGroups(place, self._device)
         model, layers = self._load()
         kernels: CpuKernels | None = None
         if self._device.type == "cpu":
@@ -91,7 +91,7 @@ class ModelRunner:
         self._page_type = page_type(args.kv_cache_dtype, model.dtype, kernel)
         paged = PagedModel(model, kernel, layers)
         self._model: StepModel = paged
-        self._gpu_model: GpuModel | None = None
+        self._gpu_model: GpuDecoder | None = None
         if args.attention in ("auto", "triton") and can_use_triton(self._device):
             self._on_triton(paged, kernel)
         elif self._peers and kernels and model.dtype in TOLERANCE:
@@ -104,9 +104,9 @@ class ModelRunner:
         self._next_step = 0
         self._failed_steps = 0  # in a row, of which no row could be computed
         self._graphs: DecodeGraphs | None = None
-        self._relay: TokenRelay | None = None  # in a group
-        self._first_touch: FirstTouch | None = None  # on a CPU, with pages
-        self._page_sums: PageSums | None = None  # where pages are checked
+        self._relay: PipelineTokenChannel | None = None  # in a group
+        self._first_touch: PagePrefaulter | None = None  # on a CPU, with pages
+        self._page_sums: PageChecksums | None = None  # where pages are checked
 
     def _load(self) -> tuple[PreTrainedModel, range | None]:
         """The model, or this rank's share of it, and which layers that has."""
@@ -120,20 +120,20 @@ class ModelRunner:
 
     def _on_triton(self, paged: PagedModel, attention: PagedAttention) -> None:
         """The model's experts on Triton's kernels, and all of it if it is one device's alone."""
-        from rayfin.actors.runner.gpu.decoder import fuse_for_gpu
+        from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
         from rayfin.actors.runner.gpu.experts import group_experts  # Triton is not everywhere
 
         group_experts(paged)
         if self._peers is None:
-            self._gpu_model = fuse_for_gpu(paged, attention)
+            self._gpu_model = build_gpu_decoder(paged, attention)
             self._model = self._gpu_model or paged
 
     @staticmethod
     def _on_kernels(
         paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None
-    ) -> PagedModel | FusedModel:
+    ) -> PagedModel | CpuDecoder:
         """The model with all of it, or its linear layers, on compiled kernels."""
-        if fused := fuse(paged, kernels, quantization):
+        if fused := build_cpu_decoder(paged, kernels, quantization):
             torch.set_num_threads(1)  # what is left to torch is small, its threads in the way
             return fused
         packed = pack_linears(paged, kernels, quantization)
@@ -181,12 +181,12 @@ class ModelRunner:
         cache = self._bind(config.num_pages)
         self._mover = PageMover(cache, self._host(config.num_host_pages))
         self._touch_ahead(cache)
-        self._page_sums = PageSums(cache, self._page_size) if self._args.check_pages else None
+        self._page_sums = PageChecksums(cache, self._page_size) if self._args.check_pages else None
         rows, pages = config.limits.max_decoding_batch, config.max_pages_per_request
         self._graphs = self._decode_graphs(self._slots, rows, pages)
         if self._peers:
             self._peers.connect(str(epoch))
-            self._relay = TokenRelay(self._peers, self._slots, self._sampler, config)
+            self._relay = PipelineTokenChannel(self._peers, self._slots, self._sampler, config)
         self._epoch = epoch
         self._next_step = 0
 
@@ -222,13 +222,13 @@ class ModelRunner:
             self._page_sums.check(info, self._slots)
         if self._first_touch and len(info.new_pages):
             self._first_touch.reach(int(info.new_pages.max()))
-        self._sampler.take_news(info)
-        lease, rows = info.lease, np.arange(len(info.ids))
+        self._sampler.apply_diff(info)
+        num_steps, rows = info.num_steps, np.arange(len(info.ids))
         replayed = self._replay(info)
-        tokens = np.full((len(rows), lease), NO_TOKEN, np.int32)
+        tokens = np.full((len(rows), num_steps), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step, tokens)
         logprobs: list[Logprobs] = []
-        for column in range(lease):
+        for column in range(num_steps):
             if replayed is None:
                 sampled = self._advance(info, result)
             else:
@@ -242,11 +242,11 @@ class ModelRunner:
             result.errors |= {int(rows[row]): error for row, error in sampled.errors.items()}
             result.prompt_logprobs |= sampled.prompt_logprobs  # only where rows are still all
             if sampled.logprobs is not None:
-                logprobs.append(sampled.logprobs.renumbered(rows * lease + column))
-            if column + 1 == lease:
+                logprobs.append(sampled.logprobs.renumbered(rows * num_steps + column))
+            if column + 1 == num_steps:
                 break
-            goes_on = self._slots.goes_on(info, sampled.tokens)
-            rows, info = rows[goes_on], next_decode(info, goes_on)
+            still_decoding = self._slots.still_decoding(info, sampled.tokens)
+            rows, info = rows[still_decoding], next_step_info(info, still_decoding)
             if not len(rows):
                 break
         if logprobs:
@@ -257,11 +257,11 @@ class ModelRunner:
         result.seconds = time.perf_counter() - started
         return result
 
-    def _replay(self, info: SchedulerInfo) -> "Leased | None":
+    def _replay(self, info: SchedulerInfo) -> "MultiStepOutput | None":
         """What a lease gives that CUDA graphs can run, else None."""
         if self._graphs is None or failpoints.ACTIVE:
             return None
-        rules = self._sampler.lease_rules(info)
+        rules = self._sampler.row_token_rules(info)
         if not self._graphs.takes(info, rules):
             return None
         try:
@@ -311,7 +311,7 @@ class ModelRunner:
         wanted = self._sampler.wanted(info, inputs)
         spoiled = _planted(info) if failpoints.ACTIVE else []
         logits = self._model.forward(inputs.input_ids, inputs.batch, wanted)
-        if self._peers and info.lease == 1:  # while tokens are sampled
+        if self._peers and info.num_steps == 1:  # while tokens are sampled
             self._peers.begin_agreement(info.step)
         if spoiled:
             logits[np.isin(inputs.sampled_rows, spoiled).nonzero()[0]] = torch.nan
@@ -332,7 +332,7 @@ class ModelRunner:
             rows=rows,
             pages_per_request=pages_per_request,
             page_size=self._page_size,
-            longest_lease=self._args.max_lease,
+            max_num_steps=self._args.max_lease,
             device=self._device,
         )
 
@@ -374,7 +374,7 @@ class ModelRunner:
             return
         page = page_bytes(self._model.layouts, self._page_size, self._page_type)
         ahead = min(AHEAD_TOKENS // self._page_size, AHEAD_BYTES // max(page, 1))
-        self._first_touch = FirstTouch([*cache.keys, *cache.values], ahead)
+        self._first_touch = PagePrefaulter([*cache.keys, *cache.values], ahead)
 
     def _host(self, num_pages: int) -> KVTensors:
         """Swap space: pages in host memory, pinned where a GPU copies to and from it."""

@@ -14,7 +14,7 @@ KEPT = 8
 """More than steps are ever in flight."""
 
 
-class Answers:
+class StepResultCache:
     """Of one epoch."""
 
     def __init__(self, kept: int = KEPT) -> None:

@@ -27,10 +27,10 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import (
     EngineUnavailable,
     Fenced,
-    GroupFailed,
     NotOwner,
     RayfinError,
-    RequestMoved,
+    RequestHandedBack,
+    RunnerGroupFailed,
 )
 from rayfin.actors.messages import (
     Ended,
@@ -41,7 +41,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
-from rayfin.actors.processes.environment import step_behind_runners
+from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
@@ -49,8 +49,8 @@ from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.scheduler import status_line
 from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.actors.scheduler.engine import Engine
-from rayfin.actors.scheduler.faults.runner_pinger import Keeper
-from rayfin.actors.scheduler.inbox import Mail, Question
+from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
+from rayfin.actors.scheduler.inbox import ClientMessage, EngineCall
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
 
@@ -79,7 +79,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class EngineStart:
     """How a scheduler is to start its engine."""
 
     args: EngineArgs
@@ -90,7 +90,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class EngineClaim:
     """What a supervisor that looks for an engine is told."""
 
     granted: bool
@@ -112,15 +112,15 @@ class SchedulerActor:
         supervisor_lease: float = SUPERVISOR_LEASE_SECONDS,
         claim_after: float = CLAIM_SECONDS,
     ) -> None:
-        step_behind_runners()
+        lower_priority()
         self._name = name
         self._client_lease = client_lease
-        self._inbox: queue.SimpleQueue[Mail | Question] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ClientMessage | EngineCall] = queue.SimpleQueue()
         self._subscriptions = Subscriptions()
         self._lifeline = Lifeline(supervisor_lease, self._leave)
         self._claims = threading.Lock()
         self._claim_after = claim_after
-        self._started = Start(EngineArgs())
+        self._started = EngineStart(EngineArgs())
         self._engine: Engine | None = None
         self._group: RunnerGroup | None = None
         self._failure: str | None = None
@@ -128,7 +128,7 @@ class SchedulerActor:
         self._leaving = False
 
     @ray.method(concurrency_group="control")
-    def start(self, start: Start) -> EngineInfo:
+    def start(self, start: EngineStart) -> EngineInfo:
         """Starts or adopts the runners, then steps for ever; returns when it is ready.
 
         Raises:
@@ -153,12 +153,12 @@ class SchedulerActor:
             )
             self._engine = Engine(self._group.start(), self._group)
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
-        Keeper(self._group, self._engine, self._report_broken).watch()
+        RunnerPinger(self._group, self._engine, self._report_broken).watch()
         status_line.watch(self._engine.stats, partial(logger.info, "engine %s: %s", self._name))
         return self._info()
 
     @ray.method(concurrency_group="control")
-    def claim(self, owner: str, args: EngineArgs, identity: str) -> Claim:
+    def claim(self, owner: str, args: EngineArgs, identity: str) -> EngineClaim:
         """A supervisor asks for this engine: it gets it if the one before has fallen silent.
 
         Args:
@@ -170,13 +170,13 @@ class SchedulerActor:
             start = self._started
             same = args == start.args and identity == start.args.identity
             if self._engine is None or self._failure or not same or start.owner is None:
-                return Claim(False, False)
+                return EngineClaim(False, False)
             if silence < self._claim_after:
-                return Claim(False, True, silence)
+                return EngineClaim(False, True, silence)
             logger.warning("supervisor %s takes over from %s", owner, start.owner)
             self._started = replace(start, owner=owner)
             self._lifeline.heard()
-        return Claim(True, True, silence, self._info(), start.placement, _process())
+        return EngineClaim(True, True, silence, self._info(), start.placement, _process())
 
     @ray.method(concurrency_group="control")
     def pulse(self, owner: str) -> EngineStats:
@@ -231,17 +231,17 @@ class SchedulerActor:
     @ray.method(concurrency_group="control")
     def drain(self) -> None:
         """New requests are sent elsewhere from now on; what is here may finish."""
-        self._inbox.put(Mail("", drain=True))
+        self._inbox.put(ClientMessage("", drain=True))
 
     @ray.method(concurrency_group="control")
     def evict(self) -> None:
         """Time is up: what is still here is sent elsewhere, with all the tokens it has."""
-        self._inbox.put(Mail("", drain=True, evict=True))
+        self._inbox.put(ClientMessage("", drain=True, evict=True))
 
     @ray.method(concurrency_group="control")
-    def dismiss(self) -> int:
+    def close_subscriptions(self) -> int:
         """Ends the subscriptions, each after its news; how many clients have not left since."""
-        return self._subscriptions.dismiss()
+        return self._subscriptions.close_subscriptions()
 
     @ray.method(concurrency_group="requests")
     def submit(
@@ -256,7 +256,7 @@ class SchedulerActor:
         ``stopped`` are the keys of requests whose text has met a stop string.
         """
         self._subscriptions.renew(client)
-        self._inbox.put(Mail(client, requests, aborts, stopped or []))
+        self._inbox.put(ClientMessage(client, requests, aborts, stopped or []))
 
     @ray.method(concurrency_group="control")
     def attach(self, client: str) -> str:
@@ -285,7 +285,7 @@ class SchedulerActor:
     @ray.method(concurrency_group="requests")
     def unsubscribe(self, client: str) -> None:
         """Ends the subscription and aborts what is left of the client's requests."""
-        self._inbox.put(Mail(client, leaves=True))
+        self._inbox.put(ClientMessage(client, leaves=True))
 
     @ray.method(concurrency_group="control")
     def recall(self, tenant: str, request_ids: list[str]) -> list[TokenLog | None]:
@@ -314,7 +314,7 @@ class SchedulerActor:
         return snapshot
 
     def _ask(self, ask: Callable[[Engine], Any], seconds: float = ANSWER_SECONDS) -> Any:
-        question = Question(ask)
+        question = EngineCall(ask)
         self._inbox.put(question)
         return question.answer.result(seconds)
 
@@ -366,16 +366,16 @@ class SchedulerActor:
         except Exception as error:
             logger.exception("engine %s cannot go on", self._name)
             self._failure = f"{type(error).__name__}: {error}"
-            moved = RequestMoved(f"engine {self._name} failed: {error}")
-            lost = moved if isinstance(error, GroupFailed) else EngineUnavailable(str(error))
+            moved = RequestHandedBack(f"engine {self._name} failed: {error}")
+            lost = moved if isinstance(error, RunnerGroupFailed) else EngineUnavailable(str(error))
             self._subscriptions.post(engine.fail_all(lost))
         while True:
             mail = self._inbox.get()
-            if isinstance(mail, Question):
+            if isinstance(mail, EngineCall):
                 mail.reply(engine)
                 continue
             for request in mail.requests:
-                self._refuse(request, RequestMoved(f"engine {self._name} has failed"))
+                self._refuse(request, RequestHandedBack(f"engine {self._name} has failed"))
 
     def _tick(self) -> None:
         self._ticked = time.monotonic()
@@ -389,7 +389,7 @@ class SchedulerActor:
             except queue.Empty:
                 return
             block = False
-            if isinstance(mail, Question):
+            if isinstance(mail, EngineCall):
                 mail.reply(engine)
                 continue
             for key in mail.aborts:
@@ -403,10 +403,10 @@ class SchedulerActor:
             if mail.drain:
                 engine.drain()
             if mail.evict:
-                moved = RequestMoved(f"engine {self._name} is being stopped")
+                moved = RequestHandedBack(f"engine {self._name} is being stopped")
                 self._subscriptions.post(engine.fail_all(moved))
             if mail.broken is not None and not engine.has_work:
-                engine.replace_runners(GroupFailed(mail.broken))
+                engine.replace_runners(RunnerGroupFailed(mail.broken))
 
     def _add(self, engine: Engine, request: EngineRequest) -> None:
         try:
@@ -423,7 +423,7 @@ class SchedulerActor:
         self._subscriptions.close(client)
 
     def _report_broken(self, message: str) -> None:
-        self._inbox.put(Mail("", broken=message))
+        self._inbox.put(ClientMessage("", broken=message))
 
     def _is_current(self) -> bool:
         """Whether no other scheduler has this one's name, and it is not about to leave."""

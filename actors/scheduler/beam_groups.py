@@ -64,7 +64,7 @@ class BeamGroups:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
 
-    def take(self, record: StepRecord, result: StepResult) -> list[Request]:
+    def apply(self, record: StepRecord, result: StepResult) -> list[Request]:
         """Takes in the rows of beams that are still there; a lease of theirs is one step.
 
         Returns:

@@ -10,11 +10,11 @@ from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import (
     ContextLengthExceeded,
     EngineUnavailable,
-    GroupFailed,
     InvalidRequest,
     RayfinError,
     RequestFailed,
-    RequestMoved,
+    RequestHandedBack,
+    RunnerGroupFailed,
 )
 from rayfin.actors.messages import (
     BoolArray,
@@ -32,21 +32,21 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 from rayfin.actors.scheduler.beam_groups import BeamGroups, as_it_runs
-from rayfin.actors.scheduler.core.cached_prefix import find_elder
+from rayfin.actors.scheduler.core.cached_prefix import find_fork_parent
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.step_builder import StepBuilder, StepRecord
-from rayfin.actors.scheduler.faults.corruption import tainted_requests
-from rayfin.actors.scheduler.faults.quarantine import Quarantine, Scheduler
+from rayfin.actors.scheduler.faults.corruption import requests_sharing_failed_pages
+from rayfin.actors.scheduler.faults.quarantine import Quarantine, StepScheduler
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
-from rayfin.actors.scheduler.policy.multi_step import LeasePolicy
+from rayfin.actors.scheduler.policy.multi_step import MultiStepPolicy
 from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
 from rayfin.actors.scheduler.queues.deadlines import Deadlines, exceeded
-from rayfin.actors.scheduler.queues.queue_limits import Pace
+from rayfin.actors.scheduler.queues.queue_limits import CompletionRate
 from rayfin.actors.scheduler.state.executor import Executor, PendingStep
 from rayfin.actors.scheduler.state.outbox import Outbox, column_logprobs, compacted
 from rayfin.actors.scheduler.state.request import Request
-from rayfin.actors.scheduler.state.step_overhead import StepTransport
+from rayfin.actors.scheduler.state.step_overhead import StepOverheadTimer
 from rayfin.actors.scheduler.state.stopping import ended_requests
 from rayfin.actors.scheduler.stats import take_snapshot, take_stats
 from rayfin.cache.prefix_index import HashChain
@@ -71,19 +71,19 @@ class Engine:
         self.lifecycle = Lifecycle(config, clock)
         self._clock = clock
         self._deadlines = Deadlines()
-        scheduler: Scheduler = (
+        scheduler: StepScheduler = (
             TokenScheduler(self.lifecycle, config.limits, config.long_prefill_token_threshold)
             if config.scheduler == "v1"
             else RequestScheduler(self.lifecycle, config.limits)
         )
         self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
         self._beams = BeamGroups(self.lifecycle)
-        self._leases = LeasePolicy(self.lifecycle, config.max_lease)
+        self._leases = MultiStepPolicy(self.lifecycle, config.max_lease)
         self._builder = StepBuilder(self.lifecycle)
         self._builder.restart(executor.epoch)
         self._executor = executor
         self._in_flight: deque[tuple[StepRecord, PendingStep]] = deque()
-        self._transport = StepTransport(clock, self.lifecycle.counts.transport)
+        self._transport = StepOverheadTimer(clock, self.lifecycle.counts.transport)
         self._live: dict[tuple[str, int], Request] = {}
         self._arrivals = 0
         self._outbox = Outbox()
@@ -91,7 +91,7 @@ class Engine:
         self._last_progress = clock()
         self._last_step: SchedulerInfo | None = None
         self._restarts_without_progress = 0
-        self._pace = Pace()
+        self._pace = CompletionRate()
         self._logs = TokenLogs(clock)
 
     @property
@@ -105,7 +105,7 @@ class Engine:
             InvalidRequest: its tokens do not fit, its key is in use, its timeout is no time, or it
                 is a sibling of a request that has another prompt.
             Overloaded: the queue is full.
-            RequestMoved: the engine drains or sleeps.
+            RequestHandedBack: the engine drains or sleeps.
             RequestQuarantined: runners died of its prompt.
         """
         try:
@@ -116,7 +116,7 @@ class Engine:
 
     def _take_in(self, source: EngineRequest) -> None:
         if self._stats.draining or self._stats.asleep:
-            raise RequestMoved("this engine takes no more requests")
+            raise RequestHandedBack("this engine takes no more requests")
         key = (source.client, source.key)
         if key in self._live:
             raise InvalidRequest(f"request key {source.key} is in use", "request_id")
@@ -139,12 +139,12 @@ class Engine:
             newcomers.check(len(source.prompt), retry_after)
         if source.beams is not None:
             source = as_it_runs(source, self.config)
-        elder = find_elder(source, self._live)
+        fork_parent = find_fork_parent(source, self._live)
         if not self.has_work:
             self._last_progress = now
         chain = HashChain(self.config.page_size, source.extra_keys)
         output = np.array(source.output, np.int32)
-        request = Request(source, self._arrivals, now, chain, output, elder=elder)
+        request = Request(source, self._arrivals, now, chain, output, fork_parent=fork_parent)
         if self.config.prefix_caching:
             chain.extend(source.prompt)
         self._arrivals += 1
@@ -204,7 +204,7 @@ class Engine:
             while self._in_flight:
                 self._take_oldest()
             self._executor.sleep()
-        except GroupFailed as failure:
+        except RunnerGroupFailed as failure:
             self._recover(failure)
             raise EngineUnavailable(f"it does not sleep: {failure}") from failure
         self.lifecycle.restart()
@@ -219,14 +219,14 @@ class Engine:
         try:
             self._executor.wake()
             self._builder.restart(self._executor.epoch)
-        except GroupFailed as failure:
+        except RunnerGroupFailed as failure:
             self._recover(failure)
 
-    def replace_runners(self, failure: GroupFailed) -> None:
+    def replace_runners(self, failure: RunnerGroupFailed) -> None:
         """New runners, before the next step finds that the old ones are gone.
 
         Raises:
-            GroupFailed: they cannot be started.
+            RunnerGroupFailed: they cannot be started.
         """
         self._recover(failure)
 
@@ -238,27 +238,27 @@ class Engine:
         """
         self._expire()
         if self._stats.asleep:
-            return self._outbox.take(self._builder.epoch, self._stats.steps)
+            return self._outbox.drain(self._builder.epoch, self._stats.steps)
         try:
             while len(self._in_flight) < self._quarantine.depth:
                 decoding, chunks = self._quarantine.schedule()
-                lease = 1 if chunks else self._leases.grant(decoding)
-                record = self._builder.build(decoding, chunks, lease)
+                num_steps = 1 if chunks else self._leases.grant(decoding)
+                record = self._builder.build(decoding, chunks, num_steps)
                 if record is None:
                     break
                 self._transport.sent()
                 self._in_flight.append((record, self._executor.submit(record.info)))
             if self._in_flight:
                 self._take_oldest()
-        except GroupFailed as failure:
+        except RunnerGroupFailed as failure:
             self._recover(failure)
-        return self._outbox.take(self._builder.epoch, self._stats.steps)
+        return self._outbox.drain(self._builder.epoch, self._stats.steps)
 
     def fail_all(self, error: RayfinError) -> dict[str, TokenDeltas]:
         """Ends every request with ``error``: the engine cannot go on, or must not."""
         for request in list(self._live.values()):
             self._end(request, "error", error=error)
-        return self._outbox.take(self._builder.epoch, self._stats.steps)
+        return self._outbox.drain(self._builder.epoch, self._stats.steps)
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters; cheap, and safe to take from another thread."""
@@ -299,9 +299,9 @@ class Engine:
     def _update(self, record: StepRecord, result: StepResult) -> None:
         running = self.lifecycle.running
         if (result.epoch, result.step) != (record.info.epoch, record.info.step):
-            raise GroupFailed(f"step {record.info.step} was answered by step {result.step}")
+            raise RunnerGroupFailed(f"step {record.info.step} was answered by step {result.step}")
         if result.errors:
-            for request in tainted_requests(self.lifecycle, record, result):
+            for request in requests_sharing_failed_pages(self.lifecycle, record, result):
                 self.lifecycle.requeue(request)
             self.lifecycle.preemption.clear()
         current = running.admission[record.slots] == record.admissions
@@ -321,7 +321,7 @@ class Engine:
             slot = int(record.slots[row])
             if running.admission[slot] == record.admissions[row]:
                 self._end(running.request(slot), "error", error=error)
-        for request in self._beams.take(record, result):
+        for request in self._beams.apply(record, result):
             self._end_search(request)
         steps = max(1, int((result.tokens >= 0).any(axis=0).sum()))  # rows may all end early
         self._leases.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
@@ -385,7 +385,7 @@ class Engine:
         del self._live[source.client, source.key]
         self._deadlines.forget(request)
         self._quarantine.forget(request)
-        moved = isinstance(error, RequestMoved)
+        moved = isinstance(error, RequestHandedBack)
         spoiled = isinstance(error, RequestFailed)
         self.lifecycle.finish(request, "moved" if moved else reason, spoiled=spoiled)
         if error is not None and not moved:
@@ -410,16 +410,18 @@ class Engine:
         self._stats.generation_tokens += sum(len(own.tokens) for own in hypotheses)
         self._end(request, hypotheses[0].finish_reason, hypotheses=hypotheses)
 
-    def _recover(self, failure: GroupFailed) -> None:
+    def _recover(self, failure: RunnerGroupFailed) -> None:
         """New runners, new epoch; everything that ran is recomputed from its token log.
 
         Raises:
-            GroupFailed: they fail again and again without finishing a step.
+            RunnerGroupFailed: they fail again and again without finishing a step.
         """
-        convicted = self._quarantine.died(self._requests_in_flight(), by_step=failure.by_step)
-        if convicted is not None:
+        blocked = self._quarantine.died(
+            self._requests_in_flight(), caused_by_step=failure.caused_by_step
+        )
+        if blocked is not None:
             self._restarts_without_progress = 0
-            self._end(convicted, "error", error=self._quarantine.block(convicted))
+            self._end(blocked, "error", error=self._quarantine.block(blocked))
         self._in_flight.clear()
         self._transport.forget()
         self.lifecycle.restart()
@@ -432,7 +434,7 @@ class Engine:
                 if self._stats.asleep:
                     self._executor.sleep()
                 break
-            except GroupFailed as again:
+            except RunnerGroupFailed as again:
                 failure = again
         self._builder.restart(self._executor.epoch)
         self.lifecycle.counts.runner_restarts += 1

@@ -10,7 +10,7 @@ from rayfin.actors.scheduler.engine import Engine
 
 
 @dataclass(slots=True)
-class Mail:
+class ClientMessage:
     """A client's requests and what it gives up, or a word of whoever looks after the engine."""
 
     client: str
@@ -24,7 +24,7 @@ class Mail:
 
 
 @dataclass(slots=True)
-class Question:
+class EngineCall:
     """What the loop is asked between two steps."""
 
     ask: Callable[[Engine], Any]

@@ -23,7 +23,14 @@ from ray.util.scheduling_strategies import (
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs, EngineConfig, resolve, scarcest
-from rayfin.actors.errors import CallLost, Fenced, GroupFailed, PeerLost, RayfinError, StepMissing
+from rayfin.actors.errors import (
+    CallLost,
+    Fenced,
+    PeerLost,
+    RayfinError,
+    RunnerGroupFailed,
+    StepMissing,
+)
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.processes.identity import Process
 from rayfin.actors.processes.registry import (
@@ -129,7 +136,7 @@ class RunnerGroup:
 
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
-            GroupFailed: a runner died on the way.
+            RunnerGroupFailed: a runner died on the way.
         """
         if (adopted := self._adopt()) is not None:
             self._config, self.epoch = adopted.config, adopted.epoch
@@ -152,7 +159,7 @@ class RunnerGroup:
         """Kills the runners and starts new ones under a new epoch; the page count stays.
 
         Raises:
-            GroupFailed: the new ones cannot be started, or the old ones not be killed.
+            RunnerGroupFailed: the new ones cannot be started, or the old ones not be killed.
             Fenced: this scheduler has been replaced.
         """
         if not self._may_restart():
@@ -197,11 +204,11 @@ class RunnerGroup:
         """Kills the runners, and returns when they are gone, and their memory with them.
 
         Raises:
-            GroupFailed: they cannot be killed.
+            RunnerGroupFailed: they cannot be killed.
         """
         for process in self._processes:
             if not end_process(process):
-                raise GroupFailed(f"the old runner cannot be killed: {process}")
+                raise RunnerGroupFailed(f"the old runner cannot be killed: {process}")
         for runner in self._runners:
             ray.kill(runner)
         self._runners, self._processes = [], []
@@ -210,7 +217,7 @@ class RunnerGroup:
         """The values of ``refs``, one of each rank; None for what never comes.
 
         Raises:
-            GroupFailed: a runner has died, or not answered in so many seconds.
+            RunnerGroupFailed: a runner has died, or not answered in so many seconds.
             CallLost: nobody knows whether one has had the call.
             Fenced: it belongs to another scheduler.
             RayfinError: what the runner raised.
@@ -229,15 +236,17 @@ class RunnerGroup:
                     raise error.cause from None
                 if isinstance(error.cause, StepMissing):
                     raise CallLost(describe(error)) from error
-                by_step = not isinstance(error.cause, PeerLost)  # the peer is to blame, or its end
-                raise GroupFailed(describe(error), by_step=by_step) from error
+                caused_by_step = not isinstance(
+                    error.cause, PeerLost
+                )  # the peer is to blame, or its end
+                raise RunnerGroupFailed(describe(error), caused_by_step=caused_by_step) from error
             except ActorUnavailableError as error:
                 raise CallLost(describe(error)) from error
             except RayError as error:
-                raise GroupFailed(describe(error)) from error
+                raise RunnerGroupFailed(describe(error)) from error
             self._on_wait()
             if time.monotonic() > deadline:
-                raise GroupFailed(f"{what} has taken over {seconds:.1f} s: the runner hangs")
+                raise RunnerGroupFailed(f"{what} has taken over {seconds:.1f} s: the runner hangs")
 
     def _adopt(self) -> Adoption | None:
         """The runners that live under the names, if all have the model; else they are ended."""
@@ -250,7 +259,7 @@ class RunnerGroup:
             self._processes = self.wait(self._on_all("process"), ADOPT_SECONDS, "a sign of life")
             adopt = self._on_all("adopt", self._args, self._args.identity, self.generation)
             adopted = self.wait(adopt, ADOPT_SECONDS, "its last step")
-        except GroupFailed as failure:
+        except RunnerGroupFailed as failure:
             logger.warning("%s cannot be adopted: %s", ", ".join(self._names), failure)
         if any(own != adopted[0] for own in adopted) or adopted[0] is None:
             self.stop()
@@ -281,7 +290,7 @@ class RunnerGroup:
                 self._config = resolve(self._args, scarcest(facts), limits[0])
             start = self._on_all("start", self._config, self.epoch)
             self.wait(start, LOAD_SECONDS, load)
-        except GroupFailed as failure:
+        except RunnerGroupFailed as failure:
             task = failure.__cause__
             cause = task.cause if isinstance(task, RayTaskError) else None
             if isinstance(cause, RayfinError) and not isinstance(cause, PeerLost):

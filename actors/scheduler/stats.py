@@ -167,5 +167,5 @@ def _step(info: SchedulerInfo | None, stats: EngineStats) -> StepView:
         return StepView()
     tokens = int(info.chunk_len[info.decoding_batch :].sum())
     return StepView(
-        info.decoding_batch, info.prefill_batch, tokens, stats.last_step_seconds / info.lease
+        info.decoding_batch, info.prefill_batch, tokens, stats.last_step_seconds / info.num_steps
     )

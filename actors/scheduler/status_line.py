@@ -16,7 +16,7 @@ class StatusLine:
         self._before = before
         self._at = now
 
-    def take(self, stats: EngineStats, now: float) -> str | None:
+    def render(self, stats: EngineStats, now: float) -> str | None:
         """The line for the time until ``now``, in seconds; None if nothing happened in it."""
         before, seconds = self._before, max(now - self._at, 1e-9)
         self._before, self._at = stats, now
@@ -41,7 +41,7 @@ def watch(stats: Callable[[], EngineStats], write: Callable[[str], None]) -> Non
     def run() -> None:
         while True:
             time.sleep(INTERVAL_SECONDS)
-            said = line.take(stats(), time.monotonic())
+            said = line.render(stats(), time.monotonic())
             if said is not None:
                 write(said)
 

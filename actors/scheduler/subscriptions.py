@@ -112,7 +112,7 @@ class Subscriptions:
             if (subscription := self._by_client.get(client)) is not None:
                 subscription.messages.put(message)
 
-    def dismiss(self) -> int:
+    def close_subscriptions(self) -> int:
         """Ends every ``read`` after what it has to give, and takes no more clients.
 
         Returns:

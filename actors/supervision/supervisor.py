@@ -31,7 +31,7 @@ from ray.util.placement_group import (
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, GroupFailed, NotOwner, RayfinError
+from rayfin.actors.errors import EngineUnavailable, NotOwner, RayfinError, RunnerGroupFailed
 from rayfin.actors.messages import EngineInfo, EngineStats
 from rayfin.actors.processes.identity import Process, is_stopped
 from rayfin.actors.processes.registry import (
@@ -45,7 +45,7 @@ from rayfin.actors.processes.registry import (
     when_name_is_free,
 )
 from rayfin.actors.runner.parallel.rank import group_size
-from rayfin.actors.scheduler.actor import Claim, SchedulerActor, Start
+from rayfin.actors.scheduler.actor import EngineClaim, EngineStart, SchedulerActor
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Supervisor:
         """Starts the engine of the scheduler at hand."""
         assert self._placement is not None
         runners = self._processes[1:]
-        start = Start(self._args, self._placement, self._id, self._generation, runners)
+        start = EngineStart(self._args, self._placement, self._id, self._generation, runners)
         try:
             await self._placement.ready()
             process = await self._scheduler.process.remote()
@@ -206,7 +206,9 @@ class Supervisor:
             info: EngineInfo = await self._scheduler.start.remote(start)
             self._processes[1:] = await self._scheduler.runners.remote()
         except RayTaskError as error:
-            if isinstance(error.cause, RayfinError) and not isinstance(error.cause, GroupFailed):
+            if isinstance(error.cause, RayfinError) and not isinstance(
+                error.cause, RunnerGroupFailed
+            ):
                 raise error.cause from None
             raise EngineUnavailable(describe(error)) from error
         except RayError as error:
@@ -242,13 +244,13 @@ class Supervisor:
                 return await self._adopt_runners()
             await asyncio.sleep(PULSE_SECONDS / 2)
 
-    async def _claim(self, name: str) -> Claim | None:
+    async def _claim(self, name: str) -> EngineClaim | None:
         scheduler = find_actor(name)
         if scheduler is None:
             return None
         try:
             ask = scheduler.claim.remote(self._id, self._args, self._args.identity)
-            claim: Claim = await asyncio.wait_for(ask, ANSWER_SECONDS)
+            claim: EngineClaim = await asyncio.wait_for(ask, ANSWER_SECONDS)
         except (RayError, TimeoutError) as error:
             logger.warning("engine %s cannot be claimed: %s", name, error)
             return None
@@ -256,7 +258,7 @@ class Supervisor:
             self._scheduler = scheduler
         return claim
 
-    async def _take(self, name: str, claim: Claim) -> EngineInfo:
+    async def _take(self, name: str, claim: EngineClaim) -> EngineInfo:
         assert claim.info is not None and claim.process is not None
         self.name, self._placement = name, claim.placement
         self._processes = [claim.process, *await self._scheduler.runners.remote()]
@@ -355,7 +357,7 @@ class Supervisor:
         """Waits until the clients have read all that was sent: what has not arrived when the engine
         ends is computed again."""
         end = time.monotonic() + seconds
-        while await self._scheduler.dismiss.remote() and time.monotonic() < end:
+        while await self._scheduler.close_subscriptions.remote() and time.monotonic() < end:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
 

@@ -11,7 +11,7 @@ from rayfin.deployments.api.openai.chat import ChatHandler
 from rayfin.deployments.api.openai.completions import CompletionHandler
 from rayfin.deployments.api.openai.tokenize import add_tokenize_routes
 from rayfin.deployments.api.openapi import add_openapi
-from rayfin.deployments.api.responses.local_store import OwnResponses
+from rayfin.deployments.api.responses.local_store import LocalResponseStore
 from rayfin.deployments.api.responses.routes import add_response_routes
 from rayfin.deployments.api.status import add_status_routes
 from rayfin.deployments.api.web.routes import add_web_routes
@@ -19,8 +19,8 @@ from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
 from rayfin.deployments.http.errors import add_error_handlers
 from rayfin.deployments.http.idempotency import Idempotency
-from rayfin.deployments.http.json_body import checked, ignored_header, read_body, read_json
-from rayfin.deployments.http.layers import add_edge
+from rayfin.deployments.http.json_body import ignored_header, read_body, read_json, validate
+from rayfin.deployments.http.layers import add_layers
 from rayfin.deployments.http.request_meter import RequestMeter
 from rayfin.deployments.telemetry.load import LoadCounter
 
@@ -32,7 +32,7 @@ def build_api(*services: OpenAIService) -> FastAPI:
     """
     models = ServedModels(services)
     service = models.first  # for what all have in common
-    store = service.responses or OwnResponses()
+    store = service.responses or LocalResponseStore()
     for each in services:
         each.responses = each.responses or store
     app = FastAPI(
@@ -48,7 +48,7 @@ def build_api(*services: OpenAIService) -> FastAPI:
     if service.tracing is not None:
         app.add_middleware(service.tracing.layer)
     app.add_middleware(Idempotency, answers=service.answers)
-    add_edge(app, service.edge)
+    add_layers(app, service.edge)
     app.add_middleware(AnthropicErrors)
     app.add_middleware(RequestMeter, counts=service.counts)
     add_completion_routes(app, models)
@@ -68,12 +68,12 @@ def build_api(*services: OpenAIService) -> FastAPI:
 def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
     async def complete(request: Request, body: CompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
-        service = models.asked(request, body.model)
+        service = models.resolve_model(request, body.model)
         return await CompletionHandler(service, body).answer(request, headers)
 
     async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
-        service = models.asked(request, body.model)
+        service = models.resolve_model(request, body.model)
         return await ChatHandler(service, body).answer(request, headers)
 
     @app.post("/v1/completions")
@@ -89,5 +89,5 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
         """SageMaker's one door: the body tells which of the two it is."""
         value = await read_json(request)
         if "messages" in value:
-            return await chat(request, checked(value, ChatCompletionRequest))
-        return await complete(request, checked(value, CompletionRequest))
+            return await chat(request, validate(value, ChatCompletionRequest))
+        return await complete(request, validate(value, CompletionRequest))

@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
-from rayfin.deployments.api.anthropic.replies import Message as AnthropicMessage
+from rayfin.deployments.api.anthropic.replies import AnthropicMessage as AnthropicMessage
 from rayfin.deployments.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from rayfin.deployments.api.openai.replies import ChatCompletion, Completion
 from rayfin.deployments.api.openai.tokenize import DetokenizeRequest, TokenizeRequest

@@ -15,7 +15,7 @@ BROKEN_OFF = "the stream broke off before its end"
 
 
 @dataclass(slots=True)
-class Piece:
+class StreamPiece:
     """What one event of a stream says."""
 
     text: str = ""
@@ -75,7 +75,7 @@ def chat_body(model: str, messages: list[dict[str, str]], sampling: dict[str, An
     }
 
 
-def read_event(line: str) -> Piece | None:
+def read_event(line: str) -> StreamPiece | None:
     """A line of a server-sent event stream; None if it carries nothing.
 
     Raises:
@@ -85,12 +85,12 @@ def read_event(line: str) -> Piece | None:
         return None
     data = line.removeprefix("data:").strip()
     if data == "[DONE]":
-        return Piece(done=True)
+        return StreamPiece(done=True)
     try:
         event = json.loads(data)
         if "error" in event:
             raise ServerError(str(event["error"]["message"]))
-        piece = Piece(completion_tokens=(event.get("usage") or {}).get("completion_tokens"))
+        piece = StreamPiece(completion_tokens=(event.get("usage") or {}).get("completion_tokens"))
         for choice in event["choices"]:
             piece.text += choice["delta"].get("content") or ""
             piece.finish_reason = choice.get("finish_reason")

@@ -13,7 +13,7 @@ import httpx
 from rayfin.actors.errors import ServerError
 from rayfin.deployments.bench.endpoint import (
     BROKEN_OFF,
-    Piece,
+    StreamPiece,
     chat_body,
     describe,
     read_event,
@@ -26,7 +26,7 @@ State = Literal["thinking", "waiting", "streaming", "done"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class UsersPlan:
     """What the users do. At least one of ``requests`` and ``duration`` ends it."""
 
     model: str
@@ -69,7 +69,7 @@ class User:
 
 
 @dataclass(slots=True)
-class Totals:
+class UserTotals:
     """What all users have measured so far."""
 
     done: int = 0
@@ -96,14 +96,14 @@ class Totals:
             self.ttfts.append(request.ttft)
 
 
-class Load:
+class UserLoad:
     """Users that each ask, read the answer as it streams, think, and ask again."""
 
-    def __init__(self, client: httpx.AsyncClient, plan: Plan) -> None:
+    def __init__(self, client: httpx.AsyncClient, plan: UsersPlan) -> None:
         self.client = client
         self.plan = plan
         self.users = [User(number) for number in range(plan.users)]
-        self.totals = Totals()
+        self.totals = UserTotals()
         self._left = plan.requests
         self._started = self._ended = 0.0
 
@@ -175,7 +175,7 @@ class Load:
         result.tokens = pieces if counted is None else counted
         return result
 
-    async def _stream(self, messages: list[dict[str, str]]) -> AsyncIterator[Piece]:
+    async def _stream(self, messages: list[dict[str, str]]) -> AsyncIterator[StreamPiece]:
         body = chat_body(self.plan.model, messages, self.plan.sampling)
         try:
             async with self.client.stream("POST", "/chat/completions", json=body) as response:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayfin.deployments.bench.measures import Spread
-from rayfin.deployments.bench.users import Load, User
+from rayfin.deployments.bench.users import User, UserLoad
 
 REFRESH_SECONDS = 0.25
 RECENT = 5000  # values behind the live percentiles: sorting must not disturb what is measured
@@ -38,7 +38,7 @@ class Summary:
     errors: dict[str, int]
 
     @classmethod
-    def of(cls, load: Load, recent: int | None = None) -> "Summary":
+    def of(cls, load: UserLoad, recent: int | None = None) -> "Summary":
         """The whole run; with ``recent``, latencies of so many of the last values only."""
         totals = load.totals
         newest = slice(-recent if recent else None, None)
@@ -102,7 +102,7 @@ def summary_table(summary: Summary) -> RenderableType:
     return Group(Text(summary.headline()), table, *errors)
 
 
-def users_table(load: Load, height: int) -> RenderableType:
+def users_table(load: UserLoad, height: int) -> RenderableType:
     """The users, as many as fit into ``height`` lines, over the totals so far."""
     table = Table(title=f"{load.plan.users} users of {load.plan.model}")
     table.add_column("user")
@@ -117,7 +117,7 @@ def users_table(load: Load, height: int) -> RenderableType:
     return Group(table, *more, summary_table(Summary.of(load, RECENT)))
 
 
-async def run_with_table(load: Load, console: Console) -> None:
+async def run_with_table(load: UserLoad, console: Console) -> None:
     """Runs ``load`` under a live table, which is gone when it ends."""
     with Live(console=console, auto_refresh=False, transient=True) as live:
         running = asyncio.ensure_future(load.run())

@@ -17,7 +17,7 @@ from rayfin.deployments.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rayfin.deployments.bench.users import Load
+    from rayfin.deployments.bench.users import UserLoad
 
 SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "ignore_eos")
 MAX_TOKENS = 128  # a model that never ends its answer would fill the context
@@ -78,12 +78,12 @@ def users(
 
     from rayfin.deployments.bench import questions as prompts
     from rayfin.deployments.bench.endpoint import client_settings, find_model
-    from rayfin.deployments.bench.users import Load, Plan
+    from rayfin.deployments.bench.users import UserLoad, UsersPlan
 
     connection = client_settings(url, api_key)
     with httpx.Client(**connection) as client:
         model = find_model(client, model)
-    plan = Plan(
+    plan = UsersPlan(
         model=model,
         ask=prompts.random_words(prompt_tokens) if prompt_tokens else prompts.questions(),
         users=count,
@@ -94,7 +94,7 @@ def users(
         sampling=values_of(SamplingParams),
     )
     with_all = httpx.Limits(max_connections=None)  # a user never waits for another's connection
-    load = Load(httpx.AsyncClient(**connection, limits=with_all), plan)
+    load = UserLoad(httpx.AsyncClient(**connection, limits=with_all), plan)
     try:
         asyncio.run(_run(load, sys.stdout.isatty()))
     finally:  # after Ctrl-C too
@@ -102,7 +102,7 @@ def users(
     return 1 if load.totals.failed else 0
 
 
-async def _run(load: "Load", live: bool) -> None:
+async def _run(load: "UserLoad", live: bool) -> None:
     async with load.client:
         if not live:
             return await load.run()
@@ -114,7 +114,7 @@ async def _run(load: "Load", live: bool) -> None:
         await run_with_table(load, Console())
 
 
-def _report(load: "Load", file: IO[str] | None) -> None:
+def _report(load: "UserLoad", file: IO[str] | None) -> None:
     from rich.console import Console
 
     from rayfin.deployments.bench.users_report import Summary, summary_table

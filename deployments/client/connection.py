@@ -41,7 +41,7 @@ ANSWER_SECONDS = 5.0
 COMMAND_SECONDS = 90.0  # over the scheduler's own
 
 
-class EngineLink:
+class EngineConnection:
     """Connects to ``scheduler``, and again whenever the connection is lost, until it is closed.
 
     Each connection has a client name of its own, and streams end with their connection: what an

@@ -11,16 +11,16 @@ from rayfin.actors.metrics.ledger import Ledger, engine_report
 from rayfin.actors.metrics.render import render
 from rayfin.actors.scheduler.commands import Command
 from rayfin.deployments.client.engine_client import EngineReport
-from rayfin.deployments.client.pool import RayEngineClient
-from rayfin.deployments.telemetry.hub_client import HubLink
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.client.pool import EnginePool
+from rayfin.deployments.telemetry.hub_client import HubClient
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 if TYPE_CHECKING:  # its packages are an extra
     from rayfin.deployments.telemetry.tracing import Tracing
 
 
-class ObservedClient:
-    """The ``EngineClient`` of an ingress: a RayEngineClient, its health, and its metrics.
+class MeteredEngineClient:
+    """The ``EngineClient`` of an ingress: a EnginePool, its health, and its metrics.
 
     Args:
         hub: where the metrics of all are gathered; None: only this ingress' own are told.
@@ -29,10 +29,10 @@ class ObservedClient:
 
     def __init__(
         self,
-        client: RayEngineClient,
-        counts: IngressCounts,
+        client: EnginePool,
+        counts: IngressCounters,
         model_name: str,
-        hub: HubLink | None = None,
+        hub: HubClient | None = None,
         alias: str | None = None,
         tracing: "Tracing | None" = None,
     ) -> None:
@@ -56,7 +56,7 @@ class ObservedClient:
         counts, now = self._counts, time.monotonic()
         started = request.arrival or now
         counts.ingress_time.observe(now - started)
-        group = request.key if request.sibling_of is None else request.sibling_of
+        group = request.key if request.parent_key is None else request.parent_key
         counts.begun(group)
         last: float | None = None
         tokens, finished = 0, False
@@ -117,9 +117,9 @@ class ObservedClient:
         asked = time.time()
         engines = await self._client.stats()
         known, now = self._own if self._hub is None else self._hub.known, time.monotonic()
-        known.take(self._counts.report(), now)
+        known.apply(self._counts.report(), now)
         for engine, stats in engines.items():
-            known.take(engine_report(engine, stats, asked), now)
+            known.apply(engine_report(engine, stats, asked), now)
         return render(self._model_name, self._alias, known)
 
     def _replayed(self, reason: str) -> None:

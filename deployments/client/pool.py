@@ -15,7 +15,7 @@ from rayfin.actors.errors import (
     EngineUnavailable,
     NotFound,
     Overloaded,
-    RequestMoved,
+    RequestHandedBack,
 )
 from rayfin.actors.messages import (
     EngineInfo,
@@ -27,10 +27,10 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.supervision.supervisor import check_progress
-from rayfin.deployments.client.connection import EngineLink, News
+from rayfin.deployments.client.connection import EngineConnection, News
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.replay import Replay
-from rayfin.deployments.client.request_overhead import Transit
+from rayfin.deployments.client.request_overhead import RequestOverheadTimer
 from rayfin.deployments.client.routing import PrefixAware, Router
 from rayfin.deployments.client.waiting_room import WaitingRoom
 
@@ -50,7 +50,7 @@ class Patience:
     stream: float = 120.0  # one that has lost its engine
 
 
-class RayEngineClient:
+class EnginePool:
     """One process' connections to the engines of an application.
 
     ``find`` returns the schedulers' handles by name; it is asked again and again, in a thread. A
@@ -80,10 +80,10 @@ class RayEngineClient:
         self._is_over = is_over
         self._over = False
         self._in_vain = False  # a request has waited for its time, and there is still no engine
-        self._links: dict[str, EngineLink] = {}
+        self._links: dict[str, EngineConnection] = {}
         self._labels: dict[str, str] = {}  # in metrics, by engine
         self._limits: EngineInfo | None = None
-        self._homes: dict[int, EngineLink] = {}  # of elders that run: siblings go there too
+        self._homes: dict[int, EngineConnection] = {}  # of elders that run: siblings go there too
         self._any_ready = asyncio.Event()
         self.on_replay: Callable[[str], None] = lambda reason: None  # of REPLAY_REASONS
         self.on_transit: Callable[[float], None] = lambda seconds: None
@@ -134,7 +134,7 @@ class RayEngineClient:
         replay = Replay(request, _now())
         failures = 0  # in a row
         refused: set[str] = set()  # engines whose queues are full
-        link: EngineLink | None = None
+        link: EngineConnection | None = None
         key = request.key
         try:
             while True:
@@ -142,12 +142,12 @@ class RayEngineClient:
                 attempt = replay.attempt(_now())
                 key = attempt.key
                 self._homes[request.key] = link
-                news, transit = link.open(attempt), Transit(_now())
+                news, overhead = link.open(attempt), RequestOverheadTimer(_now())
                 try:
                     while True:
                         delta = await _next(news)
-                        delta = replay.take(delta, now := _now())
-                        if (seconds := transit.take(delta, now)) is not None:
+                        delta = replay.accept(delta, now := _now())
+                        if (seconds := overhead.observe(delta, now)) is not None:
                             self.on_transit(seconds)
                         failures = 0
                         refused.clear()
@@ -201,7 +201,7 @@ class RayEngineClient:
         await asyncio.gather(*(link.manage(command) for link in links))
         return await self._report(links)
 
-    async def _report(self, links: Iterable[EngineLink]) -> list[EngineReport]:
+    async def _report(self, links: Iterable[EngineConnection]) -> list[EngineReport]:
         labelled = sorted((self._label(link.name), link) for link in links)
         taken = await asyncio.gather(*(link.fresh_stats() for _, link in labelled))
         return [
@@ -217,7 +217,7 @@ class RayEngineClient:
             link.close()
 
     @property
-    def _own(self) -> list[EngineLink]:
+    def _own(self) -> list[EngineConnection]:
         """Those of this application's version, connected or not."""
         return [link for link in self._links.values() if not link.foreign]
 
@@ -225,12 +225,12 @@ class RayEngineClient:
     def _all_asleep(self) -> bool:
         return bool(self._own) and all(link.asleep for link in self._own)
 
-    def _ready(self, refused: Iterable[str] = ()) -> list[EngineLink]:
+    def _ready(self, refused: Iterable[str] = ()) -> list[EngineConnection]:
         return [link for link in self._links.values() if link.ready and link.name not in refused]
 
     async def _place(
         self, request: EngineRequest, replay: Replay, refused: Iterable[str]
-    ) -> EngineLink:
+    ) -> EngineConnection:
         """The engine to run the request; waits until there is one.
 
         Raises:
@@ -251,7 +251,7 @@ class RayEngineClient:
             waited = True
             with self._room.waiting(tokens):
                 await self._until_ready(seconds)
-        home = self._homes.get(request.sibling_of) if request.sibling_of is not None else None
+        home = self._homes.get(request.parent_key) if request.parent_key is not None else None
         if home in ready:
             return home
         picked = self._router.pick(request, [link.candidate() for link in ready])
@@ -259,7 +259,7 @@ class RayEngineClient:
 
     def _note_loss(self, request: EngineRequest, replay: Replay, error: EngineUnavailable) -> None:
         """The engine has not finished the request, and that was no fault of the request's."""
-        moved = isinstance(error, RequestMoved)
+        moved = isinstance(error, RequestHandedBack)
         if not moved and (not isinstance(error, EngineLost) or error.crashed):
             replay.died()
         self.on_replay("moved" if moved else "lost")
@@ -327,7 +327,7 @@ class RayEngineClient:
                 link.close()
         for name, scheduler in found.items():
             if name not in self._links:
-                self._links[name] = EngineLink(
+                self._links[name] = EngineConnection(
                     self._clients, name, scheduler, self._changed, self._identity
                 )
         self._changed()

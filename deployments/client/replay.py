@@ -51,11 +51,11 @@ class Replay:
         sampling = source.sampling
         if self._prompt_told[1:].all():
             sampling = replace(sampling, prompt_logprobs=None)
-        elder = source.sibling_of
+        fork_parent = source.parent_key
         request = replace(
             source,
             key=self._key(source.key),
-            sibling_of=None if elder is None else self._key(elder),
+            parent_key=None if fork_parent is None else self._key(fork_parent),
             output=list(self._output),
             timeout=self.left(now),
             sampling=sampling,
@@ -83,7 +83,7 @@ class Replay:
             )
         return left
 
-    def take(self, delta: TokenDelta, now: float) -> TokenDelta:
+    def accept(self, delta: TokenDelta, now: float) -> TokenDelta:
         """Notes the news of the attempt under way; what was told before is left out of them."""
         self._lost, self.waiting_since = False, now
         self._output += delta.tokens

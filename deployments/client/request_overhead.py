@@ -3,7 +3,7 @@
 from rayfin.actors.messages import TokenDelta
 
 
-class Transit:
+class RequestOverheadTimer:
     """One request at one engine; ``sent`` in seconds of the ingress' clock.
 
     The engine tells in its last message how long it had the request until the first token; what the
@@ -15,7 +15,7 @@ class Transit:
         self._sent = sent
         self._first: float | None = None
 
-    def take(self, delta: TokenDelta, now: float) -> float | None:
+    def observe(self, delta: TokenDelta, now: float) -> float | None:
         """News that came at ``now``; with the last one, the seconds on the way if known."""
         if self._first is None and delta.tokens:
             self._first = now

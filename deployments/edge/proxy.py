@@ -18,7 +18,7 @@ from rayfin.deployments.edge.flow import ProxyFlow
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
 from rayfin.deployments.http.body_limits import TransportLimits
 from rayfin.deployments.http.errors import RETRY_SECONDS, http_error_response
-from rayfin.deployments.http.layers import Failures
+from rayfin.deployments.http.layers import ErrorResponses
 from rayfin.deployments.http.request_id import RequestIds
 
 logger = logging.getLogger("rayfin.http")
@@ -42,7 +42,7 @@ def middlewares() -> list[Middleware]:
     """
     limit_heads()
     layers: tuple[Any, ...] = (
-        *(ProxyFlow, ServeAnswers, ServeDoor, TransportLimits, Failures, RequestIds),
+        *(ProxyFlow, ServeAnswers, HideServeRoutes, TransportLimits, ErrorResponses, RequestIds),
         AnthropicErrors,
     )
     return [Middleware(layer) for layer in layers]
@@ -58,7 +58,7 @@ def limit_heads() -> None:
         protocol.install()
 
 
-class ServeDoor:
+class HideServeRoutes:
     """ASGI: hides Serve's list of routes, and drops what a client may not tell Serve.
 
     Raises:

@@ -9,7 +9,7 @@ from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.choice import Choice
-from rayfin.deployments.http.json_body import called
+from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.text.output import TextDelta
 
 NOTHING_ELSE = {  # fields that a search cannot honour -> values that ask for nothing
@@ -42,7 +42,7 @@ def search_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchPar
         value = getattr(body, name)
         if value is not None and value not in harmless:
             raise InvalidRequest(f"{name} does not go with use_beam_search.", name)
-    with called({"beam_width": "n"}):
+    with rename_error_params({"beam_width": "n"}):
         return BeamSearchParams(
             beam_width=1 if body.n is None else body.n,
             max_tokens=max_tokens,
@@ -84,7 +84,7 @@ async def run_search(
                     told.stop_reason = None if last in stopping.eos_token_ids else last
                 told.cached_tokens = delta.cached_tokens
                 news = choice.output.push(told)
-                choice.take(news)
+                choice.append(news)
                 yield choice, news
             if delta.hypotheses:
                 return

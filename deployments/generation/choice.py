@@ -36,7 +36,7 @@ class Choice:
     silent: bool = False  # only the prompt is wanted of it
     earlier: list[TokenDelta] = field(default_factory=list)  # of a stream that it goes on from
 
-    def take(self, delta: TextDelta) -> None:
+    def append(self, delta: TextDelta) -> None:
         """Adds ``delta``, which loses its tokens here where the choice is silent."""
         if self.silent:
             delta.text, delta.token_ids, delta.logprobs, delta.stop_reason = "", [], [], None

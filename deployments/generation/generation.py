@@ -158,7 +158,7 @@ class Generation:
                 )
             ]
 
-    async def written(self, reply: "Callable[[Generation], str]") -> str:
+    async def render(self, reply: "Callable[[Generation], str]") -> str:
         """The whole answer; one with many log probabilities is written off the event loop."""
         told = sum(len(own.logprobs) + len(own.prompt.scores) for own in self.choices)
         return await off_loop(told * CHARACTERS_TOLD, partial(reply, self))
@@ -186,7 +186,7 @@ class Generation:
                 if delta.finish_reason == "error":
                     break
                 news = choice.output.push(delta)
-                choice.take(news)
+                choice.append(news)
                 choice.likelihood.add(delta, len(news.token_ids))
                 choice.request.satisfied = choice.output.finished
                 yield choice, news
@@ -269,7 +269,9 @@ async def first_of(request: Request, events: AsyncGenerator[T, None]) -> asyncio
     return first
 
 
-async def after(first: asyncio.Task[T], rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+async def chain_first(
+    first: asyncio.Task[T], rest: AsyncGenerator[T, None]
+) -> AsyncGenerator[T, None]:
     """The first event, when it has come, and the rest."""
     yield await first
     async for item in rest:

@@ -51,7 +51,7 @@ class TokenQuotas:
         bucket.tokens -= tokens
         return self._headers(bucket)
 
-    def take(self, tenant: str, tokens: int) -> None:
+    def spend(self, tenant: str, tokens: int) -> None:
         """Counts tokens that were used, or with a negative number gives them back."""
         self._bucket(tenant).tokens -= tokens
 
@@ -82,11 +82,11 @@ async def metered(
         async with aclosing(deltas):
             async for choice, delta in deltas:
                 begun = True
-                quotas.take(tenant, len(delta.token_ids))
+                quotas.spend(tenant, len(delta.token_ids))
                 yield choice, delta
     except RayfinError:
         if not begun:
-            quotas.take(tenant, -prompt_tokens)
+            quotas.spend(tenant, -prompt_tokens)
         raise
 
 

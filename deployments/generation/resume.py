@@ -139,7 +139,7 @@ class Cursor:
                 if mark > self._had[choice.index]:
                     yield choice, delta
 
-    def take(self, choice: Choice, delta: TextDelta) -> None:
+    def advance(self, choice: Choice, delta: TextDelta) -> None:
         """What the next event of ``choice`` tells has this in it."""
         tokens = self._taken[choice.index].tokens + len(delta.token_ids)
         self._taken[choice.index] = Mark(tokens, delta.finish_reason is not None)
@@ -221,7 +221,7 @@ async def _computed_again(
     request = replace(
         choice.request,
         key=secrets.randbits(KEY_BITS),  # the choice's own is for what follows
-        sibling_of=None,
+        parent_key=None,
         sampling=replace(choice.request.sampling, logprobs=None, prompt_logprobs=None),
     )
     tokens: list[int] = []

@@ -11,8 +11,8 @@ from rayfin.actors.errors import InvalidConfig, ModelNotFound, NotPermitted
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.http.idempotency import AnswerStore
-from rayfin.deployments.http.layers import EdgeSettings
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.http.layers import HttpSettings
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.telemetry.load import Load
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -30,9 +30,9 @@ class OpenAIService:
     max_model_len: int
     chat_template: str | None = None  # in place of the model's own
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
-    edge: EdgeSettings = field(default_factory=EdgeSettings)
+    edge: HttpSettings = field(default_factory=HttpSettings)
     load: Load = field(default_factory=Load)
-    counts: IngressCounts = field(default_factory=IngressCounts)
+    counts: IngressCounters = field(default_factory=IngressCounters)
     responses: Any = None  # the store of the Responses API; build_api sets one if there is none
     answers: AnswerStore = field(default_factory=AnswerStore)
     quotas: TokenQuotas | None = None  # None: everybody may use as many tokens as there are
@@ -105,7 +105,7 @@ class ServedModels:
             raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
         return self._by_name[name]
 
-    def asked(self, request: Request, name: str | None) -> OpenAIService:
+    def resolve_model(self, request: Request, name: str | None) -> OpenAIService:
         """The model that the request names, among whose requests it counts from here on."""
         service = self.named(name)
         request.state.counts = service.counts

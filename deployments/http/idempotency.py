@@ -41,7 +41,7 @@ class Answer:
     _bytes: int = OVERHEAD
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def take(self, message: Message) -> None:
+    def append(self, message: Message) -> None:
         self._messages.append(message)
         self._bytes += OVERHEAD + len(message.get("body", b""))
         self._tell()
@@ -181,7 +181,7 @@ class Idempotency:
             nonlocal good
             good = good and message.get("status", 200) < 300
             good = good and not tells_failure(message.get("body", b""))
-            answer.take(message)
+            answer.append(message)
             self._answers.settle(answer)
 
         failure: Exception | None = None

@@ -159,11 +159,11 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body as a ``kind``; see :func:`checked`."""
-    return checked(await read_json(request), kind)
+    """The body as a ``kind``; see :func:`validate`."""
+    return validate(await read_json(request), kind)
 
 
-def checked(value: dict[str, Any], kind: type[Body]) -> Body:
+def validate(value: dict[str, Any], kind: type[Body]) -> Body:
     """A JSON object as a ``kind``.
 
     Raises:
@@ -182,7 +182,7 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 
 
 @contextmanager
-def called(names: Mapping[str, str]) -> Iterator[None]:
+def rename_error_params(names: Mapping[str, str]) -> Iterator[None]:
     """Lets errors name fields as this route's clients do: ``names`` maps our names to theirs."""
     try:
         yield

@@ -38,7 +38,7 @@ class Cors:
 
 
 @dataclass(slots=True, kw_only=True)
-class EdgeSettings:
+class HttpSettings:
     """What stands between a socket and a route."""
 
     keys: ApiKeys | None = None  # None lets everybody in
@@ -51,7 +51,7 @@ class EdgeSettings:
     priority_tenants: frozenset[str] | None = None  # who may set a priority; None is everybody
 
 
-def add_edge(app: FastAPI, settings: EdgeSettings) -> None:
+def add_layers(app: FastAPI, settings: HttpSettings) -> None:
     """Puts the layers around the routes of ``app``; the last one added is the outermost.
 
     A request passes them from the bottom up: it gets a name, a browser's questions are answered,
@@ -66,7 +66,7 @@ def add_edge(app: FastAPI, settings: EdgeSettings) -> None:
         app.add_middleware(BearerAuth, keys=settings.keys, open_paths=open_paths)
     if settings.admin_keys is not None:
         app.add_middleware(AdminAuth, keys=settings.admin_keys)
-    app.add_middleware(Failures)
+    app.add_middleware(ErrorResponses)
     if settings.cors.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -84,7 +84,7 @@ def add_edge(app: FastAPI, settings: EdgeSettings) -> None:
 logger = logging.getLogger("rayfin.http")
 
 
-class Failures:
+class ErrorResponses:
     """ASGI: answers every exception, as long as no answer has begun."""
 
     def __init__(self, app: ASGIApp) -> None:

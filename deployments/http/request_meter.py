@@ -5,7 +5,7 @@ import time
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 EVENTS = b"text/event-stream"
 
@@ -16,7 +16,7 @@ class RequestMeter:
     An answer counts where ``counts`` in that state says, which is the model that was asked.
     """
 
-    def __init__(self, app: ASGIApp, counts: IngressCounts) -> None:
+    def __init__(self, app: ASGIApp, counts: IngressCounters) -> None:
         self._app = app
         self._counts = counts
 
@@ -28,8 +28,8 @@ class RequestMeter:
         status: int | None = None
         flushing = False  # the first event of a stream is still to come
 
-        def counts() -> IngressCounts:  # layers on the way replace the state
-            own: IngressCounts = scope["state"].get("counts", self._counts)
+        def counts() -> IngressCounters:  # layers on the way replace the state
+            own: IngressCounters = scope["state"].get("counts", self._counts)
             return own
 
         async def metered(message: Message) -> None:

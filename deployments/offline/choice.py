@@ -30,7 +30,7 @@ class OfflineChoice:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         self._prompt: dict[int, TokenLogprob] = {}  # what was told of it, by position
 
-    def take(self, delta: TokenDelta) -> bool:
+    def append(self, delta: TokenDelta) -> bool:
         """Adds a delta to the output; True if that ended it before the engine did."""
         output, result = self.output, self._result
         news = _untold(delta) if self._text is None else self._text.push(delta)

@@ -291,7 +291,7 @@ class LLM:
                 choice = choices[key]
                 if choice.output.finish_reason is not None:
                     continue
-                if choice.take(delta):
+                if choice.append(delta):
                     self._engine.abort(key)  # a stop string: the engine cannot know
                 if choice.output.finish_reason is not None:
                     tokens_in += len(choice.request.prompt)

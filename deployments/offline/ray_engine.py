@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.messages import EngineRequest, EngineStats, TokenDeltas
-from rayfin.actors.processes.environment import prepare_own_ray
+from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.supervision.supervisor import Supervisor
 from rayfin.deployments.client.lease_renewal import Renewal
@@ -30,7 +30,7 @@ class RayEngine:
     def __init__(self, args: EngineArgs) -> None:
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
-            prepare_own_ray()
+            set_ray_environment()
             ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
         number = next(_engine_numbers)
         self._client = f"offline-{os.getpid()}-{number}"

@@ -68,7 +68,7 @@ def build_requests(
             priority=priority,
             arrival=arrival,
             extra_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
-            sibling_of=first_key if index else None,
+            parent_key=first_key if index else None,
         )
         for index in range(params.n)
     ]

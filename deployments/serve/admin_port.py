@@ -18,11 +18,11 @@ from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.metrics.hub import HEAD
 from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
 from rayfin.deployments.client.engine_names import find_engines
-from rayfin.deployments.client.pool import RayEngineClient
+from rayfin.deployments.client.pool import EnginePool
 from rayfin.deployments.edge.proxy import limit_heads
 from rayfin.deployments.http.errors import add_error_handlers
 from rayfin.deployments.http.keys import ApiKeys
-from rayfin.deployments.http.layers import EdgeSettings, add_edge
+from rayfin.deployments.http.layers import HttpSettings, add_layers
 
 logger = logging.getLogger("rayfin.admin")
 
@@ -35,7 +35,7 @@ def build_admin_api(models: Sequence[Operated], keys: ApiKeys) -> FastAPI:
         title="Rayfin's operators", version=__version__, openapi_url=None, redirect_slashes=False
     )
     add_error_handlers(app)
-    add_edge(app, EdgeSettings(admin_keys=keys, web=False))
+    add_layers(app, HttpSettings(admin_keys=keys, web=False))
     add_admin_routes(app, models)
     return app
 
@@ -81,7 +81,7 @@ class AdminDeployment:
         context = serve.get_replica_context()
         name = f"admin-{context.replica_id.unique_id}-{os.getpid()}"
         self._clients = {
-            deployment: RayEngineClient(name, partial(find_engines, context.app_name, deployment))
+            deployment: EnginePool(name, partial(find_engines, context.app_name, deployment))
             for _, deployment in models
         }
         operated = [Operated(names, self._clients[deployment]) for names, deployment in models]

@@ -1,7 +1,7 @@
 """How many engines there should be: Serve's autoscaling, by what the engines themselves say.
 
 Serve's own measure, requests at its handles, sees nothing here: tokens travel by actor handles. So
-each engine's supervisor reports its work (``Report``), and Serve's controller asks
+each engine's supervisor reports its work (``AutoscalingReport``), and Serve's controller asks
 ``engines_wanted``. Serve applies bounds, and the delays of ``autoscaling_config``.
 """
 
@@ -68,7 +68,7 @@ def autoscaling(least: int, most: int, idle_seconds: float) -> dict[str, Any]:
     }
 
 
-class Report:
+class AutoscalingReport:
     """What one engine reports, from its counters at each look."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Report:
         self._at = 0.0
         self._pace = 0.0  # prompt tokens admitted a second, while some waited
 
-    def take(self, stats: EngineStats, now: float) -> dict[str, float]:
+    def update(self, stats: EngineStats, now: float) -> dict[str, float]:
         """The values of ``TARGETS``' names; ``now`` in seconds.
 
         And "busy": 1 if there is work, or was since the last look, or nobody has looked yet.

@@ -10,7 +10,7 @@ from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.supervision.supervisor import Supervisor
 from rayfin.deployments.client.engine_names import ENGINE, engine_prefix
-from rayfin.deployments.serve.autoscaling import Report
+from rayfin.deployments.serve.autoscaling import AutoscalingReport
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class EngineDeployment:
     async def __init__(self, args: EngineArgs, drain_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
         set_up(args.log_format, args.log_level)
         self._drain_seconds = drain_seconds
-        self._report = Report()
+        self._report = AutoscalingReport()
         own = serve.get_replica_context()
         prefix = engine_prefix(own.app_name, own.deployment)
         self._supervisor = Supervisor(args, prefix, detached=True)
@@ -51,7 +51,7 @@ class EngineDeployment:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's controller is told; see deployments/serve/autoscaling.py."""
-        return self._report.take(self._supervisor.stats, time.monotonic())
+        return self._report.update(self._supervisor.stats, time.monotonic())
 
     async def __del__(self) -> None:
         """Serve's last call: what runs may finish or is moved, then the engine goes."""

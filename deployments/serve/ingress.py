@@ -11,20 +11,20 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayfin.actors.processes.environment import step_behind_runners
+from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.logs import set_up
 from rayfin.deployments.api.app import build_api
-from rayfin.deployments.api.responses.local_store import OwnResponses
-from rayfin.deployments.api.responses.shared import SharedResponses
+from rayfin.deployments.api.responses.local_store import LocalResponseStore
+from rayfin.deployments.api.responses.shared import SharedResponseStore
 from rayfin.deployments.edge.flow import ReplicaFlow
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.http.errors import RETRY_SECONDS
 from rayfin.deployments.http.idempotency import AnswerStore
-from rayfin.deployments.http.layers import EdgeSettings
+from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.request_id import REQUEST_ID
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.model_service import model_service
-from rayfin.deployments.serve.response_store import keeper_calls
+from rayfin.deployments.serve.response_store import store_calls
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load
 
@@ -50,22 +50,22 @@ class IngressDeployment:
         self,
         server: ServerArgs,
         models: list[ModelArgs],
-        edge: EdgeSettings,
+        edge: HttpSettings,
         engines: list[DeploymentHandle[Any]],
         keeper: DeploymentHandle[Any] | None = None,
         admin: DeploymentHandle[Any] | None = None,
     ) -> None:
         set_up(models[0].engine.log_format, models[0].engine.log_level)
-        step_behind_runners()
+        lower_priority()
         replica = serve.get_replica_context().replica_id.unique_id
         shared: dict[str, Any] = {
             "load": Load(),
             "answers": AnswerStore(),
             "edge": edge,
             "quotas": _quotas(server),
-            "responses": OwnResponses()
+            "responses": LocalResponseStore()
             if keeper is None
-            else SharedResponses(replica, keeper_calls(keeper)),
+            else SharedResponseStore(replica, store_calls(keeper)),
         }
         self._services = await asyncio.gather(
             *(
@@ -83,11 +83,11 @@ class IngressDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = build_api(*self._services)
         app.add_middleware(ReplicaFlow)
-        app.add_middleware(BehindServe)
+        app.add_middleware(ServeReplicaAdapter)
         return app
 
 
-class BehindServe:
+class ServeReplicaAdapter:
     """ASGI around what Serve's proxy does its own way.
 
     ``receive`` fails with Ray's error when a client has left; and every answer gets the request's

@@ -15,15 +15,15 @@ from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.deployments.client.engine_names import engine_prefix, find_engines
-from rayfin.deployments.client.metered import ObservedClient
-from rayfin.deployments.client.pool import Patience, RayEngineClient
+from rayfin.deployments.client.metered import MeteredEngineClient
+from rayfin.deployments.client.pool import EnginePool, Patience
 from rayfin.deployments.client.waiting_room import WaitingRoom, starter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import located, model_path, tokenizer_path
-from rayfin.deployments.telemetry.hub_client import HubLink
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.telemetry.hub_client import HubClient
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # its packages are an extra
@@ -42,7 +42,7 @@ async def model_service(
     """
     server, args = model.server, model.engine
     name, context = model.names[0], serve.get_replica_context()
-    client = RayEngineClient(
+    client = EnginePool(
         f"ingress-{context.replica_id.unique_id}-{os.getpid()}",
         partial(find_engines, context.app_name, model.deployment),
         patience=Patience(
@@ -67,14 +67,14 @@ async def model_service(
     tracing = None if endpoint is None else start_tracing(endpoint, name)
     load = shared["load"]
     # Requests of the whole ingress are told once.
-    counts = IngressCounts(lambda: load.in_flight if place == 0 else 0)
+    counts = IngressCounters(lambda: load.in_flight if place == 0 else 0)
     port = None if server.metrics_port is None else server.metrics_port + place
     prefix = engine_prefix(context.app_name, model.deployment)
     hub = HubSettings(prefix, name, server.metrics_alias, port)
-    link = HubLink(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
+    link = HubClient(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
     info = await _first_info(client)
     service = OpenAIService(
-        client=ObservedClient(client, counts, name, link, server.metrics_alias, tracing),
+        client=MeteredEngineClient(client, counts, name, link, server.metrics_alias, tracing),
         counts=counts,
         tokenizer=tokenizer,
         model_names=model.names,
@@ -111,7 +111,7 @@ def start_tracing(endpoint: str, model: str) -> "Tracing":
     return Tracing.to(endpoint, model)
 
 
-async def _first_info(client: RayEngineClient) -> EngineInfo:
+async def _first_info(client: EnginePool) -> EngineInfo:
     """Waits for the engine, however long its model takes to load."""
     while True:
         try:

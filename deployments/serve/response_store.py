@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from rayfin.actors.errors import EngineUnavailable, RayfinError
-from rayfin.deployments.api.responses.store_actor import POLL_SECONDS, ResponseKeeper
+from rayfin.deployments.api.responses.store_actor import POLL_SECONDS, ResponseStoreActor
 
 CALL_SECONDS = 3 * POLL_SECONDS
 
@@ -22,11 +22,11 @@ CALL_SECONDS = 3 * POLL_SECONDS
     ray_actor_options={"num_cpus": 0},
     max_ongoing_requests=2**16,  # nearly all of them wait for something to happen
 )
-class KeeperDeployment:
-    """A ``ResponseKeeper`` in a process of its own: what it holds ends with it."""
+class ResponseStoreDeployment:
+    """A ``ResponseStoreActor`` in a process of its own: what it holds ends with it."""
 
     def __init__(self) -> None:
-        self._keeper = ResponseKeeper()
+        self._keeper = ResponseStoreActor()
 
     async def call(self, method: str, *args: object) -> object:
         """The answer of one of the keeper's methods, all of which run in this event loop."""
@@ -34,7 +34,7 @@ class KeeperDeployment:
         return await answer if inspect.isawaitable(answer) else answer
 
 
-def keeper_calls(
+def store_calls(
     handle: DeploymentHandle[Any],
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
     """The keeper's methods over a handle: ``await call("get", ...)``.

@@ -17,7 +17,7 @@ from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
-from rayfin.actors.processes.environment import prepare_own_ray
+from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.deployments.app import bind_models
 from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.serve.model_args import ModelArgs
@@ -91,7 +91,7 @@ def _cluster(verbose: bool) -> Iterator[bool]:
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray.serve").setLevel(level)
     output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
-    prepare_own_ray()
+    set_ray_environment()
     os.environ.setdefault(CALLBACK, CALLBACK_PATH)  # what a new Ray's processes inherit
     try:
         ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)

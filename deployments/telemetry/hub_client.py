@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rayfin.actors.metrics.ledger import Ledger, Report
+from rayfin.actors.metrics.ledger import CounterReport, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _Text:
     text: bytes
 
 
-class HubLink:
+class HubClient:
     """Reports to the hub until it is closed.
 
     Args:
@@ -51,7 +51,7 @@ class HubLink:
         self,
         start: Callable[[Ledger], Any],
         kill: Callable[[Any], None],
-        report: Callable[[], Report],
+        report: Callable[[], CounterReport],
     ) -> None:
         self.known = Ledger()  # as of the hub's last answer; who tells it may add to it
         self._start = start

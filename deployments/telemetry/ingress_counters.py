@@ -16,7 +16,7 @@ from rayfin.actors.metrics.families import (
     STATUSES,
     TTFT_BOUNDS,
 )
-from rayfin.actors.metrics.ledger import Report, Series
+from rayfin.actors.metrics.ledger import CounterReport, Series
 
 LONGEST = 10**6  # tokens; an output may be longer than the last bucket
 
@@ -30,7 +30,7 @@ class _Group:
     longest: int = 0  # tokens
 
 
-class IngressCounts:
+class IngressCounters:
     """Counters from zero, of one ingress' life; of its event loop alone.
 
     ``in_flight`` tells how many HTTP requests for tokens there are now.
@@ -78,7 +78,7 @@ class IngressCounts:
         """Sums in seconds and counts, for a page that shows what they grow by."""
         return {"ttft": (self.ttft.sum, self.ttft.count), "itl": (self.itl.sum, self.itl.count)}
 
-    def report(self) -> Report:
+    def report(self) -> CounterReport:
         """All of it now, zeros included."""
         counters: dict[Series, float] = {("client_disconnects", ()): self.disconnects}
         counters.update({("request_replays", (why,)): n for why, n in self.replays.items()})
@@ -98,7 +98,7 @@ class IngressCounts:
             "request_params_n": self._choices,
             "request_max_num_generation_tokens": self._longest,
         }
-        return Report(
+        return CounterReport(
             self._incarnation,
             gauges=gauges,
             counters=counters,

@@ -37,7 +37,7 @@ class DecoderLayer:
     sinks: torch.Tensor | None = None  # [heads]
     window: int | None = None
     softcap: float | None = None
-    rotary: int = 0  # which of the tables given to ``PackedDecoder.turn_by``
+    rotary: int = 0  # which of the tables given to ``PackedDecoder.set_rope_tables``
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class PackedDecoder:
         """How many positions the rotary tables reach."""
         return len(self._tables[0][0]) if self._tables else 0
 
-    def turn_by(self, tables: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def set_rope_tables(self, tables: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Sets the cosines and sines [positions, rotary_dim / 2], one pair per kind of layer."""
         self._tables = [(cos.float().contiguous(), sin.float().contiguous()) for cos, sin in tables]
         for layer, kind in zip(self._layers, self._rotary, strict=True):

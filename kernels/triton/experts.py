@@ -13,7 +13,7 @@ SUM_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class TileShape:
+class ExpertTileShape:
     """How a grouped product is cut into programs."""
 
     rows: int
@@ -23,10 +23,10 @@ class TileShape:
     stages: int
 
 
-FEW = TileShape(rows=16, columns=64, depth=64, warps=4, stages=4)
+FEW = ExpertTileShape(rows=16, columns=64, depth=64, warps=4, stages=4)
 """For weights that are read for a few rows each: the least that a tensor core multiplies."""
 
-MANY = TileShape(rows=128, columns=64, depth=64, warps=8, stages=3)
+MANY = ExpertTileShape(rows=128, columns=64, depth=64, warps=8, stages=3)
 
 
 def run_experts(
@@ -92,7 +92,7 @@ def run_experts(
     return out
 
 
-def shape_for(assignments: int, experts: int) -> TileShape:
+def shape_for(assignments: int, experts: int) -> ExpertTileShape:
     """By the rows that an expert has on average: all that the host knows."""
     return FEW if assignments <= 32 * experts else MANY
 

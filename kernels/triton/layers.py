@@ -88,7 +88,7 @@ def _launch_norm(
     )
 
 
-def turn_and_write(
+def rope_and_write_kv(
     qkv: torch.Tensor,  # [T, H * Dk + Hkv * (Dk + Dv)]
     query_norm: torch.Tensor | None,  # [Dk] fp32
     key_norm: torch.Tensor | None,  # [Dk] fp32
@@ -114,7 +114,7 @@ def turn_and_write(
     tokens, all_heads = len(qkv), heads + 2 * kv_heads
     at_once = HEADS_AT_ONCE if behind is None else HEADS_AT_ONCE_BEHIND
     query = torch.empty(tokens, heads, key_dim, dtype=qkv.dtype, device=qkv.device)
-    kernels.turn_and_write[(tokens, triton.cdiv(all_heads, at_once))](
+    kernels.rope_and_write_kv[(tokens, triton.cdiv(all_heads, at_once))](
         qkv,
         qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm,

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from rayfin.actors import errors
-from rayfin.actors.errors import ContextLengthExceeded, GroupFailed, InvalidRequest, RayfinError
+from rayfin.actors.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    RayfinError,
+    RunnerGroupFailed,
+)
 from rayfin.actors.messages import (
     NO_STEP,
     Ended,
@@ -89,7 +94,7 @@ def test_message_outside_of_a_step() -> None:
 
 ERRORS = [
     value
-    for value in [*vars(errors).values(), GroupFailed]
+    for value in [*vars(errors).values(), RunnerGroupFailed]
     if isinstance(value, type) and issubclass(value, RayfinError)
 ]
 
@@ -135,6 +140,6 @@ def test_statuses() -> None:
         "DeadlineExceeded": 408,
         "EngineUnavailable": 503,
         "EngineAsleep": 503,
-        "RequestMoved": 503,
-        "GroupFailed": 500,
+        "RequestHandedBack": 503,
+        "RunnerGroupFailed": 500,
     }

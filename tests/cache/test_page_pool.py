@@ -8,41 +8,41 @@ from rayfin.cache.page_pool import PagePool
 
 def test_takes_the_page_that_is_free_for_longest() -> None:
     pool = PagePool(4)
-    assert pool.take(3) == [0, 1, 2]
-    pool.give_back(1)
-    pool.give_back(0)
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.free(1)
+    pool.free(0)
     assert pool.free_pages() == [3, 1, 0]
-    assert pool.take(2) == [3, 1]
+    assert pool.allocate(2) == [3, 1]
 
 
 def test_takes_all_or_nothing() -> None:
     pool = PagePool(3)
-    pool.take(1)
-    assert pool.take(3) is None
+    pool.allocate(1)
+    assert pool.allocate(3) is None
     assert pool.num_free == 2 and pool.free_pages() == [1, 2]
-    assert pool.take(0) == []
-    assert pool.take(2) == [1, 2]
-    assert pool.take(1) is None
+    assert pool.allocate(0) == []
+    assert pool.allocate(2) == [1, 2]
+    assert pool.allocate(1) is None
 
 
 def test_double_free() -> None:
     pool = PagePool(2)
-    (page,) = pool.take(1) or []
-    pool.give_back(page)
+    (page,) = pool.allocate(1) or []
+    pool.free(page)
     with pytest.raises(CacheError, match="freed twice"):
-        pool.give_back(page)
+        pool.free(page)
     with pytest.raises(CacheError):
-        pool.give_back(1)
+        pool.free(1)
     assert pool.num_free == 2
 
 
 def test_shared_page_is_free_when_the_last_holder_goes() -> None:
     pool = PagePool(2)
-    pool.take(1)
+    pool.allocate(1)
     pool.share(0)
-    pool.give_back(0)
+    pool.free(0)
     assert pool.num_free == 1 and pool.references[0] == 1
-    pool.give_back(0)
+    pool.free(0)
     assert pool.num_free == 2
 
 
@@ -53,7 +53,7 @@ def test_sharing_a_free_page_takes_it_out_of_the_list(page: int) -> None:
     pool.share(page)
     assert pool.free_pages() == [p for p in range(5) if p != page]
     assert pool.num_free == 4
-    pool.give_back(page)
+    pool.free(page)
     assert pool.free_pages()[-1] == page
 
 

@@ -63,11 +63,11 @@ def test_release_gives_back_the_tail_first() -> None:
 
 
 def _lose_a_page(tables: PageTables) -> None:
-    tables.pool.take(1)
+    tables.pool.allocate(1)
 
 
 def _free_a_held_page(tables: PageTables) -> None:
-    tables.pool.give_back(tables.pages_since(0, 0)[0])
+    tables.pool.free(tables.pages_since(0, 0)[0])
 
 
 def _hold_a_page_twice(tables: PageTables) -> None:
@@ -176,7 +176,7 @@ class PageTablesMachine(RuleBasedStateMachine):
     @rule(target=loose, count=st.integers(0, 30))
     def take(self, count: int) -> Any:
         free = self.tables.pool.free_pages()
-        pages = self.tables.pool.take(count)
+        pages = self.tables.pool.allocate(count)
         if count > len(free):
             assert pages is None
             return multiple()
@@ -185,8 +185,8 @@ class PageTablesMachine(RuleBasedStateMachine):
         return multiple(*pages)
 
     @rule(page=consumes(loose))
-    def give_back(self, page: int) -> None:
-        self.tables.pool.give_back(page)
+    def free(self, page: int) -> None:
+        self.tables.pool.free(page)
         self.holds.remove(page)
 
     @precondition(lambda self: self.tables.pool.num_free > 0)
@@ -194,7 +194,7 @@ class PageTablesMachine(RuleBasedStateMachine):
     def free_twice(self, index: int) -> None:
         free = self.tables.pool.free_pages()
         with pytest.raises(CacheError):
-            self.tables.pool.give_back(free[index % len(free)])
+            self.tables.pool.free(free[index % len(free)])
         assert self.tables.pool.free_pages() == free
 
     @invariant()
@@ -226,7 +226,7 @@ class PageTablesMachine(RuleBasedStateMachine):
         if not hasattr(self, "tables"):
             return
         for page in self.holds:
-            self.tables.pool.give_back(page)
+            self.tables.pool.free(page)
         for slot in range(self.slots):
             self.tables.release(slot)
         assert self.tables.num_held == 0

@@ -29,7 +29,7 @@ def _enter(tables: PageTables, slot: int, tokens: Sequence[int]) -> list[int]:
     """What an admission and its whole prompt do; returns the pages found."""
     chain = _chain(tokens)
     hits = tables.match(chain, _tokens(tokens))
-    tables.adopt(slot, hits)
+    tables.share(slot, hits)
     assert tables.published[slot] == tables.held[slot] == len(hits)
     assert tables.grow(slot, len(tokens))
     tables.publish(slot, chain, _tokens(tokens))
@@ -63,7 +63,7 @@ def test_nothing_is_shared_when_it_is_off() -> None:
     tables = PageTables(2, 8, SIZE)
     assert _enter(tables, 0, TEN) == _enter(tables, 1, TEN) == []
     assert tables.num_held == 6
-    tables.retract(0)
+    tables.invalidate(0)
     tables.release(0)
     tables.check_integrity()
 
@@ -118,7 +118,7 @@ def test_retract_forgets_all_pages_of_the_slot() -> None:
     _enter(tables, 0, TEN)
     _enter(tables, 1, [*TEN[:8], 7, 7, 7, 7, 7])
     _enter(tables, 2, [5] * 8)
-    tables.retract(1)
+    tables.invalidate(1)
     for tokens, found in ((TEN, 0), ([*TEN[:8], 7, 7, 7, 7, 7], 0), ([5] * 9, 2)):
         assert len(tables.match(_chain(tokens), _tokens(tokens))) == found
     tables.check_integrity()
@@ -240,7 +240,7 @@ class SharedPagesMachine(RuleBasedStateMachine):
         assert self.tables.num_free_without(hits) == room
         if self.tables.pages_for(len(prompt)) - len(hits) > room:
             return
-        self.tables.adopt(slot, hits)
+        self.tables.share(slot, hits)
         self.free = [page for page in self.free if page not in hits]
         self.pages[slot], self.salt[slot], self.chains[slot] = list(hits), salt, chain
         self.text[slot] = prompt[: len(hits) * self.size]
@@ -277,7 +277,7 @@ class SharedPagesMachine(RuleBasedStateMachine):
     def leave(self, slot: int, failed: bool) -> None:
         slot %= self.slots
         if failed:
-            self.tables.retract(slot)
+            self.tables.invalidate(slot)
             gone = set(self.pages[slot])
             self.known = {prefix: page for prefix, page in self.known.items() if page not in gone}
         self._release(slot)

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from ray.exceptions import ActorDiedError
 
 from fake_stream import Stream
-from rayfin.actors.errors import EngineUnavailable, RayfinError, RequestMoved
+from rayfin.actors.errors import EngineUnavailable, RayfinError, RequestHandedBack
 from rayfin.actors.messages import (
     Ended,
     EngineInfo,
@@ -143,8 +143,8 @@ class Scheduler:
         """A drain: whatever runs ends as moved."""
         self.draining = True
         for request in list(self.engine._live.values()):
-            self.engine._end(request, "error", error=RequestMoved("the engine drains"))
-        self._post(self.engine._outbox.take(0, 0))
+            self.engine._end(request, "error", error=RequestHandedBack("the engine drains"))
+        self._post(self.engine._outbox.drain(0, 0))
 
     def fail(self) -> None:
         """Its runners cannot be replaced: all requests end, and so does every subscription."""

@@ -29,7 +29,7 @@ from rayfin.actors.messages import (
 from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.deployments.client import connection as engine_link
 from rayfin.deployments.client import pool as ray_client
-from rayfin.deployments.client.pool import Patience, RayEngineClient
+from rayfin.deployments.client.pool import EnginePool, Patience
 
 pytestmark = pytest.mark.anyio
 VOCABULARY = 50
@@ -44,7 +44,7 @@ def anyio_backend() -> str:
 @pytest.fixture
 async def client(
     world: Any, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
-) -> AsyncIterator[RayEngineClient]:
+) -> AsyncIterator[EnginePool]:
     for name in ("REFRESH_SECONDS", "SEARCH_SECONDS", "END_SECONDS"):
         monkeypatch.setattr(ray_client, name, 0.001)
     monkeypatch.setattr(ray_client, "BACKOFF_SECONDS", (0.001, 0.01))
@@ -52,7 +52,7 @@ async def client(
     monkeypatch.setattr(engine_link, "HEARTBEAT_SECONDS", 0.005)
     monkeypatch.setattr(engine_link, "TICK_SECONDS", 0.01)
     monkeypatch.setattr(engine_link, "SILENT_SECONDS", 0.1)
-    client = RayEngineClient("edge", lambda: world.registered, patience=Patience(1.0, 5.0))
+    client = EnginePool("edge", lambda: world.registered, patience=Patience(1.0, 5.0))
     yield client
     client.close()
 
@@ -84,7 +84,7 @@ async def until(happened: Callable[[], object]) -> None:
 class Reader:
     """Reads one stream, and holds it against the fake model."""
 
-    def __init__(self, client: RayEngineClient, source: EngineRequest) -> None:
+    def __init__(self, client: EnginePool, source: EngineRequest) -> None:
         self.source = source
         self.deltas: list[TokenDelta] = []
         self.task = asyncio.create_task(self._read(client))
@@ -93,7 +93,7 @@ class Reader:
     def tokens(self) -> list[int]:
         return [token for delta in self.deltas for token in delta.tokens]
 
-    async def _read(self, client: RayEngineClient) -> None:
+    async def _read(self, client: EnginePool) -> None:
         async for delta in client.stream(self.source):
             self.deltas.append(delta)
 
@@ -116,12 +116,12 @@ class Reader:
 
 
 def mixed() -> list[EngineRequest]:
-    elder = request()
-    younger = [request(sibling_of=elder.key) for _ in range(2)]
+    fork_parent = request()
+    younger = [request(parent_key=fork_parent.key) for _ in range(2)]
     for own in younger:
-        own.prompt = elder.prompt
+        own.prompt = fork_parent.prompt
     return [
-        elder,
+        fork_parent,
         *younger,
         request(),
         request(60, stops=range(5)),
@@ -134,7 +134,7 @@ def mixed() -> list[EngineRequest]:
 
 @pytest.mark.parametrize("how", ["dies", "fails", "closes", "freezes", "hands back"])
 @pytest.mark.parametrize("after", [0, 1, 7])
-async def test_every_token_once(world: Any, client: RayEngineClient, how: str, after: int) -> None:
+async def test_every_token_once(world: Any, client: EnginePool, how: str, after: int) -> None:
     """Whatever becomes of their engine, and however far it got."""
     first = world.start("app/engine/0", num_pages=200)
     readers = [Reader(client, source) for source in mixed()]
@@ -163,9 +163,7 @@ async def test_every_token_once(world: Any, client: RayEngineClient, how: str, a
     second.engine.check_integrity()
 
 
-async def test_frozen_engine_that_wakes_up_is_not_believed(
-    world: Any, client: RayEngineClient
-) -> None:
+async def test_frozen_engine_that_wakes_up_is_not_believed(world: Any, client: EnginePool) -> None:
     """Its late tokens are dropped, what it still held is aborted, and it may serve again."""
     first = world.start("app/engine/0")
     reader = Reader(client, request(60))
@@ -183,7 +181,7 @@ async def test_frozen_engine_that_wakes_up_is_not_believed(
     await reader.check()
 
 
-async def test_no_other_engine(world: Any, client: RayEngineClient) -> None:
+async def test_no_other_engine(world: Any, client: EnginePool) -> None:
     """Streams wait for the next one, and so do newcomers."""
     world.start("app/engine/0")
     reader = Reader(client, request(50))
@@ -198,7 +196,7 @@ async def test_no_other_engine(world: Any, client: RayEngineClient) -> None:
     await newcomer.check()
 
 
-async def test_nobody_waits_when_all_is_over(world: Any, client: RayEngineClient) -> None:
+async def test_nobody_waits_when_all_is_over(world: Any, client: EnginePool) -> None:
     world.start("app/engine/0")
     reader = Reader(client, request(50))
     await until(lambda: len(reader.tokens) > 3)
@@ -212,7 +210,7 @@ async def test_nobody_waits_when_all_is_over(world: Any, client: RayEngineClient
             await waiting.task
 
 
-async def test_waiting_ends(world: Any, client: RayEngineClient) -> None:
+async def test_waiting_ends(world: Any, client: EnginePool) -> None:
     """With an error, after the patience for streams or the request's own deadline."""
     client._patience = Patience(newcomer=60.0, stream=0.2)
     first = world.start("app/engine/0")
@@ -230,7 +228,7 @@ async def test_waiting_ends(world: Any, client: RayEngineClient) -> None:
 
 @pytest.mark.parametrize("error", [RequestFailed("poison"), DeadlineExceeded("late", "timeout")])
 async def test_the_requests_own_fault_is_told(
-    world: Any, client: RayEngineClient, error: RayfinError
+    world: Any, client: EnginePool, error: RayfinError
 ) -> None:
     world.start("app/engine/0").refusal = error
     other = world.start("app/engine/1")
@@ -239,7 +237,7 @@ async def test_the_requests_own_fault_is_told(
         await Reader(client, request()).task
 
 
-async def test_full_queue(world: Any, client: RayEngineClient) -> None:
+async def test_full_queue(world: Any, client: EnginePool) -> None:
     """A newcomer tries every engine once; a stream that lost its own is not turned away."""
     full = world.start("app/engine/0")
     full.refusal = Overloaded("full", retry_after=7)
@@ -259,24 +257,22 @@ async def test_full_queue(world: Any, client: RayEngineClient) -> None:
         await reader.check()
 
 
-async def test_siblings_stay_together_and_others_spread(
-    world: Any, client: RayEngineClient
-) -> None:
+async def test_siblings_stay_together_and_others_spread(world: Any, client: EnginePool) -> None:
     engines = [world.start(f"app/engine/{n}") for n in range(2)]
     await until(lambda: len(client._ready()) == 2)
-    elder = request()
-    younger = [request(sibling_of=elder.key) for _ in range(3)]
+    fork_parent = request()
+    younger = [request(parent_key=fork_parent.key) for _ in range(3)]
     for own in younger:
-        own.prompt = elder.prompt
-    readers = [Reader(client, source) for source in (elder, *younger, request(), request())]
+        own.prompt = fork_parent.prompt
+    readers = [Reader(client, source) for source in (fork_parent, *younger, request(), request())]
     for reader in readers:
         await reader.check()
     ids = [{own.request_id for own in engine.taken} for engine in engines]
-    family = {own.request_id for own in (elder, *younger)}
+    family = {own.request_id for own in (fork_parent, *younger)}
     assert sorted(ids, key=len) == [{own.source.request_id for own in readers[4:]}, family]
 
 
-async def test_draining_engine_gets_nothing_new(world: Any, client: RayEngineClient) -> None:
+async def test_draining_engine_gets_nothing_new(world: Any, client: EnginePool) -> None:
     drains, other = world.start("app/engine/0"), world.start("app/engine/1")
     await until(lambda: len(client._ready()) == 2)
     drains.draining = True
@@ -287,7 +283,7 @@ async def test_draining_engine_gets_nothing_new(world: Any, client: RayEngineCli
 
 
 async def test_sleeping_engine_gets_nothing_new_and_loses_nothing(
-    world: Any, client: RayEngineClient
+    world: Any, client: EnginePool
 ) -> None:
     """What is there pauses; without another engine newcomers are told so at once."""
     sleeper = world.start("app/engine/0")
@@ -312,7 +308,7 @@ async def test_sleeping_engine_gets_nothing_new_and_loses_nothing(
 
 
 async def test_stream_whose_engine_is_replaced_waits_beside_one_that_sleeps(
-    world: Any, client: RayEngineClient
+    world: Any, client: EnginePool
 ) -> None:
     world.start("app/engine/0")
     first = world.start("app/engine/1")
@@ -329,7 +325,7 @@ async def test_stream_whose_engine_is_replaced_waits_beside_one_that_sleeps(
 
 
 async def test_engine_that_sleeps_unseen_sends_newcomers_away(
-    world: Any, client: RayEngineClient
+    world: Any, client: EnginePool
 ) -> None:
     """Another ingress has put it to sleep, and this one has yet to hear of it."""
     sleeper = world.start("app/engine/0")
@@ -339,7 +335,7 @@ async def test_engine_that_sleeps_unseen_sends_newcomers_away(
         await Reader(client, request()).task
 
 
-async def test_another_model_s_engine_gets_no_request(world: Any, client: RayEngineClient) -> None:
+async def test_another_model_s_engine_gets_no_request(world: Any, client: EnginePool) -> None:
     """A stream whose engine goes waits for one that gives the same tokens."""
     client._identity = "model=a"
     first, foreign = world.start("app/engine/0"), world.start("app/engine/1")
@@ -355,7 +351,7 @@ async def test_another_model_s_engine_gets_no_request(world: Any, client: RayEng
     assert not foreign.taken
 
 
-async def test_beam_search_starts_again(world: Any, client: RayEngineClient) -> None:
+async def test_beam_search_starts_again(world: Any, client: EnginePool) -> None:
     search = request(6, beams=BeamParams(width=2))
     first = world.start("app/engine/0")
     first.steps_left = 4
@@ -369,7 +365,7 @@ async def test_beam_search_starts_again(world: Any, client: RayEngineClient) -> 
     assert delta.hypotheses == Stream(search, VOCABULARY).search[0]
 
 
-async def test_every_token_once_through_many_deaths(world: Any, client: RayEngineClient) -> None:
+async def test_every_token_once_through_many_deaths(world: Any, client: EnginePool) -> None:
     world.start("app/engine/0")
     readers = [Reader(client, source) for source in mixed()]
     for number in range(1, 8):
@@ -386,7 +382,7 @@ async def test_every_token_once_through_many_deaths(world: Any, client: RayEngin
         await reader.check()
 
 
-async def test_recall_takes_the_longest_log(world: Any, client: RayEngineClient) -> None:
+async def test_recall_takes_the_longest_log(world: Any, client: EnginePool) -> None:
     """An engine that was taken for lost may know less of a request than the one that went on."""
     first, second = world.start("app/engine/0"), world.start("app/engine/1")
     await until(lambda: len(client._ready()) == 2)
@@ -404,7 +400,7 @@ async def test_recall_takes_the_longest_log(world: Any, client: RayEngineClient)
 
 
 async def test_registry_that_is_away_costs_nothing(
-    world: Any, client: RayEngineClient, monkeypatch: pytest.MonkeyPatch
+    world: Any, client: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.start("app/engine/0")
     await until(client._ready)
@@ -420,7 +416,7 @@ async def test_registry_that_is_away_costs_nothing(
     await Reader(client, request()).check()
 
 
-async def test_engines_have_short_names_in_metrics(world: Any, client: RayEngineClient) -> None:
+async def test_engines_have_short_names_in_metrics(world: Any, client: EnginePool) -> None:
     """The number at the end of the name, or the first one that is free."""
     for name in ("app/engine/k3x9", "app/engine/1", "app/engine/zz"):
         world.start(name)
@@ -434,9 +430,7 @@ async def test_engines_have_short_names_in_metrics(world: Any, client: RayEngine
     assert set(await client.stats()) == {"0", "1", "2"}
 
 
-async def test_each_whole_answer_tells_its_time_on_the_way(
-    client: RayEngineClient, world: Any
-) -> None:
+async def test_each_whole_answer_tells_its_time_on_the_way(client: EnginePool, world: Any) -> None:
     """Also after a replay: of the attempt that came to its end."""
     told: list[float] = []
     client.on_transit = told.append

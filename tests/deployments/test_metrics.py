@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import EngineRequest, EngineStats, Sampling, StopRules, TokenDelta
 from rayfin.actors.metrics.families import FINISH_REASONS
-from rayfin.deployments.client.metered import ObservedClient
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.client.metered import MeteredEngineClient
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 pytestmark = pytest.mark.anyio
 REQUEST = EngineRequest("r", np.array([1], np.int32), Sampling(), StopRules(9))
@@ -56,12 +56,12 @@ def engine() -> FakeClient:
 
 
 @pytest.fixture
-def observed(engine: FakeClient) -> ObservedClient:
+def observed(engine: FakeClient) -> MeteredEngineClient:
     client: Any = engine
-    return ObservedClient(client, IngressCounts(), 'the "model"')
+    return MeteredEngineClient(client, IngressCounters(), 'the "model"')
 
 
-async def samples(observed: ObservedClient) -> dict[str, float]:
+async def samples(observed: MeteredEngineClient) -> dict[str, float]:
     text = (await observed.metrics()).decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -74,12 +74,12 @@ async def samples(observed: ObservedClient) -> dict[str, float]:
     return found
 
 
-async def counts(observed: ObservedClient) -> dict[str, float]:
+async def counts(observed: MeteredEngineClient) -> dict[str, float]:
     found = await samples(observed)
     return {short: found[name] for short, name in COUNTS.items() if found[name]}
 
 
-async def test_finished_stream(observed: ObservedClient, engine: FakeClient) -> None:
+async def test_finished_stream(observed: MeteredEngineClient, engine: FakeClient) -> None:
     assert [delta.tokens for delta in [d async for d in observed.stream(REQUEST)]] == [
         [1],
         [2],
@@ -89,7 +89,7 @@ async def test_finished_stream(observed: ObservedClient, engine: FakeClient) -> 
     assert engine.closed == 1
 
 
-async def test_stop_string_is_an_end(observed: ObservedClient, engine: FakeClient) -> None:
+async def test_stop_string_is_an_end(observed: MeteredEngineClient, engine: FakeClient) -> None:
     """The text layer closes the stream: that is no client who has left."""
     deltas = observed.stream(REQUEST)
     await anext(deltas)
@@ -98,7 +98,7 @@ async def test_stop_string_is_an_end(observed: ObservedClient, engine: FakeClien
     assert engine.closed == 1
 
 
-async def test_client_that_leaves(observed: ObservedClient, engine: FakeClient) -> None:
+async def test_client_that_leaves(observed: MeteredEngineClient, engine: FakeClient) -> None:
     engine.deltas = engine.deltas[:2]
     got: list[TokenDelta] = []
 
@@ -115,21 +115,21 @@ async def test_client_that_leaves(observed: ObservedClient, engine: FakeClient) 
     assert engine.closed == 1
 
 
-async def test_failure_is_neither(observed: ObservedClient, engine: FakeClient) -> None:
+async def test_failure_is_neither(observed: MeteredEngineClient, engine: FakeClient) -> None:
     class Failing(FakeClient):
         async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
             yield TokenDelta("r", [1])
             raise EngineUnavailable("gone")
 
     failing: Any = Failing()
-    observed = ObservedClient(failing, IngressCounts(), 'the "model"')
+    observed = MeteredEngineClient(failing, IngressCounters(), 'the "model"')
     with pytest.raises(EngineUnavailable):
         async for _ in observed.stream(REQUEST):
             pass
     assert await counts(observed) == {"ttft": 1}
 
 
-async def test_engine_numbers(observed: ObservedClient, engine: FakeClient) -> None:
+async def test_engine_numbers(observed: MeteredEngineClient, engine: FakeClient) -> None:
     engine.current = EngineStats(
         incarnation="one",
         epoch=2,
@@ -176,7 +176,7 @@ async def test_engine_numbers(observed: ObservedClient, engine: FakeClient) -> N
         assert {name: found[f"rayfin_{name}"] for name in expected} == expected
 
 
-async def test_every_engine_has_its_own(observed: ObservedClient, engine: FakeClient) -> None:
+async def test_every_engine_has_its_own(observed: MeteredEngineClient, engine: FakeClient) -> None:
     numbers = {
         "0": EngineStats(running=3, incarnation="a"),
         "1": EngineStats(running=4, incarnation="b"),
@@ -196,7 +196,7 @@ async def test_every_engine_has_its_own(observed: ObservedClient, engine: FakeCl
         ]
 
 
-async def test_replays_are_counted(observed: ObservedClient, engine: FakeClient) -> None:
+async def test_replays_are_counted(observed: MeteredEngineClient, engine: FakeClient) -> None:
     client: Any = engine
     client.on_replay("lost")
     client.on_replay("moved")

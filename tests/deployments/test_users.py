@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rayfin.deployments.bench import questions as prompts
 from rayfin.deployments.bench.measures import Spread
-from rayfin.deployments.bench.users import Load, Measurement, Plan, Totals
+from rayfin.deployments.bench.users import Measurement, UserLoad, UsersPlan, UserTotals
 from rayfin.deployments.bench.users_report import Summary, run_with_table, users_table
 from rayfin.deployments.cli.main import main
 
@@ -49,11 +49,11 @@ def answer(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, stream=Stream("" if said == "cut" else "data: [DONE]\n\n"))
 
 
-def run(plan: Plan) -> Load:
-    async def go() -> Load:
+def run(plan: UsersPlan) -> UserLoad:
+    async def go() -> UserLoad:
         transport = httpx.MockTransport(answer)
         async with httpx.AsyncClient(transport=transport, base_url="http://x/v1") as client:
-            load = Load(client, plan)
+            load = UserLoad(client, plan)
             await load.run()
             return load
 
@@ -67,7 +67,7 @@ def asking(*said: str) -> prompts.Ask:
 
 
 def test_one_request_is_measured() -> None:
-    totals = run(Plan(model="m", ask=asking(), users=1, requests=1)).totals
+    totals = run(UsersPlan(model="m", ask=asking(), users=1, requests=1)).totals
     assert (totals.done, totals.failed, totals.tokens) == (1, 0, 5)  # the server's count
     (ttft,) = totals.ttfts
     assert PAUSE <= ttft < totals.seconds[0]
@@ -76,7 +76,7 @@ def test_one_request_is_measured() -> None:
 
 
 def test_the_requests_are_shared_out() -> None:
-    load = run(Plan(model="m", ask=asking(), users=3, requests=7))
+    load = run(UsersPlan(model="m", ask=asking(), users=3, requests=7))
     assert load.totals.done == 7 and sum(user.done for user in load.users) == 7
     assert all(user.done >= 2 and user.state == "done" for user in load.users)
     assert load.elapsed < 7 * 5 * PAUSE  # at the same time
@@ -84,18 +84,18 @@ def test_the_requests_are_shared_out() -> None:
 
 
 def test_fewer_requests_than_users() -> None:
-    assert run(Plan(model="m", ask=asking(), users=4, requests=2)).totals.done == 2
+    assert run(UsersPlan(model="m", ask=asking(), users=4, requests=2)).totals.done == 2
 
 
 def test_duration_ends_the_run() -> None:
-    load = run(Plan(model="m", ask=asking(), users=2, duration=0.2, think_time=0.01, seed=3))
+    load = run(UsersPlan(model="m", ask=asking(), users=2, duration=0.2, think_time=0.01, seed=3))
     assert 2 <= load.totals.done <= 4
     assert 0.2 <= load.elapsed < 2  # the answer under way was awaited, no thought was
 
 
 def test_failures_are_counted_not_timed() -> None:
     said = ("refused", "unreachable", "dropped", "cut", "hello", "refused")
-    totals = run(Plan(model="m", ask=asking(*said), users=2, requests=6)).totals
+    totals = run(UsersPlan(model="m", ask=asking(*said), users=2, requests=6)).totals
     assert totals.errors == {
         "HTTP 503: starting": 2,
         "cannot connect": 1,
@@ -114,7 +114,7 @@ def test_users_ask_differently_but_repeatably() -> None:
         return [{"role": "user", "content": "refused"}]
 
     for seed in (1, 1, 2):
-        run(Plan(model="m", ask=remember, users=2, requests=2, seed=seed))
+        run(UsersPlan(model="m", ask=remember, users=2, requests=2, seed=seed))
     first, second, other = (set(asked[i : i + 2]) for i in (0, 2, 4))
     assert first == second and len(first) == 2 and not first & other
 
@@ -136,8 +136,8 @@ def test_percentiles() -> None:
 
 
 def test_summary_as_lines_and_as_a_table() -> None:
-    load = Load(httpx.AsyncClient(), Plan(model="m", ask=asking(), users=40))
-    load.totals = Totals()
+    load = UserLoad(httpx.AsyncClient(), UsersPlan(model="m", ask=asking(), users=40))
+    load.totals = UserTotals()
     load.totals.add(Measurement(ttft=0.25, gaps=[0.01, 0.02], total=0.5, tokens=3))
     for number in range(7):
         load.totals.add(Measurement(error=f"broken {number}"))
@@ -152,11 +152,11 @@ def test_summary_as_lines_and_as_a_table() -> None:
 
 
 def test_the_live_table_follows_the_run() -> None:
-    async def go() -> tuple[Load, str]:
+    async def go() -> tuple[UserLoad, str]:
         console = Console(file=StringIO(), width=100, height=30, force_terminal=True)
         transport = httpx.MockTransport(answer)
         async with httpx.AsyncClient(transport=transport, base_url="http://x/v1") as client:
-            load = Load(client, Plan(model="m", ask=asking(), users=2, requests=4))
+            load = UserLoad(client, UsersPlan(model="m", ask=asking(), users=2, requests=4))
             await run_with_table(load, console)
         return load, console.file.getvalue()  # type: ignore[attr-defined]
 

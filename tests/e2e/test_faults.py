@@ -15,7 +15,7 @@ import ray
 from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import Ended, EngineRequest, EngineStats, Sampling, StopRules
-from rayfin.actors.scheduler.actor import SchedulerActor, Start
+from rayfin.actors.scheduler.actor import EngineStart, SchedulerActor
 from rayfin.deployments.serve.preflight import model_path
 
 LENGTH = 400
@@ -122,7 +122,7 @@ def short_lease(cluster: None, settings: dict[str, Any]) -> Iterator[Any]:
     """A scheduler that runs one request at a time and forgets a client after two seconds."""
     scheduler: Any = SchedulerActor.remote("short-lease", 2.0)  # type: ignore[attr-defined]
     args = EngineArgs(**{**settings, "model": model_path(settings["model"])}, max_decoding_batch=1)
-    ray.get(scheduler.start.remote(Start(args)))
+    ray.get(scheduler.start.remote(EngineStart(args)))
     yield scheduler
     ray.kill(scheduler)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from fake_stream import Mirror, Stream, next_logprobs, next_token, score_prompt, tell
 from rayfin.actors.config import EngineConfig
-from rayfin.actors.errors import GroupFailed, RequestFailed
+from rayfin.actors.errors import RequestFailed, RunnerGroupFailed
 from rayfin.actors.messages import (
     COPY,
     NO_TOKEN,
@@ -85,13 +85,13 @@ class FakeExecutor:
         self.num_submitted += 1
         if self._dead or self.num_submitted - 1 in self.fail_submit_at:
             self._dead = True
-            raise GroupFailed("the runner is gone")
+            raise RunnerGroupFailed("the runner is gone")
         return _FakeStep(self, info, pickle.dumps(info), self.clock)
 
     def restart(self) -> None:
         if self.fail_restarts:
             self.fail_restarts -= 1
-            raise GroupFailed("the runner died while it started")
+            raise RunnerGroupFailed("the runner died while it started")
         self.epoch += 1
         self._restart()
 
@@ -109,7 +109,7 @@ class FakeExecutor:
             self._count_death(info)
             self._dead = True
             says_so = self.poison_raises and call not in self.fail_at
-            raise GroupFailed("the runner died", by_step=says_so)
+            raise RunnerGroupFailed("the runner died", caused_by_step=says_so)
         assert (info.epoch, info.step) == (self.epoch, self._next_step) and not self.asleep
         self._next_step += 1
         self.log.append(info)
@@ -119,7 +119,7 @@ class FakeExecutor:
         self._take_news(info)
         if call in self.stale_at:
             self._count_death(info)
-        tokens = np.full((len(info.ids), info.lease), NO_TOKEN, np.int32)
+        tokens = np.full((len(info.ids), info.num_steps), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step - (call in self.stale_at), tokens)
         self._told: list[tuple[int, int, Float32Array]] = []  # (place, token, log probabilities)
         columns = self._run_rows(info, result)
@@ -271,7 +271,7 @@ class FakeExecutor:
         assert shared == filled[: len(shared)], "a page that was found follows one that was moved"
         assert shared != filled or cached % size == 0, "a part of a page is shared"
         forks = mirror.beams is not None or (
-            mirror.stream is not None and mirror.stream.source.sibling_of is not None
+            mirror.stream is not None and mirror.stream.source.parent_key is not None
         )
         assert not shared or self.config.prefix_caching or forks
         assert mirror.stream is None or cached < mirror.known, "nothing is left to compute"
@@ -310,13 +310,13 @@ class FakeExecutor:
             else:
                 self._run_on(info, row, mirror, result)
         chunks = {row: self._resolve(info, row) for row in rows}
-        for column in range(info.lease):
+        for column in range(info.num_steps):
             mirrors = {row: self.live[int(info.ids[row])] for row in rows}
             for row in rows:  # all are written before any is read, as a layer of a model does
                 self._write(mirrors[row], chunks[row])
             for row in rows:
                 self._sample(info, row, column, result)
-            if column + 1 < info.lease:
+            if column + 1 < info.num_steps:
                 rows = [row for row in rows if self._goes_on(mirrors[row])]
             chunks = {row: [int(result.tokens[row, column])] for row in rows}
             if not rows:
@@ -330,7 +330,7 @@ class FakeExecutor:
         if info.is_decoding[row]:
             room = mirror.new.cap - kv_len - 1
             assert room > 0, "decodes past its last token"
-            written = min(info.lease, room)
+            written = min(info.num_steps, room)
         assert len(mirror.pages) * size >= kv_len + written, "pages are missing"
 
     def _run_on(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
@@ -340,7 +340,7 @@ class FakeExecutor:
         """
         assert mirror.over_since is not None
         assert self.num_run - mirror.over_since < self.config.steps_in_flight, "it is known"
-        count = min(info.lease, mirror.new.cap - int(info.kv_len[row]) - 1)
+        count = min(info.num_steps, mirror.new.cap - int(info.kv_len[row]) - 1)
         for position in range(int(info.kv_len[row]), int(info.kv_len[row]) + count):
             page = mirror.pages[position // self.config.page_size]
             assert page not in self._shared, "junk in a shared page"
@@ -409,7 +409,7 @@ class FakeExecutor:
         result.tokens[row, column] = mirror.sampled
         if mirror.new.sampling.logprobs is not None:
             told = next_logprobs(context, seed, self.config.vocab_size)
-            self._told.append((row * info.lease + column, mirror.sampled, told))
+            self._told.append((row * info.num_steps + column, mirror.sampled, told))
 
     def _fails(self, mirror: Mirror, end: int) -> bool:
         """Whether the row that ends at ``end`` is planted to fail."""
@@ -427,7 +427,7 @@ class FakeExecutor:
             result.tokens[row, column] = JUNK_TOKEN
             if mirror.new.sampling.logprobs is not None:
                 told = next_logprobs(np.array(mirror.pages), 0, self.config.vocab_size)
-                self._told.append((row * info.lease + column, JUNK_TOKEN, told))
+                self._told.append((row * info.num_steps + column, JUNK_TOKEN, told))
 
     def _score(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
         """What the model thinks of the prompt tokens that follow those of the row's chunk."""
@@ -436,7 +436,7 @@ class FakeExecutor:
             result.prompt_logprobs[row] = told
 
     def _goes_on(self, mirror: Mirror) -> bool:
-        """Whether a row of a lease samples once more; ``RequestSlots.goes_on`` says the same."""
+        """Whether a row of a lease samples again; ``RequestSlots.still_decoding`` says the same."""
         if mirror.sampled is None:
             return False
         if mirror.sampled in mirror.new.stop_token_ids:
@@ -469,7 +469,9 @@ def check_form(info: SchedulerInfo) -> None:
     assert info.new_pages_len.sum() == len(info.new_pages) and (info.new_pages_len >= 0).all()
     assert info.moves.dtype == np.int32 and info.moves.shape == (len(info.moves), 3)
     assert np.isin(info.moves[:, 0], (COPY, SWAP_OUT, SWAP_IN)).all()
-    assert info.lease == 1 or (info.lease > 1 and not info.prefill_batch), "a prompt in a lease"
+    assert info.num_steps == 1 or (info.num_steps > 1 and not info.prefill_batch), (
+        "a prompt in a lease"
+    )
 
 
 def check_limits(info: SchedulerInfo, config: EngineConfig) -> None:
@@ -478,6 +480,6 @@ def check_limits(info: SchedulerInfo, config: EngineConfig) -> None:
     assert len(info.merge_prompt) <= limits.max_batch_tokens
     assert len(info.ids) <= limits.max_decoding_batch
     assert info.prefill_batch <= limits.max_prefill_batch
-    assert info.lease <= config.max_lease
+    assert info.num_steps <= config.max_lease
     if config.scheduler == "v0":
         assert not (info.decoding_batch and info.prefill_batch), "V0 mixes"

@@ -50,7 +50,7 @@ class Harness:
         key: int | None = None,
         output: Sequence[int] = (),
         extra_keys: tuple[str, ...] = (),
-        sibling_of: int | None = None,
+        parent_key: int | None = None,
         beams: BeamParams | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -72,7 +72,7 @@ class Harness:
             timeout=timeout,
             output=list(output),
             extra_keys=extra_keys,
-            sibling_of=sibling_of,
+            parent_key=parent_key,
             beams=beams,
             deaths=deaths,
         )
@@ -107,7 +107,7 @@ class Harness:
         for client, deltas in messages.items():
             keys = deltas.keys.tolist()
             assert len(keys) == len(deltas.tokens)
-            most = self.executor.log[-1].lease if self.executor.log else 0
+            most = self.executor.log[-1].num_steps if self.executor.log else 0
             assert max(Counter(keys).values(), default=0) <= most
             assert keys or deltas.ended or deltas.prompt_logprobs, "an empty message"
             for at, entry in deltas.logprobs.entries() if deltas.logprobs is not None else ():

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from rayfin.actors.config import Quantization
-from rayfin.actors.errors import NotRecognised
-from rayfin.actors.runner.models.inspect_decoder import Attending, Tables, read_decoder
+from rayfin.actors.errors import UnrecognizedModule
+from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, Tables, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, norm_weight
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import probe_logits
@@ -28,7 +28,7 @@ from rayfin.kernels.shapes import PagedBatch
 FIRST_POSITIONS = 2048
 
 
-class FusedModel:
+class CpuDecoder:
     """Runs a step's packed tokens through compiled kernels: what ``PagedModel`` does, faster."""
 
     def __init__(
@@ -58,7 +58,7 @@ class FusedModel:
         longest = int(max(batch.kv_len_cpu, default=0))
         if longest > self._decoder.positions:
             wanted = max(FIRST_POSITIONS, 2 * self._decoder.positions, longest)
-            self._decoder.turn_by(self._rotate(wanted))
+            self._decoder.set_rope_tables(self._rotate(wanted))
         return self._decoder.run(input_ids, batch, sampled)
 
 
@@ -72,9 +72,9 @@ WEIGHTS: dict[Quantization | None, torch.dtype | None] = {None: None, "int8": to
 """How weights are stored; None is as exactly as they came."""
 
 
-def fuse(
+def build_cpu_decoder(
     paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
-) -> FusedModel | None:
+) -> CpuDecoder | None:
     """The model on compiled kernels with the same results, or None if it is not recognised.
 
     With ``quantization``, results are what rounding makes of them.
@@ -82,7 +82,7 @@ def fuse(
     name = type(paged.transformer).__name__
     try:
         fused = _build(paged, kernels, None)
-    except NotRecognised as reason:
+    except UnrecognizedModule as reason:
         logger.info("%s is not fused: %s", name, reason)
         return None
     difference = _difference(paged, fused)
@@ -95,8 +95,8 @@ def fuse(
     return fused
 
 
-def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) -> FusedModel:
-    parts = read_decoder(paged)
+def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) -> CpuDecoder:
+    parts = inspect_decoder(paged)
     packed = [
         _pack_layer(kernels, part, how, parts.rotary[index], storage)
         for index, (part, how) in enumerate(zip(parts.layers, parts.attending, strict=True))
@@ -104,7 +104,7 @@ def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) 
     embedding, lm_head = parts.embedding, parts.head
     head = kernels.pack([lm_head.weight], storage=storage)
     tied = lm_head.weight.data_ptr() == embedding.weight.data_ptr()
-    return FusedModel(
+    return CpuDecoder(
         PackedDecoder(
             kernels,
             parts.shape,
@@ -123,7 +123,7 @@ def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) 
 def _pack_layer(
     kernels: CpuKernels,
     part: LayerParts,
-    how: Attending,
+    how: AttentionSpec,
     rotary: int,
     storage: torch.dtype | None,
 ) -> DecoderLayer:
@@ -174,7 +174,7 @@ def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().float().contiguous()
 
 
-def _difference(paged: PagedModel, fused: FusedModel) -> float:
+def _difference(paged: PagedModel, fused: CpuDecoder) -> float:
     """How far apart both models' logits are on one prompt, as a share of the largest."""
     logits = [probe_logits(model, paged) for model in (paged, fused)]
     scale = logits[0].abs().max().clamp(min=1e-6)

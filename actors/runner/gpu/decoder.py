@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rayfin.actors.errors import NotRecognised
+from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.gpu.experts import NAMES, TOLERANCE, GroupedExperts
 from rayfin.actors.runner.gpu.weights import (
     GatedMlp,
@@ -16,20 +16,20 @@ from rayfin.actors.runner.gpu.weights import (
     fold_norms,
     merge_layer,
 )
-from rayfin.actors.runner.models.inspect_decoder import DecoderParts, Tables, read_decoder
+from rayfin.actors.runner.models.inspect_decoder import DecoderSpec, Tables, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import LayerParts
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import probe_logits
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
-from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, turn_and_write
+from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, rope_and_write_kv
 from rayfin.kernels.triton.products import FEW_ROWS, add_product, gated_product, product
 
 logger = logging.getLogger(__name__)
 
 
-class GpuModel:
+class GpuDecoder:
     """Runs a step's packed tokens: what ``PagedModel`` does, in fewer and larger kernels.
 
     The norms before a layer's blocks are no launches: their weights are folded into the matrices
@@ -54,7 +54,7 @@ class GpuModel:
 
     def __init__(
         self,
-        parts: DecoderParts,
+        parts: DecoderSpec,
         attention: PagedAttention,
         layouts: list[KVLayout],
         dtype: torch.dtype,
@@ -229,7 +229,7 @@ class GpuModel:
                 rms_norm(key, key_norm, shape.eps),
             ]
             qkv, query_norm, key_norm = torch.cat([*normed, value], dim=1), None, None
-        query = turn_and_write(
+        query = rope_and_write_kv(
             qkv,
             query_norm,
             key_norm,
@@ -255,7 +255,7 @@ class GpuModel:
 
 
 @torch.inference_mode()
-def fuse_for_gpu(paged: PagedModel, attention: PagedAttention) -> "GpuModel | None":
+def build_gpu_decoder(paged: PagedModel, attention: PagedAttention) -> "GpuDecoder | None":
     """The model on Triton kernels with the same results, or None if it is not recognised.
 
     Mixtures are, whose experts `group_experts` has replaced.
@@ -267,12 +267,12 @@ def fuse_for_gpu(paged: PagedModel, attention: PagedAttention) -> "GpuModel | No
     if paged.dtype not in TOLERANCE:
         return None
     try:
-        parts = read_decoder(paged, GroupedExperts)
-    except NotRecognised as reason:
+        parts = inspect_decoder(paged, GroupedExperts)
+    except UnrecognizedModule as reason:
         logger.info("%s is not fused: %s", name, reason)
         return None
     wanted = probe_logits(paged, paged)
-    fused = GpuModel(parts, attention, paged.layouts, paged.dtype)
+    fused = GpuDecoder(parts, attention, paged.layouts, paged.dtype)
 
     def differs() -> bool:
         apart = (probe_logits(fused, paged) - wanted).abs().max()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import NO_TOKEN, Float32Array, Int32Array, Int64Array, Logprobs
-from rayfin.actors.runner.sampling.token_rules import LeaseRules
+from rayfin.actors.runner.sampling.token_rules import RowTokenRules
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS
 from rayfin.kernels.shapes import PER_ENTRY, TokenRules
 from rayfin.kernels.staging import staged
@@ -17,10 +17,10 @@ MOST_ENTRIES = 1 << 20
 """Tokens in the lists of all rows of a lease (16 MiB): with more, its steps run one by one."""
 
 
-class DecodeExtras:
+class GraphExtras:
     """At fixed addresses, as graphs want them; ``load`` fills them in for a lease."""
 
-    def __init__(self, most_rows: int, longest_lease: int, device: torch.device) -> None:
+    def __init__(self, most_rows: int, max_num_steps: int, device: torch.device) -> None:
         kinds = dict.fromkeys(("repetition", "presence", "frequency", "bias"), torch.float32)
         kinds["banned_until"] = torch.int64
         self._rules = TokenRules(
@@ -37,16 +37,16 @@ class DecodeExtras:
         self._asked = torch.full((most_rows,), NO_LOGPROBS, dtype=torch.int32, device=device)
         self._values = torch.zeros(shape, device=device)
         self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._all_values = torch.zeros(longest_lease, *shape, device=device)
-        self._all_numbers = torch.zeros(longest_lease, *shape, dtype=torch.int32, device=device)
+        self._all_values = torch.zeros(max_num_steps, *shape, device=device)
+        self._all_numbers = torch.zeros(max_num_steps, *shape, dtype=torch.int32, device=device)
 
     @staticmethod
-    def take(rules: LeaseRules | None, asked: Int64Array) -> bool:
+    def fits(rules: RowTokenRules | None, asked: Int64Array) -> bool:
         """Whether the device can do what the rows [R] ask for."""
         listed = rules is None or (rules.entries <= MOST_ENTRIES and not rules.needs_host)
         return listed and bool((asked <= MOST_TOP).all())
 
-    def load(self, rules: LeaseRules | None, asked: Int64Array, bucket: int) -> None:
+    def load(self, rules: RowTokenRules | None, asked: Int64Array, bucket: int) -> None:
         """For the rows of a lease; those of the bucket behind them ask for nothing."""
         rows = len(asked)
         self._asked[:bucket] = NO_LOGPROBS
@@ -64,7 +64,7 @@ class DecodeExtras:
         """A step's logits [B, V] as the rules have them, fp32."""
         return adjust(logits, self._rules.rows(len(logits)), positions)
 
-    def look_back(
+    def record_logprobs(
         self, logits: torch.Tensor, sampled: torch.Tensor, remaining: torch.Tensor
     ) -> None:
         """Counts the tokens [B] just sampled, and says what the raw logits [B, V] made of them."""
@@ -78,18 +78,18 @@ class DecodeExtras:
         self._all_values[step].copy_(self._values)
         self._all_numbers[step].copy_(self._numbers)
 
-    def told(self, lease: int, asked: Int64Array) -> "Told":
+    def told(self, num_steps: int, asked: Int64Array) -> "GraphLogprobs":
         """What was put aside."""
         rows = slice(len(asked))
-        return Told(
+        return GraphLogprobs(
             asked,
-            self._all_values[:lease, rows].cpu().numpy(),
-            self._all_numbers[:lease, rows].cpu().numpy(),
+            self._all_values[:num_steps, rows].cpu().numpy(),
+            self._all_numbers[:num_steps, rows].cpu().numpy(),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class GraphLogprobs:
     """Log probabilities of a lease."""
 
     asked: Int64Array  # [R], as in ``RequestSlots.logprobs``

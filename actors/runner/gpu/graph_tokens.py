@@ -23,7 +23,7 @@ class SideStream:
         self._stream.synchronize()
 
 
-class LeaseTokens:
+class GraphTokens:
     """What the steps of one lease sampled, for up to ``most_rows`` rows.
 
     With a ``side`` each step's tokens leave the device as soon as they are known, in the order of
@@ -31,9 +31,9 @@ class LeaseTokens:
     """
 
     def __init__(
-        self, longest_lease: int, most_rows: int, device: torch.device, side: SideStream | None
+        self, max_num_steps: int, most_rows: int, device: torch.device, side: SideStream | None
     ) -> None:
-        self._tokens = torch.zeros(longest_lease, most_rows, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(max_num_steps, most_rows, dtype=torch.int64, device=device)
         self._side = side
         self._host = self._tokens
         if side is not None:
@@ -51,12 +51,12 @@ class LeaseTokens:
         if self._side is not None:
             self._side.copy(self._host[step, : len(sampled)], kept)
 
-    def take(self, lease: int, rows: int) -> Int32Array:
+    def collect(self, num_steps: int, rows: int) -> Int32Array:
         """[lease, R] of the first steps and rows, copied: the next lease writes to the same place.
 
         It waits for them; that no copy is under way afterwards lets the next lease begin.
         """
         if self._side is not None:
             self._side.wait()
-        taken: Int32Array = self._host[:lease, :rows].to("cpu", torch.int32, copy=True).numpy()
+        taken: Int32Array = self._host[:num_steps, :rows].to("cpu", torch.int32, copy=True).numpy()
         return taken

@@ -14,11 +14,16 @@ from typing import Any
 import torch
 
 from rayfin.actors.messages import Int32Array, Int64Array, Logprobs, SchedulerInfo
-from rayfin.actors.runner.gpu.decode_state import DecodeState, bucket_of, bucket_sizes, steps_of
-from rayfin.actors.runner.gpu.decoder import GpuModel
-from rayfin.actors.runner.gpu.graph_extras import DecodeExtras, Told
-from rayfin.actors.runner.gpu.graph_tokens import LeaseTokens, SideStream
-from rayfin.actors.runner.sampling.token_rules import LeaseRules
+from rayfin.actors.runner.gpu.decode_state import (
+    DecodeState,
+    bucket_of,
+    bucket_sizes,
+    max_steps_per_row,
+)
+from rayfin.actors.runner.gpu.decoder import GpuDecoder
+from rayfin.actors.runner.gpu.graph_extras import GraphExtras, GraphLogprobs
+from rayfin.actors.runner.gpu.graph_tokens import GraphTokens, SideStream
+from rayfin.actors.runner.sampling.token_rules import RowTokenRules
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.triton.sample import sample
 
@@ -48,11 +53,11 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class Leased:
+class MultiStepOutput:
     """What a lease gave."""
 
     tokens: Int32Array  # [lease, R]; -1 where a row could not be sampled
-    told: Told | None
+    told: GraphLogprobs | None
 
     def logprobs(self, step: int, rows: Int64Array) -> Logprobs | None:
         """Of a step's ``rows`` [N], numbered 0 .. N - 1; None if none of them asks."""
@@ -66,13 +71,13 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: GpuModel,
+        model: GpuDecoder,
         slots: RequestSlots,
         *,
         rows: int,
         pages_per_request: int,
         page_size: int,
-        longest_lease: int,
+        max_num_steps: int,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -81,11 +86,11 @@ class DecodeGraphs:
         self._sizes = bucket_sizes(rows)
         most = self._sizes[-1]
         self._state = DecodeState(slots, most, pages_per_request, page_size, device)
-        self._extras = DecodeExtras(most, longest_lease, device)
+        self._extras = GraphExtras(most, max_num_steps, device)
         self._rows = torch.arange(most, device=device)
         on_gpu = device.type == "cuda"
         side = SideStream(device) if on_gpu else None
-        self._tokens = LeaseTokens(longest_lease, most, device, side)
+        self._tokens = GraphTokens(max_num_steps, most, device, side)
         record = CudaRecorder() if on_gpu else _as_it_is
         self._replay = {
             (size, extras): record(self._step(size, extras))
@@ -93,19 +98,19 @@ class DecodeGraphs:
             for extras in (False, True)
         }  # the largest first: the others find their memory in its
 
-    def takes(self, info: SchedulerInfo, rules: LeaseRules | None) -> bool:
+    def takes(self, info: SchedulerInfo, rules: RowTokenRules | None) -> bool:
         """Whether these are rows that decode one token each, not too many, with rules for it."""
         rows = len(info.ids)
         return (
             rows == info.decoding_batch
-            and info.lease <= len(self._tokens)
+            and info.num_steps <= len(self._tokens)
             and bucket_of(rows, self._sizes) is not None
             and bool((info.chunk_len == 1).all() and (info.last_pos >= 0).all())
-            and self._extras.take(rules, self._slots.logprobs[info.ids])
+            and self._extras.fits(rules, self._slots.logprobs[info.ids])
         )
 
     @torch.inference_mode()
-    def run(self, info: SchedulerInfo, rules: LeaseRules | None) -> Leased | None:
+    def run(self, info: SchedulerInfo, rules: RowTokenRules | None) -> MultiStepOutput | None:
         """The tokens of a lease.
 
         What stands behind a row's end, by a stop token or its cap, is nothing. None where a row
@@ -114,21 +119,21 @@ class DecodeGraphs:
         rows = len(info.ids)
         bucket = bucket_of(rows, self._sizes)
         assert bucket is not None
-        self._state.load(info, steps_of(info, self._slots, self._page_size), bucket)
+        self._state.load(info, max_steps_per_row(info, self._slots, self._page_size), bucket)
         asked = self._slots.logprobs[info.ids]
         telling = bool((asked != NO_LOGPROBS).any())
         if extras := telling or rules is not None:
             self._extras.load(rules, asked, bucket)
-        for step in range(info.lease):
+        for step in range(info.num_steps):
             self._replay[bucket, extras]()
             self._tokens.keep(step, self._state.sampled[:bucket])
             if telling:
                 self._extras.keep(step)
-        tokens = self._tokens.take(info.lease, rows)  # the lease's only wait
+        tokens = self._tokens.collect(info.num_steps, rows)  # the lease's only wait
         if rules is not None and (tokens < 0).any():
             return None
-        told = self._extras.told(info.lease, asked) if telling else None
-        return Leased(tokens, told)
+        told = self._extras.told(info.num_steps, asked) if telling else None
+        return MultiStepOutput(tokens, told)
 
     def _step(self, bucket: int, extras: bool) -> Callable[[], None]:
         state, rows = self._state, self._rows[:bucket]
@@ -142,7 +147,7 @@ class DecodeGraphs:
             state.sampled[:bucket].copy_(sample(changed, sampling))
             if extras:
                 sampled, remaining = state.sampled[:bucket], state.remaining[:bucket]
-                self._extras.look_back(logits, sampled, remaining)
+                self._extras.record_logprobs(logits, sampled, remaining)
             state.finish(bucket)
 
         return step

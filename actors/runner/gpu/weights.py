@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from rayfin.actors.runner.models.inspect_decoder import Attending
+from rayfin.actors.runner.models.inspect_decoder import AttentionSpec
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, norm_weight
 
 LARGEST_FLOAT16 = 65504.0
@@ -50,11 +50,11 @@ class GpuLayer:
     mlp_out_norm: torch.Tensor | None
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    how: Attending
+    how: AttentionSpec
     rotary: int
 
 
-def merge_layer(part: LayerParts, how: Attending, rotary: int) -> GpuLayer:
+def merge_layer(part: LayerParts, how: AttentionSpec, rotary: int) -> GpuLayer:
     def vector(norm: nn.Module | None) -> torch.Tensor | None:
         weight = norm_weight(norm)
         return None if weight is None else weight[0]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayfin.actors.errors import NotRecognised
+from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.inspect_layers import (
     GatedParts,
     LayerParts,
+    inspect_layer,
     norm_weight,
-    read_layer,
 )
 from rayfin.actors.runner.models.paged_model import LAYER, PagedModel
 from rayfin.actors.runner.models.weights import max_position
@@ -33,7 +33,7 @@ Tables = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Attending:
+class AttentionSpec:
     """How one layer's attention was called."""
 
     heads: int
@@ -50,7 +50,7 @@ class _Observer:
     """Sits on every attention module for one forward, and writes down how it is called."""
 
     def __init__(self) -> None:
-        self.seen: dict[nn.Module, Attending] = {}
+        self.seen: dict[nn.Module, AttentionSpec] = {}
 
     def attend(
         self,
@@ -64,7 +64,7 @@ class _Observer:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        self.seen[module] = Attending(
+        self.seen[module] = AttentionSpec(
             query.shape[1],
             query.shape[3],
             key.shape[1],
@@ -78,12 +78,12 @@ class _Observer:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderParts:
+class DecoderSpec:
     """All that computes in a recognised decoder."""
 
     shape: DecoderShape
     layers: list[LayerParts]
-    attending: list[Attending]  # of each layer
+    attending: list[AttentionSpec]  # of each layer
     rotary: list[int]  # of each layer, which of the tables it turns by
     rotate: Callable[[int], Tables]  # the tables of so many positions
     embedding: nn.Embedding
@@ -92,21 +92,21 @@ class DecoderParts:
 
 
 @torch.inference_mode()
-def read_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -> DecoderParts:
+def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -> DecoderSpec:
     """The parts of the model, of which some layers may be mixtures of such ``experts``.
 
     Raises:
-        NotRecognised: it has others, or uses them in another way.
+        UnrecognizedModule: it has others, or uses them in another way.
     """
     model: Any = paged.transformer
     config = model.config.get_text_config(decoder=True)
     decoder, layers, embedding = _backbone(model)
-    parts = [read_layer(layer, experts) for layer in layers]
+    parts = [inspect_layer(layer, experts) for layer in layers]
     observed, embedding_scale = _observe(paged, layers[0], embedding)
     attending = [observed[part.attention] for part in parts]
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
     if activation not in ACTIVATIONS:
-        raise NotRecognised(f"activation {activation!r}")
+        raise UnrecognizedModule(f"activation {activation!r}")
     kinds, rotate = rotary_tables(decoder.rotary_emb, config, max_position(model.config))
     final_norm = norm_weight(decoder.norm)
     assert final_norm is not None
@@ -129,7 +129,7 @@ def read_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -> D
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
     _require_alike(parts, attending, shape)
-    return DecoderParts(
+    return DecoderSpec(
         shape, parts, attending, kinds, rotate, embedding, model.lm_head, final_norm[0]
     )
 
@@ -140,16 +140,16 @@ def _backbone(model: Any) -> tuple[Any, list[nn.Module], nn.Embedding]:
     expected = {"embed_tokens", "layers", "norm", "rotary_emb"}
     children = {name for name, _ in decoder.named_children()} if decoder is not None else set()
     if children != expected or {name for name, _ in model.named_children()} != {"model", "lm_head"}:
-        raise NotRecognised(f"its parts are {', '.join(sorted(children)) or 'others'}")
+        raise UnrecognizedModule(f"its parts are {', '.join(sorted(children)) or 'others'}")
     assert decoder is not None
     if type(model.lm_head) is not nn.Linear or not isinstance(decoder.embed_tokens, nn.Embedding):
-        raise NotRecognised(f"its head is a {type(model.lm_head).__name__}")
+        raise UnrecognizedModule(f"its head is a {type(model.lm_head).__name__}")
     return decoder, list(decoder.layers), decoder.embed_tokens
 
 
 def _observe(
     paged: PagedModel, first_layer: nn.Module, embedding: nn.Embedding
-) -> tuple[dict[nn.Module, Attending], float]:
+) -> tuple[dict[nn.Module, AttentionSpec], float]:
     """How each attention module is called, and what embeddings are multiplied by."""
     model, observer = paged.transformer, _Observer()
     device = embedding.weight.device
@@ -172,11 +172,11 @@ def _observe(
     rows, seen = embedding.weight[tokens[0]].float(), inputs[0][0].float()
     scale = float((seen * rows).sum() / rows.square().sum())
     if not torch.allclose(seen, rows * scale, rtol=1e-2, atol=1e-4):
-        raise NotRecognised("its layers are not fed by token embeddings alone")
+        raise UnrecognizedModule("its layers are not fed by token embeddings alone")
     return observer.seen, 1.0 if abs(scale - 1.0) < 1e-6 else scale
 
 
-def _has_whole_norm(part: LayerParts, how: Attending) -> bool:
+def _has_whole_norm(part: LayerParts, how: AttentionSpec) -> bool:
     """Whether the query norm runs over all heads at once (OLMo 2) and not over each (Qwen 3)."""
     query_norm = norm_weight(part.query_norm)
     return query_norm is not None and len(query_norm[0]) != how.key_dim
@@ -189,19 +189,19 @@ def _intermediate(parts: list[LayerParts]) -> int:
 
 
 def _require_alike(
-    parts: list[LayerParts], attending: list[Attending], shape: DecoderShape
+    parts: list[LayerParts], attending: list[AttentionSpec], shape: DecoderShape
 ) -> None:
     shared = (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim)
     for part, how in zip(parts, attending, strict=True):
         sizes = (how.heads, how.kv_heads, how.key_dim, how.value_dim)
         width = part.mlp.down.in_features if isinstance(part.mlp, GatedParts) else None
         if sizes != shared or width not in (None, shape.intermediate):
-            raise NotRecognised("its layers are of several sizes")
+            raise UnrecognizedModule("its layers are of several sizes")
         norms = (part.attention_norm, part.attention_out_norm, part.mlp_norm, part.mlp_out_norm)
         for norm in (*norms, part.query_norm, part.key_norm):
             weight = norm_weight(norm)
             if weight is not None and weight[1] != shape.eps:
-                raise NotRecognised("its norms have several epsilons")
+                raise UnrecognizedModule("its norms have several epsilons")
 
 
 def rotary_tables(

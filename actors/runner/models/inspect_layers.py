@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rayfin.actors.errors import NotRecognised
+from rayfin.actors.errors import UnrecognizedModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,20 @@ _NORMS = {
 _IDLE = (nn.Dropout, nn.Identity)
 
 
-def read_layer(layer: nn.Module, experts: type[nn.Module] | None = None) -> LayerParts:
+def inspect_layer(layer: nn.Module, experts: type[nn.Module] | None = None) -> LayerParts:
     """The parts of a decoder layer; its MLP may be a mixture of ``experts`` of that type.
 
     Raises:
-        NotRecognised: it has others, or lacks some.
+        UnrecognizedModule: it has others, or lacks some.
     """
     children = _children(layer)
     try:
         attention, mlp = children.pop("self_attn"), children.pop("mlp")
         names = _NORMS[frozenset(children)]
     except KeyError:
-        raise NotRecognised(f"{type(layer).__name__} has {', '.join(_children(layer))}") from None
+        raise UnrecognizedModule(
+            f"{type(layer).__name__} has {', '.join(_children(layer))}"
+        ) from None
     norms = [None if name is None else children[name] for name in names]
     projections = _children(attention)
     query_norm, key_norm = projections.pop("q_norm", None), projections.pop("k_norm", None)
@@ -134,7 +136,7 @@ def _take(
             if found and not any(name in found for name in ("o_proj", "down_proj")):
                 break
             return taken  # type: ignore[return-value]
-    raise NotRecognised(f"{type(owner).__name__} has {', '.join(_children(owner))}")
+    raise UnrecognizedModule(f"{type(owner).__name__} has {', '.join(_children(owner))}")
 
 
 def norm_weight(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
@@ -143,18 +145,18 @@ def norm_weight(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
     Some models multiply by 1 + weight (Gemma): the module itself is asked.
 
     Raises:
-        NotRecognised: it is another kind of norm.
+        UnrecognizedModule: it is another kind of norm.
     """
     if norm is None:
         return None
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = getattr(norm, "weight", None)
     if not isinstance(eps, float) or weight is None or len(list(norm.parameters())) != 1:
-        raise NotRecognised(f"{type(norm).__name__} is no RMS norm")
+        raise UnrecognizedModule(f"{type(norm).__name__} is no RMS norm")
     x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype, device=weight.device)
     scaled = x.float() / torch.sqrt(x.float().square().mean() + eps)
     tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
     for factor in (weight.detach().float(), 1.0 + weight.detach().float()):
         if torch.allclose(norm(x).float(), scaled * factor, rtol=tolerance, atol=tolerance):
             return factor.contiguous(), eps
-    raise NotRecognised(f"{type(norm).__name__} is no RMS norm")
+    raise UnrecognizedModule(f"{type(norm).__name__} is no RMS norm")

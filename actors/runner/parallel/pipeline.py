@@ -11,17 +11,17 @@ import torch
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo
-from rayfin.actors.runner.parallel.process_groups import Peers
+from rayfin.actors.runner.parallel.process_groups import ProcessGroups
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
 
 
-class TokenRelay:
+class PipelineTokenChannel:
     """Stands between a stage's forward and the step's result."""
 
     def __init__(
-        self, peers: Peers, slots: RequestSlots, sampler: Sampler, config: EngineConfig
+        self, peers: ProcessGroups, slots: RequestSlots, sampler: Sampler, config: EngineConfig
     ) -> None:
         self._peers = peers
         self._slots = slots
@@ -44,7 +44,7 @@ class TokenRelay:
             if len(rows):
                 self._peers.send_tokens(sampled.tokens[rows])
             return sampled
-        if info.lease > 1 and len(rows):  # which of its rows go on depends on them
+        if info.num_steps > 1 and len(rows):  # which of its rows go on depends on them
             while self._awaited:
                 self._settle_oldest()
             return Sampled(self._receive(info, rows))

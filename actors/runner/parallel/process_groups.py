@@ -1,9 +1,9 @@
 """What the runners of a group say to each other: sums and parts of tensors, hidden states, tokens.
 
 NCCL between GPUs; Gloo between CPUs, and for what only the processes need to know. The process
-groups belong to a ``Peers``, not to torch's global state: two ranks may be threads of one process,
-and a new epoch begins on new connections, so that nothing of an old step can be taken for a new
-one's.
+groups belong to a ``ProcessGroups``, not to torch's global state: two ranks may be threads of one
+process, and a new epoch begins on new connections, so that no message of an old step is taken
+for one of a new step.
 """
 
 from collections import Counter, deque
@@ -19,7 +19,7 @@ import torch.distributed
 from rayfin.actors import failpoints
 from rayfin.actors.errors import PeerLost
 from rayfin.actors.messages import Int32Array
-from rayfin.actors.runner.parallel.rank import Place
+from rayfin.actors.runner.parallel.rank import ParallelRank
 
 dist: Any = torch.distributed  # whose stubs leave out half of this
 
@@ -40,10 +40,10 @@ class _Agreement:
     parts: list[torch.Tensor]  # of each rank
 
 
-class Peers:
+class ProcessGroups:
     """One rank's connections: to those that share its layers, and to its like in other stages."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
+    def __init__(self, place: ParallelRank, device: torch.device) -> None:
         self.place = place
         self.device = device
         self._tensor: Any = None  # process groups of torch; None where there is nobody else

@@ -9,7 +9,7 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParallelRank:
     """One of ``stages`` x ``tensor_size`` runners: ranks count through a stage, then the next one.
 
     The last stage has the logits; its first rank answers for all.

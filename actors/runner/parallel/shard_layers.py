@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.models.inspect_layers import is_experts
-from rayfin.actors.runner.parallel.process_groups import Peers
+from rayfin.actors.runner.parallel.process_groups import ProcessGroups
 from rayfin.actors.runner.parallel.shard_modules import (
     GatheredHead,
     RowParallel,
@@ -32,21 +32,21 @@ from rayfin.actors.runner.parallel.shard_plans import (
 from rayfin.actors.runner.parallel.weight_slices import (
     DOWN,
     GATE_UP,
-    Cut,
     Cuts,
-    ExpertsCut,
-    MergedCut,
-    Transposed,
+    ExpertsSlice,
+    MergedSlice,
+    TransposedSlice,
+    WeightSlice,
 )
 
 
-class LayerCutter:
+class LayerSharder:
     """Makes the shares; ``cuts`` says which parts of a checkpoint's tensors they are.
 
     Modules are to come before those that they are in.
     """
 
-    def __init__(self, model: PreTrainedModel, peers: Peers) -> None:
+    def __init__(self, model: PreTrainedModel, peers: ProcessGroups) -> None:
         self.cuts: Cuts = {}
         self._model = model
         self._config: PretrainedConfig = model.config.get_text_config(decoder=True)
@@ -93,7 +93,7 @@ class LayerCutter:
             shape[dim] = cut.stop - cut.start
         else:
             start = 0 if place.tensor_rank == 0 else shape[0]
-            cut = Cut(0, start, start + shape[0], shape[0])
+            cut = WeightSlice(0, start, start + shape[0], shape[0])
         self.cuts[name] = cut
         empty = torch.empty(shape, device="meta", dtype=parameter.dtype)
         setattr(module, leaf, nn.Parameter(empty))
@@ -131,7 +131,7 @@ class LayerCutter:
         vocab_size, place = linear.out_features, self._peers.place
         share = -(-vocab_size // place.tensor_size)
         start = share * place.tensor_rank
-        cut = Cut(0, start, start + share, vocab_size)
+        cut = WeightSlice(0, start, start + share, vocab_size)
         self.cuts[f"{name}.weight"] = self.cuts[f"{name}.bias"] = cut
         shard = _linear(linear, linear.in_features, share, linear.bias is not None)
         return GatheredHead(shard, vocab_size, self._peers)
@@ -149,7 +149,7 @@ class LayerCutter:
             return None
         count, hidden, width = experts.down_proj.shape
         own = self._even(width, 2, name)
-        cut = ExpertsCut(own.start, own.stop, width)
+        cut = ExpertsSlice(own.start, own.stop, width)
         self.cuts[f"{name}.{GATE_UP}"] = self.cuts[f"{name}.{DOWN}"] = cut
         share, dtype = own.stop - own.start, experts.down_proj.dtype
         gate_up = torch.empty(count, 2 * share, hidden, device="meta", dtype=dtype)
@@ -172,24 +172,24 @@ class LayerCutter:
 
     def _weight_part(
         self, linear: nn.Module, dim: int, whole: int, name: str, widths: Sequence[int] = (1,)
-    ) -> Cut | MergedCut | Transposed:
+    ) -> WeightSlice | MergedSlice | TransposedSlice:
         """Of a weight [outputs, inputs], which a ``Conv1D`` keeps as [inputs, outputs]."""
         if isinstance(linear, Conv1D):
-            return Transposed(self._part(1 - dim, whole, name, widths))
+            return TransposedSlice(self._part(1 - dim, whole, name, widths))
         return self._part(dim, whole, name, widths)
 
     def _part(
         self, dim: int, whole: int, name: str, widths: Sequence[int] = (1,)
-    ) -> Cut | MergedCut:
-        parts, first = list[Cut](), 0
+    ) -> WeightSlice | MergedSlice:
+        parts, first = list[WeightSlice](), 0
         for width in widths:
             own = whole // sum(widths) * width
             part = self._even(own, dim, name)
-            parts.append(Cut(dim, first + part.start, first + part.stop, whole))
+            parts.append(WeightSlice(dim, first + part.start, first + part.stop, whole))
             first += own
-        return parts[0] if len(parts) == 1 else MergedCut(tuple(parts))
+        return parts[0] if len(parts) == 1 else MergedSlice(tuple(parts))
 
-    def _even(self, whole: int, dim: int, name: str) -> Cut:
+    def _even(self, whole: int, dim: int, name: str) -> WeightSlice:
         size, rank = self._peers.place.tensor_size, self._peers.place.tensor_rank
         if whole % size:
             raise InvalidConfig(
@@ -197,7 +197,7 @@ class LayerCutter:
                 "tensor_parallel_size",
             )
         share = whole // size
-        return Cut(dim, share * rank, share * (rank + 1), whole)
+        return WeightSlice(dim, share * rank, share * (rank + 1), whole)
 
 
 def _sizes(linear: nn.Module) -> tuple[int, int] | None:

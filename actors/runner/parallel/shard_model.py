@@ -18,15 +18,22 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.models.inspect_layers import is_experts
-from rayfin.actors.runner.parallel.process_groups import Peers
-from rayfin.actors.runner.parallel.rank import Place
-from rayfin.actors.runner.parallel.shard_layers import LayerCutter
+from rayfin.actors.runner.parallel.process_groups import ProcessGroups
+from rayfin.actors.runner.parallel.rank import ParallelRank
+from rayfin.actors.runner.parallel.shard_layers import LayerSharder
 from rayfin.actors.runner.parallel.shard_modules import SHARD, ElsewhereLayer, NoEmbedding
-from rayfin.actors.runner.parallel.shard_plans import COLUMNS, ROWS, WHOLE, Merged, Plan, plan_of
-from rayfin.actors.runner.parallel.weight_slices import DOWN, GATE_UP, Cuts, ExpertsCut
+from rayfin.actors.runner.parallel.shard_plans import (
+    COLUMNS,
+    ROWS,
+    WHOLE,
+    Merged,
+    ShardPlan,
+    plan_of,
+)
+from rayfin.actors.runner.parallel.weight_slices import DOWN, GATE_UP, Cuts, ExpertsSlice
 
 
-def check_sizes(config: PretrainedConfig, place: Place) -> None:
+def check_sizes(config: PretrainedConfig, place: ParallelRank) -> None:
     """Refuses what does not divide.
 
     Raises:
@@ -49,7 +56,7 @@ def check_sizes(config: PretrainedConfig, place: Place) -> None:
         )
 
 
-def cut_model(model: PreTrainedModel, peers: Peers) -> Cuts:
+def shard_model(model: PreTrainedModel, peers: ProcessGroups) -> Cuts:
     """Cuts a model without weights in place; which tensors of a checkpoint it has parts of.
 
     Raises:
@@ -73,15 +80,15 @@ def _whole_experts(model: PreTrainedModel) -> Cuts:
     for name, module in model.named_modules():
         if is_experts(module):
             width = module.get_parameter(DOWN).shape[2]
-            cut = ExpertsCut(0, width, width)
+            cut = ExpertsSlice(0, width, width)
             cuts[f"{name}.{GATE_UP}"] = cuts[f"{name}.{DOWN}"] = cut
     return cuts
 
 
-def _cut_layers(model: PreTrainedModel, plan: Plan, peers: Peers) -> Cuts:
+def _cut_layers(model: PreTrainedModel, plan: ShardPlan, peers: ProcessGroups) -> Cuts:
     if not plan.styles:
         raise _refused(model, peers, "tensor", "there is no plan to share its layers")
-    cutter, used = LayerCutter(model, peers), set[str]()
+    cutter, used = LayerSharder(model, peers), set[str]()
     for name, module in reversed(list(model.named_modules())):  # what is in a module, then itself
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         cutter.divide(module, plan.counts.get(pattern, ()))
@@ -101,7 +108,7 @@ def _cut_layers(model: PreTrainedModel, plan: Plan, peers: Peers) -> Cuts:
     return cutter.cuts
 
 
-def _keep_stage(model: PreTrainedModel, plan: Plan, peers: Peers) -> None:
+def _keep_stage(model: PreTrainedModel, plan: ShardPlan, peers: ProcessGroups) -> None:
     base: Any = model.base_model
     place, parts = peers.place, plan.stages
     layers = getattr(base, parts.layers, None) if parts else None
@@ -122,7 +129,7 @@ def _keep_stage(model: PreTrainedModel, plan: Plan, peers: Peers) -> None:
         model.set_submodule("lm_head", nn.Identity())
 
 
-def _refused(model: PreTrainedModel, peers: Peers, kind: str, why: str) -> UnsupportedModel:
+def _refused(model: PreTrainedModel, peers: ProcessGroups, kind: str, why: str) -> UnsupportedModel:
     config = model.config.get_text_config(decoder=True)
     place, field = peers.place, f"{kind}_parallel_size"
     size = place.tensor_size if kind == "tensor" else place.stages

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayfin.actors.runner.parallel.process_groups import Peers
+from rayfin.actors.runner.parallel.process_groups import ProcessGroups
 
 SHARD = "shard"  # what a wrapped module is called within its wrapper
 
@@ -13,7 +13,7 @@ SHARD = "shard"  # what a wrapped module is called within its wrapper
 class Summed(nn.Module):
     """The sum over ranks of what their shares give."""
 
-    def __init__(self, shard: nn.Module, peers: Peers) -> None:
+    def __init__(self, shard: nn.Module, peers: ProcessGroups) -> None:
         super().__init__()
         self.shard = shard
         self._peers = peers
@@ -26,7 +26,7 @@ class Summed(nn.Module):
 class RowParallel(nn.Module):
     """y = sum over ranks of x_r W_r^T, + b."""
 
-    def __init__(self, shard: nn.Linear, bias: nn.Parameter | None, peers: Peers) -> None:
+    def __init__(self, shard: nn.Linear, bias: nn.Parameter | None, peers: ProcessGroups) -> None:
         super().__init__()
         self.shard = shard
         self.bias = bias
@@ -46,7 +46,7 @@ class SharedNorm(nn.Module):
         whole: N.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, whole: int, peers: Peers) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, whole: int, peers: ProcessGroups) -> None:
         super().__init__()
         self.weight = weight
         self._eps = eps
@@ -64,7 +64,7 @@ class SharedNorm(nn.Module):
 class GatheredHead(nn.Module):
     """Each rank computes its share of the vocabulary; all get all logits."""
 
-    def __init__(self, shard: nn.Linear, vocab_size: int, peers: Peers) -> None:
+    def __init__(self, shard: nn.Linear, vocab_size: int, peers: ProcessGroups) -> None:
         super().__init__()
         self.shard = shard
         self._vocab_size = vocab_size
@@ -93,7 +93,7 @@ class ElsewhereLayer(nn.Module):
     """In the place of a layer of another stage; next to this stage's it receives, or sends."""
 
     def __init__(
-        self, layer: nn.Module, peers: Peers, *, receives: bool = False, sends: bool = False
+        self, layer: nn.Module, peers: ProcessGroups, *, receives: bool = False, sends: bool = False
     ) -> None:
         super().__init__()
         self.attention_type: Any = getattr(layer, "attention_type", None)  # some models ask for it

@@ -41,7 +41,7 @@ class StageParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShardPlan:
     """How a family is cut. Names are below the decoder, with * for a layer's number."""
 
     styles: Mapping[str, str | Merged]
@@ -80,16 +80,16 @@ _MIXTURE: dict[str, str | Merged] = {
     "layers.*.mlp.shared_experts.down_proj": UNSUMMED_ROWS,
 }
 
-_COHERE = Plan(  # Command R+ has norms with weights of their own for each head
+_COHERE = ShardPlan(  # Command R+ has norms with weights of their own for each head
     {**_ATTENTION, **_MLP},
     parameters={"layers.*.self_attn.q_norm.weight": 0, "layers.*.self_attn.k_norm.weight": 0},
     stages=_USUAL,
 )
 
-_GLM4 = Plan({**_ATTENTION, **_MERGED_MLP}, stages=_USUAL)
-_GLM4_MOE = Plan({**_ATTENTION, **_MIXTURE}, stages=_USUAL)
+_GLM4 = ShardPlan({**_ATTENTION, **_MERGED_MLP}, stages=_USUAL)
+_GLM4_MOE = ShardPlan({**_ATTENTION, **_MIXTURE}, stages=_USUAL)
 
-_PHI3 = Plan(
+_PHI3 = ShardPlan(
     {
         "layers.*.self_attn.qkv_proj": Merged(
             ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
@@ -101,7 +101,7 @@ _PHI3 = Plan(
     stages=_USUAL,
 )
 
-_QWEN2_MOE = Plan(
+_QWEN2_MOE = ShardPlan(
     {
         **_ATTENTION,
         **_MIXTURE,
@@ -112,15 +112,17 @@ _QWEN2_MOE = Plan(
     stages=_USUAL,
 )
 
-_DEEPSEEK = Plan(  # what heads have in common, before the second product of each pair, is whole
-    {
-        "layers.*.self_attn.q_proj": COLUMNS,
-        "layers.*.self_attn.q_b_proj": COLUMNS,
-        "layers.*.self_attn.kv_b_proj": COLUMNS,
-        "layers.*.self_attn.o_proj": ROWS,
-        **_MIXTURE,
-    },
-    stages=_USUAL,
+_DEEPSEEK = (
+    ShardPlan(  # what heads have in common, before the second product of each pair, is whole
+        {
+            "layers.*.self_attn.q_proj": COLUMNS,
+            "layers.*.self_attn.q_b_proj": COLUMNS,
+            "layers.*.self_attn.kv_b_proj": COLUMNS,
+            "layers.*.self_attn.o_proj": ROWS,
+            **_MIXTURE,
+        },
+        stages=_USUAL,
+    )
 )
 
 _WHOLE_NORMS: dict[str, str | Merged] = {
@@ -129,10 +131,10 @@ _WHOLE_NORMS: dict[str, str | Merged] = {
     "layers.*.self_attn.k_norm": NORM,
 }
 
-_OLMO2 = Plan({**_WHOLE_NORMS, **_MLP}, stages=_USUAL)
-_OLMOE = Plan({**_WHOLE_NORMS, "layers.*.mlp.experts": EXPERTS}, stages=_USUAL)
+_OLMO2 = ShardPlan({**_WHOLE_NORMS, **_MLP}, stages=_USUAL)
+_OLMOE = ShardPlan({**_WHOLE_NORMS, "layers.*.mlp.experts": EXPERTS}, stages=_USUAL)
 
-_GPT2 = Plan(
+_GPT2 = ShardPlan(
     {
         "h.*.attn.c_attn": Merged(("num_attention_heads",) * 3),
         "h.*.attn.c_proj": ROWS,
@@ -143,7 +145,7 @@ _GPT2 = Plan(
     stages=StageParts(("wte", "wpe"), "h", "ln_f"),
 )
 
-_GPT_NEOX = Plan(
+_GPT_NEOX = ShardPlan(
     {
         "layers.*.attention.query_key_value": COLUMNS,  # by heads, each of the three
         "layers.*.attention.dense": ROWS,
@@ -153,7 +155,7 @@ _GPT_NEOX = Plan(
     stages=StageParts(("embed_in",), "layers", "final_layer_norm"),
 )
 
-_GPT_OSS = Plan(
+_GPT_OSS = ShardPlan(
     {**_ATTENTION, "layers.*.mlp.experts": SUMMED},
     parameters={
         "layers.*.self_attn.sinks": 0,
@@ -165,7 +167,7 @@ _GPT_OSS = Plan(
     stages=_USUAL,
 )
 
-PLANS: dict[str, Plan] = {
+PLANS: dict[str, ShardPlan] = {
     "cohere": _COHERE,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
@@ -183,12 +185,12 @@ PLANS: dict[str, Plan] = {
 """By ``model_type``."""
 
 
-def plan_of(model: PreTrainedModel) -> Plan:
+def plan_of(model: PreTrainedModel) -> ShardPlan:
     """The plan of a model, by the whole names of its modules; without styles if nobody has one."""
     config = model.config.get_text_config(decoder=True)
     if own := PLANS.get(config.model_type):
         base = model.base_model_prefix
-        return Plan(
+        return ShardPlan(
             {f"{base}.{name}": style for name, style in own.styles.items()} | {"lm_head": GATHERED},
             {f"{base}.{name}": fields for name, fields in own.counts.items()},
             {f"{base}.{name}": dim for name, dim in own.parameters.items()},
@@ -199,4 +201,4 @@ def plan_of(model: PreTrainedModel) -> Plan:
         styles = {}
     stages = set(getattr(config, "base_model_pp_plan", None) or {})
     is_usual = stages == {*_USUAL.embeddings, _USUAL.layers, _USUAL.norm}
-    return Plan(styles, stages=_USUAL if is_usual else None)
+    return ShardPlan(styles, stages=_USUAL if is_usual else None)

@@ -20,16 +20,16 @@ from rayfin.actors.runner.models.weights import (
     resolve_dtype,
     why_not_loaded,
 )
-from rayfin.actors.runner.parallel.process_groups import Peers
-from rayfin.actors.runner.parallel.shard_model import check_sizes, checkpoint_name, cut_model
+from rayfin.actors.runner.parallel.process_groups import ProcessGroups
+from rayfin.actors.runner.parallel.shard_model import check_sizes, checkpoint_name, shard_model
 from rayfin.actors.runner.parallel.weight_slices import (
     AnyCut,
-    Cut,
     Cuts,
-    ExpertsCut,
-    MergedCut,
+    ExpertsSlice,
+    MergedSlice,
     Read,
-    Transposed,
+    TransposedSlice,
+    WeightSlice,
     read_experts,
     stored_name,
 )
@@ -62,7 +62,7 @@ class Checkpoint:
     def _stored(self, name: str) -> str:
         return name if name in self._files else name.removeprefix(self._prefix)
 
-    def read(self, name: str, shape: torch.Size, cut: Cut | None) -> torch.Tensor:
+    def read(self, name: str, shape: torch.Size, cut: WeightSlice | None) -> torch.Tensor:
         """The tensor ``name``, or its part; ``shape`` is what is wanted, of the part.
 
         Raises:
@@ -91,7 +91,11 @@ class Checkpoint:
 
 
 def load_share(
-    args: EngineArgs, config: PretrainedConfig, device: torch.device, attention: str, peers: Peers
+    args: EngineArgs,
+    config: PretrainedConfig,
+    device: torch.device,
+    attention: str,
+    peers: ProcessGroups,
 ) -> PreTrainedModel:
     """What ``load_model`` gives, of which this rank has its share only.
 
@@ -117,7 +121,7 @@ def load_share(
         raise dispatch_refused(config, attention, error) from None
     require_pageable(model)
     ties = model.all_tied_weights_keys
-    cuts = cut_model(model, peers)
+    cuts = shard_model(model, peers)
     _make_buffers(model, device)
     try:
         if args.load_format == "dummy":
@@ -169,7 +173,7 @@ def _read(
 def _draw(model: PreTrainedModel, cuts: Cuts, seed: int, device: torch.device) -> None:
     spread = getattr(model.config, "initializer_range", None) or 0.02
 
-    def draw(source: str, shape: torch.Size, cut: Cut | None) -> torch.Tensor:
+    def draw(source: str, shape: torch.Size, cut: WeightSlice | None) -> torch.Tensor:
         wanted = list(shape)
         if cut is not None:
             wanted[cut.dim] = cut.whole
@@ -198,12 +202,12 @@ def _assemble(
     read: Read,
 ) -> torch.Tensor:
     """A parameter of that shape from the parts that ``read`` gives."""
-    if isinstance(cut, ExpertsCut):
+    if isinstance(cut, ExpertsSlice):
         return read_experts(source, shape, cut, known, read)
-    if isinstance(cut, Transposed):
+    if isinstance(cut, TransposedSlice):
         return _assemble(source, torch.Size(reversed(shape)), cut.of, known, read).T
     name = stored_name(source, known)
-    if not isinstance(cut, MergedCut):
+    if not isinstance(cut, MergedSlice):
         return read(name, shape, cut)
     parts = []
     for part in cut.parts:

@@ -7,7 +7,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WeightSlice:
     """Of one tensor."""
 
     dim: int
@@ -17,21 +17,21 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedCut:
+class MergedSlice:
     """Several parts of one tensor, one after the other along the dimension that all are cut in."""
 
-    parts: tuple[Cut, ...]
+    parts: tuple[WeightSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Transposed:
+class TransposedSlice:
     """The parameter is the transpose of this part."""
 
-    of: Cut | MergedCut
+    of: WeightSlice | MergedSlice
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsCut:
+class ExpertsSlice:
     """Of all experts' gate and up projections, or of all their down projections."""
 
     start: int
@@ -39,7 +39,7 @@ class ExpertsCut:
     whole: int  # the experts' inner width
 
 
-AnyCut = Cut | MergedCut | Transposed | ExpertsCut
+AnyCut = WeightSlice | MergedSlice | TransposedSlice | ExpertsSlice
 Cuts = dict[str, AnyCut]
 """By the name in a checkpoint; what is not there is whole."""
 
@@ -51,7 +51,7 @@ Cuts = dict[str, AnyCut]
 # slices.
 
 
-Read = Callable[[str, torch.Size, Cut | None], torch.Tensor]
+Read = Callable[[str, torch.Size, WeightSlice | None], torch.Tensor]
 """Name, shape of the part, which part -> the part."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
@@ -74,7 +74,7 @@ def stored_name(name: str, known: Callable[[str], bool]) -> str:
 
 
 def read_experts(
-    name: str, shape: torch.Size, cut: ExpertsCut, known: Callable[[str], bool], read: Read
+    name: str, shape: torch.Size, cut: ExpertsSlice, known: Callable[[str], bool], read: Read
 ) -> torch.Tensor:
     """A rank's part [E, ...] of the experts' parameter ``name``.
 
@@ -88,7 +88,7 @@ def read_experts(
         prefix = base.replace(".mlp.", f".{mlp}.")
         if not known(f"{prefix}.0.{down}.weight"):
             continue
-        own = Cut(1 if is_down else 0, cut.start, cut.stop, cut.whole)
+        own = WeightSlice(1 if is_down else 0, cut.start, cut.stop, cut.whole)
         rows = [shape[1], width] if is_down else [width, shape[2]]
         kinds = (down,) if is_down else (gate, up)
         experts = [
@@ -99,11 +99,11 @@ def read_experts(
         ]
         return torch.stack(experts)
     if is_down:
-        return read(name, shape, Cut(2, cut.start, cut.stop, cut.whole))
+        return read(name, shape, WeightSlice(2, cut.start, cut.stop, cut.whole))
     half = torch.Size([count, width, shape[2]])
     whole = 2 * cut.whole
     parts = [
-        read(name, half, Cut(1, first + cut.start, first + cut.stop, whole))
+        read(name, half, WeightSlice(1, first + cut.start, first + cut.stop, whole))
         for first in (0, cut.whole)
     ]
     return torch.cat(parts, dim=1)

@@ -14,10 +14,10 @@ import torch
 
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner.sampling.token_rules import (
-    LeaseRules,
+    RowTokenRules,
     Ruled,
-    UsedByRequest,
-    make_lease_rules,
+    TokenCounts,
+    make_row_token_rules,
 )
 from rayfin.kernels.sampling.filters import add_bias, allow_only, forbid
 from rayfin.kernels.sampling.penalties import UsedTokens, apply_penalties
@@ -31,10 +31,10 @@ class _Rules:
     sampling: Sampling
     allowed: Int64Array
     biased: Int64Array
-    used: UsedByRequest | None = None  # with penalties
+    used: TokenCounts | None = None  # with penalties
     output: list[int] = field(default_factory=list)  # with bad words
 
-    def take(self, token: int) -> None:
+    def count(self, token: int) -> None:
         if self.used is not None:
             self.used.add(token)
         if self.sampling.bad_words:
@@ -61,7 +61,7 @@ class LogitsProcessors:
     def __len__(self) -> int:
         return len(self._rules)
 
-    def take_news(self, info: SchedulerInfo) -> None:
+    def apply_diff(self, info: SchedulerInfo) -> None:
         """Who left, and who is new, with the tokens that came before."""
         for handle in info.finished:
             self._rules.pop(handle, None)
@@ -76,7 +76,7 @@ class LogitsProcessors:
             return
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             if token >= 0 and (rules := self._rules.get(slot)) is not None:
-                rules.take(token)
+                rules.count(token)
 
     def process(
         self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array
@@ -115,14 +115,14 @@ class LogitsProcessors:
             apply_penalties(changed, self._used(penalised))
         return changed
 
-    def lease_rules(self, slots: Int32Array, lease: int) -> LeaseRules | None:
+    def row_token_rules(self, slots: Int32Array, num_steps: int) -> RowTokenRules | None:
         """What the device must know for the rows of a lease, None where no rule is among them."""
         ruled = [
             Ruled(row, rules.sampling, rules.used)
             for row, slot in enumerate(slots.tolist() if self._rules else ())
             if (rules := self._rules.get(slot)) is not None
         ]
-        return make_lease_rules(len(slots), ruled, lease) if ruled else None
+        return make_row_token_rules(len(slots), ruled, num_steps) if ruled else None
 
     def _make(self, new: NewRequest) -> _Rules:
         sampling = new.sampling
@@ -136,7 +136,7 @@ class LogitsProcessors:
         prompt, output = new.history[: new.prompt_len], new.history[new.prompt_len :]
         if sampling.penalises:
             # Repetition alone looks at the prompt.
-            rules.used = UsedByRequest(
+            rules.used = TokenCounts(
                 prompt if sampling.repetition_penalty != 1 else prompt[:0], output
             )
         if sampling.bad_words:

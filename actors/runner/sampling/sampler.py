@@ -9,7 +9,7 @@ from rayfin.actors.errors import NumericalError, RequestFailed
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Logprobs, SchedulerInfo
 from rayfin.actors.runner.sampling.logits_processors import LogitsProcessors
 from rayfin.actors.runner.sampling.logprobs import logprobs_of, sampled_logprobs, scored_chunks
-from rayfin.actors.runner.sampling.token_rules import LeaseRules
+from rayfin.actors.runner.sampling.token_rules import RowTokenRules
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.sampling.sample import NOTHING, find_bad_rows
@@ -37,13 +37,13 @@ class Sampler:
         self._sample = sample
         self._processors = LogitsProcessors(device)
 
-    def take_news(self, info: SchedulerInfo) -> None:
+    def apply_diff(self, info: SchedulerInfo) -> None:
         """Who left and who is new."""
-        self._processors.take_news(info)
+        self._processors.apply_diff(info)
 
-    def lease_rules(self, info: SchedulerInfo) -> LeaseRules | None:
+    def row_token_rules(self, info: SchedulerInfo) -> RowTokenRules | None:
         """What changes the rows' logits before they sample, for a lease; None is nothing."""
-        return self._processors.lease_rules(info.ids, info.lease)
+        return self._processors.row_token_rules(info.ids, info.num_steps)
 
     def replayed(
         self, info: SchedulerInfo, tokens: Int32Array, logprobs: Logprobs | None

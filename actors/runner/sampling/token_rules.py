@@ -15,7 +15,7 @@ from rayfin.kernels.shapes import ALLOWED, BANNED, BANNED_EARLY, USED
 GROWTH = 64  # places; there are twice as many when they run out
 
 
-class UsedByRequest:
+class TokenCounts:
     """Grows by a token at a time, and is read as arrays at each step."""
 
     def __init__(self, prompt: Int32Array, output: Int32Array) -> None:
@@ -58,11 +58,11 @@ class Ruled(NamedTuple):
 
     row: int
     sampling: Sampling
-    used: UsedByRequest | None
+    used: TokenCounts | None
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRules:
+class RowTokenRules:
     """`kernels.sampling.rules.TokenRules` on the host, for the R rows of a lease."""
 
     arrays: dict[str, Numbers]  # by the names of its fields, [R] or [E]
@@ -84,11 +84,11 @@ class _TokenList:
     bias: npt.NDArray[np.float32]
 
 
-def make_lease_rules(rows: int, ruled: Sequence[Ruled], lease: int) -> LeaseRules:
-    """The lists of the ``ruled`` rows, each with room for ``lease`` tokens more if they count."""
+def make_row_token_rules(rows: int, ruled: Sequence[Ruled], num_steps: int) -> RowTokenRules:
+    """The lists of the ``ruled`` rows, each with room for ``num_steps`` more tokens if counted."""
     lists = [_list_of(own.sampling, own.used) for own in ruled]
     room = [
-        len(tokens.token) + (lease if own.used is not None else 0)
+        len(tokens.token) + (num_steps if own.used is not None else 0)
         for own, tokens in zip(ruled, lists, strict=True)
     ]
     places = np.cumsum(room) - room
@@ -113,10 +113,10 @@ def make_lease_rules(rows: int, ruled: Sequence[Ruled], lease: int) -> LeaseRule
         for name in ("token", "count", "kind", "bias"):
             arrays[name][place : place + count] = getattr(tokens, name)
     words = (word for own in ruled for word in own.sampling.bad_words)
-    return LeaseRules(arrays, needs_host=any(len(word) > 1 for word in words))
+    return RowTokenRules(arrays, needs_host=any(len(word) > 1 for word in words))
 
 
-def _list_of(sampling: Sampling, used: UsedByRequest | None) -> _TokenList:
+def _list_of(sampling: Sampling, used: TokenCounts | None) -> _TokenList:
     none = np.zeros(0, np.int64)
     tokens, counts = (none, none) if used is None else (used.tokens, used.counts)
     bare = [word[0] for word in sampling.bad_words if len(word) == 1]

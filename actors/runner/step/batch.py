@@ -55,7 +55,7 @@ def build_inputs(
     )
 
 
-def next_decode(info: SchedulerInfo, rows: BoolArray) -> SchedulerInfo:
+def next_step_info(info: SchedulerInfo, rows: BoolArray) -> SchedulerInfo:
     """The next step within a lease: the decoding ``rows`` [R], each with the token just sampled."""
     count = int(rows.sum())
     steady = np.arange(count, dtype=np.int32)

@@ -11,7 +11,7 @@ from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.staging import to_device
 
 
-class PageSums:
+class PageChecksums:
     """A sum over the bits of each full page, taken when it fills up and again when it is shared.
 
     Full pages are never written again while anybody may read them, so a sum that has changed is of

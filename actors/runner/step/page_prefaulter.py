@@ -18,7 +18,7 @@ STRIDE_BYTES = 2 << 20
 """Of a tensor at a time: a huge page."""
 
 
-class FirstTouch:
+class PagePrefaulter:
     """A thread that has the system back the next ``ahead`` pages with memory, lowest ids first.
 
     Pages are given out by ascending id the first time (``PagePool``), so those to come are above

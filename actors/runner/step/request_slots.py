@@ -46,7 +46,7 @@ class RequestSlots:
         sampled = tokens >= 0
         self.last_token[info.ids[sampled]] = tokens[sampled]
 
-    def goes_on(self, info: SchedulerInfo, tokens: Int32Array) -> BoolArray:
+    def still_decoding(self, info: SchedulerInfo, tokens: Int32Array) -> BoolArray:
         """Which decoding rows [R] sample another token after ``tokens`` [R], within a lease."""
         room = info.kv_len + 2 < self.cap[info.ids]  # cached, the input and the sampled token
         going: BoolArray = (tokens >= 0) & room & ~self.stops.hits(info.ids, tokens)

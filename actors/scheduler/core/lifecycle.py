@@ -13,15 +13,15 @@ from collections.abc import Callable, Container
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NewRequest
-from rayfin.actors.scheduler.core.cached_prefix import Starts
-from rayfin.actors.scheduler.core.microbatches import DecodeTurns
+from rayfin.actors.scheduler.core.cached_prefix import PrefixLookup
+from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.preempted_pages import PreemptionPolicy, Recompute, Swap
 from rayfin.actors.scheduler.queues.queue_limits import QueueLimits
 from rayfin.actors.scheduler.queues.waiting_queue import make_queue
-from rayfin.actors.scheduler.state.counters import EngineCounts
+from rayfin.actors.scheduler.state.counters import EngineCounters
 from rayfin.actors.scheduler.state.page_moves import PageMoves
 from rayfin.actors.scheduler.state.request import Request
-from rayfin.actors.scheduler.state.runner_diff import News
+from rayfin.actors.scheduler.state.runner_diff import RunnerDiff
 from rayfin.actors.scheduler.state.running_table import RunningTable
 from rayfin.cache.page_tables import PageTables
 
@@ -34,7 +34,7 @@ class Lifecycle:
         self.waiting = make_queue(config)
         self.newcomers = QueueLimits(config.max_waiting_requests, config.max_waiting_tokens)
         self.running = RunningTable(slots, config.max_model_len)
-        self.turns = DecodeTurns(self.running, max(config.steps_in_flight - 1, 1))
+        self.microbatcher = DecodeMicrobatcher(self.running, max(config.steps_in_flight - 1, 1))
         self.tables = PageTables(
             slots, config.num_pages, config.page_size, prefix_caching=config.prefix_caching
         )
@@ -44,15 +44,15 @@ class Lifecycle:
             if config.num_host_pages
             else Recompute()
         )
-        self.news = News()
-        self._starts = Starts(self.running, self.tables, self.moves, self.news)
+        self.runner_diff = RunnerDiff()
+        self._starts = PrefixLookup(self.running, self.tables, self.moves, self.runner_diff)
         self.clients: list[str] = []  # by the index that RunningTable.client holds
-        self.counts = EngineCounts(config.max_model_len)
+        self.counts = EngineCounters(config.max_model_len)
         self.num_preemptions = 0  # for want of pages
         self.num_requeued = 0  # because the runners were replaced
         self.num_finished: Counter[str] = Counter()  # by finish reason
         self.recomputed = 0  # admissions up to this one: all that stood on their pages was requeued
-        self.barred: Container[Request] = ()  # requests that may not be admitted with others
+        self.gated: Container[Request] = ()  # requests that may not be admitted with others
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._clock = clock
@@ -65,14 +65,14 @@ class Lifecycle:
 
     def can_admit(self, request: Request, spare: int) -> bool:
         """Whether the request may be admitted beside others, and there is room for it."""
-        return request not in self.barred and self.has_room(request, spare)
+        return request not in self.gated and self.has_room(request, spare)
 
     def has_room(self, request: Request, spare: int) -> bool:
         """Whether slots are free, and pages for its tokens and one more, with ``spare`` left.
 
         One more of each of its beams, where it is a beam search.
 
-        And whether there is nothing to wait for (``Starts.find``).
+        And whether there is nothing to wait for (``PrefixLookup.find``).
         """
         if self.running.num_free_slots < request.width:
             return False
@@ -92,8 +92,8 @@ class Lifecycle:
     def admit(self) -> int:
         """The first waiting request starts to run, with pages for all its known tokens.
 
-        What it starts with (``Starts``) counts as computed, and so does what comes back from host
-        memory.
+        Tokens of its cached prefix (``PrefixLookup``) count as computed, and so do those that come
+        back from host memory.
         """
         request = self.waiting.pop()
         start = self._starts.find(request)
@@ -106,7 +106,7 @@ class Lifecycle:
             request.admitted_at = self._clock()
             request.cached_tokens = cached
             self.counts.admitted(request)
-            if start.elder is None:
+            if start.fork_parent is None:
                 self.prefix_queries += request.num_tokens
                 self.prefix_hits += cached
         grown = self.tables.grow(slot, request.num_tokens)
@@ -122,7 +122,7 @@ class Lifecycle:
         """The runners shall hear of the slot's request as soon as a step has a row of it."""
         running, source = self.running, self.running.request(slot).source
         known = running.tokens[slot, : running.num_known[slot]]
-        self.news.enter(
+        self.runner_diff.enter(
             NewRequest(
                 handle=slot,
                 sampling=source.sampling,
@@ -167,7 +167,7 @@ class Lifecycle:
         else:
             if spoiled:
                 for slot in request.slots:
-                    self.tables.retract(slot)
+                    self.tables.invalidate(slot)
             self._leave(request, share=not spoiled)
         self.num_finished[reason] += 1
         if reason != "moved":
@@ -178,7 +178,7 @@ class Lifecycle:
     def requeue(self, request: Request) -> None:
         """What the running request has computed cannot be trusted: it computes it again."""
         for slot in request.slots:
-            self.tables.retract(slot)
+            self.tables.invalidate(slot)
         self._leave(request, share=False)
         self.waiting.push(request)
         self.num_requeued += 1
@@ -188,7 +188,7 @@ class Lifecycle:
         for request in self.running.holders():
             self.requeue(request)
         self.tables.forget()
-        self.news.clear()
+        self.runner_diff.clear()
         self.moves.clear()
         self.preemption.clear()
 
@@ -216,7 +216,7 @@ class Lifecycle:
     def clear(self, slot: int) -> None:
         """Gives back the slot's pages; the runners shall forget it."""
         self.tables.release(slot)
-        self.news.leave(slot)
+        self.runner_diff.leave(slot)
 
     def _client(self, name: str) -> int:
         if name not in self._client_index:

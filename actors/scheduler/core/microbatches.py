@@ -12,8 +12,8 @@ from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.state.running_table import RunningTable
 
 
-class DecodeTurns:
-    """Shares the decoding rows among ``turns`` steps; those that have rested longest go first.
+class DecodeMicrobatcher:
+    """Shares the decoding rows among ``turns`` steps; those that have waited longest go first.
 
     A row that has just gone rests until all the others have: its next token is known to the first
     stage by then, or about to be.
@@ -27,7 +27,7 @@ class DecodeTurns:
         self.alternate = False
         """Whether the rows of the last turn were not all that could decode."""
 
-    def take(self) -> Int64Array:
+    def next_rows(self) -> Int64Array:
         """The slots [N] that decode in the next step.
 
         All at once where there are fewer than turns, and where some must stay in lockstep.

@@ -133,7 +133,7 @@ class Swap:
             return
         num_tokens = min(int(running.num_computed[slot]), int(running.num_known[slot]) - 1)
         count = tables.pages_for(num_tokens)
-        pages = self._pool.take(count) if count else None
+        pages = self._pool.allocate(count) if count else None
         if pages is None:
             return
         self._saved[request] = _Saved(pages, num_tokens)
@@ -184,4 +184,4 @@ class Swap:
         Moves from them may still be on their way; whoever takes them moves something there later.
         """
         for page in saved.pages:
-            self._pool.give_back(page)
+            self._pool.free(page)

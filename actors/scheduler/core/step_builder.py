@@ -62,10 +62,12 @@ class StepBuilder:
         self._step = 0
         self._told[:] = 0
 
-    def build(self, decoding: Int64Array, chunks: list[Chunk], lease: int = 1) -> StepRecord | None:
+    def build(
+        self, decoding: Int64Array, chunks: list[Chunk], num_steps: int = 1
+    ) -> StepRecord | None:
         """The step that gives each slot of ``decoding`` [D] one token, then runs the chunks.
 
-        A ``lease`` over 1 goes with no chunks; it gives each slot up to so many tokens.
+        A ``num_steps`` over 1 goes with no chunks; it gives each slot up to so many tokens.
 
         Returns:
             The step; None if it would be empty: then news and page moves wait for the next one.
@@ -76,7 +78,7 @@ class StepBuilder:
         slots = decoding
         if chunks:
             slots = np.concatenate([decoding, np.array([c.slot for c in chunks], np.int64)])
-        new_requests, finished = self._lifecycle.news.take(slots.tolist())
+        new_requests, finished = self._lifecycle.runner_diff.drain(slots.tolist())
         if new_requests:
             self._told[[new.handle for new in new_requests]] = 0
         kv_len, held = running.num_computed[slots], tables.held[slots]
@@ -101,10 +103,10 @@ class StepBuilder:
             new_pages_len=new_pages_len,
             new_requests=new_requests,
             finished=finished,
-            lease=lease,
-            moves=self._lifecycle.moves.take(),
+            num_steps=num_steps,
+            moves=self._lifecycle.moves.drain(),
         )
-        self._advance(slots, shape, len(decoding), lease)
+        self._advance(slots, shape, len(decoding), num_steps)
         self._told[slots] = held
         self._step += 1
         return StepRecord(info, slots, running.admission[slots])
@@ -136,11 +138,11 @@ class StepBuilder:
             is_decoding=np.arange(len(slots)) < len(decoding),
         )
 
-    def _advance(self, slots: Int64Array, shape: _Shape, decoding: int, lease: int) -> None:
+    def _advance(self, slots: Int64Array, shape: _Shape, decoding: int, num_steps: int) -> None:
         """The counters, once the step has run."""
         running = self._lifecycle.running
-        if lease > 1:
-            granted = np.minimum(lease, running.room(slots))
+        if num_steps > 1:
+            granted = np.minimum(num_steps, running.room(slots))
             running.num_computed[slots] += granted
             running.num_pending[slots] += granted
             return

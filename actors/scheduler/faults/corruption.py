@@ -11,7 +11,9 @@ from rayfin.actors.scheduler.core.step_builder import StepRecord
 from rayfin.actors.scheduler.state.request import Request
 
 
-def tainted_requests(lifecycle: Lifecycle, record: StepRecord, result: StepResult) -> list[Request]:
+def requests_sharing_failed_pages(
+    lifecycle: Lifecycle, record: StepRecord, result: StepResult
+) -> list[Request]:
     """Running requests, those whose rows failed first left out, that stand on pages of such a row.
 
     All that run, where a request is gone from the row whose chunk failed: nobody knows its pages
@@ -50,7 +52,7 @@ def _stands_on(
     lifecycle: Lifecycle, request: Request, bad: set[int], culprits: dict[Request, None]
 ) -> bool:
     """Whether the request shares a bad page, or has a copy of one; its own are bad from there."""
-    if request.elder in culprits:
+    if request.fork_parent in culprits:
         bad.update(page for slot in request.slots for page in lifecycle.tables.pages_since(slot, 0))
         return True
     for slot in request.slots:

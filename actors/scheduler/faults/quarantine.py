@@ -30,7 +30,7 @@ from rayfin.actors.scheduler.policy.token_scheduler import take_chunk
 from rayfin.actors.scheduler.state.request import Request
 
 
-class Scheduler(Protocol):
+class StepScheduler(Protocol):
     """Decides a step; owns nothing."""
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]: ...
@@ -65,7 +65,7 @@ class Quarantine:
     def __init__(
         self,
         lifecycle: Lifecycle,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         steps_in_flight: int,
         clock: Callable[[], float],
     ) -> None:
@@ -76,7 +76,7 @@ class Quarantine:
         self._suspects: dict[Request, int] = {}  # -> tokens that it must have to be cleared
         self._tried: Request | None = None
         self._blocked: OrderedDict[bytes, float] = OrderedDict()  # prompt -> until when
-        lifecycle.barred = self._suspects
+        lifecycle.gated = self._suspects
 
     @property
     def depth(self) -> int:
@@ -110,11 +110,11 @@ class Quarantine:
             self._suspects[request] = request.num_tokens + 1
 
     def longest_chunk(self, request: Request) -> int:
-        """See ``Scheduler``."""
+        """See ``StepScheduler``."""
         return self._scheduler.longest_chunk(request)
 
     def observe(self, *, out_of_memory: bool) -> None:
-        """See ``Scheduler``."""
+        """See ``StepScheduler``."""
         self._scheduler.observe(out_of_memory=out_of_memory)
 
     def forget(self, request: Request) -> None:
@@ -123,11 +123,11 @@ class Quarantine:
         if request is self._tried:
             self._tried = None
 
-    def died(self, in_flight: Iterable[Request], *, by_step: bool) -> Request | None:
+    def died(self, in_flight: Iterable[Request], *, caused_by_step: bool) -> Request | None:
         """The runners have died with these requests in flight; before they are requeued.
 
         Args:
-            by_step: a runner said that it was the step.
+            caused_by_step: a runner said that it was the step.
 
         Returns:
             The one that is convicted.
@@ -140,7 +140,7 @@ class Quarantine:
         if tried is None or suspects != [tried]:
             return None
         tried.deaths_on_trial += 1
-        return tried if by_step or tried.deaths_on_trial >= SILENT_DEATHS else None
+        return tried if caused_by_step or tried.deaths_on_trial >= SILENT_DEATHS else None
 
     def block(self, request: Request) -> RequestQuarantined:
         """The request is convicted: nobody may come with its prompt for a while."""

@@ -28,7 +28,7 @@ class Working(Protocol):
     def has_work(self) -> bool: ...
 
 
-class Keeper:
+class RunnerPinger:
     """Pings the runners in a thread of its own: they leave when nobody does.
 
     At work, steps tell how they are; ``on_death`` is called with the reason when they are found

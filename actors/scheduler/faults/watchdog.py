@@ -57,7 +57,7 @@ class Watchdog:
 
     def patience(self, info: SchedulerInfo) -> float:
         """Seconds that the step may take."""
-        expected = info.lease * self._seconds_per_step + work(info) * self._seconds_per_token
+        expected = info.num_steps * self._seconds_per_step + work(info) * self._seconds_per_token
         least = self._first if self._steps < FIRST_STEPS else self._floor
         return max(least, MULTIPLE * expected)
 
@@ -71,7 +71,7 @@ class Watchdog:
             pace = seconds / max(work(info), 1.0)
             self._seconds_per_token = max(pace, self._seconds_per_token * FORGETTING)
         else:
-            pace = seconds / info.lease
+            pace = seconds / info.num_steps
             self._seconds_per_step = max(pace, self._seconds_per_step * FORGETTING)
 
 

@@ -1,7 +1,7 @@
 """How many decode steps one call may run: enough to hide the call, few enough to stay responsive.
 
 A Ray call costs about a millisecond (benchmarks/channel.py), a decode step of a small model as
-little. In steady decode a SchedulerInfo is therefore a *lease*: the runner runs ``lease`` steps
+little. In steady decode a SchedulerInfo is therefore a *lease*: the runner runs ``num_steps`` steps
 back to back on pages that are reserved for all of them, ends each row at its own stop token or
 limit, and answers once.
 """
@@ -20,7 +20,7 @@ CALLS_OF_WORK = 4
 SMOOTHING = 0.2
 
 
-class LeasePolicy:
+class MultiStepPolicy:
     """Picks the next lease from the measured time of a step."""
 
     def __init__(self, lifecycle: Lifecycle, most: int) -> None:
@@ -52,17 +52,17 @@ class LeasePolicy:
         lifecycle = self._lifecycle
         running, tables = lifecycle.running, lifecycle.tables
         busy = len(lifecycle.waiting) or running.prefilling or running.lockstep.any()
-        busy = busy or lifecycle.turns.alternate
+        busy = busy or lifecycle.microbatcher.alternate
         if self._most == 1 or busy or not self._step_seconds or not len(decoding):
             return 1
-        lease = math.ceil(CALL_SECONDS * CALLS_OF_WORK / self._step_seconds)
+        num_steps = math.ceil(CALL_SECONDS * CALLS_OF_WORK / self._step_seconds)
         longest = int(running.room(decoding).max())
-        lease = max(1, min(lease, self._most, longest))
-        ends = running.num_computed[decoding] + np.minimum(lease, running.room(decoding))
+        num_steps = max(1, min(num_steps, self._most, longest))
+        ends = running.num_computed[decoding] + np.minimum(num_steps, running.room(decoding))
         missing = -(-ends // tables.page_size) - tables.held[decoding]
         crossing = missing > 0
         if missing[crossing].sum() > tables.pool.num_free:
             return 1
         for slot, end in zip(decoding[crossing].tolist(), ends[crossing].tolist(), strict=True):
             tables.grow(slot, end)
-        return lease
+        return num_steps

@@ -27,7 +27,7 @@ class RequestScheduler:
         chunks = self._admit()
         if chunks:
             return np.zeros(0, np.int64), chunks
-        decoding, _ = make_room(self._lifecycle, self._lifecycle.turns.take())
+        decoding, _ = make_room(self._lifecycle, self._lifecycle.microbatcher.next_rows())
         return decoding, []
 
     def longest_chunk(self, request: Request) -> int:

@@ -33,7 +33,7 @@ class TokenScheduler:
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
-        decoding, preempted = make_room(self._lifecycle, self._lifecycle.turns.take())
+        decoding, preempted = make_room(self._lifecycle, self._lifecycle.microbatcher.next_rows())
         budget = self._budget - len(decoding)
         chunks = self._continue_prompts(budget)
         if not preempted:

@@ -60,7 +60,7 @@ SAMPLE_SECONDS = 1.0
 MAX_WAIT = 60  # seconds; also the answer while nothing ends
 
 
-class Pace:
+class CompletionRate:
     """The rate at which requests have ended lately, from a counter that somebody else keeps."""
 
     def __init__(self) -> None:

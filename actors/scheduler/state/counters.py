@@ -12,7 +12,7 @@ from rayfin.actors.errors import (
     InvalidRequest,
     Overloaded,
     RayfinError,
-    RequestMoved,
+    RequestHandedBack,
     RequestQuarantined,
 )
 from rayfin.actors.histogram import Histogram, one_two_five
@@ -27,13 +27,13 @@ from rayfin.actors.scheduler.state.request import Request
 
 REFUSALS: dict[type[RayfinError], str] = {
     Overloaded: "queue_full",
-    RequestMoved: "draining",
+    RequestHandedBack: "draining",
     RequestQuarantined: "quarantined",
     InvalidRequest: "invalid",
 }
 
 
-class EngineCounts:
+class EngineCounters:
     """Counters from zero, of this engine's life.
 
     Phases as in vLLM: queue is arrival to admission, prefill from there to the first token, decode
@@ -61,7 +61,7 @@ class EngineCounts:
         self._decode = Histogram(LATENCY_BOUNDS)
         self._inference = Histogram(LATENCY_BOUNDS)
         self._per_token = Histogram(ITL_BOUNDS)
-        self.transport = Histogram(ITL_BOUNDS)  # of steps; StepTransport's
+        self.transport = Histogram(ITL_BOUNDS)  # of steps; StepOverheadTimer's
 
     def admitted(self, request: Request) -> None:
         """It runs for the first time."""

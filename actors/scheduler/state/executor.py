@@ -12,7 +12,7 @@ class PendingStep(Protocol):
         """Waits for the step.
 
         Raises:
-            GroupFailed: it will never finish.
+            RunnerGroupFailed: it will never finish.
             Fenced: it was refused.
         """
         ...
@@ -31,7 +31,7 @@ class Executor(Protocol):
         """Replaces the runners by new, empty ones and raises ``epoch``.
 
         Raises:
-            GroupFailed: they cannot be started.
+            RunnerGroupFailed: they cannot be started.
         """
         ...
 
@@ -39,7 +39,7 @@ class Executor(Protocol):
         """The runners forget all requests and give back the memory of their pages.
 
         Raises:
-            GroupFailed: they have died.
+            RunnerGroupFailed: they have died.
         """
         ...
 
@@ -47,6 +47,6 @@ class Executor(Protocol):
         """They take new, empty pages; raises ``epoch``.
 
         Raises:
-            GroupFailed: they have died, or there is no memory.
+            RunnerGroupFailed: they have died, or there is no memory.
         """
         ...

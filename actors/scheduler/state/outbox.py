@@ -45,7 +45,7 @@ class Outbox:
     def end(self, client: str, ended: Ended) -> None:
         self._ended.setdefault(client, []).append(ended)
 
-    def take(self, epoch: int, step: int) -> dict[str, TokenDeltas]:
+    def drain(self, epoch: int, step: int) -> dict[str, TokenDeltas]:
         """The messages by client; the box is empty afterwards."""
         messages = {
             client: self._message(client, epoch, step)

@@ -33,7 +33,7 @@ class PageMoves:
         for source, target in zip(sources, targets, strict=True):
             self._moves.append((kind, source, target))
 
-    def take(self) -> Int32Array:
+    def drain(self) -> Int32Array:
         """The moves [M, 3] as ``SchedulerInfo.moves`` has them; none are left."""
         if not self._moves:
             return no_moves()

@@ -32,7 +32,7 @@ class Request:
     ended: bool = False
     deaths: int = 0  # of runners that had it in flight, since it was last cleared of suspicion ...
     deaths_on_trial: int = 0  # ... and of those, while it was on trial
-    elder: "Request | None" = None  # an earlier choice of the same prompt
+    fork_parent: "Request | None" = None  # an earlier choice of the same prompt
     search: BeamSearch | None = None  # of a beam search that has begun
 
     @property

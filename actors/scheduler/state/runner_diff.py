@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rayfin.actors.messages import NewRequest
 
 
-class News:
+class RunnerDiff:
     """Gathers the news of the next step, and remembers which slots the runners know.
 
     A slot that changes hands between two steps is told of once: who came and went unseen is left
@@ -32,7 +32,7 @@ class News:
             self._known.remove(slot)
             self._forgotten.append(slot)
 
-    def take(self, slots: Iterable[int]) -> tuple[list[NewRequest], list[int]]:
+    def drain(self, slots: Iterable[int]) -> tuple[list[NewRequest], list[int]]:
         """What the next step, which has rows of the ``slots``, is to tell.
 
         Returns:

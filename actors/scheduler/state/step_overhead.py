@@ -8,7 +8,7 @@ from rayfin.actors.messages import StepResult
 from rayfin.actors.scheduler.state.executor import PendingStep
 
 
-class StepTransport:
+class StepOverheadTimer:
     """Times the steps in flight by the scheduler's clock and the runner's durations alone.
 
     No clock is compared with another's. A step could run from when it was sent, or from when the

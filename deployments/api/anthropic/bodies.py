@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
-from rayfin.deployments.http.json_body import called
+from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.text.checks import missing
 
 UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for nothing
@@ -83,7 +83,7 @@ class MessagesRequest(PromptBody):
             top_k=self.top_k,
             stop=self.stop_sequences,
         )
-        with called(OUR_NAMES):
+        with rename_error_params(OUR_NAMES):
             return shared.sampling_params(defaults, self.max_tokens)
 
 

@@ -13,24 +13,24 @@ from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
 from rayfin.deployments.api.anthropic.conversation import chat_messages, is_continued
 from rayfin.deployments.api.anthropic.replies import (
+    AnthropicEvent,
+    AnthropicMessage,
+    AnthropicTextDelta,
+    AnthropicUsage,
     BlockDelta,
     BlockStart,
     BlockStop,
-    Event,
-    Message,
     MessageDelta,
     MessageStart,
     Stop,
     StopReason,
     TextBlock,
-    TextDelta,
-    Usage,
 )
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import (
     Deltas,
     Generation,
-    after,
+    chain_first,
     first_of,
     while_connected,
 )
@@ -85,25 +85,25 @@ class MessagesHandler:
             reply = self._message(generation.choices[0]).model_dump_json()
             return Response(reply, 200, headers, "application/json")
         first = await first_of(request, deltas)
-        events = self._events(generation.choices[0], after(first, deltas))
+        events = self._events(generation.choices[0], chain_first(first, deltas))
         request_id = getattr(request.state, "request_id", "")
         return EventStream(_closed_by_error(events, request_id), deltas, headers, first)
 
     async def _events(self, choice: Choice, deltas: Deltas) -> AsyncGenerator[str, None]:
-        empty = Message(id=self._id, model=self._model, content=[], usage=_usage(choice))
+        empty = AnthropicMessage(id=self._id, model=self._model, content=[], usage=_usage(choice))
         yield _sse(MessageStart(message=empty))
         yield _sse(BlockStart())
-        yield _sse(Event(type="ping"))
+        yield _sse(AnthropicEvent(type="ping"))
         async for _, delta in deltas:
             if delta.text:
-                yield _sse(BlockDelta(delta=TextDelta(text=delta.text)))
+                yield _sse(BlockDelta(delta=AnthropicTextDelta(text=delta.text)))
         yield _sse(BlockStop())
         yield _sse(MessageDelta(delta=self._stop(choice), usage=_usage(choice)))
-        yield _sse(Event(type="message_stop"))
+        yield _sse(AnthropicEvent(type="message_stop"))
 
-    def _message(self, choice: Choice) -> Message:
+    def _message(self, choice: Choice) -> AnthropicMessage:
         stop = self._stop(choice)
-        return Message(
+        return AnthropicMessage(
             id=self._id,
             model=self._model,
             content=[TextBlock(text="".join(choice.text))],
@@ -130,8 +130,8 @@ class MessagesHandler:
         return Stop(stop_reason=reason, stop_sequence=None)
 
 
-def _usage(choice: Choice) -> Usage:
-    return Usage(
+def _usage(choice: Choice) -> AnthropicUsage:
+    return AnthropicUsage(
         input_tokens=len(choice.prompt.ids) - choice.cached_tokens,
         cache_read_input_tokens=choice.cached_tokens,
         output_tokens=len(choice.token_ids),

@@ -12,7 +12,7 @@ class TextBlock(BaseModel):
     text: str
 
 
-class Usage(BaseModel):
+class AnthropicUsage(BaseModel):
     """All tokens of the prompt are ``input_tokens`` and ``cache_read_input_tokens`` together."""
 
     input_tokens: int
@@ -21,7 +21,7 @@ class Usage(BaseModel):
     output_tokens: int
 
 
-class Message(BaseModel):
+class AnthropicMessage(BaseModel):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -29,20 +29,20 @@ class Message(BaseModel):
     content: list[TextBlock]
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class TokenCount(BaseModel):
     input_tokens: int
 
 
-class Event(BaseModel):
+class AnthropicEvent(BaseModel):
     type: Literal["ping", "message_stop"]
 
 
 class MessageStart(BaseModel):
     type: Literal["message_start"] = "message_start"
-    message: Message
+    message: AnthropicMessage
 
 
 class BlockStart(BaseModel):
@@ -51,7 +51,7 @@ class BlockStart(BaseModel):
     content_block: TextBlock = Field(default_factory=lambda: TextBlock(text=""))
 
 
-class TextDelta(BaseModel):
+class AnthropicTextDelta(BaseModel):
     type: Literal["text_delta"] = "text_delta"
     text: str
 
@@ -59,7 +59,7 @@ class TextDelta(BaseModel):
 class BlockDelta(BaseModel):
     type: Literal["content_block_delta"] = "content_block_delta"
     index: int = 0
-    delta: TextDelta
+    delta: AnthropicTextDelta
 
 
 class BlockStop(BaseModel):
@@ -75,7 +75,7 @@ class Stop(BaseModel):
 class MessageDelta(BaseModel):
     type: Literal["message_delta"] = "message_delta"
     delta: Stop
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class ModelInfo(BaseModel):

@@ -14,13 +14,13 @@ def add_message_routes(app: FastAPI, models: ServedModels) -> None:
     async def create(request: Request) -> Response:
         body = await read_body(request, MessagesRequest)
         headers = ignored_header(body.ignored_fields())
-        service = models.asked(request, body.model)
+        service = models.resolve_model(request, body.model)
         return await MessagesHandler(service, body).answer(request, headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: Request, response: Response) -> TokenCount:
         body = await read_body(request, PromptBody)
-        service = models.asked(request, body.model)
+        service = models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
         ids = await prompt_ids(service, body, any_length=True)
         return TokenCount(input_tokens=len(ids))

@@ -23,7 +23,7 @@ from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import (
     Deltas,
     Generation,
-    after,
+    chain_first,
     first_of,
     in_groups,
     while_connected,
@@ -38,7 +38,7 @@ from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.resume import Cursor, digest_of
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
-from rayfin.deployments.http.json_body import called
+from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.http.sse import EventStream, closed_by_done, event
 from rayfin.deployments.requests.prompts import truncated
 from rayfin.deployments.text.messages import plain_messages
@@ -64,14 +64,14 @@ class ChatHandler:
         theirs = {"logprobs": "top_logprobs"} if body.top_logprobs else {}
         if body.max_tokens is None:
             theirs["max_tokens"] = "max_completion_tokens"
-        with called(theirs):
+        with rename_error_params(theirs):
             cursor = Cursor.of(request, "chatcmpl", bool(body.stream))
             generation = await self._prepare(Caller.of(request), cursor.request_id)
         headers |= generation.headers
         deltas = generation.run()
         if not body.stream:
             await while_connected(request, generation.finish(deltas))
-            reply = await generation.written(self._reply)
+            reply = await generation.render(self._reply)
             return Response(reply, 200, headers, "application/json")
         receipt = Receipt(self._id, self._created, await digest_of(request))
         receipt = await cursor.open(
@@ -83,7 +83,7 @@ class ChatHandler:
         )
         self._id, self._created = receipt.answer_id, receipt.created
         first = await first_of(request, deltas)
-        fresh = in_groups(cursor.untold(after(first, deltas)), body.stream_interval)
+        fresh = in_groups(cursor.untold(chain_first(first, deltas)), body.stream_interval)
         events = self._events(generation, fresh, cursor)
         return EventStream(closed_by_done(events), deltas, headers, first)
 
@@ -184,7 +184,7 @@ class ChatHandler:
                     chunk.choices = [ChatChunkChoice(index=choice.index, delta=said)]
                 yield cursor.opening(chunk, choice)
                 chunk.prompt_token_ids = chunk.prompt_text = None
-            cursor.take(choice, delta)
+            cursor.advance(choice, delta)
             if not (delta.text or delta.finish_reason or with_tokens):
                 continue
             chunk.choices = [self._choice(choice, delta)]

@@ -17,7 +17,7 @@ from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import (
     Deltas,
     Generation,
-    after,
+    chain_first,
     first_of,
     in_groups,
     while_connected,
@@ -31,7 +31,7 @@ from rayfin.deployments.generation.prompts import written_ids
 from rayfin.deployments.generation.resume import Cursor, digest_of
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
-from rayfin.deployments.http.json_body import called
+from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.http.sse import EventStream, closed_by_done
 from rayfin.deployments.requests.prompts import WrittenPrompt, truncated
 from rayfin.deployments.text.output import TextDelta
@@ -55,7 +55,9 @@ class CompletionHandler:
         """The whole completion, or the stream of its chunks once the first token is there."""
         body = self._body
         # An echo is told of as the answer is.
-        with called({"prompt_logprobs": "logprobs"} if body.prompt_logprobs is None else {}):
+        with rename_error_params(
+            {"prompt_logprobs": "logprobs"} if body.prompt_logprobs is None else {}
+        ):
             cursor = Cursor.of(request, "cmpl", bool(body.stream))
             generation, params = await self._prepare(Caller.of(request), cursor.request_id)
         headers |= generation.headers
@@ -66,7 +68,7 @@ class CompletionHandler:
         deltas = generation.run()
         if not body.stream:
             await while_connected(request, generation.finish(deltas))
-            reply = await generation.written(self._reply)
+            reply = await generation.render(self._reply)
             return Response(reply, 200, headers, "application/json")
         receipt = Receipt(self._id, self._created, await digest_of(request))
         receipt = await cursor.open(
@@ -79,7 +81,7 @@ class CompletionHandler:
         self._id, self._created = receipt.answer_id, receipt.created
         self._started = cursor.begun()
         first = await first_of(request, deltas)
-        fresh = in_groups(cursor.untold(after(first, deltas)), body.stream_interval)
+        fresh = in_groups(cursor.untold(chain_first(first, deltas)), body.stream_interval)
         events = self._events(generation, fresh, cursor)
         return EventStream(closed_by_done(events), deltas, headers, first)
 
@@ -151,7 +153,7 @@ class CompletionHandler:
         chunk = Completion(id=self._id, created=self._created, model=self._model, choices=[])
         with_tokens = self._body.return_token_ids or self._body.logprobs is not None
         async for choice, delta in deltas:
-            cursor.take(choice, delta)
+            cursor.advance(choice, delta)
             if not (delta.text or delta.finish_reason or delta.token_ids):
                 continue  # part of its prompt is computed
             first = choice.index not in self._started

@@ -10,7 +10,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import UNSERVED as UNSERVED_ANYWHERE
 from rayfin.deployments.generation.bodies import GenerationBody
-from rayfin.deployments.http.json_body import called
+from rayfin.deployments.http.json_body import rename_error_params
 
 MAX_METADATA = 16  # pairs
 MAX_KEY = 64  # characters
@@ -142,7 +142,7 @@ class ResponseRequest(ResponsePromptBody):
         extra = self.model_extra or {}
         shared = {name: getattr(self, name) for name in (*SAMPLING, "priority", "cache_salt")}
         shared |= {name: extra[name] for name in UNSERVED_ANYWHERE if name in extra}
-        with called(OUR_NAMES):
+        with rename_error_params(OUR_NAMES):
             params = GenerationBody(**shared).sampling_params(defaults, self.max_output_tokens)
             return replace(params, logprobs=self.top_logprobs or 0 if self.tells_logprobs else None)
 

@@ -7,12 +7,12 @@ They are a function of the response's state, so that none is kept: whoever comes
 from collections.abc import AsyncGenerator, Iterator
 
 from rayfin.deployments.api.responses.replies import (
-    Event,
     ItemEvent,
-    Message,
-    OutputText,
+    OutputMessage,
+    OutputTextPart,
     PartEvent,
     ResponseEvent,
+    ResponseStreamEvent,
     Status,
     TextDeltaEvent,
     TextDoneEvent,
@@ -36,7 +36,7 @@ LAST: dict[Status, str] = {
 }
 
 
-def events_from(state: ResponseState, number: int) -> Iterator[Event]:
+def events_from(state: ResponseState, number: int) -> Iterator[ResponseStreamEvent]:
     """The events that have happened, from the one of that number on."""
     opening = _opening(state)
     first_closing = len(opening) + len(state.pieces)
@@ -57,7 +57,9 @@ def events_from(state: ResponseState, number: int) -> Iterator[Event]:
         number += 1
 
 
-async def follow(state: ResponseState, number: int = 0) -> AsyncGenerator[Event, None]:
+async def follow(
+    state: ResponseState, number: int = 0
+) -> AsyncGenerator[ResponseStreamEvent, None]:
     """The events from that number on, to the last one, as they happen."""
     while True:
         done, news = state.done, state.news()
@@ -69,7 +71,7 @@ async def follow(state: ResponseState, number: int = 0) -> AsyncGenerator[Event,
         await news.wait()
 
 
-def sse(event: Event) -> str:
+def sse(event: ResponseStreamEvent) -> str:
     return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
 
 
@@ -91,17 +93,17 @@ def _closing(state: ResponseState) -> tuple[str, ...]:
     return (TEXT_DONE, PART_DONE, ITEM_DONE, last)
 
 
-def _event(state: ResponseState, kind: str, number: int) -> Event:
+def _event(state: ResponseState, kind: str, number: int) -> ResponseStreamEvent:
     """An event of the beginning or of the end."""
     item_id = state.output_id
     if kind == ITEM_ADDED:
-        item = Message(id=item_id, status="in_progress", role="assistant", content=[])
+        item = OutputMessage(id=item_id, status="in_progress", role="assistant", content=[])
         return ItemEvent(type=kind, sequence_number=number, item=item)
     if kind == ITEM_DONE:
         return ItemEvent(type=kind, sequence_number=number, item=state.message())
     text, logprobs = ("", []) if kind == PART_ADDED else (state.text, state.logprobs)
     if kind in (PART_ADDED, PART_DONE):
-        part = OutputText(text=text, logprobs=logprobs)
+        part = OutputTextPart(text=text, logprobs=logprobs)
         return PartEvent(type=kind, sequence_number=number, item_id=item_id, part=part)
     if kind == TEXT_DONE:
         return TextDoneEvent(

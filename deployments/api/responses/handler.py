@@ -16,20 +16,20 @@ from rayfin.deployments.api.responses.bodies import OUR_NAMES, ResponseRequest
 from rayfin.deployments.api.responses.events import events_from, sse
 from rayfin.deployments.api.responses.items import input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
-from rayfin.deployments.api.responses.replies import Event, Response
+from rayfin.deployments.api.responses.replies import Response, ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.generation.choice import Prompt
 from rayfin.deployments.generation.generation import (
     Deltas,
     Generation,
-    after,
+    chain_first,
     first_of,
     while_connected,
 )
 from rayfin.deployments.generation.logprobs import LogprobsWriter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
-from rayfin.deployments.http.json_body import called
+from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.http.sse import EventStream
 
 logger = logging.getLogger("rayfin.http")
@@ -84,7 +84,7 @@ class ResponseHandler:
         items = input_items(body.input)
         history = await history_of(service, body, self._tenant)
         ids = await prompt_ids(service, body, history + items, body.max_output_tokens or 1)
-        with called(OUR_NAMES):
+        with rename_error_params(OUR_NAMES):
             generation = await Generation.prepare(
                 service,
                 [Prompt(ids, "input", cache_salt=body.cache_salt)],
@@ -142,7 +142,7 @@ def reply(state: ResponseState, headers: dict[str, str] | None = None) -> HttpRe
 
 
 def event_stream(
-    events: AsyncGenerator[Event, None], headers: dict[str, str] | None = None
+    events: AsyncGenerator[ResponseStreamEvent, None], headers: dict[str, str] | None = None
 ) -> EventStream:
     """The events of a response that goes on whether or not they are read."""
     return EventStream((sse(event) async for event in events), events, headers)
@@ -154,7 +154,7 @@ async def _events(
     """The events of a response that ends with its client. ``first`` takes the first tick."""
     number = 0
     ended = False
-    ticks = after(first, ticks)
+    ticks = chain_first(first, ticks)
     async with aclosing(ticks):
         while not ended:
             for event in events_from(state, number):
@@ -199,7 +199,7 @@ async def drive(
         async with aclosing(deltas):
             async for choice, delta in deltas:
                 told = writer.chat(delta.token_ids, delta.logprobs).content if writer else []
-                state.take(delta.text, len(choice.token_ids), choice.cached_tokens, told)
+                state.append(delta.text, len(choice.token_ids), choice.cached_tokens, told)
                 if delta.finish_reason == "abort":
                     raise RequestFailed("The engine aborted this response.")
                 if delta.finish_reason is not None:

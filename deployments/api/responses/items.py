@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.api.responses.replies import InputText, Message, OutputText
+from rayfin.deployments.api.responses.replies import InputText, OutputMessage, OutputTextPart
 from rayfin.deployments.text.checks import (
     TEXT_OR_PARTS,
     as_choice,
@@ -26,7 +26,7 @@ def message_id() -> str:
     return f"msg_{uuid.uuid4().hex}"
 
 
-def input_items(value: object) -> list[Message]:
+def input_items(value: object) -> list[OutputMessage]:
     """The ``input`` of a request: a text of the user's, or message items.
 
     Items of an earlier response's output may stand among them.
@@ -39,14 +39,14 @@ def input_items(value: object) -> list[Message]:
     if isinstance(value, str):
         if not value:
             raise InvalidRequest("'input' must not be empty.", "input", "empty_prompt")
-        return [Message(id=message_id(), role="user", content=[InputText(text=value)])]
+        return [OutputMessage(id=message_id(), role="user", content=[InputText(text=value)])]
     if not isinstance(value, list):
         raise wrong_type("a string or a list of items", value, "input")
     listed = as_list(value, "input", MAX_MESSAGES)
     return [_item(item, f"input[{i}]") for i, item in enumerate(listed)]
 
 
-def chat_messages(items: Iterable[Message], instructions: str | None) -> list[dict[str, Any]]:
+def chat_messages(items: Iterable[OutputMessage], instructions: str | None) -> list[dict[str, Any]]:
     """The conversation as a chat template reads it, ``instructions`` before all else."""
     first = [] if instructions is None else [{"role": "system", "content": instructions}]
     return first + [
@@ -55,7 +55,7 @@ def chat_messages(items: Iterable[Message], instructions: str | None) -> list[di
     ]
 
 
-def _item(item: object, path: str) -> Message:
+def _item(item: object, path: str) -> OutputMessage:
     item = as_object(item, path)
     kind = as_string(item.get("type") or "message", f"{path}.type")
     if kind != "message":
@@ -68,13 +68,13 @@ def _item(item: object, path: str) -> Message:
     role: Any = as_choice(required(item, "role", path), ROLES, f"{path}.role")
     texts = _texts(required(item, "content", path), f"{path}.content")
     given = item.get("id")
-    content: list[InputText | OutputText]
+    content: list[InputText | OutputTextPart]
     if role == "assistant":
-        content = [OutputText(text=text) for text in texts]
+        content = [OutputTextPart(text=text) for text in texts]
     else:
         content = [InputText(text=text) for text in texts]
     own = as_string(given, f"{path}.id") if given is not None else message_id()
-    return Message(id=own, role=role, content=content)
+    return OutputMessage(id=own, role=role, content=content)
 
 
 def _texts(content: object, path: str) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from rayfin.deployments.api.responses.events import follow
-from rayfin.deployments.api.responses.replies import Event
+from rayfin.deployments.api.responses.replies import ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.api.responses.store import ResponseStore
 
@@ -30,7 +30,9 @@ class Responses(Protocol):
         """
         ...
 
-    def follow(self, state: ResponseState, number: int) -> AsyncGenerator[Event, None]:
+    def follow(
+        self, state: ResponseState, number: int
+    ) -> AsyncGenerator[ResponseStreamEvent, None]:
         """The events of one that ``get`` gave, from that number to the last, as they happen."""
         ...
 
@@ -51,7 +53,7 @@ class Responses(Protocol):
         ...
 
 
-class OwnResponses:
+class LocalResponseStore:
     """The responses of the only ingress replica that there is, in its memory: they end with it."""
 
     def __init__(self, store: ResponseStore | None = None) -> None:
@@ -66,7 +68,9 @@ class OwnResponses:
     async def get(self, response_id: str, tenant: str, param: str = "response_id") -> ResponseState:
         return self._store.get(response_id, tenant, param)
 
-    def follow(self, state: ResponseState, number: int) -> AsyncGenerator[Event, None]:
+    def follow(
+        self, state: ResponseState, number: int
+    ) -> AsyncGenerator[ResponseStreamEvent, None]:
         return follow(state, number)
 
     async def settle(self, state: ResponseState) -> None:

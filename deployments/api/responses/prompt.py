@@ -3,7 +3,7 @@
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody
 from rayfin.deployments.api.responses.items import chat_messages
-from rayfin.deployments.api.responses.replies import Message
+from rayfin.deployments.api.responses.replies import OutputMessage
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.service import OpenAIService
@@ -11,7 +11,7 @@ from rayfin.deployments.generation.service import OpenAIService
 
 async def history_of(
     service: OpenAIService, body: ResponsePromptBody, tenant: str
-) -> list[Message]:
+) -> list[OutputMessage]:
     """The items of the responses that this one follows.
 
     Raises:
@@ -30,7 +30,7 @@ async def history_of(
 async def prompt_ids(
     service: OpenAIService,
     body: ResponsePromptBody,
-    items: list[Message],
+    items: list[OutputMessage],
     room: int = 1,
     *,
     any_length: bool = False,
@@ -45,7 +45,7 @@ async def prompt_ids(
     """
     auto = body.truncation == "auto"
 
-    async def render(kept: list[Message]) -> list[int]:
+    async def render(kept: list[OutputMessage]) -> list[int]:
         return await chat_ids(
             service,
             chat_messages(kept, body.instructions),

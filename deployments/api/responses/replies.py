@@ -14,26 +14,26 @@ class InputText(BaseModel):
     text: str
 
 
-class OutputText(BaseModel):
+class OutputTextPart(BaseModel):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field(default_factory=list)
     logprobs: list[ChatTokenLogprob] = Field(default_factory=list)
 
 
-class Message(BaseModel):
+class OutputMessage(BaseModel):
     """An item of a conversation, of the input or of the output."""
 
     id: str
     type: Literal["message"] = "message"
     status: Literal["in_progress", "completed", "incomplete"] = "completed"
     role: Literal["system", "developer", "user", "assistant"]
-    content: list[InputText | OutputText]
+    content: list[InputText | OutputTextPart]
 
 
 class ItemList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[Message]
+    data: list[OutputMessage]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -80,7 +80,7 @@ class Response(BaseModel):
     status: Status
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
-    output: list[Message] = Field(default_factory=list)
+    output: list[OutputMessage] = Field(default_factory=list)
     usage: ResponseUsage | None = None
     model: str
     background: bool
@@ -118,30 +118,30 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
-class Event(BaseModel):
+class ResponseStreamEvent(BaseModel):
     """One step of a response's life; ``sequence_number`` counts them from 0."""
 
     type: str
     sequence_number: int
 
 
-class ResponseEvent(Event):
+class ResponseEvent(ResponseStreamEvent):
     response: Response
 
 
-class ItemEvent(Event):
+class ItemEvent(ResponseStreamEvent):
     output_index: int = 0
-    item: Message
+    item: OutputMessage
 
 
-class PartEvent(Event):
+class PartEvent(ResponseStreamEvent):
     item_id: str
     output_index: int = 0
     content_index: int = 0
-    part: OutputText
+    part: OutputTextPart
 
 
-class TextDeltaEvent(Event):
+class TextDeltaEvent(ResponseStreamEvent):
     item_id: str
     output_index: int = 0
     content_index: int = 0
@@ -149,7 +149,7 @@ class TextDeltaEvent(Event):
     logprobs: list[ChatTokenLogprob] = Field(default_factory=list)
 
 
-class TextDoneEvent(Event):
+class TextDoneEvent(ResponseStreamEvent):
     item_id: str
     output_index: int = 0
     content_index: int = 0

@@ -34,14 +34,14 @@ def add_response_routes(app: FastAPI, models: ServedModels) -> None:
     async def create(request: Request) -> Response:
         body = await read_body(request, ResponseRequest)
         headers = ignored_header(body.ignored_fields())
-        service = models.asked(request, body.model)
+        service = models.resolve_model(request, body.model)
         return await ResponseHandler(service, body, _tenant(request)).answer(request, headers)
 
     @app.post("/v1/responses/input_tokens")
     async def count(request: Request, response: Response) -> InputTokens:
         body = await read_body(request, ResponsePromptBody)
         body.check()
-        service = models.asked(request, body.model)
+        service = models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
         items = await history_of(service, body, _tenant(request)) + input_items(body.input)
         return InputTokens(

@@ -9,7 +9,7 @@ from typing import Any
 from rayfin.actors.errors import RayfinError
 from rayfin.deployments.api.responses.events import follow
 from rayfin.deployments.api.responses.local_store import cancel_here
-from rayfin.deployments.api.responses.replies import Event
+from rayfin.deployments.api.responses.replies import ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.http.sse import cancelled
 
@@ -20,8 +20,8 @@ RETRY_SECONDS = 1.0
 Call = Callable[..., Coroutine[Any, Any, Any]]
 
 
-class SharedResponses:
-    """``Responses`` over a ``ResponseKeeper`` in another process.
+class SharedResponseStore:
+    """``Responses`` over a ``ResponseStoreActor`` in another process.
 
     A response runs where it was asked for, and is told to the keeper: at its start and its end, and
     on its way where it runs in the background. Other replicas read copies from there, and have it
@@ -63,7 +63,9 @@ class SharedResponses:
         copy: ResponseState = await self._call("get", response_id, tenant, param)
         return copy
 
-    async def follow(self, state: ResponseState, number: int) -> AsyncGenerator[Event, None]:
+    async def follow(
+        self, state: ResponseState, number: int
+    ) -> AsyncGenerator[ResponseStreamEvent, None]:
         here = self._running.get(state.id) is state
         reading = None if here else asyncio.create_task(self._read_or_fail(state))
         try:

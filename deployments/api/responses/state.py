@@ -12,8 +12,8 @@ from rayfin.deployments.api.responses.items import message_id
 from rayfin.deployments.api.responses.replies import (
     IncompleteDetails,
     InputTokensDetails,
-    Message,
-    OutputText,
+    OutputMessage,
+    OutputTextPart,
     Response,
     ResponseError,
     ResponseUsage,
@@ -28,7 +28,7 @@ DONE: frozenset[Status] = frozenset({"completed", "incomplete", "cancelled", "fa
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class ResponsePiece:
     """What one delta added to the text."""
 
     text: str
@@ -40,7 +40,7 @@ class Change:
     """How a response stands, and its pieces from number ``since`` on."""
 
     since: int
-    pieces: list[Piece]
+    pieces: list[ResponsePiece]
     status: Status
     started: bool
     output_tokens: int
@@ -58,11 +58,11 @@ class ResponseState:
 
     created: Response  # as it was when it was created
     tenant: str
-    history: list[Message]  # of the responses before this one
-    items: list[Message]  # of its own input
+    history: list[OutputMessage]  # of the responses before this one
+    items: list[OutputMessage]  # of its own input
     input_tokens: int
     status: Status = "queued"
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ResponsePiece] = field(default_factory=list)
     started: bool = False  # the engine has given a first token
     output_id: str = field(default_factory=message_id)
     output_tokens: int = 0
@@ -91,7 +91,7 @@ class ResponseState:
     def logprobs(self) -> list[ChatTokenLogprob]:
         return [own for piece in self.pieces for own in piece.logprobs]
 
-    def take(
+    def append(
         self,
         text: str,
         output_tokens: int,
@@ -102,7 +102,7 @@ class ResponseState:
         self.started, self.status = True, "in_progress"
         self.output_tokens, self.cached_tokens = output_tokens, cached_tokens
         if text or logprobs:
-            self.pieces.append(Piece(text, list(logprobs)))
+            self.pieces.append(ResponsePiece(text, list(logprobs)))
         self._tell()
 
     def finish(self, status: Status, error: ResponseError | None = None) -> None:
@@ -173,15 +173,15 @@ class ResponseState:
             }
         )
 
-    def message(self) -> Message:
+    def message(self) -> OutputMessage:
         """The output as it stands."""
         status = self.status if self.status in ("completed", "in_progress") else "incomplete"
-        text = OutputText(text=self.text, logprobs=self.logprobs)
-        return Message(id=self.output_id, status=status, role="assistant", content=[text])
+        text = OutputTextPart(text=self.text, logprobs=self.logprobs)
+        return OutputMessage(id=self.output_id, status=status, role="assistant", content=[text])
 
-    def conversation(self) -> list[Message]:
+    def conversation(self) -> list[OutputMessage]:
         """All items up to and with the output, of which only the text goes on."""
-        output = self.message().model_copy(update={"content": [OutputText(text=self.text)]})
+        output = self.message().model_copy(update={"content": [OutputTextPart(text=self.text)]})
         return [*self.history, *self.items, *([output] if self.started else [])]
 
     def size(self) -> int:

@@ -25,7 +25,7 @@ class _Owner:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class ResponseKeeper:
+class ResponseStoreActor:
     """Copies of stored responses, told by the ingress that runs each (its owner), for all others.
 
     It lives in one event loop. What an owner is to do with a response of its own, it learns from

@@ -55,7 +55,7 @@ def row_factor(stream, row, eps, gain, INPUTS: tl.constexpr, INPUT_WIDTH: tl.con
 
 
 @triton.jit
-def turn_and_write(
+def rope_and_write_kv(
     qkv,  # [T, >= H * Dk + Hkv * (Dk + Dv)]: query, key and value heads side by side
     query_norm,  # [Dk] fp32, any pointer without QUERY_NORM
     key_norm,  # [Dk] fp32, any pointer without KEY_NORM

@@ -17,7 +17,7 @@ from rayfin.actors.metrics.families import (
 )
 from rayfin.actors.metrics.ledger import Ledger, engine_report
 from rayfin.actors.metrics.render import render
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def ledger() -> Ledger:
     for engine in "01":
         stats = EngineStats(incarnation=engine, steps=7, pages_total=10, page_size=4)
         stats.histograms = own
-        ledger.take(engine_report(engine, stats, 0.0), 0.0)
-    ledger.take(IngressCounts().report(), 0.0)
+        ledger.apply(engine_report(engine, stats, 0.0), 0.0)
+    ledger.apply(IngressCounters().report(), 0.0)
     return ledger
 
 
@@ -102,7 +102,7 @@ def test_our_buckets_hold_vllms() -> None:
     assert stats.histograms == {}
     names = {family.name for family in with_alias_bounds()}
     assert "inter_token_latency_seconds" in names and "e2e_request_latency_seconds" in names
-    own = IngressCounts().report().histograms
+    own = IngressCounters().report().histograms
     for family in with_alias_bounds():
         if (family.name, ()) in own:
             assert set(family.alias_bounds) <= set(own[family.name, ()].bounds)

@@ -16,22 +16,26 @@ from rayfin.actors.metrics.families import (
     INGRESS_FAMILIES,
     INGRESS_HEARD,
 )
-from rayfin.actors.metrics.ledger import INGRESSES, MOST_KNOWN, Ledger, Report, engine_report
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.actors.metrics.ledger import INGRESSES, MOST_KNOWN, CounterReport, Ledger, engine_report
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 STEPS, WAIT = ("engine_steps", ()), ("wait", ())
 
 
-def report(life: str, steps: float, engine: str = "0", waits: int = 0, running: int = 0) -> Report:
+def report(
+    life: str, steps: float, engine: str = "0", waits: int = 0, running: int = 0
+) -> CounterReport:
     histogram = Histogram((1.0,))
     histogram.observe(0.5, waits)
-    return Report(life, engine, {("running", ()): running}, {STEPS: steps}, {WAIT: histogram})
+    return CounterReport(
+        life, engine, {("running", ()): running}, {STEPS: steps}, {WAIT: histogram}
+    )
 
 
 def test_reports_that_were_overtaken_or_are_nobodys_count_nothing() -> None:
     ledger = Ledger()
     for own in (report("a", 5, waits=5), report("a", 3, waits=3), report("", 0), report("a", 6)):
-        ledger.take(own, 0.0)
+        ledger.apply(own, 0.0)
     assert ledger.totals["0"].counters == {STEPS: 6, (ENGINE_RESTARTS.name, ()): 0}
 
 
@@ -58,7 +62,7 @@ class Machine:
             self.heard[engine] += self.counted[who] - self.told[who]
             self.told[who] = self.counted[who]
             count = self.counted[who]
-            self.ledger.take(report(f"{who}.{self.lives[who]}", count, engine, count), 0.0)
+            self.ledger.apply(report(f"{who}.{self.lives[who]}", count, engine, count), 0.0)
 
 
 @given(
@@ -80,31 +84,31 @@ def test_another_life_of_an_engine_is_a_restart() -> None:
     ledger = Ledger()
     restarts = []
     for life in ("a", "a", "b", "b", "c"):
-        ledger.take(report(life, 1, running=3), 0.0)
+        ledger.apply(report(life, 1, running=3), 0.0)
         restarts.append(ledger.totals["0"].counters[ENGINE_RESTARTS.name, ()])
         assert ledger.gauges("0") == {("running", ()): 3}  # of the present life alone
     assert restarts == [0, 0, 1, 1, 2]
-    ledger.take(report("i", 1, INGRESSES), 0.0)
-    ledger.take(report("j", 1, INGRESSES), 0.0)
+    ledger.apply(report("i", 1, INGRESSES), 0.0)
+    ledger.apply(report("j", 1, INGRESSES), 0.0)
     assert (ENGINE_RESTARTS.name, ()) not in ledger.totals[INGRESSES].counters
 
 
 def test_gauges_of_ingresses_add_up_while_they_are_heard_of() -> None:
     ledger = Ledger()
-    ledger.take(report("a", 5, INGRESSES, running=1), 10.0)
-    ledger.take(report("b", 6, INGRESSES, running=2), 15.0)
+    ledger.apply(report("a", 5, INGRESSES, running=1), 10.0)
+    ledger.apply(report("b", 6, INGRESSES, running=2), 15.0)
     assert ledger.gauges(INGRESSES) == {("running", ()): 3}
     ledger.drop_silent(INGRESSES, 12.0)
     assert ledger.gauges(INGRESSES) == {("running", ()): 2}
     assert ledger.totals[INGRESSES].counters[STEPS] == 11
-    ledger.take(report("a", 7, INGRESSES, running=1), 20.0)  # it had only been silent
+    ledger.apply(report("a", 7, INGRESSES, running=1), 20.0)  # it had only been silent
     assert ledger.gauges(INGRESSES) == {("running", ()): 3}
     assert ledger.totals[INGRESSES].counters[STEPS] == 13
 
 
 def test_an_engine_that_is_gone_has_totals_only() -> None:
     ledger = Ledger()
-    ledger.take(report("a", 5, running=1), 0.0)
+    ledger.apply(report("a", 5, running=1), 0.0)
     ledger.drop_gauges("0")
     assert ledger.gauges("0") == {} and ledger.totals["0"].counters[STEPS] == 5
     assert ledger.engines == ["0"]
@@ -112,18 +116,18 @@ def test_an_engine_that_is_gone_has_totals_only() -> None:
 
 def test_other_buckets_begin_anew() -> None:
     ledger = Ledger()
-    ledger.take(report("a", 1, waits=3), 0.0)
+    ledger.apply(report("a", 1, waits=3), 0.0)
     later = report("b", 1)
     later.histograms[WAIT] = Histogram((1.0, 2.0))
-    ledger.take(later, 0.0)
+    ledger.apply(later, 0.0)
     assert ledger.totals["0"].histograms[WAIT] == Histogram((1.0, 2.0))
 
 
 def test_the_ledger_does_not_grow_with_lives() -> None:
     ledger = Ledger()
     for life in range(3 * MOST_KNOWN):
-        ledger.take(report(f"i{life}", 1, INGRESSES), 0.0)
-        ledger.take(report(f"e{life}", 1), 0.0)
+        ledger.apply(report(f"i{life}", 1, INGRESSES), 0.0)
+        ledger.apply(report(f"e{life}", 1), 0.0)
     assert len(ledger._last) <= MOST_KNOWN and len(ledger._current) <= MOST_KNOWN
     assert ledger.totals["0"].counters[STEPS] == 3 * MOST_KNOWN
 
@@ -131,7 +135,7 @@ def test_the_ledger_does_not_grow_with_lives() -> None:
 def test_ingresses_are_as_fresh_as_the_one_that_was_heard_of_least_lately() -> None:
     ledger, heard = Ledger(), (INGRESS_HEARD.name, ())
     for life, at in (("a", 30.0), ("b", 20.0), ("c", 40.0)):
-        ledger.take(Report(life, INGRESSES, {heard: at, ("running", ()): 1}), 0.0)
+        ledger.apply(CounterReport(life, INGRESSES, {heard: at, ("running", ()): 1}), 0.0)
     assert ledger.gauges(INGRESSES) == {heard: 20.0, ("running", ()): 3}
 
 
@@ -152,7 +156,7 @@ def test_an_engine_reports_every_series_though_it_is_zero() -> None:
 
 
 def test_an_ingress_reports_every_series_though_it_is_zero() -> None:
-    told = IngressCounts().report()
+    told = IngressCounters().report()
     named = {name for name, _ in {**told.gauges, **told.counters, **told.histograms}}
     assert named == {family.name for family in INGRESS_FAMILIES}
     for family in INGRESS_FAMILIES:
@@ -165,7 +169,7 @@ def test_words_outside_the_closed_sets_make_no_series() -> None:
     told = engine_report("0", stats, 0.0)
     assert told.counters["request_success", ("stop",)] == 1
     assert told.counters["requests_moved", ()] == 2
-    counts = IngressCounts()
+    counts = IngressCounters()
     before = len(counts.report().counters)
     for path, status in [("/v1/completions", 200), ("/<script>", 404), ("/", 999), ("/x", None)]:
         counts.answered(path, status)

@@ -8,20 +8,20 @@ import pytest
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.metrics.families import FAMILIES
 from rayfin.actors.metrics.hub import CONTENT_TYPE, listen
-from rayfin.actors.metrics.ledger import INGRESSES, Ledger, Report, engine_report
+from rayfin.actors.metrics.ledger import INGRESSES, CounterReport, Ledger, engine_report
 from rayfin.actors.metrics.render import Writer, render
-from rayfin.actors.scheduler.state.counters import EngineCounts
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.actors.scheduler.state.counters import EngineCounters
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 MODEL = 'the "model"'
 
 
-def engine(name: str, life: int, seed: int) -> Report:
+def engine(name: str, life: int, seed: int) -> CounterReport:
     rng = random.Random(seed)
     stats = EngineStats(incarnation=f"{name}.{life}", steps=seed, pages_total=64, page_size=16)
     stats.generation_tokens = seed * 10 ** rng.randrange(9)
     stats.step_seconds = seed * rng.random()
-    stats.histograms = EngineCounts(1024).histograms()
+    stats.histograms = EngineCounters(1024).histograms()
     for histogram in stats.histograms.values():
         histogram.observe(rng.random() * 10 ** rng.randrange(-4, 5), rng.randrange(9))
     return engine_report(name, stats, 1.7e9 + rng.random())
@@ -29,14 +29,14 @@ def engine(name: str, life: int, seed: int) -> Report:
 
 @pytest.mark.parametrize("alias", [None, "vllm"])
 def test_it_writes_what_the_library_writes(alias: str | None) -> None:
-    ledger, writer, counts = Ledger(), Writer(MODEL, alias), IngressCounts()
+    ledger, writer, counts = Ledger(), Writer(MODEL, alias), IngressCounters()
     assert writer.write(ledger) == render(MODEL, alias, ledger)
     for step in range(40):
         counts.ttft.observe(step / 7)
         counts.answered("/v1/completions", 200)
         if step != 0:
-            ledger.take(counts.report(), float(step))
-        ledger.take(engine("01"[step % 2], step // 9, step), float(step))
+            ledger.apply(counts.report(), float(step))
+        ledger.apply(engine("01"[step % 2], step // 9, step), float(step))
         if step == 20:
             ledger.drop_gauges("0")
         if step == 30:

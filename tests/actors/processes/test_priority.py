@@ -8,9 +8,9 @@ from rayfin.actors.processes.environment import BEHIND_RUNNERS
 
 SCRIPT = """
 import os
-from rayfin.actors.processes.environment import step_behind_runners
+from rayfin.actors.processes.environment import lower_priority
 before = os.nice(0)
-step_behind_runners()
+lower_priority()
 print(os.nice(0) - before)
 """
 

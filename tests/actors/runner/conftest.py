@@ -20,7 +20,7 @@ from rayfin.actors.messages import (
     StopRules,
     TokenDeltas,
 )
-from rayfin.actors.runner.cpu.decoder import FusedModel
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.engine import Engine
@@ -234,7 +234,7 @@ def step_of() -> Callable[..., SchedulerInfo]:
 def poison_token(engine: Any, token: int) -> None:
     """From now on the token's embedding is NaN, on transformers' modules or on fused ones."""
     model = engine.runner._model
-    if isinstance(model, FusedModel):
+    if isinstance(model, CpuDecoder):
         embedding = model._decoder.embedding
         embedding.fill(token, torch.full((1, embedding.inputs), float("nan")))
     else:

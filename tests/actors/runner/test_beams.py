@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayfin.actors.errors import GroupFailed
+from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import BeamParams, Hypothesis
 
 Make = Callable[..., Any]
@@ -119,7 +119,7 @@ def test_new_runner_in_the_middle(tiny_model: Make, served: Make, request_of: Ma
 
     def failing(info: Any) -> Any:
         if info.epoch == 0 and info.step == fails[0]:
-            raise GroupFailed("the runner is gone")
+            raise RunnerGroupFailed("the runner is gone")
         return submit(info)
 
     engine.executor.submit = failing

@@ -85,14 +85,14 @@ def test_preempted_at_any_step(
     assert lifecycle.num_preemptions > 0
 
 
-@pytest.mark.parametrize("lease", range(1, 17))
-def test_lease(lease: int, tiny_model: Make, served: Make, request_of: Make) -> None:
+@pytest.mark.parametrize("num_steps", range(1, 17))
+def test_lease(num_steps: int, tiny_model: Make, served: Make, request_of: Make) -> None:
     """Several steps in one call, for rows that end at different ones."""
     tiny = tiny_model("qwen3")
-    engine = served(tiny.folder, max_lease=lease)
+    engine = served(tiny.folder, max_lease=num_steps)
     engine.engine._leases.observe(1e-6, 1)  # a fast runner: as long a lease as may be
     prompts = {key: _prompt(4 + key, key) for key in range(4)}
     tokens = engine.run(*(request_of(key, own, 9 + 5 * key) for key, own in prompts.items()))
     for key, own in prompts.items():
         assert tokens[key] == tiny.greedy(own, 9 + 5 * key)
-    assert max(step.lease for step in engine.steps) == lease
+    assert max(step.num_steps for step in engine.steps) == num_steps

@@ -24,7 +24,7 @@ def _choices(request_of: Make, first: int, length: int, *, siblings: bool, **sam
     ]
     if not siblings:
         return requests
-    return [requests[0], *(replace(own, sibling_of=first) for own in requests[1:])]
+    return [requests[0], *(replace(own, parent_key=first) for own in requests[1:])]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -10,7 +10,7 @@ import torch
 from rayfin.actors.config import resolve
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.scheduler.policy import multi_step as lease
+from rayfin.actors.scheduler.policy import multi_step
 
 Make = Callable[..., Any]
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 1, 16, 9))]
@@ -20,11 +20,11 @@ FAMILIES = ["llama", "gemma3_text"]  # full attention, and sliding windows
 @pytest.fixture(autouse=True)
 def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as ``max_lease`` says, however slow the machine."""
-    monkeypatch.setattr(lease, "CALL_SECONDS", 1e6)
+    monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)
 
 
 def _longest(engine: Any) -> int:
-    return max(step.lease for step in engine.steps)
+    return max(step.num_steps for step in engine.steps)
 
 
 def _sampling(kind: str, key: int) -> Sampling:
@@ -176,7 +176,7 @@ def test_handmade_lease(tiny_model: Make, engine_args: Make, step_of: Make, row:
     first = runner.execute(step_of(*prompts, new=new))
     assert first.tokens.tolist() == [[own[0]] for own in free]
     decoding = [row(handle, [-1], kv_len=3, held=3, decoding=True) for handle in range(3)]
-    second = runner.execute(replace(step_of(*decoding, step=1), lease=7))
+    second = runner.execute(replace(step_of(*decoding, step=1), num_steps=7))
     assert second.tokens.shape == (3, 7) and second.errors == {}
     said = [[token for token in own if token >= 0] for own in second.tokens.tolist()]
     assert said[0] == free[0][1:8]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rayfin.actors.config import DEFAULT_BATCH_TOKENS, BatchLimits, resolve
-from rayfin.actors.errors import EngineUnavailable, Fenced, GroupFailed, InvalidConfig
+from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig, RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.model_runner import ModelRunner, pick_device
 from rayfin.actors.runner.step.memory import largest_step, total_host_bytes
@@ -64,7 +64,7 @@ def test_crash_and_replay_give_the_same_tokens(
         nonlocal calls
         calls += 1
         if calls in (3, 11):
-            raise GroupFailed("the runner died")
+            raise RunnerGroupFailed("the runner died")
         return execute(info)
 
     engine.runner.execute = dies_sometimes

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.messages import Sampling
-from rayfin.actors.scheduler.policy import multi_step as lease
+from rayfin.actors.scheduler.policy import multi_step
 
 Make = Callable[..., Any]
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ def test_tokens_of_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In float32, greedy and seeded, recorded and not, whether the model is recognised or not."""
-    monkeypatch.setattr(lease, "CALL_SECONDS", 1e6)
+    monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)
     folder = tiny_model(family).folder
     tokens = {}
     for device in ("cpu", "cuda"):

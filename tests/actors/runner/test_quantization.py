@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from demo_model.evaluate import MODEL_DIR
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.cpu.decoder import fuse
+from rayfin.actors.runner.cpu.decoder import build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear, pack_linears
 from rayfin.actors.runner.model_runner import ModelRunner, _require_quantisable
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
@@ -45,7 +45,7 @@ def test_the_demo_model_stays_near(kernels: CpuKernels) -> None:
     """Logits within 5 % of the exact ones (3.5 % once measured), most often the same token."""
     paged = load(MODEL_DIR)
     expected = probe_logits(paged, paged)
-    fused = fuse(paged, kernels, "int8")
+    fused = build_cpu_decoder(paged, kernels, "int8")
     assert fused is not None and fused._decoder.embedding.storage == torch.int8
     logits = probe_logits(fused, paged)
     assert 0.005 < error(logits, expected) < 0.05

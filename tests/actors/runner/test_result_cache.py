@@ -8,7 +8,7 @@ import pytest
 
 from rayfin.actors.errors import StepMissing
 from rayfin.actors.messages import SchedulerInfo, StepResult
-from rayfin.actors.runner.result_cache import Answers
+from rayfin.actors.runner.result_cache import StepResultCache
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def result(epoch: int, step: int) -> StepResult:
 
 
 def test_a_step_is_answered_as_before(info: Any) -> None:
-    answers = Answers(kept=2)
+    answers = StepResultCache(kept=2)
     answers.start(3)
     given = [result(3, step) for step in range(3)]
     for step, own in enumerate(given):
@@ -33,7 +33,7 @@ def test_a_step_is_answered_as_before(info: Any) -> None:
 
 
 def test_a_step_before_its_turn_has_to_come_again(info: Any) -> None:
-    answers = Answers()
+    answers = StepResultCache()
     answers.start(3)
     with pytest.raises(StepMissing, match="step 1 has come, and 0 has not"):
         answers.find(info(3, 1))
@@ -44,7 +44,7 @@ def test_a_step_before_its_turn_has_to_come_again(info: Any) -> None:
 
 
 def test_other_epochs_are_the_runners_to_refuse(info: Any) -> None:
-    answers = Answers()
+    answers = StepResultCache()
     answers.start(3)
     answers.keep(result(3, 0))
     answers.start(4)

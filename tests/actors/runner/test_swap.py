@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rayfin.actors.config import resolve
-from rayfin.actors.errors import GroupFailed, InvalidConfig
+from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed
 from rayfin.actors.messages import Sampling
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.scheduler.policy import multi_step as lease
+from rayfin.actors.scheduler.policy import multi_step
 
 Make = Callable[..., Any]
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 1, 16, 9))]
@@ -86,7 +86,7 @@ def test_swap_between_leases(
     tiny_model: Make, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preempted by hand in the middle of leases, with two of them on their way."""
-    monkeypatch.setattr(lease, "CALL_SECONDS", 1e6)  # as long as max_lease says
+    monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)  # as long as max_lease says
     tiny = tiny_model("gemma3_text")
     engine = served(tiny.folder, preemption="swap", max_lease=4, prefix_caching=False)
     lifecycle, step, steps = engine.engine.lifecycle, engine.engine.step, 0
@@ -103,7 +103,7 @@ def test_swap_between_leases(
     for key, prompt in enumerate(PROMPTS):
         assert tokens[key] == tiny.greedy(prompt, MAX_TOKENS)
     assert engine.engine.stats().swapped_in > 0
-    assert max(info.lease for info in engine.steps) > 1
+    assert max(info.num_steps for info in engine.steps) > 1
 
 
 def test_crash_while_pages_are_out(tiny_model: Make, served: Make, request_of: Make) -> None:
@@ -116,7 +116,7 @@ def test_crash_while_pages_are_out(tiny_model: Make, served: Make, request_of: M
         nonlocal crashes
         if crashes < 2 and engine.engine.stats().host_pages_held and not len(info.moves):
             crashes += 1
-            raise GroupFailed("the runner died")
+            raise RunnerGroupFailed("the runner died")
         return execute(info)
 
     engine.runner.execute = dies_when_pages_are_out

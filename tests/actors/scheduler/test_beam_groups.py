@@ -53,7 +53,7 @@ def test_a_group_runs_in_lockstep(harness: Make, scheduler: str, steps_in_flight
     prompt, *steps = h.executor.log
     assert len(prompt.ids) == 1 and len(steps) == 4
     for number, step in enumerate(steps):
-        assert step.decoding_batch == 4 and step.lease == 1
+        assert step.decoding_batch == 4 and step.num_steps == 1
         assert step.kv_len.tolist() == [6 + number] * 4
         assert SAMPLED_LAST_STEP not in step.merge_prompt
     assert steps[0].moves[:, 0].tolist() == [COPY] * 3
@@ -82,7 +82,7 @@ def test_others_go_on_meanwhile(harness: Make) -> None:
     sizes = [step.decoding_batch for step in h.executor.log if not step.prefill_batch]
     assert 2 in sizes and 5 in sizes
     group = [step for step in h.executor.log if step.decoding_batch == 5]
-    assert all(step.lease == 1 for step in group)
+    assert all(step.num_steps == 1 for step in group)
 
 
 @pytest.mark.parametrize("chunk", [3, 4, 64])

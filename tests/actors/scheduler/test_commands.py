@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.errors import DeadlineExceeded, EngineUnavailable, GroupFailed, RequestMoved
+from rayfin.actors.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    RequestHandedBack,
+    RunnerGroupFailed,
+)
 from rayfin.actors.scheduler.commands import Command, carry_out
 
 Make = Callable[..., Any]
@@ -17,7 +22,7 @@ def test_a_drain_ends(harness: Make) -> None:
     first = h.add(8, 12)
     h.step()
     carry_out(h.engine, Command.DRAIN)
-    with pytest.raises(RequestMoved):
+    with pytest.raises(RequestHandedBack):
         h.add(8)
     h.run()
     assert not first.open
@@ -66,7 +71,7 @@ def test_streams_go_on_after_a_sleep(
     h.step()  # what the last steps gave
     h.step()
     assert h.executor.num_submitted == submitted
-    with pytest.raises(RequestMoved):
+    with pytest.raises(RequestHandedBack):
         h.add(8)
     carry_out(h.engine, Command.WAKE)
     carry_out(h.engine, Command.WAKE)
@@ -102,7 +107,7 @@ def test_runners_that_die_around_a_sleep(harness: Make) -> None:
     assert not h.engine.stats().asleep and h.executor.epoch == 1
     h.step()
     carry_out(h.engine, Command.SLEEP)
-    h.engine.replace_runners(GroupFailed("the idle runner has died"))
+    h.engine.replace_runners(RunnerGroupFailed("the idle runner has died"))
     assert h.executor.asleep and h.executor.epoch == 2
     carry_out(h.engine, Command.WAKE)
     h.run()

@@ -9,11 +9,11 @@ import pytest
 from rayfin.actors.errors import (
     ContextLengthExceeded,
     EngineUnavailable,
-    GroupFailed,
     InvalidRequest,
     Overloaded,
     RayfinError,
     RequestFailed,
+    RunnerGroupFailed,
 )
 from rayfin.actors.messages import SAMPLED_LAST_STEP
 from rayfin.actors.scheduler.engine import MAX_RESTARTS_WITHOUT_PROGRESS
@@ -232,7 +232,7 @@ def test_gives_up_without_progress(harness: Make) -> None:
     h.step()
     h.executor.fail_at = {h.executor.num_run}
     h.executor.fail_restarts = MAX_RESTARTS_WITHOUT_PROGRESS
-    with pytest.raises(GroupFailed):
+    with pytest.raises(RunnerGroupFailed):
         h.step()
     assert h.executor.fail_restarts == 0 and h.executor.epoch == 0
 
@@ -321,6 +321,6 @@ def test_check_integrity_finds_a_lost_page(harness: Make) -> None:
     h = harness()
     h.add(5, 9)
     h.step()
-    h.engine.lifecycle.tables.pool.take(1)
+    h.engine.lifecycle.tables.pool.allocate(1)
     with pytest.raises(CacheError):
         h.engine.check_integrity()

@@ -16,11 +16,11 @@ def _prompt(length: int) -> list[int]:
 
 
 def _choices(h: Any, length: int, n: int = 4, max_tokens: int = 6, **settings: Any) -> list[Any]:
-    elder = h.add(_prompt(length), max_tokens, **settings)
-    key = elder.source.key
+    fork_parent = h.add(_prompt(length), max_tokens, **settings)
+    key = fork_parent.source.key
     return [
-        elder,
-        *(h.add(_prompt(length), max_tokens, sibling_of=key, **settings) for _ in range(n - 1)),
+        fork_parent,
+        *(h.add(_prompt(length), max_tokens, parent_key=key, **settings) for _ in range(n - 1)),
     ]
 
 
@@ -105,10 +105,10 @@ def test_abort_of_the_elder(
 ) -> None:
     """Whether in its prompt or later: its siblings go on, or start on their own."""
     h = harness(steps_in_flight=steps_in_flight, max_batch_tokens=8, prefix_caching=caching)
-    elder, *siblings = _choices(h, 30)
+    fork_parent, *siblings = _choices(h, 30)
     for _ in range(moment):
         h.step()
-    h.abort(elder)
+    h.abort(fork_parent)
     h.run()
     h.check()
     assert all(len(stream.tokens) == 6 for stream in siblings)
@@ -118,9 +118,9 @@ def test_elder_that_ends_with_its_first_token(
     harness: Make, scheduler: str, steps_in_flight: int, caching: bool
 ) -> None:
     h = harness(scheduler=scheduler, steps_in_flight=steps_in_flight, prefix_caching=caching)
-    elder = h.add(_prompt(19), 1)
+    fork_parent = h.add(_prompt(19), 1)
     for _ in range(3):
-        h.add(_prompt(19), 5, sibling_of=elder.source.key)
+        h.add(_prompt(19), 5, parent_key=fork_parent.source.key)
     h.run()
     h.check()
 
@@ -179,7 +179,7 @@ def test_priority_elder_that_is_preempted_is_not_waited_for(harness: Make) -> No
 
 def test_unknown_elder(harness: Make) -> None:
     h = harness()
-    h.add(_prompt(19), 4, sibling_of=77)
+    h.add(_prompt(19), 4, parent_key=77)
     h.run()
     h.check()
 
@@ -187,7 +187,7 @@ def test_unknown_elder(harness: Make) -> None:
 def test_keys_of_another_client_are_unknown(harness: Make) -> None:
     h = harness(prefix_caching=False)
     h.add(_prompt(9), 4, key=5, client="a")
-    h.add([1, 2, 3], 4, client="b", sibling_of=5)
+    h.add([1, 2, 3], 4, client="b", parent_key=5)
     h.run()
     h.check()
     assert not any(len(step.moves) for step in h.executor.log)
@@ -196,9 +196,9 @@ def test_keys_of_another_client_are_unknown(harness: Make) -> None:
 @pytest.mark.parametrize("change", [{"prompt": [1, 2, 3]}, {"extra_keys": ("salt",)}])
 def test_what_differs_is_no_sibling(harness: Make, change: dict[str, Any]) -> None:
     h = harness()
-    elder = h.add(_prompt(9), 4)
+    fork_parent = h.add(_prompt(9), 4)
     with pytest.raises(InvalidRequest, match="one prompt"):
-        h.add(**{"prompt": _prompt(9), "sibling_of": elder.source.key, **change})
+        h.add(**{"prompt": _prompt(9), "parent_key": fork_parent.source.key, **change})
     h.run()
     h.check()
 
@@ -206,10 +206,10 @@ def test_what_differs_is_no_sibling(harness: Make, change: dict[str, Any]) -> No
 def test_resubmitted_sibling_forks_its_prompt_only(harness: Make, caching: bool) -> None:
     """Its output is its own, and computed again."""
     h = harness(prefix_caching=caching, steps_in_flight=1)
-    elder = h.add(_prompt(10), 9)
+    fork_parent = h.add(_prompt(10), 9)
     h.step()
-    key = elder.source.key
-    again = h.add(_prompt(10), 9, output=[7, 7, 7, 7, 7], sibling_of=key)
+    key = fork_parent.source.key
+    again = h.add(_prompt(10), 9, output=[7, 7, 7, 7, 7], parent_key=key)
     h.run()
     h.check()
     step = next(step for step in h.executor.log if len(step.moves))

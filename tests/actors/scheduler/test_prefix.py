@@ -304,7 +304,7 @@ def test_sharing_never_changes_an_outcome(
 ) -> None:
     """The same requests in a tiny pool, caching on and off, leases of up to 1, 7 and 16."""
     outcomes, preemptions, hits, leases = [], 0, 0, 0
-    for caching, lease in itertools.product((True, False), (1, 7, 16)):
+    for caching, num_steps in itertools.product((True, False), (1, 7, 16)):
         h = harness(
             scheduler=scheduler,
             steps_in_flight=steps_in_flight,
@@ -314,7 +314,7 @@ def test_sharing_never_changes_an_outcome(
             max_decoding_batch=4,
             max_batch_tokens=16,
             prefix_caching=caching,
-            max_lease=lease,
+            max_lease=num_steps,
             step_seconds=0.0002,
         )
         h.executor.fail_at = {5 + seed, 11}
@@ -331,6 +331,6 @@ def test_sharing_never_changes_an_outcome(
         outcomes.append([(s.tokens, s.ended.finish_reason, s.ended.stop_reason) for s in streams])
         stats = h.engine.stats()
         preemptions, hits = preemptions + stats.preemptions, hits + stats.prefix_hits
-        leases += sum(step.lease > 1 for step in h.executor.log)
+        leases += sum(step.num_steps > 1 for step in h.executor.log)
     assert len(outcomes) == 6 and all(outcome == outcomes[0] for outcome in outcomes)
     assert preemptions and hits and leases

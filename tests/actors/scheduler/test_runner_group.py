@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import Fenced, GroupFailed, StepMissing
+from rayfin.actors.errors import Fenced, RunnerGroupFailed, StepMissing
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.scheduler import runner_group as group
 
@@ -77,28 +77,28 @@ def test_a_runner_that_nothing_reaches_is_given_up(
 ) -> None:
     monkeypatch.setattr(group, "RESEND_SECONDS", 0.0)
     pending, runner = step([LOST])
-    with pytest.raises(GroupFailed, match="unavailable"):
+    with pytest.raises(RunnerGroupFailed, match="unavailable"):
         pending.result()
     assert len(runner.sent) <= 2
 
 
 @pytest.mark.parametrize(
-    "said, kind, by_step",
+    "said, kind, caused_by_step",
     [
-        (ActorDiedError(), GroupFailed, False),
-        (RayTaskError("execute", "", ValueError("a bug")), GroupFailed, True),
+        (ActorDiedError(), RunnerGroupFailed, False),
+        (RayTaskError("execute", "", ValueError("a bug")), RunnerGroupFailed, True),
         (RayTaskError("execute", "", Fenced("a later scheduler's")), Fenced, None),
     ],
     ids=["dead", "a step that raises", "fenced"],
 )
 def test_what_is_known_to_be_over_is_not_sent_again(
-    said: Exception, kind: type, by_step: bool | None, step: Any
+    said: Exception, kind: type, caused_by_step: bool | None, step: Any
 ) -> None:
     pending, runner = step([said])
     with pytest.raises(kind) as caught:
         pending.result()
     assert len(runner.sent) == 1
-    assert getattr(caught.value, "by_step", None) is by_step
+    assert getattr(caught.value, "caused_by_step", None) is caused_by_step
     assert not isinstance(caught.value, group.CallLost)
 
 

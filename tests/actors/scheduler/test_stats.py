@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.messages import FREE, KEPT, SHARED, EngineSnapshot
-from rayfin.actors.scheduler.inbox import Question
+from rayfin.actors.scheduler.inbox import EngineCall
 from rayfin.actors.scheduler.stats import MOST_SHOWN
 
 Make = Callable[..., Any]
@@ -87,7 +87,7 @@ def test_no_more_are_shown_than_a_page_holds(harness: Make) -> None:
 def test_a_question_that_goes_wrong_is_its_askers(harness: Make) -> None:
     """Whoever watches cannot stop the loop."""
     engine = harness().engine
-    wrong, right = Question(lambda own: 1 / 0), Question(lambda own: own.stats().steps)
+    wrong, right = EngineCall(lambda own: 1 / 0), EngineCall(lambda own: own.stats().steps)
     wrong.reply(engine)
     right.reply(engine)
     assert right.answer.result(0) == 0

@@ -12,15 +12,15 @@ from rayfin.actors.scheduler.subscriptions import Subscriptions
 BEAT = TokenDeltas.only()
 
 
-def news(key: int) -> TokenDeltas:
+def runner_diff(key: int) -> TokenDeltas:
     return TokenDeltas.only(Ended(key, "length"))
 
 
 def test_news_until_it_is_closed() -> None:
     subscriptions = Subscriptions()
     subscriptions.renew("a")
-    first, second = news(1), news(2)
-    subscriptions.post({"a": first, "b": news(3)})  # nobody has heard of b
+    first, second = runner_diff(1), runner_diff(2)
+    subscriptions.post({"a": first, "b": runner_diff(3)})  # nobody has heard of b
     subscriptions.post({"a": second})
     reading = subscriptions.read("a", lambda: BEAT)
     assert next(reading) is first and next(reading) is second
@@ -30,21 +30,21 @@ def test_news_until_it_is_closed() -> None:
 
 def test_who_is_dismissed_reads_to_the_end_and_leaves() -> None:
     subscriptions = Subscriptions()
-    sent = [news(1), news(2)]
+    sent = [runner_diff(1), runner_diff(2)]
     for client in ("a", "b"):
         subscriptions.seat(client)
     for message in sent:
         subscriptions.post({"a": message})
-    assert subscriptions.dismiss() == 2
+    assert subscriptions.close_subscriptions() == 2
     assert list(subscriptions.read("a", lambda: BEAT)) == sent
-    assert subscriptions.dismiss() == 2
+    assert subscriptions.close_subscriptions() == 2
     subscriptions.close("a")
-    assert subscriptions.dismiss() == 1
+    assert subscriptions.close_subscriptions() == 1
     with pytest.raises(EngineUnavailable, match="being stopped"):
         subscriptions.seat("c")
     assert list(subscriptions.read("b", lambda: BEAT)) == []
     subscriptions.close("b")
-    assert subscriptions.dismiss() == 0
+    assert subscriptions.close_subscriptions() == 0
 
 
 def test_a_call_ends_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_call_ends_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -
     subscriptions = Subscriptions()
     reading = subscriptions.read("a", lambda: BEAT)
     subscriptions.renew("a")
-    sent = [news(key) for key in range(7)]
+    sent = [runner_diff(key) for key in range(7)]
     for message in sent:
         subscriptions.post({"a": message})
     assert inspect.isgenerator(reading)  # as Ray wants it
@@ -68,7 +68,7 @@ def test_each_client_has_a_seat_of_its_own() -> None:
     """From the first word to the last: the next one gets it when nobody reads in it any more."""
     subscriptions = Subscriptions()
     assert [subscriptions.seat(client) for client in "aba"] == [0, 1, 0]
-    reading, first = subscriptions.read("a", lambda: BEAT), news(1)
+    reading, first = subscriptions.read("a", lambda: BEAT), runner_diff(1)
     subscriptions.post({"a": first})
     assert next(reading) is first
     subscriptions.close("a")
@@ -93,7 +93,7 @@ def test_beats_come_between_news() -> None:
     subscriptions = Subscriptions(lambda: now)
     reading = subscriptions.read("a", lambda: BEAT, 10.0)
     assert next(reading) is BEAT
-    first, second, third = news(1), news(2), news(3)
+    first, second, third = runner_diff(1), runner_diff(2), runner_diff(3)
     for message in (first, second, third):
         subscriptions.post({"a": message})
     assert next(reading) is first

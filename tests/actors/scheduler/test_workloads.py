@@ -92,7 +92,7 @@ def test_streams_are_exact(
     event(f"preempted: {h.engine.lifecycle.num_preemptions > 0}")
     event(f"swapped: {h.engine.stats().swapped_in > 0}")
     event(f"shared: {h.engine.stats().prefix_hits > 0}")
-    event(f"leased: {any(step.lease > 1 for step in h.executor.log)}")
+    event(f"leased: {any(step.num_steps > 1 for step in h.executor.log)}")
     event(f"restarted: {h.executor.epoch > 0}")
 
 

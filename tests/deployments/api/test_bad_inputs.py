@@ -62,7 +62,7 @@ class LiveEngine:
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         key = next(self._keys)
         news = self._news[key] = asyncio.Queue()
-        self.engine.add(replace(request, client="edge", key=key, sibling_of=None))
+        self.engine.add(replace(request, client="edge", key=key, parent_key=None))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._loop())
         try:

@@ -129,7 +129,7 @@ def test_the_long_run_is_the_rate() -> None:
         except RateLimited as refusal:
             assert 1 <= refusal.retry_after <= 9
             continue
-        quotas.take("a", 50)
+        quotas.spend("a", 50)
         used += 80
     assert 600 + 9_990 - 80 <= used <= 600 + 10_000 + 80
 

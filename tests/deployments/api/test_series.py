@@ -11,12 +11,12 @@ import pytest
 from fastapi import FastAPI
 
 from rayfin.deployments.api.app import build_api
-from rayfin.deployments.client.metered import ObservedClient
-from rayfin.deployments.client.pool import RayEngineClient
+from rayfin.deployments.client.metered import MeteredEngineClient
+from rayfin.deployments.client.pool import EnginePool
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.keys import ApiKeys
-from rayfin.deployments.http.layers import EdgeSettings
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.http.layers import HttpSettings
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.telemetry.load import Load
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -39,13 +39,13 @@ Answer = tuple[int, bytes]
 @pytest.fixture
 async def api(world: Any, tokenizer: Tokenizer) -> AsyncIterator[FastAPI]:
     """Two models, each with the real scheduler, client and books; nothing but Ray is missing."""
-    edge = EdgeSettings(keys=ApiKeys.load(["right"]), admin_keys=ApiKeys.load(["operator"]))
+    edge = HttpSettings(keys=ApiKeys.load(["right"]), admin_keys=ApiKeys.load(["operator"]))
     load, services, clients = Load(), [], []
     for name in ("org/tiny", "large"):
         scheduler = world.start(name, vocab_size=tokenizer.vocab_size, num_pages=64)
-        clients.append(RayEngineClient("edge", lambda own={name: scheduler}: own))  # type: ignore[misc]
-        counts = IngressCounts()
-        client = ObservedClient(clients[-1], counts, name, alias="vllm")
+        clients.append(EnginePool("edge", lambda own={name: scheduler}: own))  # type: ignore[misc]
+        counts = IngressCounters()
+        client = MeteredEngineClient(clients[-1], counts, name, alias="vllm")
         services.append(
             OpenAIService(client, tokenizer, [name], 128, edge=edge, load=load, counts=counts)
         )

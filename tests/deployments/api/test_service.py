@@ -15,7 +15,7 @@ from rayfin.deployments.api.app import build_api
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.keys import ApiKeys
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -40,7 +40,7 @@ def second(service: OpenAIService, engine: Any, tokenizer: Any) -> OpenAIService
         client=other,
         model_names=["large"],
         max_model_len=1000,
-        counts=IngressCounts(),
+        counts=IngressCounters(),
     )
 
 
@@ -119,7 +119,7 @@ async def test_metrics_of_all_are_one_text(
 
         async def metrics(own: OpenAIService = own) -> bytes:
             ledger = Ledger()
-            ledger.take(own.counts.report(), 0.0)
+            ledger.apply(own.counts.report(), 0.0)
             return render(own.model_names[0], "vllm", ledger)
 
         own.client.metrics = metrics  # type: ignore[method-assign]

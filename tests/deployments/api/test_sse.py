@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 
 from rayfin.actors.errors import RequestFailed
-from rayfin.deployments.generation.generation import after, first_of
+from rayfin.deployments.generation.generation import chain_first, first_of
 from rayfin.deployments.http import sse
 from rayfin.deployments.http.sse import COMMENT, DONE, EventStream, closed_by_done
 
@@ -97,7 +97,7 @@ async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
     source = deltas()
     first = await first_of(cast(Request, Connected()), source)
     assert not first.done()
-    events = closed_by_done(after(first, source))
+    events = closed_by_done(chain_first(first, source))
     await EventStream(events, source, first=first)({"type": "http"}, stay, send)
     start, comment, *rest = bodies
     assert (start, comment) == (b"", COMMENT.encode())
@@ -136,5 +136,7 @@ async def test_a_client_that_leaves_before_the_first_event(monkeypatch: pytest.M
 
     source = deltas()
     first = await first_of(cast(Request, Connected()), source)
-    await EventStream(after(first, source), source, first=first)({"type": "http"}, leave, send)
+    await EventStream(chain_first(first, source), source, first=first)(
+        {"type": "http"}, leave, send
+    )
     assert closed and first.done()

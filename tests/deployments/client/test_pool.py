@@ -25,7 +25,7 @@ from rayfin.actors.messages import (
 from rayfin.deployments.client import connection as engine_link
 from rayfin.deployments.client import pool as ray_client
 from rayfin.deployments.client.lease_renewal import Renewal
-from rayfin.deployments.client.pool import Patience, RayEngineClient
+from rayfin.deployments.client.pool import EnginePool, Patience
 
 pytestmark = pytest.mark.anyio
 INFO = EngineInfo("fake", 128, 100, 10, 16)
@@ -148,11 +148,11 @@ def engines() -> list[FakeScheduler]:
 @pytest.fixture
 async def client(
     engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch, anyio_backend: str
-) -> AsyncIterator[RayEngineClient]:
+) -> AsyncIterator[EnginePool]:
     for name in ("REFRESH_SECONDS", "SEARCH_SECONDS"):
         monkeypatch.setattr(ray_client, name, 0.01)
     monkeypatch.setattr(engine_link, "RETRY_SECONDS", 0.01)
-    client = RayEngineClient(
+    client = EnginePool(
         "edge",
         lambda: {"app/engine/0": engines[0]} if engines else {},
         patience=Patience(newcomer=0.2, stream=5.0),
@@ -166,7 +166,7 @@ def request(name: str) -> EngineRequest:
     return EngineRequest(name, prompt, Sampling(), StopRules(9), key=next(KEYS))
 
 
-async def read(client: RayEngineClient, name: str) -> list[TokenDelta]:
+async def read(client: EnginePool, name: str) -> list[TokenDelta]:
     async with asyncio.timeout(10):
         return [delta async for delta in client.stream(request(name))]
 
@@ -178,7 +178,7 @@ async def until(happened: Callable[[], object]) -> None:
 
 
 async def test_requests_of_one_turn_travel_in_one_call(
-    client: RayEngineClient, engines: list[FakeScheduler]
+    client: EnginePool, engines: list[FakeScheduler]
 ) -> None:
     assert await client.info() == INFO
     reading = [asyncio.create_task(read(client, name)) for name in "abc"]
@@ -201,7 +201,7 @@ async def test_requests_of_one_turn_travel_in_one_call(
 
 
 async def test_a_subscription_goes_on_in_another_call(
-    client: RayEngineClient, engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
+    client: EnginePool, engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_link, "MESSAGES_PER_CALL", 3)
     reading = asyncio.create_task(read(client, "a"))
@@ -216,7 +216,7 @@ async def test_a_subscription_goes_on_in_another_call(
 
 
 async def test_stream_that_met_a_stop_string_is_stopped(
-    client: RayEngineClient, engines: list[FakeScheduler]
+    client: EnginePool, engines: list[FakeScheduler]
 ) -> None:
     wanted = request("a")
     deltas = client.stream(wanted)
@@ -233,7 +233,7 @@ async def test_stream_that_met_a_stop_string_is_stopped(
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
 async def test_stream_that_is_given_up_is_aborted(
-    client: RayEngineClient, engines: list[FakeScheduler], how: str
+    client: EnginePool, engines: list[FakeScheduler], how: str
 ) -> None:
     deltas = client.stream(request("a"))
     first = asyncio.create_task(anext(deltas))
@@ -258,7 +258,7 @@ async def test_stream_that_is_given_up_is_aborted(
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_cancellation_is_never_lost(
-    client: RayEngineClient, engines: list[FakeScheduler], turns: int
+    client: EnginePool, engines: list[FakeScheduler], turns: int
 ) -> None:
     """However early it comes: so many turns of the event loop after the start."""
     await client.info()
@@ -272,7 +272,7 @@ async def test_a_cancellation_is_never_lost(
 
 
 async def test_nothing_is_sent_in_the_name_of_a_request(
-    client: RayEngineClient, engines: list[FakeScheduler]
+    client: EnginePool, engines: list[FakeScheduler]
 ) -> None:
     """Ray cancels what a cancelled request has called: its abort, and others' requests with it."""
 
@@ -288,7 +288,7 @@ async def test_nothing_is_sent_in_the_name_of_a_request(
 
 
 async def test_refusal_is_raised_to_its_request_alone(
-    client: RayEngineClient, engines: list[FakeScheduler]
+    client: EnginePool, engines: list[FakeScheduler]
 ) -> None:
     reading = [asyncio.create_task(read(client, name)) for name in "ab"]
     await until(lambda: engines[0].calls)
@@ -304,7 +304,7 @@ async def test_refusal_is_raised_to_its_request_alone(
 
 @pytest.mark.parametrize("dies", [True, False])
 async def test_lost_engine_is_a_pause(
-    client: RayEngineClient, engines: list[FakeScheduler], dies: bool
+    client: EnginePool, engines: list[FakeScheduler], dies: bool
 ) -> None:
     """It died, or closed the connection of a client that it took for gone: the next one goes on."""
     lost = engines[0]
@@ -325,7 +325,7 @@ async def test_lost_engine_is_a_pause(
     assert engines[0].aborts == lost.aborts == []
 
 
-async def test_no_engine(client: RayEngineClient, engines: list[FakeScheduler]) -> None:
+async def test_no_engine(client: EnginePool, engines: list[FakeScheduler]) -> None:
     assert await client.info() == INFO
     lost = engines.pop()
     lost.die()
@@ -339,13 +339,13 @@ async def test_no_engine(client: RayEngineClient, engines: list[FakeScheduler]) 
 
 
 async def test_there_never_was_an_engine(anyio_backend: str) -> None:
-    client = RayEngineClient("edge", dict, patience=Patience(newcomer=0.01))
+    client = EnginePool("edge", dict, patience=Patience(newcomer=0.01))
     with pytest.raises(EngineUnavailable, match="no engine is ready"):
         await client.info()
     client.close()
 
 
-async def test_health_is_progress(client: RayEngineClient, engines: list[FakeScheduler]) -> None:
+async def test_health_is_progress(client: EnginePool, engines: list[FakeScheduler]) -> None:
     await client.info()
     (link,) = client._links.values()
 
@@ -370,7 +370,7 @@ async def test_lease_is_renewed_whatever_the_event_loop_does(
     engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_link, "Renewal", lambda renew: Renewal(renew, 0.01))
-    client = RayEngineClient("edge", lambda: {"app/engine/0": engines[0]})
+    client = EnginePool("edge", lambda: {"app/engine/0": engines[0]})
     await until(lambda: bool(engines[0].calls))
     before = len(engines[0].calls)
     time.sleep(0.2)  # the event loop stands still
@@ -390,7 +390,7 @@ async def test_refused_connection_is_told_once_and_tried_again(
 ) -> None:
     monkeypatch.setattr(engine_link, "RETRY_SECONDS", 0.01)
     engines[0].full = True
-    client = RayEngineClient("edge", lambda: {"app/engine/0": engines[0]})
+    client = EnginePool("edge", lambda: {"app/engine/0": engines[0]})
     await until(lambda: "the engine is full" in caplog.text)
     await asyncio.sleep(0.1)
     assert caplog.text.count("the engine is full") == 1
@@ -405,7 +405,7 @@ async def test_event_loop_that_hangs_loses_its_lease(
     monkeypatch.setattr(engine_link, "Renewal", lambda renew: Renewal(renew, 0.01))
     monkeypatch.setattr(engine_link, "TICK_SECONDS", 0.01)
     monkeypatch.setattr(engine_link, "STUCK_SECONDS", 0.2)
-    client = RayEngineClient("edge", lambda: {"app/engine/0": engines[0]})
+    client = EnginePool("edge", lambda: {"app/engine/0": engines[0]})
     await until(lambda: bool(engines[0].calls))
     time.sleep(0.3)
     calls = len(engines[0].calls)

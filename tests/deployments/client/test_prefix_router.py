@@ -128,7 +128,7 @@ class Cache:
         self.asked += len(source.prompt)
         self.hit += PAGE * len(pages)
         slot = self.free.popleft()
-        self.tables.adopt(slot, pages)
+        self.tables.share(slot, pages)
         while not self.tables.grow(slot, len(source.prompt)):
             self.end()
         self.tables.publish(slot, chain, source.prompt)

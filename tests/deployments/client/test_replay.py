@@ -22,7 +22,7 @@ def source(**settings: object) -> EngineRequest:
 
 
 def test_first_attempt_is_the_request_itself() -> None:
-    request = source(timeout=3.0, sibling_of=7)
+    request = source(timeout=3.0, parent_key=7)
     assert Replay(request, 10.0).attempt(10.0) == request
 
 
@@ -30,8 +30,8 @@ def test_tokens_and_time_so_far() -> None:
     request = source(timeout=3.0, output=[8])  # an answer that is gone on with
     replay = Replay(request, 10.0)
     first = replay.attempt(10.0)
-    replay.take(TokenDelta("r", [4]), 10.5)
-    replay.take(TokenDelta("r", [5, 6]), 10.6)
+    replay.accept(TokenDelta("r", [4]), 10.5)
+    replay.accept(TokenDelta("r", [5, 6]), 10.6)
     second = replay.attempt(12.0)
     assert second.output == [8, 4, 5, 6] and first.output == request.output == [8]
     assert second.timeout == 1.0
@@ -45,13 +45,13 @@ def test_tokens_and_time_so_far() -> None:
 
 
 def test_keys_are_new_and_siblings_meet() -> None:
-    elder, younger = source(), source(sibling_of=KEY_MASK - 1)
+    fork_parent, younger = source(), source(parent_key=KEY_MASK - 1)
     younger.key = 3
-    replays = [Replay(elder, 0.0), Replay(younger, 0.0)]
+    replays = [Replay(fork_parent, 0.0), Replay(younger, 0.0)]
     keys = set()
     for _ in range(5):
         first, second = (replay.attempt(0.0) for replay in replays)
-        assert second.sibling_of == first.key
+        assert second.parent_key == first.key
         keys |= {first.key, second.key}
     assert len(keys) == 10 and all(0 <= key <= KEY_MASK for key in keys)
 
@@ -59,10 +59,10 @@ def test_keys_are_new_and_siblings_meet() -> None:
 def test_prompt_is_told_of_once() -> None:
     replay = Replay(source(), 0.0)
     replay.attempt(0.0)
-    assert replay.take(TokenDelta("r", [], prompt_logprobs={1: SCORE}), 0.0).prompt_logprobs
+    assert replay.accept(TokenDelta("r", [], prompt_logprobs={1: SCORE}), 0.0).prompt_logprobs
     again = replay.attempt(0.0)
     assert again.sampling.prompt_logprobs == 0
-    delta = replay.take(TokenDelta("r", [], prompt_logprobs={1: SCORE, 2: SCORE}), 0.0)
+    delta = replay.accept(TokenDelta("r", [], prompt_logprobs={1: SCORE, 2: SCORE}), 0.0)
     assert delta.prompt_logprobs == {2: SCORE}
     assert replay.attempt(0.0).sampling == Sampling(seed=5)  # there is nothing left to tell
 
@@ -70,9 +70,9 @@ def test_prompt_is_told_of_once() -> None:
 def test_cached_tokens_are_of_the_prompt() -> None:
     replay = Replay(source(), 0.0)
     replay.attempt(0.0)
-    assert replay.take(TokenDelta("r", [4], "length", cached_tokens=2), 0.0).cached_tokens == 2
+    assert replay.accept(TokenDelta("r", [4], "length", cached_tokens=2), 0.0).cached_tokens == 2
     replay.attempt(0.0)
-    assert replay.take(TokenDelta("r", [4], "length", cached_tokens=7), 0.0).cached_tokens == 3
+    assert replay.accept(TokenDelta("r", [4], "length", cached_tokens=7), 0.0).cached_tokens == 3
 
 
 def test_only_deaths_in_a_row_count() -> None:
@@ -82,7 +82,7 @@ def test_only_deaths_in_a_row_count() -> None:
     assert replay.attempt(0.0).deaths == 1
     replay.died()
     assert replay.attempt(0.0).deaths == 2
-    replay.take(TokenDelta("r", [4]), 0.0)
+    replay.accept(TokenDelta("r", [4]), 0.0)
     replay.died()
     assert replay.attempt(0.0).deaths == 1
 
@@ -91,12 +91,12 @@ def test_waiting_is_counted_from_the_loss() -> None:
     replay = Replay(source(), 1.0)
     assert replay.waiting_since == 1.0
     replay.attempt(2.0)
-    replay.take(TokenDelta("r", [4]), 5.0)
+    replay.accept(TokenDelta("r", [4]), 5.0)
     replay.lost(6.0)
     replay.attempt(7.0)
     replay.lost(8.0)  # nothing came in between
     assert replay.waiting_since == 6.0
     replay.attempt(9.0)
-    replay.take(TokenDelta("r", [5]), 10.0)
+    replay.accept(TokenDelta("r", [5]), 10.0)
     replay.lost(11.0)
     assert replay.waiting_since == 11.0

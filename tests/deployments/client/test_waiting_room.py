@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 from rayfin.actors.errors import EngineUnavailable, Overloaded
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
 from rayfin.deployments.client import waiting_room
-from rayfin.deployments.client.pool import Patience, RayEngineClient
+from rayfin.deployments.client.pool import EnginePool, Patience
 from rayfin.deployments.client.waiting_room import WaitingRoom
 
 pytestmark = pytest.mark.anyio
@@ -75,16 +75,16 @@ def request(tokens: int = 3) -> EngineRequest:
 
 
 @pytest.fixture
-async def zero(anyio_backend: str) -> AsyncIterator[tuple[RayEngineClient, Starts]]:
+async def zero(anyio_backend: str) -> AsyncIterator[tuple[EnginePool, Starts]]:
     """An ingress' client while there is no engine."""
     starts = Starts()
     room = WaitingRoom(2, 10, starts)
-    client = RayEngineClient("edge", dict, patience=Patience(60.0), room=room)
+    client = EnginePool("edge", dict, patience=Patience(60.0), room=room)
     yield client, starts
     client.close()
 
 
-async def test_what_waits_is_bounded(zero: tuple[RayEngineClient, Starts]) -> None:
+async def test_what_waits_is_bounded(zero: tuple[EnginePool, Starts]) -> None:
     client, starts = zero
     first = asyncio.create_task(anext(client.stream(request(8))))
     await turns()
@@ -102,7 +102,7 @@ async def test_what_waits_is_bounded(zero: tuple[RayEngineClient, Starts]) -> No
 
 
 async def test_zero_is_healthy_until_somebody_waits_in_vain(anyio_backend: str) -> None:
-    client = RayEngineClient("edge", dict, patience=Patience(0.0), room=WaitingRoom(start=Starts()))
+    client = EnginePool("edge", dict, patience=Patience(0.0), room=WaitingRoom(start=Starts()))
     await client.check_health()
     with pytest.raises(EngineUnavailable, match="no engine has taken the request for 0 s"):
         await anext(client.stream(request()))
@@ -112,7 +112,7 @@ async def test_zero_is_healthy_until_somebody_waits_in_vain(anyio_backend: str) 
 
 
 async def test_elsewhere_an_engine_that_is_missing_is_a_fault(anyio_backend: str) -> None:
-    client = RayEngineClient("edge", dict)
+    client = EnginePool("edge", dict)
     with pytest.raises(EngineUnavailable):
         await client.check_health()
     client.close()

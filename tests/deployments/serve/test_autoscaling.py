@@ -11,7 +11,7 @@ from rayfin.deployments.app import bind_app
 from rayfin.deployments.serve.autoscaling import (
     TTFT_SECONDS,
     WAITING_TOKENS,
-    Report,
+    AutoscalingReport,
     autoscaling,
     wanted,
 )
@@ -42,25 +42,25 @@ def test_engines_for_the_work(reports: dict[str, list[float]], engines: int) -> 
 
 
 def test_the_queue_at_the_pace_so_far() -> None:
-    report = Report()
-    first = report.take(EngineStats(waiting_tokens=900, prompt_tokens=1000), 10.0)
+    report = AutoscalingReport()
+    first = report.update(EngineStats(waiting_tokens=900, prompt_tokens=1000), 10.0)
     assert first == {"waiting_tokens": 900.0, "page_share": 0.0, "ttft": 0.0, "busy": 1.0}
     now = 10.0
     prompts = 1000
     for _ in range(30):  # 100 tokens a second are admitted, and come
         now += 2.0
         prompts += 200
-        last = report.take(EngineStats(waiting_tokens=900, prompt_tokens=prompts), now)
+        last = report.update(EngineStats(waiting_tokens=900, prompt_tokens=prompts), now)
     assert last["ttft"] == pytest.approx(9.0, rel=0.01)
-    idle = report.take(EngineStats(pages_held=16, pages_total=64, prompt_tokens=prompts), now + 1)
+    idle = report.update(EngineStats(pages_held=16, pages_total=64, prompt_tokens=prompts), now + 1)
     assert idle == {"waiting_tokens": 0.0, "page_share": 0.25, "ttft": 0.0, "busy": 0.0}
 
 
 def test_short_requests_between_two_looks_are_work() -> None:
-    report = Report()
+    report = AutoscalingReport()
     looks = [(0, 0), (0, 0), (5, 0), (5, 3), (5, 3)]  # prompt tokens and tokens so far
     taken = [
-        report.take(EngineStats(prompt_tokens=prompts, generation_tokens=tokens), float(now))
+        report.update(EngineStats(prompt_tokens=prompts, generation_tokens=tokens), float(now))
         for now, (prompts, tokens) in enumerate(looks)
     ]
     assert [own["busy"] for own in taken] == [1.0, 0.0, 1.0, 1.0, 0.0]

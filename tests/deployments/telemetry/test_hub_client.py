@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from rayfin.actors.metrics.ledger import INGRESSES, Ledger, Report
-from rayfin.deployments.client.metered import ObservedClient
+from rayfin.actors.metrics.ledger import INGRESSES, CounterReport, Ledger
+from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.telemetry import hub_client as hub_link
-from rayfin.deployments.telemetry.hub_client import MISSES, HubLink
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.telemetry.hub_client import MISSES, HubClient
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 pytestmark = pytest.mark.anyio
 LEFT = ("client_disconnects", ())
 
 
 class Method:
-    def __init__(self, call: Callable[[Report], Awaitable[Any]]) -> None:
+    def __init__(self, call: Callable[[CounterReport], Awaitable[Any]]) -> None:
         self.remote = call
 
 
@@ -32,11 +32,11 @@ class Hub:
         self.report = Method(self._report)
         self.scrape = Method(self._scrape)
 
-    async def _report(self, report: Report) -> tuple[Ledger, bytes]:
+    async def _report(self, report: CounterReport) -> tuple[Ledger, bytes]:
         await self._answer(report)
         return self.ledger.copy(), self._text()
 
-    async def _scrape(self, report: Report) -> bytes:
+    async def _scrape(self, report: CounterReport) -> bytes:
         if self.busy is not None:
             await self.busy.wait()
         await self._answer(report)
@@ -45,12 +45,12 @@ class Hub:
     def _text(self) -> bytes:
         return f"left {self.ledger.totals[INGRESSES].counters[LEFT]:g}".encode()
 
-    async def _answer(self, report: Report) -> None:
+    async def _answer(self, report: CounterReport) -> None:
         if self.dead:
             raise ActorDiedError
         if self.hung:
             await asyncio.Event().wait()
-        self.ledger.take(report, 0.0)
+        self.ledger.apply(report, 0.0)
 
 
 class Registry:
@@ -98,10 +98,10 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-def connect(registry: Registry, counts: IngressCounts) -> tuple[HubLink, ObservedClient]:
-    link = HubLink(registry.start, registry.kill, counts.report)
+def connect(registry: Registry, counts: IngressCounters) -> tuple[HubClient, MeteredEngineClient]:
+    link = HubClient(registry.start, registry.kill, counts.report)
     engines: Any = FakeEngines()
-    return link, ObservedClient(engines, counts, "m", link)
+    return link, MeteredEngineClient(engines, counts, "m", link)
 
 
 def left(text: bytes) -> float:
@@ -113,12 +113,12 @@ def left(text: bytes) -> float:
 
 
 async def test_no_counter_goes_backwards_when_the_hub_dies() -> None:
-    registry, counts = Registry(), IngressCounts()
+    registry, counts = Registry(), IngressCounters()
     link, observed = connect(registry, counts)
     await until(lambda: registry.hubs)
-    other = IngressCounts()
+    other = IngressCounters()
     other.disconnects = 10  # one that has died meanwhile: only the hub knows
-    registry.hubs[0].ledger.take(other.report(), 0.0)
+    registry.hubs[0].ledger.apply(other.report(), 0.0)
     counts.disconnects = 1
     await until(lambda: link.known.totals and link.known.totals[INGRESSES].counters[LEFT] == 11)
     assert await observed.metrics() == b"left 11"
@@ -139,7 +139,7 @@ async def test_no_counter_goes_backwards_when_the_hub_dies() -> None:
 
 
 async def test_a_hub_that_hangs_is_replaced() -> None:
-    registry, counts = Registry(), IngressCounts()
+    registry, counts = Registry(), IngressCounters()
     link, observed = connect(registry, counts)
     await until(lambda: link.known.totals)
     registry.hubs[0].hung = True
@@ -155,7 +155,7 @@ async def test_a_scrape_does_not_wait_for_a_busy_hub(monkeypatch: pytest.MonkeyP
     """It is told what the hub said last; what comes late is for the next one."""
     for name in ("REPORT_SECONDS", "ANSWER_SECONDS", "YOUNG_SECONDS"):
         monkeypatch.setattr(hub_link, name, 3600.0)
-    registry, counts = Registry(), IngressCounts()
+    registry, counts = Registry(), IngressCounters()
     link, observed = connect(registry, counts)
     await until(lambda: link.known.totals)  # its one report
     hub = registry.hubs[0]
@@ -180,7 +180,7 @@ async def test_a_scrape_does_not_wait_for_a_busy_hub(monkeypatch: pytest.MonkeyP
 
 
 async def test_an_overtaken_text_is_not_told() -> None:
-    link, _ = connect(Registry(), IngressCounts())
+    link, _ = connect(Registry(), IngressCounters())
     link._keep(hub_link._Text(2, 1.0, b"second"))
     link._keep(hub_link._Text(1, 0.0, b"first"))
     assert link._text.text == b"second"
@@ -190,6 +190,6 @@ async def test_an_overtaken_text_is_not_told() -> None:
 async def test_there_are_metrics_before_there_is_a_hub() -> None:
     registry = Registry()
     registry.fails = True
-    link, observed = connect(registry, IngressCounts())
+    link, observed = connect(registry, IngressCounters())
     assert left(await observed.metrics()) == 0
     link.close()

@@ -44,8 +44,8 @@ def test_choices_have_their_own_ids_and_seeds() -> None:
 
 def test_choices_name_the_first_as_their_sibling() -> None:
     first, *others = build([1, 2], n=3)
-    assert first.sibling_of is None
-    assert [own.sibling_of for own in others] == [first.key] * 2
+    assert first.parent_key is None
+    assert [own.parent_key for own in others] == [first.key] * 2
     assert [own.key for own in others] == [first.key + 1, first.key + 2]
     assert build([1, 2])[0].key != first.key
 

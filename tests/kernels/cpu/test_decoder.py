@@ -108,7 +108,7 @@ class Weights:
         angles = torch.arange(float(POSITIONS)).unsqueeze(1) * THETA ** (
             -torch.arange(ROTARY // 2) / (ROTARY // 2)
         )
-        decoder.turn_by([(angles.cos(), angles.sin())])
+        decoder.set_rope_tables([(angles.cos(), angles.sin())])
         return decoder
 
     def run(

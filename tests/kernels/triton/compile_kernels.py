@@ -91,7 +91,7 @@ def layers() -> Iterator[Kernel]:
     for stored in ("bf16", FP8):
         more = types | end | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
         name = f"turn and write, pages {stored}"
-        yield name, layer_kernels.turn_and_write, more, constants | behind, {"num_warps": 4}
+        yield name, layer_kernels.rope_and_write_kv, more, constants | behind, {"num_warps": 4}
 
     types = {"gate_up": "*bf16", "out": "*bf16", "size": "i32", "eps": "fp32"} | end
     for activation in (0, 1, 2):

@@ -9,11 +9,11 @@ from rayfin.kernels import reference
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import experts as module
-from rayfin.kernels.triton.experts import TileShape, most_tiles, run_experts
+from rayfin.kernels.triton.experts import ExpertTileShape, most_tiles, run_experts
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 Run = Callable[..., torch.Tensor]
-SMALL = TileShape(rows=16, columns=16, depth=16, warps=1, stages=1)
+SMALL = ExpertTileShape(rows=16, columns=16, depth=16, warps=1, stages=1)
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,7 @@ def test_turn_and_write(
     cos, sin = tables(32, rotary_dim // 2)
     stream, bias = normal(tokens, 40, seed=3).to(dtype), normal(qkv.shape[1], seed=4).to(dtype)
     behind = end_of(stream, bias if "add" in end else None, device) if end else None
-    query = layers.turn_and_write(
+    query = layers.rope_and_write_kv(
         qkv.to(device),
         None if query_norm is None else query_norm.to(device),
         None if key_norm is None else key_norm.to(device),
@@ -148,7 +148,7 @@ def test_fp8_pages_hold_the_rounded_numbers_of_float32_pages(device: torch.devic
     for dtype in (torch.float32, FP8):
         shape = (tokens // 4, 4, kv_heads, dim)
         pages[dtype] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
-        layers.turn_and_write(
+        layers.rope_and_write_kv(
             qkv.to(device),
             None,
             (50 * normal(dim, seed=2)).to(device),

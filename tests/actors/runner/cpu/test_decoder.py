@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rayfin.actors.errors import NotRecognised
+from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.cpu import decoder as module
-from rayfin.actors.runner.cpu.decoder import FusedModel, fuse
+from rayfin.actors.runner.cpu.decoder import CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import PackedExpertsModule, PackedLinear, pack_linears
 from rayfin.actors.runner.models.inspect_layers import norm_weight
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
@@ -37,7 +37,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> PagedModel:
 
 
 def test_recognised_or_left_alone(architecture: str, tiny_model: Make, kernels: CpuKernels) -> None:
-    fused = fuse(load(tiny_model(architecture).folder), kernels)
+    fused = build_cpu_decoder(load(tiny_model(architecture).folder), kernels)
     assert (fused is not None) == (architecture in DENSE)
 
 
@@ -46,7 +46,7 @@ def test_logits_agree(family: str, tiny_model: Make, kernels: CpuKernels) -> Non
     """Far closer than where fusing is refused: in float32 and with 16-bit weights and pages."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         paged = load(tiny_model(family).folder, dtype)
-        fused = fuse(paged, kernels)
+        fused = build_cpu_decoder(paged, kernels)
         assert fused is not None
         assert module._difference(paged, fused) < tolerance
 
@@ -59,7 +59,7 @@ def test_a_difference_is_noticed(
     mlp = paged.transformer.model.layers[1].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x) * 1.01
-    assert fuse(paged, kernels) is None
+    assert build_cpu_decoder(paged, kernels) is None
     assert "logits would differ by" in caplog.text
 
 
@@ -67,10 +67,10 @@ def test_unknown_modules_are_not_recognised(tiny_model: Make, kernels: CpuKernel
     for path in ("model.layers.0", "model.layers.2.self_attn", "model.layers.0.mlp", "model"):
         paged = load(tiny_model("llama").folder)
         paged.transformer.get_submodule(path).add_module("extra", torch.nn.Linear(2, 2))
-        assert fuse(paged, kernels) is None
+        assert build_cpu_decoder(paged, kernels) is None
     paged = load(tiny_model("llama").folder)
     paged.transformer.model.layers[0].input_layernorm = torch.nn.LayerNorm(32)
-    assert fuse(paged, kernels) is None
+    assert build_cpu_decoder(paged, kernels) is None
 
 
 def test_norms_of_both_kinds() -> None:
@@ -89,7 +89,7 @@ def test_norms_of_both_kinds() -> None:
         weight = norm_weight(norm)
         assert weight is not None and weight[1] == 1e-5
         torch.testing.assert_close(weight[0], norm.weight.detach() + offset)
-    with pytest.raises(NotRecognised):
+    with pytest.raises(UnrecognizedModule):
         norm_weight(Norm(0.5))
     assert norm_weight(None) is None
 
@@ -169,7 +169,7 @@ def test_linear_layers_come_back(tiny_model: Make, kernels: CpuKernels) -> None:
 def test_the_runner_fuses(tiny_model: Make, served: Make) -> None:
     if try_kernels(1) is None:
         pytest.skip("the CPU kernels are not built")
-    assert isinstance(served(tiny_model("qwen3").folder).runner._model, FusedModel)
+    assert isinstance(served(tiny_model("qwen3").folder).runner._model, CpuDecoder)
     torch_only = served(tiny_model("qwen3").folder, attention="torch")
     assert isinstance(torch_only.runner._model, PagedModel)
 
@@ -179,9 +179,9 @@ def test_rotary_tables_grow(tiny_model: Make, served: Make, request_of: Make) ->
     tiny = tiny_model("llama")
     engine = served(tiny.folder, page_size=16)
     model = engine.runner._model
-    if not isinstance(model, FusedModel):
+    if not isinstance(model, CpuDecoder):
         pytest.skip("the CPU kernels are not built")
-    model._decoder.turn_by(model._rotate(5))
+    model._decoder.set_rope_tables(model._rotate(5))
     prompt = [3 + i % 100 for i in range(40)]
     assert engine.run(request_of(0, prompt, 12))[0] == tiny.greedy(prompt, 12)
     assert model._decoder.positions >= 52

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from rayfin.actors.runner import model_runner
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.models.replace import probe_logits
-from rayfin.actors.scheduler.policy import multi_step as lease
+from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.sampling import select as sampling_select
 
 pytest.importorskip("triton")
-from rayfin.actors.runner.gpu.decoder import fuse_for_gpu
+from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
 from rayfin.actors.runner.gpu.experts import TOLERANCE, GroupedExperts, group_experts
 from rayfin.kernels.attention.triton_backend import TritonAttention
 from rayfin.kernels.triton.products import FEW_ROWS
@@ -74,7 +74,7 @@ def test_logits_agree(
     launches a layer for few rows and for many."""
     paged = load(tiny_model(family).folder)
     wanted = probe_logits(paged, paged)
-    fused = fuse_for_gpu(paged, TritonAttention(DEVICE))
+    fused = build_gpu_decoder(paged, TritonAttention(DEVICE))
     assert fused is not None
     for few_rows, count in ((FEW_ROWS, few), (0, many)):
         fused.few_rows = few_rows
@@ -83,7 +83,9 @@ def test_logits_agree(
             given = probe_logits(fused, paged)
         torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
         if DEVICE.type == "cpu":
-            first, second, *_ = (i for i, n in enumerate(launches.names) if n == "turn_and_write")
+            first, second, *_ = (
+                i for i, n in enumerate(launches.names) if n == "rope_and_write_kv"
+            )
             assert second - first == count, launches.names[first:second]
     again = probe_logits(paged, paged)  # on the merged weights, of which it has a part
     torch.testing.assert_close(again, wanted, rtol=1e-5, atol=1e-5)
@@ -101,7 +103,7 @@ def test_float16_takes_no_more_launches(tiny_model: Make, launches: Launches) ->
     weight = first.mlp.gate_proj.weight.float() * first.post_attention_layernorm.weight.float()
     assert (stream.float() @ weight.T).abs().max() > torch.finfo(torch.float16).max
     wanted = probe_logits(paged, paged)
-    fused = fuse_for_gpu(paged, TritonAttention(DEVICE))
+    fused = build_gpu_decoder(paged, TritonAttention(DEVICE))
     assert fused is not None
     for few_rows, count in ((FEW_ROWS, 6), (0, 7)):
         fused.few_rows = few_rows
@@ -111,7 +113,7 @@ def test_float16_takes_no_more_launches(tiny_model: Make, launches: Launches) ->
         apart = (given - wanted).abs().max() / wanted.abs().max()
         assert apart < TOLERANCE[torch.float16]
         if DEVICE.type == "cpu":
-            start, end, *_ = (i for i, n in enumerate(launches.names) if n == "turn_and_write")
+            start, end, *_ = (i for i, n in enumerate(launches.names) if n == "rope_and_write_kv")
             assert end - start == count, launches.names[start:end]
 
 
@@ -122,10 +124,10 @@ def test_what_is_not_recognised_or_differs_stays(
     mlp = paged.transformer.model.layers[1].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x) * 1.01
-    assert fuse_for_gpu(paged, TritonAttention(DEVICE)) is None
+    assert build_gpu_decoder(paged, TritonAttention(DEVICE)) is None
     assert "logits would differ by" in caplog.text
     mlp.add_module("extra", torch.nn.Linear(2, 2))
-    assert fuse_for_gpu(paged, TritonAttention(DEVICE)) is None
+    assert build_gpu_decoder(paged, TritonAttention(DEVICE)) is None
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -137,7 +139,7 @@ def test_experts_are_grouped(family: str, tiny_model: Make) -> None:
     grouped = [own for own in paged.transformer.modules() if isinstance(own, GroupedExperts)]
     assert len(grouped) == (2 if family == "deepseek_v3" else 3)
     torch.testing.assert_close(probe_logits(paged, paged), wanted, rtol=1e-4, atol=1e-4)
-    fused = fuse_for_gpu(paged, TritonAttention(DEVICE))
+    fused = build_gpu_decoder(paged, TritonAttention(DEVICE))
     assert (fused is None) == (family == "deepseek_v3")
     if fused is not None:
         torch.testing.assert_close(probe_logits(fused, paged), wanted, rtol=1e-4, atol=1e-4)
@@ -159,7 +161,7 @@ def test_tokens_of_a_mixture(
     """What transformers says, through the runner: prompts in chunks, and leases as on a GPU."""
     for module in (model_runner, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
-    monkeypatch.setattr(lease, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
+    monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
     tiny = tiny_model("mixtral")
     engine = served(
         tiny.folder, attention="triton", max_lease=3, max_decoding_batch=2, device=DEVICE.type

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rayfin.actors.runner.gpu.graph_tokens import LeaseTokens
+from rayfin.actors.runner.gpu.graph_tokens import GraphTokens
 
 
 class LateCopies:
@@ -25,16 +25,16 @@ class LateCopies:
 def test_every_step_keeps_its_tokens(aside: bool) -> None:
     """Though all steps sample into one tensor, and copies are late; of two leases in turn."""
     side = LateCopies() if aside else None
-    tokens = LeaseTokens(3, 4, torch.device("cpu"), side)  # type: ignore[arg-type]
+    tokens = GraphTokens(3, 4, torch.device("cpu"), side)  # type: ignore[arg-type]
     assert len(tokens) == 3
     sampled = torch.empty(4, dtype=torch.int64)
     taken = []
-    for lease, bucket in ((3, 4), (2, 2)):
-        for step in range(lease):
-            sampled.copy_(torch.arange(4) + 10 * step + 100 * lease)
+    for num_steps, bucket in ((3, 4), (2, 2)):
+        for step in range(num_steps):
+            sampled.copy_(torch.arange(4) + 10 * step + 100 * num_steps)
             tokens.keep(step, sampled[:bucket])
             assert side is None or len(side.begun) == step + 1
-        taken.append(tokens.take(lease, bucket - 1))
+        taken.append(tokens.collect(num_steps, bucket - 1))
         assert side is None or not side.begun
     assert [array.dtype for array in taken] == ["int32", "int32"]
     assert taken[0].tolist() == [[300, 301, 302], [310, 311, 312], [320, 321, 322]]

@@ -13,12 +13,12 @@ import torch
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner import model_runner
 from rayfin.actors.runner.step.request_slots import RequestSlots
-from rayfin.actors.scheduler.policy import multi_step as lease
+from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.sampling import select as sampling_select
 
 pytest.importorskip("triton")
-from rayfin.actors.runner.gpu.decode_state import bucket_of, bucket_sizes, steps_of
+from rayfin.actors.runner.gpu.decode_state import bucket_of, bucket_sizes, max_steps_per_row
 from rayfin.actors.runner.gpu.graphs import DecodeGraphs
 
 Make = Callable[..., Any]
@@ -33,7 +33,7 @@ def test_buckets() -> None:
     assert [bucket_of(rows, sizes) for rows in (1, 3, 33, 512, 513)] == [1, 4, 48, 512, None]
 
 
-def decode_info(kv_len: list[int], lease: int) -> SchedulerInfo:
+def decode_info(kv_len: list[int], num_steps: int) -> SchedulerInfo:
     rows = np.arange(len(kv_len), dtype=np.int32)
     return SchedulerInfo(
         epoch=0,
@@ -50,25 +50,25 @@ def decode_info(kv_len: list[int], lease: int) -> SchedulerInfo:
         prefill_batch=0,
         new_pages=np.arange(3 * len(rows), dtype=np.int32),
         new_pages_len=np.full_like(rows, 3),
-        lease=lease,
+        num_steps=num_steps,
     )
 
 
 def test_steps_end_at_the_cap_and_within_the_pages() -> None:
-    """As many as `goes_on` lets through when nobody meets a stop token."""
-    info = decode_info([4, 4, 4, 11], lease=6)
+    """As many as `still_decoding` lets through when nobody meets a stop token."""
+    info = decode_info([4, 4, 4, 11], num_steps=6)
     info.new_requests = [
         NewRequest(handle, Sampling(), cap=cap) for handle, cap in enumerate((100, 8, 5, 100))
     ]
     slots = RequestSlots(4, 8)
     slots.apply(info)
-    steps = steps_of(info, slots, page_size=4)
+    steps = max_steps_per_row(info, slots, page_size=4)
     assert steps.tolist() == [6, 3, 1, 1]
     for row, taken in enumerate(steps[:3].tolist()):
         for step in range(taken - 1):
-            one = decode_info([int(info.kv_len[row]) + step], lease=1)
+            one = decode_info([int(info.kv_len[row]) + step], num_steps=1)
             one.ids = np.array([row], np.int32)
-            assert slots.goes_on(one, np.array([7], np.int32)).all()
+            assert slots.still_decoding(one, np.array([7], np.int32)).all()
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's path, whatever the device."""
     for module in (model_runner, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
-    monkeypatch.setattr(lease, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
+    monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def run_both(
         run_lease = DecodeGraphs.run
 
         def counted(self: DecodeGraphs, info: SchedulerInfo, rules: Any) -> Any:
-            calls.append(info.lease)
+            calls.append(info.num_steps)
             engine._rows = []  # what it records is of steps that Python sees
             return run_lease(self, info, rules)
 

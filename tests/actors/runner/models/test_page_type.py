@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner import model_runner
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.scheduler.policy import multi_step as lease
+from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.cpu.library import try_load
 from rayfin.kernels.sampling import select as sampling_select
@@ -130,7 +130,7 @@ def test_fp8_pages_on_triton(
     pytest.importorskip("triton")
     for module in (model_runner, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
-    monkeypatch.setattr(lease, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
+    monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
     tiny = tiny_model("qwen3")
     engine = served(
         tiny.folder,

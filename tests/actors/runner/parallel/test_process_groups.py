@@ -22,8 +22,8 @@ from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StepR
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.paged_model import ATTENTION
 from rayfin.actors.runner.models.weights import load_config
-from rayfin.actors.runner.parallel.process_groups import Peers, open_store
-from rayfin.actors.runner.parallel.rank import Place
+from rayfin.actors.runner.parallel.process_groups import ProcessGroups, open_store
+from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import Checkpoint, load_share
 from rayfin.actors.scheduler.engine import Engine
 
@@ -96,7 +96,9 @@ class Group:
             thread.shutdown(wait=False)
 
     def _load(self, rank: int) -> ModelRunner:
-        return ModelRunner(self.args, Place(rank, *self.sizes, (HOST, self.store.port), HOST))
+        return ModelRunner(
+            self.args, ParallelRank(rank, *self.sizes, (HOST, self.store.port), HOST)
+        )
 
     def _all(self, call: Callable[[Any], Any], of: Sequence[Any]) -> list[Any]:
         pairs = zip(self.threads, of, strict=True)
@@ -261,7 +263,7 @@ def test_lease(tensor: int, stages: int, tiny_model: Make, group: Make, request_
     requests = [request_of(key, PROMPTS[key], limits[key]) for key in range(4)]
     tokens, _, _ = _run(ranks, requests, fast=True)
     assert tokens == {key: tiny.greedy(PROMPTS[key], limits[key]) for key in range(4)}
-    assert max(step.lease for step in ranks.steps) > 1
+    assert max(step.num_steps for step in ranks.steps) > 1
 
 
 def test_fp8_pages_of_two_ranks(
@@ -291,7 +293,7 @@ def test_ranks_out_of_step(left_out: int | None, steps: tuple[int, int], begun: 
     store = open_store()
 
     def agrees(at: int) -> bool:
-        peers = Peers(Place(at, 2, 1, (HOST, store.port), HOST), torch.device("cpu"))
+        peers = ProcessGroups(ParallelRank(at, 2, 1, (HOST, store.port), HOST), torch.device("cpu"))
         peers.connect("out of step", 2)
         try:
             for number in range(4):
@@ -333,7 +335,7 @@ def test_refused(
 ) -> None:
     args = engine_args(tiny_model(form).folder)
     with pytest.raises(RayfinError, match=re.escape(words)) as refused:
-        ModelRunner(args, Place(0, tensor, stages, (HOST, 1), HOST))
+        ModelRunner(args, ParallelRank(0, tensor, stages, (HOST, 1), HOST))
     assert refused.value.param == param
 
 
@@ -345,7 +347,7 @@ def test_uneven_width(tmp_path: Path, tiny_models: Any, engine_args: Make) -> No
     args = engine_args(tmp_path, load_format="dummy")
     words = r"tensor_parallel_size \(2\) does not divide .*shared_expert\.\w+ \(41\)"
     with pytest.raises(InvalidConfig, match=words):
-        ModelRunner(args, Place(0, 2, 1, (HOST, 1), HOST))
+        ModelRunner(args, ParallelRank(0, 2, 1, (HOST, 1), HOST))
 
 
 def test_quantised_weights(tmp_path: Path, tiny_model: Make, engine_args: Make) -> None:
@@ -354,7 +356,7 @@ def test_quantised_weights(tmp_path: Path, tiny_model: Make, engine_args: Make) 
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=r"quantised weights \(fp8\)"):
-        ModelRunner(engine_args(tmp_path), Place(0, 2, 1, (HOST, 1), HOST))
+        ModelRunner(engine_args(tmp_path), ParallelRank(0, 2, 1, (HOST, 1), HOST))
 
 
 def test_a_checkpoint_without_its_prefix(
@@ -386,7 +388,7 @@ def test_own_plans_read_slices(
 ) -> None:
     """Half of each projection, merged and transposed ones too, in slices."""
     tiny = tiny_model(form)
-    seen = read(engine_args(tiny.folder), Place(1, 2, 1, (HOST, 1), HOST))
+    seen = read(engine_args(tiny.folder), ParallelRank(1, 2, 1, (HOST, 1), HOST))
     whole = tiny.model.state_dict()
     for projection in projections:
         (name,) = (key for key in whole if key.endswith(f".1.{projection}.weight"))
@@ -397,7 +399,7 @@ def test_own_plans_read_slices(
 def read(monkeypatch: pytest.MonkeyPatch) -> Make:
     """Loads a rank's share; what it has read from the checkpoint, by name."""
 
-    def load(args: EngineArgs, place: Place) -> dict[str, list[torch.Tensor]]:
+    def load(args: EngineArgs, place: ParallelRank) -> dict[str, list[torch.Tensor]]:
         seen = defaultdict[str, list[torch.Tensor]](list)
 
         def spy(checkpoint: Checkpoint, name: str, *how: Any) -> torch.Tensor:
@@ -406,7 +408,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Make:
 
         own_read = Checkpoint.read
         monkeypatch.setattr(Checkpoint, "read", spy)
-        peers = Peers(place, torch.device("cpu"))  # never connected
+        peers = ProcessGroups(place, torch.device("cpu"))  # never connected
         load_share(args, load_config(args), torch.device("cpu"), ATTENTION, peers)
         return seen
 
@@ -416,7 +418,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Make:
 def test_a_rank_reads_its_share(tiny_model: Make, engine_args: Make, read: Make) -> None:
     """Of each cut tensor its slice and no more; of other stages' layers nothing."""
     tiny = tiny_model("llama")
-    seen = read(engine_args(tiny.folder), Place(3, 2, 2, (HOST, 1), HOST))
+    seen = read(engine_args(tiny.folder), ParallelRank(3, 2, 2, (HOST, 1), HOST))
     whole = tiny.model.state_dict()
     assert not [name for name in seen if ".layers.0." in name or "embed" in name]
     query, out = "model.layers.1.self_attn.q_proj.weight", "model.layers.2.mlp.down_proj.weight"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from rayfin.actors.errors import GroupFailed
+from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.sampling.logits_processors import LogitsProcessors
 
@@ -82,7 +82,7 @@ def test_against_a_loop(own: Sampling, step_of: Make, row: Make) -> None:
     numbers = random.Random(1)
     processors = LogitsProcessors(torch.device("cpu"))
     prompt, output = [5, 6, 9, 9], [5, 6, 5]
-    processors.take_news(
+    processors.apply_diff(
         news(step_of, row, introduce(1, own, prompt, output), introduce(0, Sampling(), prompt))
     )
     for _ in range(12):
@@ -107,7 +107,7 @@ def test_as_transformers_has_them(step_of: Make, row: Make) -> None:
     own = Sampling(repetition_penalty=1.7)
     processors = LogitsProcessors(torch.device("cpu"))
     bad = Sampling(bad_words=words)
-    processors.take_news(
+    processors.apply_diff(
         news(step_of, row, introduce(0, own, prompt), introduce(1, bad, [1], output=[3, 4]))
     )
     logits = torch.randn(2, VOCABULARY)
@@ -121,15 +121,15 @@ def test_as_transformers_has_them(step_of: Make, row: Make) -> None:
 def test_a_slot_keeps_nothing_of_the_request_before(step_of: Make, row: Make) -> None:
     """I20."""
     used, fresh = (LogitsProcessors(torch.device("cpu")) for _ in range(2))
-    used.take_news(news(step_of, row, introduce(2, RICH, [5, 5, 9], [6, 5])))
+    used.apply_diff(news(step_of, row, introduce(2, RICH, [5, 5, 9], [6, 5])))
     used.remember(np.array([2], np.int32), np.array([9], np.int32))
     for own in (RICH, Sampling(), Sampling(frequency_penalty=1.0)):
         for processors, finished in ((used, [2]), (fresh, [])):
             new = introduce(2, own, [1, 2])
-            processors.take_news(news(step_of, row, new, finished=finished))
+            processors.apply_diff(news(step_of, row, new, finished=finished))
         logits = torch.randn(1, VOCABULARY)
         assert torch.equal(process(used, logits, (2, 2)), process(fresh, logits, (2, 2)))
-    used.take_news(news(step_of, row, finished=[2]))
+    used.apply_diff(news(step_of, row, finished=[2]))
     assert len(used) == 0
 
 
@@ -140,7 +140,7 @@ def test_rules_with_nothing_to_say_copy_nothing(step_of: Make, row: Make) -> Non
     assert process(processors, logits, (0, 3), (1, 3)) is logits
     short = Sampling(banned=(1,), banned_until=5)
     word = Sampling(bad_words=((4, 5),))
-    processors.take_news(news(step_of, row, introduce(0, short, [1]), introduce(1, word, [1])))
+    processors.apply_diff(news(step_of, row, introduce(0, short, [1]), introduce(1, word, [1])))
     assert process(processors, logits, (0, 5), (1, 2)) is logits
     assert process(processors, logits, (0, 4), (1, 2)) is not logits
     assert process(processors, logits, (3, 4), (2, 2)) is logits
@@ -148,13 +148,15 @@ def test_rules_with_nothing_to_say_copy_nothing(step_of: Make, row: Make) -> Non
 
 def test_half_precision_is_processed_in_full(step_of: Make, row: Make) -> None:
     processors = LogitsProcessors(torch.device("cpu"))
-    processors.take_news(news(step_of, row, introduce(0, Sampling(logit_bias=((1, 0.01),)), [1])))
+    processors.apply_diff(news(step_of, row, introduce(0, Sampling(logit_bias=((1, 0.01),)), [1])))
     logits = torch.full((1, VOCABULARY), 64.0, dtype=torch.bfloat16)
     assert process(processors, logits, (0, 1)).argmax() == 1
 
 
-@pytest.mark.parametrize("lease", [1, 4])
-def test_through_the_engine(lease: int, tiny_model: Make, served: Make, request_of: Make) -> None:
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_through_the_engine(
+    num_steps: int, tiny_model: Make, served: Make, request_of: Make
+) -> None:
     """With preemptions and without: a loop over transformers' logits picks the same tokens."""
     tiny = tiny_model("llama")
     sampling = Sampling(
@@ -176,7 +178,7 @@ def test_through_the_engine(lease: int, tiny_model: Make, served: Make, request_
             output.append(int(process(processors, logits, (0, 99)).argmax()))
         expected[key] = output
     for pages in (40, 12):
-        engine = served(tiny.folder, num_pages=pages, max_model_len=40, max_lease=lease)
+        engine = served(tiny.folder, num_pages=pages, max_model_len=40, max_lease=num_steps)
         engine.engine._leases.observe(0.001, 1)
         requests = [request_of(key, prompts[key], 18, sampling=sampling) for key in prompts]
         assert engine.run(*requests) == expected
@@ -226,7 +228,7 @@ def test_crash_and_replay(tiny_model: Make, served: Make, request_of: Make) -> N
         nonlocal calls
         calls += 1
         if calls in (2, 5, 14, 15):
-            raise GroupFailed("the runner died")
+            raise RunnerGroupFailed("the runner died")
         return execute(info)
 
     engine.runner.execute = dies_sometimes

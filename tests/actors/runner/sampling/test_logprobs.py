@@ -39,14 +39,14 @@ def _check_tokens(engine: Any, tiny: Any, key: int, prompt: Sequence[int], token
         _check(entry, expected[len(prompt) + index - 1], token, 4)
 
 
-@pytest.mark.parametrize("lease", [1, 5])
+@pytest.mark.parametrize("num_steps", [1, 5])
 @pytest.mark.parametrize("scheduler", ["v0", "v1"])
 def test_of_sampled_tokens(
-    lease: int, scheduler: str, tiny_model: Make, served: Make, request_of: Make
+    num_steps: int, scheduler: str, tiny_model: Make, served: Make, request_of: Make
 ) -> None:
     """Beside requests that ask for none, or fewer; chunked, leased, temperature does not matter."""
     tiny = tiny_model("llama")
-    engine = served(tiny.folder, max_lease=lease, scheduler=scheduler)
+    engine = served(tiny.folder, max_lease=num_steps, scheduler=scheduler)
     engine.engine._leases.observe(0.001, 1)
     prompts = {key: _prompt(key, 7 + 9 * key) for key in range(4)}
     requests = [
@@ -60,7 +60,7 @@ def test_of_sampled_tokens(
         _check_tokens(engine, tiny, key, prompts[key], tokens[key])
     assert 1 not in engine.logprobs
     assert len(engine.logprobs[3]) == 5
-    assert any(step.lease > 1 for step in engine.steps) == (lease > 1)
+    assert any(step.num_steps > 1 for step in engine.steps) == (num_steps > 1)
 
 
 def test_preempted_and_from_the_prefix_cache(

@@ -5,10 +5,10 @@ from collections import Counter
 
 import numpy as np
 
-from rayfin.actors.runner.sampling.token_rules import UsedByRequest
+from rayfin.actors.runner.sampling.token_rules import TokenCounts
 
 
-def told(used: UsedByRequest) -> dict[int, int]:
+def told(used: TokenCounts) -> dict[int, int]:
     return dict(zip(used.tokens.tolist(), used.counts.tolist(), strict=True))
 
 
@@ -16,7 +16,7 @@ def test_counts() -> None:
     numbers = random.Random(0)
     prompt = [numbers.randrange(40) for _ in range(30)]
     output = [numbers.randrange(20, 60) for _ in range(20)]
-    used = UsedByRequest(np.array(prompt, np.int32), np.array(output, np.int32))
+    used = TokenCounts(np.array(prompt, np.int32), np.array(output, np.int32))
     for _ in range(600):  # past the places that were taken at first
         expected = dict.fromkeys(prompt, 0) | Counter(output)
         assert told(used) == expected and len(used) == len(expected)
@@ -25,7 +25,7 @@ def test_counts() -> None:
 
 
 def test_nothing_yet() -> None:
-    used = UsedByRequest(np.zeros(0, np.int32), np.zeros(0, np.int32))
+    used = TokenCounts(np.zeros(0, np.int32), np.zeros(0, np.int32))
     assert told(used) == {}
     used.add(7)
     assert told(used) == {7: 1}

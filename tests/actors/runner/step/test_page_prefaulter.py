@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rayfin.actors.runner.step import page_prefaulter as first_touch
-from rayfin.actors.runner.step.page_prefaulter import FirstTouch
+from rayfin.actors.runner.step.page_prefaulter import PagePrefaulter
 from rayfin.cache.kv_tensors import HUGE_BYTES, KVLayout, KVTensors
 
 PAGES = 4 * HUGE_BYTES // 4096
@@ -48,7 +48,7 @@ def cache() -> KVTensors:
 def test_the_next_pages_are_backed_and_no_others(cache: KVTensors) -> None:
     tensors = [*cache.keys, *cache.values]
     assert not resident(cache.keys[0]).any()
-    touch = FirstTouch(tensors, ahead=PAGES // 8)
+    touch = PagePrefaulter(tensors, ahead=PAGES // 8)
     try:
         for tensor in tensors:
             state = wait_for(tensor, PAGES // 8)
@@ -68,7 +68,7 @@ def test_the_next_pages_are_backed_and_no_others(cache: KVTensors) -> None:
 def test_what_was_written_stays(cache: KVTensors) -> None:
     cache.keys[1][:64] = 3.0
     cache.values[0][-64:] = 4.0
-    touch = FirstTouch([*cache.keys, *cache.values], ahead=PAGES)
+    touch = PagePrefaulter([*cache.keys, *cache.values], ahead=PAGES)
     for tensor in (*cache.keys, *cache.values):
         wait_for(tensor, PAGES)
     touch.stop()
@@ -80,7 +80,7 @@ def test_a_system_without_it_does_without(
     cache: KVTensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_touch, "MADV_POPULATE_WRITE", 12345)
-    touch = FirstTouch([*cache.keys, *cache.values], ahead=PAGES)
+    touch = PagePrefaulter([*cache.keys, *cache.values], ahead=PAGES)
     touch._thread.join(60)
     assert not touch._thread.is_alive()
     touch.reach(PAGES - 1)
@@ -92,9 +92,9 @@ def test_the_thread_ends_before_the_interpreter() -> None:
     """Which would abort the process where a thread comes back from a call into it."""
     script = (
         "import atexit, threading, torch\n"
-        "from rayfin.actors.runner.step.page_prefaulter import FirstTouch\n"
+        "from rayfin.actors.runner.step.page_prefaulter import PagePrefaulter\n"
         "atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))\n"
-        "FirstTouch([torch.empty(1 << 14, 1024)], 1 << 14)"
+        "PagePrefaulter([torch.empty(1 << 14, 1024)], 1 << 14)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=SOURCE

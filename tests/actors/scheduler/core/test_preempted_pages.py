@@ -266,8 +266,8 @@ def test_v0_brings_all_back_that_fit(harness: Make) -> None:
 
 
 SETTINGS = [
-    {"max_lease": lease, "prefix_caching": caching, "num_host_pages": host}
-    for lease, caching, host in itertools.product((1, 7), (True, False), (0, 5, 100))
+    {"max_lease": num_steps, "prefix_caching": caching, "num_host_pages": host}
+    for num_steps, caching, host in itertools.product((1, 7), (True, False), (0, 5, 100))
 ]
 
 
@@ -317,7 +317,7 @@ def test_flood_through_a_tiny_pool(harness: Make, scheduler: str, host_pages: in
 
 
 def _lose_a_page(swap: Any) -> None:
-    swap._pool.take(1)
+    swap._pool.allocate(1)
 
 
 def _keep_it_running(swap: Any) -> None:
@@ -334,7 +334,7 @@ def _keep_too_much(swap: Any) -> None:
 
 
 def _keep_too_few_pages(swap: Any) -> None:
-    swap._pool.give_back(next(iter(swap._saved.values())).pages.pop())
+    swap._pool.free(next(iter(swap._saved.values())).pages.pop())
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.errors import RequestMoved, RequestQuarantined
+from rayfin.actors.errors import RequestHandedBack, RequestQuarantined
 from rayfin.actors.scheduler.faults.quarantine import BLOCKED_SECONDS, MAX_ENGINE_DEATHS
 
 Make = Callable[..., Any]
 
 
-def convicted(stream: Any) -> bool:
+def blocked(stream: Any) -> bool:
     return stream.ended is not None and isinstance(stream.ended.error, RequestQuarantined)
 
 
@@ -24,7 +24,7 @@ def test_one_poison_among_many(
     h.executor.poison = {3}
     h.run()
     h.check()
-    assert [stream.seed for stream in streams if convicted(stream)] == [3]
+    assert [stream.seed for stream in streams if blocked(stream)] == [3]
     assert h.executor.deaths == {3: 3} and h.executor.epoch == 3
 
 
@@ -34,7 +34,7 @@ def test_step_that_says_what_is_wrong_convicts_at_once(harness: Make) -> None:
     h.executor.poison, h.executor.poison_raises = {3}, True
     h.run()
     h.check()
-    assert convicted(streams[3]) and h.executor.deaths == {3: 2}
+    assert blocked(streams[3]) and h.executor.deaths == {3: 2}
 
 
 def test_poison_alone(harness: Make) -> None:
@@ -42,7 +42,7 @@ def test_poison_alone(harness: Make) -> None:
     stream = h.add(5, 9)
     h.executor.poison = {0}
     h.run()
-    assert convicted(stream) and h.executor.deaths == {0: 3}
+    assert blocked(stream) and h.executor.deaths == {0: 3}
     assert stream.ended.error.code == "request_quarantined" and stream.ended.error.status == 500
 
 
@@ -64,7 +64,7 @@ def test_several_poisons(harness: Make) -> None:
     h.executor.poison = {1, 5, 6, 11}
     h.run()
     h.check()
-    assert {s.seed for s in streams if convicted(s)} == h.executor.poison
+    assert {s.seed for s in streams if blocked(s)} == h.executor.poison
     assert h.executor.epoch <= 3 * len(h.executor.poison)
     assert h.executor.killed_alone == {}
 
@@ -88,7 +88,7 @@ def test_one_death_on_trial_is_chance(harness: Make) -> None:
     h.run()
     h.check()
     assert h.executor.killed_alone == {0: 1} and h.executor.epoch == 2
-    assert not any(convicted(stream) for stream in streams)
+    assert not any(blocked(stream) for stream in streams)
 
 
 def test_prompt_of_the_convicted_is_refused_for_a_while(harness: Make) -> None:
@@ -114,7 +114,7 @@ def test_suspect_of_another_engine_is_tried_when_its_turn_comes(harness: Make) -
     h.executor.poison = {suspect.seed}
     h.run()
     h.check()
-    assert convicted(suspect) and not any(convicted(stream) for stream in others)
+    assert blocked(suspect) and not any(blocked(stream) for stream in others)
     assert h.executor.deaths == {suspect.seed: 2}  # alone at once
 
 
@@ -146,8 +146,8 @@ def test_beams_and_choices_are_tried_too(harness: Make) -> None:
     from rayfin.actors.messages import BeamParams
 
     h = harness()
-    elder = h.add(7, 9)
-    h.add(elder.source.prompt.tolist(), 9, sibling_of=elder.source.key)
+    fork_parent = h.add(7, 9)
+    h.add(fork_parent.source.prompt.tolist(), 9, parent_key=fork_parent.source.key)
     h.add(5, 6, beams=BeamParams(3))
     h.executor.fail_at = {3}
     h.run()
@@ -161,13 +161,13 @@ def test_draining_engine_takes_nobody_and_moves_who_is_left(harness: Make) -> No
     h.step()
     h.engine.drain()
     assert h.engine.stats().draining
-    with pytest.raises(RequestMoved):
+    with pytest.raises(RequestHandedBack):
         h.add(5, 3)
     while streams[0].ended is None:
         h.step()
-    h.read(h.engine.fail_all(RequestMoved("it is being stopped")))
+    h.read(h.engine.fail_all(RequestHandedBack("it is being stopped")))
     assert streams[0].ended.finish_reason == "length"
     for stream in streams[1:]:
-        assert isinstance(stream.ended.error, RequestMoved)
+        assert isinstance(stream.ended.error, RequestHandedBack)
         assert stream.tokens == h.expected(stream)[0][: len(stream.tokens)]
     h.engine.check_integrity()

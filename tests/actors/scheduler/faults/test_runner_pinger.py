@@ -3,7 +3,7 @@
 import pytest
 
 from rayfin.actors.scheduler.faults import runner_pinger as keeper
-from rayfin.actors.scheduler.faults.runner_pinger import Keeper
+from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 
 
 class Runners:
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 def deaths(runners: Runners, engine: Engine) -> list[str]:
     told: list[str] = []
-    Keeper(runners, engine, told.append).ping_once()
+    RunnerPinger(runners, engine, told.append).ping_once()
     return told
 
 

@@ -18,7 +18,9 @@ from rayfin.actors.scheduler.faults.watchdog import (
 )
 
 
-def step(decoding: int = 0, chunks: tuple[int, ...] = (), kv_len: int = 0, lease: int = 1) -> Any:
+def step(
+    decoding: int = 0, chunks: tuple[int, ...] = (), kv_len: int = 0, num_steps: int = 1
+) -> Any:
     lengths = np.array([1] * decoding + list(chunks), np.int32)
     rows = len(lengths)
     zeros = np.zeros(rows, np.int32)
@@ -37,7 +39,7 @@ def step(decoding: int = 0, chunks: tuple[int, ...] = (), kv_len: int = 0, lease
         prefill_batch=len(chunks),
         new_pages=np.zeros(0, np.int32),
         new_pages_len=zeros,
-        lease=lease,
+        num_steps=num_steps,
     )
 
 
@@ -94,8 +96,8 @@ def test_long_prompts_get_time_by_their_tokens_and_depth(trained: Watchdog) -> N
 
 
 def test_lease_counts_as_its_steps(trained: Watchdog) -> None:
-    trained.observe(step(8, lease=10), 10.0)  # a second each: the slowest so far
-    assert trained.patience(step(8, lease=16)) == pytest.approx(MULTIPLE * 16.0)
+    trained.observe(step(8, num_steps=10), 10.0)  # a second each: the slowest so far
+    assert trained.patience(step(8, num_steps=16)) == pytest.approx(MULTIPLE * 16.0)
 
 
 def test_slowest_pace_counts_and_is_forgotten_slowly(trained: Watchdog) -> None:

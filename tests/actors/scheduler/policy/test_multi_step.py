@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayfin.actors.scheduler.policy.multi_step import CALL_SECONDS, CALLS_OF_WORK, LeasePolicy
+from rayfin.actors.scheduler.policy.multi_step import CALL_SECONDS, CALLS_OF_WORK, MultiStepPolicy
 
 Make = Callable[..., Any]
 FAST = {"max_lease": 16, "step_seconds": 0.0001}
 
 
 def _leases(h: Any) -> list[int]:
-    return [step.lease for step in h.executor.log]
+    return [step.num_steps for step in h.executor.log]
 
 
 def _watch(h: Any) -> list[SimpleNamespace]:
@@ -27,11 +27,13 @@ def _watch(h: Any) -> list[SimpleNamespace]:
     def watched(decoding: Any) -> int:
         before = (lifecycle.tables.held.copy(), lifecycle.num_preemptions)
         waiting, prefilling = len(lifecycle.waiting), len(lifecycle.running.prefilling)
-        lease = grant(decoding)
+        num_steps = grant(decoding)
         assert lifecycle.num_preemptions == before[1], "a lease preempts"
-        assert lease > 1 or np.array_equal(lifecycle.tables.held, before[0]), "pages for nothing"
-        grants.append(SimpleNamespace(lease=lease, waiting=waiting, prefilling=prefilling))
-        return lease
+        assert num_steps > 1 or np.array_equal(lifecycle.tables.held, before[0]), (
+            "pages for nothing"
+        )
+        grants.append(SimpleNamespace(num_steps=num_steps, waiting=waiting, prefilling=prefilling))
+        return num_steps
 
     policy.grant = watched
     return grants
@@ -86,7 +88,7 @@ def test_no_measurement_no_lease(harness: Make) -> None:
 def test_policy_follows_the_measured_time(harness: Make) -> None:
     """Of a step, not of a call: a lease of 16 that takes 16 times as long changes nothing."""
     h = harness()
-    policy = LeasePolicy(h.engine.lifecycle, 16)
+    policy = MultiStepPolicy(h.engine.lifecycle, 16)
     policy.observe(0.001, 1)
     policy.observe(0.016, 16)
     assert policy._step_seconds == pytest.approx(0.001)
@@ -114,8 +116,8 @@ def test_nobody_waits_for_a_lease(harness: Make, scheduler: str, steps_in_flight
     h.run()
     h.check()
     busy = [grant for grant in grants if grant.waiting or grant.prefilling]
-    assert busy and all(grant.lease == 1 for grant in busy)
-    assert any(grant.lease > 1 for grant in grants)
+    assert busy and all(grant.num_steps == 1 for grant in busy)
+    assert any(grant.num_steps > 1 for grant in grants)
 
 
 def test_prompt_that_pauses_is_not_kept_waiting(harness: Make) -> None:
@@ -127,7 +129,7 @@ def test_prompt_that_pauses_is_not_kept_waiting(harness: Make) -> None:
     h.run()
     h.check()
     paused = [grant for grant in grants if grant.prefilling]
-    assert all(grant.lease == 1 for grant in paused)
+    assert all(grant.num_steps == 1 for grant in paused)
     running = h.engine.lifecycle.running
     h.add(3, 20)
     h.step()
@@ -232,7 +234,7 @@ def test_pages_of_a_lease_are_reserved(harness: Make, page_size: int) -> None:
     h.add(5, 60)
     for _ in range(2):
         h.step()
-    assert h.executor.log[-1].lease == 16
+    assert h.executor.log[-1].num_steps == 16
     assert h.executor.log[-1].kv_page_len.tolist() == [-(-(5 + 16) // page_size)]
     h.run()
     h.check()
@@ -254,13 +256,15 @@ def test_a_lease_preempts_nobody(harness: Make, scheduler: str, steps_in_flight:
     h.run()
     h.check()
     assert h.engine.stats().preemptions > 0
-    assert any(grant.lease == 1 and not grant.waiting for grant in grants)
-    assert any(grant.lease > 1 for grant in grants)
+    assert any(grant.num_steps == 1 and not grant.waiting for grant in grants)
+    assert any(grant.num_steps > 1 for grant in grants)
 
 
 def test_leases_do_not_add_preemptions(harness: Make) -> None:
-    def preemptions(lease: int) -> int:
-        h = harness(page_size=1, num_pages=64, max_model_len=60, max_lease=lease, steps_in_flight=1)
+    def preemptions(num_steps: int) -> int:
+        h = harness(
+            page_size=1, num_pages=64, max_model_len=60, max_lease=num_steps, steps_in_flight=1
+        )
         h.executor.step_seconds = 0.0001
         for _ in range(4):
             h.add(8, 22)

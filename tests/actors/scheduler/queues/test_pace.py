@@ -3,11 +3,11 @@
 import pickle
 
 from rayfin.actors.errors import Overloaded
-from rayfin.actors.scheduler.queues.queue_limits import MAX_WAIT, WINDOW_SECONDS, Pace
+from rayfin.actors.scheduler.queues.queue_limits import MAX_WAIT, WINDOW_SECONDS, CompletionRate
 
 
 def test_half_the_queue_at_the_measured_rate() -> None:
-    pace = Pace()
+    pace = CompletionRate()
     for second in range(20):
         pace.observe(second, 5 * second)  # five a second
     assert pace.seconds_until_half(100, 20, 100) == 10
@@ -16,7 +16,7 @@ def test_half_the_queue_at_the_measured_rate() -> None:
 
 
 def test_only_the_last_while_counts() -> None:
-    pace = Pace()
+    pace = CompletionRate()
     for second in range(100):
         pace.observe(second, 1000 * min(second, 50) + second)  # fast, then one a second
     now = 99 + WINDOW_SECONDS
@@ -25,7 +25,7 @@ def test_only_the_last_while_counts() -> None:
 
 
 def test_nothing_ends() -> None:
-    pace = Pace()
+    pace = CompletionRate()
     assert pace.seconds_until_half(10, 0, 0) == MAX_WAIT
     pace.observe(0, 7)
     assert pace.seconds_until_half(10, 9, 7) == MAX_WAIT

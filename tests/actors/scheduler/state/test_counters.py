@@ -3,7 +3,7 @@
 import pytest
 
 from harness import make_harness
-from rayfin.actors.errors import ContextLengthExceeded, Overloaded, RayfinError, RequestMoved
+from rayfin.actors.errors import ContextLengthExceeded, Overloaded, RayfinError, RequestHandedBack
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.metrics.families import ENGINE_HISTOGRAMS
 
@@ -129,7 +129,7 @@ def test_who_is_refused_and_why() -> None:
     refuse(Overloaded)
     refuse(Overloaded)
     h.engine.drain()
-    refuse(RequestMoved)
+    refuse(RequestHandedBack)
     h.run()
     assert h.engine.stats().rejected == {"invalid": 1, "queue_full": 2, "draining": 1}
 
@@ -143,7 +143,7 @@ def test_who_fails_and_who_is_moved() -> None:
     h.run()
     moved = h.add(4, 8)
     h.step()
-    h.read(h.engine.fail_all(RequestMoved("this engine stops")))
+    h.read(h.engine.fail_all(RequestHandedBack("this engine stops")))
     assert moved.ended is not None and moved.ended.finish_reason == "error"
     stats = h.engine.stats()
     assert stats.failed == {"engine_error": 1, "deadline_exceeded": 1}

@@ -18,10 +18,10 @@ def test_order_is_kept() -> None:
     moves.add(SWAP_IN, [1], [9])
     moves.add(COPY, [], [])
     assert len(moves) == 3
-    taken = moves.take()
+    taken = moves.drain()
     assert taken.dtype == np.int32
     assert taken.tolist() == [[SWAP_OUT, 5, 0], [SWAP_OUT, 4, 1], [SWAP_IN, 1, 9]]
-    assert moves.take().shape == (0, 3)
+    assert moves.drain().shape == (0, 3)
 
 
 def test_every_source_has_a_target() -> None:

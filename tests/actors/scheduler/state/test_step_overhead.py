@@ -3,11 +3,11 @@
 import pytest
 
 from harness import make_harness
-from rayfin.actors.errors import GroupFailed
+from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import StepResult
 from rayfin.actors.metrics.families import ITL_BOUNDS
-from rayfin.actors.scheduler.state.step_overhead import StepTransport
+from rayfin.actors.scheduler.state.step_overhead import StepOverheadTimer
 
 
 class Pending:
@@ -19,7 +19,7 @@ class Pending:
     def result(self) -> StepResult:
         self._clock[0] = max(self._clock[0], self._at)
         if self._seconds < 0:
-            raise GroupFailed("it has died")
+            raise RunnerGroupFailed("it has died")
         return StepResult(0, 0, None, seconds=self._seconds)  # type: ignore[arg-type]
 
 
@@ -34,12 +34,12 @@ def seconds() -> Histogram:
 
 
 @pytest.fixture
-def transport(clock: list[float], seconds: Histogram) -> StepTransport:
-    return StepTransport(lambda: clock[0], seconds)
+def transport(clock: list[float], seconds: Histogram) -> StepOverheadTimer:
+    return StepOverheadTimer(lambda: clock[0], seconds)
 
 
 def test_one_step_at_a_time(
-    transport: StepTransport, clock: list[float], seconds: Histogram
+    transport: StepOverheadTimer, clock: list[float], seconds: Histogram
 ) -> None:
     transport.sent()
     transport.result(Pending(clock, 103.0, 2.5))
@@ -51,7 +51,7 @@ def test_one_step_at_a_time(
 
 
 def test_the_step_before_hides_it(
-    transport: StepTransport, clock: list[float], seconds: Histogram
+    transport: StepOverheadTimer, clock: list[float], seconds: Histogram
 ) -> None:
     for _ in range(2):
         transport.sent()
@@ -61,7 +61,7 @@ def test_the_step_before_hides_it(
 
 
 def test_a_scheduler_that_comes_late_has_waited_for_nothing(
-    transport: StepTransport, clock: list[float], seconds: Histogram
+    transport: StepOverheadTimer, clock: list[float], seconds: Histogram
 ) -> None:
     transport.sent()
     clock[0] = 120.0  # it was busy
@@ -70,11 +70,11 @@ def test_a_scheduler_that_comes_late_has_waited_for_nothing(
 
 
 def test_steps_that_are_lost_are_forgotten(
-    transport: StepTransport, clock: list[float], seconds: Histogram
+    transport: StepOverheadTimer, clock: list[float], seconds: Histogram
 ) -> None:
     for _ in range(2):
         transport.sent()
-    with pytest.raises(GroupFailed):
+    with pytest.raises(RunnerGroupFailed):
         transport.result(Pending(clock, 103.0, -1.0))
     transport.forget()
     transport.sent()

@@ -13,9 +13,9 @@ import pytest
 from rayfin.actors.errors import EngineUnavailable, Overloaded
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses import store_actor as keeper_module
-from rayfin.deployments.api.responses.shared import SharedResponses
+from rayfin.deployments.api.responses.shared import SharedResponseStore
 from rayfin.deployments.api.responses.store import ResponseStore
-from rayfin.deployments.api.responses.store_actor import OWNER_SECONDS, ResponseKeeper
+from rayfin.deployments.api.responses.store_actor import OWNER_SECONDS, ResponseStoreActor
 from rayfin.deployments.generation.service import OpenAIService
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +27,7 @@ BACKGROUND = {**ASK, "background": True}
 class Remote:
     """The keeper as if in another process: what crosses is pickled, and takes its time."""
 
-    def __init__(self, keeper: ResponseKeeper) -> None:
+    def __init__(self, keeper: ResponseStoreActor) -> None:
         self.keeper = keeper
         self.gone = False
         self.calls: list[str] = []
@@ -66,18 +66,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def keeper(clock: Clock) -> ResponseKeeper:
-    return ResponseKeeper(ResponseStore(max_responses=20), clock)
+def keeper(clock: Clock) -> ResponseStoreActor:
+    return ResponseStoreActor(ResponseStore(max_responses=20), clock)
 
 
 @pytest.fixture
-def remote(keeper: ResponseKeeper) -> Remote:
+def remote(keeper: ResponseStoreActor) -> Remote:
     return Remote(keeper)
 
 
 @pytest.fixture
-async def shared(remote: Remote, anyio_backend: str) -> AsyncIterator[list[SharedResponses]]:
-    replicas = [SharedResponses(name, remote) for name in ("a", "b")]
+async def shared(remote: Remote, anyio_backend: str) -> AsyncIterator[list[SharedResponseStore]]:
+    replicas = [SharedResponseStore(name, remote) for name in ("a", "b")]
     yield replicas
     for one in replicas:
         one.close()
@@ -85,7 +85,7 @@ async def shared(remote: Remote, anyio_backend: str) -> AsyncIterator[list[Share
 
 @pytest.fixture
 async def replicas(
-    service: OpenAIService, shared: list[SharedResponses]
+    service: OpenAIService, shared: list[SharedResponseStore]
 ) -> AsyncIterator[list[httpx.AsyncClient]]:
     clients = []
     for responses in shared:
@@ -142,7 +142,7 @@ async def test_one_that_has_ended(replicas: list[httpx.AsyncClient], engine: Any
 
 
 async def test_the_end_of_a_stream_is_known_everywhere(
-    replicas: list[httpx.AsyncClient], keeper: ResponseKeeper, remote: Remote
+    replicas: list[httpx.AsyncClient], keeper: ResponseStoreActor, remote: Remote
 ) -> None:
     """Before the client hears of it: its next request may reach another replica."""
     here, there = replicas
@@ -154,7 +154,7 @@ async def test_the_end_of_a_stream_is_known_everywhere(
 
 
 async def test_one_in_the_background_is_followed(
-    replicas: list[httpx.AsyncClient], engine: Any, shared: list[SharedResponses]
+    replicas: list[httpx.AsyncClient], engine: Any, shared: list[SharedResponseStore]
 ) -> None:
     here, there = replicas
     engine.pause_after = (6, asyncio.Event())
@@ -181,7 +181,7 @@ async def test_one_in_the_background_is_followed(
 
 @pytest.mark.parametrize("began", [False, True])
 async def test_one_in_the_background_is_cancelled(
-    replicas: list[httpx.AsyncClient], engine: Any, shared: list[SharedResponses], began: bool
+    replicas: list[httpx.AsyncClient], engine: Any, shared: list[SharedResponseStore], began: bool
 ) -> None:
     here, there = replicas
     gate = asyncio.Event()
@@ -204,7 +204,7 @@ async def test_one_in_the_background_is_cancelled(
 
 
 async def test_one_in_the_background_is_deleted(
-    replicas: list[httpx.AsyncClient], engine: Any, keeper: ResponseKeeper
+    replicas: list[httpx.AsyncClient], engine: Any, keeper: ResponseStoreActor
 ) -> None:
     here, there = replicas
     engine.pause_after = (4, asyncio.Event())
@@ -222,7 +222,7 @@ async def test_one_in_the_background_is_deleted(
 
 
 async def test_what_fails_to_start_is_not_there(
-    replicas: list[httpx.AsyncClient], engine: Any, keeper: ResponseKeeper
+    replicas: list[httpx.AsyncClient], engine: Any, keeper: ResponseStoreActor
 ) -> None:
     engine.refusal = Overloaded("The queue is full.")
     for body in (ASK, {**ASK, "stream": True}):
@@ -237,8 +237,8 @@ async def test_what_fails_to_start_is_not_there(
 async def test_a_client_that_leaves_at_any_moment(
     replicas: list[httpx.AsyncClient],
     engine: Any,
-    keeper: ResponseKeeper,
-    shared: list[SharedResponses],
+    keeper: ResponseStoreActor,
+    shared: list[SharedResponseStore],
     moment: int,
 ) -> None:
     """Nothing of it stays in progress for ever."""
@@ -257,7 +257,7 @@ async def test_a_replica_that_ends_takes_its_responses_along(
     replicas: list[httpx.AsyncClient],
     engine: Any,
     clock: Clock,
-    shared: list[SharedResponses],
+    shared: list[SharedResponseStore],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(keeper_module, "POLL_SECONDS", 0.01)

@@ -93,7 +93,7 @@ def test_bytes_are_bounded() -> None:
     growing = response("b1", "b", done=False)
     store.add(growing)
     assert held(store, "a2", "a3", "b1") == ["a3", "b1"]
-    growing.take(text, 5, 0)
+    growing.append(text, 5, 0)
     growing.finish("completed")
     store.settle(growing)
     assert held(store, "a3", "b1") == ["a3"]  # what grew is the larger one

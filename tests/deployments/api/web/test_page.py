@@ -13,7 +13,7 @@ import uvicorn
 from rayfin.actors.messages import FREE, EngineSnapshot, PagesView
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.http.keys import ApiKeys
-from rayfin.deployments.telemetry.ingress_counters import IngressCounts
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -140,7 +140,7 @@ def test_every_model_is_shown_and_talked_to(
 ) -> None:
     other = type(engine)(tokenizer)
     engine.shown = [shown]
-    large = replace(service, client=other, model_names=["large"], counts=IngressCounts())
+    large = replace(service, client=other, model_names=["large"], counts=IngressCounters())
     idle = replace(large, client=type(engine)(tokenizer), model_names=["idle"])
     other.shown = [replace(shown, name="app/engine-large/one", num_waiting=0, waiting=[])]
     rows = page.locator("#requests tbody tr")

@@ -5,10 +5,10 @@ import pytest
 
 from rayfin.actors.messages import Sampling
 from rayfin.actors.runner.sampling.token_rules import (
-    LeaseRules,
+    RowTokenRules,
     Ruled,
-    UsedByRequest,
-    make_lease_rules,
+    TokenCounts,
+    make_row_token_rules,
 )
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS
 from rayfin.kernels.shapes import ALLOWED, BANNED, BANNED_EARLY, USED
@@ -29,7 +29,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def list_of(rules: LeaseRules, row: int) -> dict[int, tuple[int, int, float]]:
+def list_of(rules: RowTokenRules, row: int) -> dict[int, tuple[int, int, float]]:
     """token -> (count, kind, bias)."""
     arrays = rules.arrays
     first, length = int(arrays["first"][row]), int(arrays["length"][row])
@@ -41,9 +41,9 @@ def list_of(rules: LeaseRules, row: int) -> dict[int, tuple[int, int, float]]:
 
 def test_lists() -> None:
     """Of rows 0 and 2 of three; each counting row has room for what it samples in the lease."""
-    used = UsedByRequest(ints(9, 3, 9), ints(3, 3, 11))
-    rules = make_lease_rules(
-        3, [Ruled(0, PENALTIES, used), Ruled(2, EVERYTHING, UsedByRequest(ints(3, 20), ints()))], 4
+    used = TokenCounts(ints(9, 3, 9), ints(3, 3, 11))
+    rules = make_row_token_rules(
+        3, [Ruled(0, PENALTIES, used), Ruled(2, EVERYTHING, TokenCounts(ints(3, 20), ints()))], 4
     )
     assert list_of(rules, 0) == {
         9: (0, USED, NO_BIAS),
@@ -70,24 +70,24 @@ def test_lists() -> None:
 
 def test_rows_that_do_not_count_get_no_room() -> None:
     bias = Sampling(logit_bias=((3, 5.0),))
-    rules = make_lease_rules(1, [Ruled(0, bias, None)], 16)
+    rules = make_row_token_rules(1, [Ruled(0, bias, None)], 16)
     assert rules.entries == 1 and not rules.arrays["counted"].any() and not rules.needs_host
 
 
 def test_what_the_device_cannot_do() -> None:
     """Bad words of several tokens, lists without end, more log probabilities than it keeps."""
     pytest.importorskip("triton")
-    from rayfin.actors.runner.gpu.graph_extras import MOST_ENTRIES, DecodeExtras
+    from rayfin.actors.runner.gpu.graph_extras import MOST_ENTRIES, GraphExtras
     from rayfin.kernels.triton.logprobs import MOST_TOP
 
-    def rules(**sampling: object) -> LeaseRules:
+    def rules(**sampling: object) -> RowTokenRules:
         own = Sampling(**sampling)  # type: ignore[arg-type]
-        return make_lease_rules(1, [Ruled(0, own, None)], 16)
+        return make_row_token_rules(1, [Ruled(0, own, None)], 16)
 
     none, most = np.array([NO_LOGPROBS]), np.array([MOST_TOP])
-    assert DecodeExtras.take(None, none) and DecodeExtras.take(rules(banned=(3,)), most)
-    assert not DecodeExtras.take(None, most + 1)
-    assert DecodeExtras.take(rules(bad_words=((1,),)), none)
-    assert not DecodeExtras.take(rules(bad_words=((1,), (1, 2))), none)
+    assert GraphExtras.fits(None, none) and GraphExtras.fits(rules(banned=(3,)), most)
+    assert not GraphExtras.fits(None, most + 1)
+    assert GraphExtras.fits(rules(bad_words=((1,),)), none)
+    assert not GraphExtras.fits(rules(bad_words=((1,), (1, 2))), none)
     many = tuple(range(MOST_ENTRIES + 1))
-    assert not DecodeExtras.take(rules(allowed=many), none)
+    assert not GraphExtras.fits(rules(allowed=many), none)
