@@ -1,16 +1,13 @@
 """``rayfin chat``: a conversation with a running server."""
 
 import sys
-from collections.abc import Generator
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import httpx
 
-from rayfin.actors.errors import RayfinError, ServerError
+from rayfin.actors.errors import RayfinError
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.bench.endpoint import BROKEN_OFF, chat_body, describe, read_event, refusal
 from rayfin.deployments.cli.options import (
     SectionedCommand,
     build,
@@ -18,6 +15,9 @@ from rayfin.deployments.cli.options import (
     server_options,
     values_of,
 )
+
+if TYPE_CHECKING:
+    from rayfin.deployments.bench.conversation import Conversation
 
 SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "stop")
 COMMANDS = "/clear forgets the conversation, /exit or Ctrl-D leaves"
@@ -49,6 +49,7 @@ def chat(
 
     import httpx
 
+    from rayfin.deployments.bench.conversation import Conversation
     from rayfin.deployments.bench.endpoint import client_settings, find_model
 
     with httpx.Client(**client_settings(url, api_key)) as client:
@@ -97,59 +98,3 @@ def _answer(conversation: "Conversation", text: str) -> None:
 
 
 # A chat's history, and the stream of its next answer.
-
-# A model's text may hold control characters, and a terminal obeys them.
-CONTROLS = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160)])
-
-
-class Conversation:
-    """The messages so far with one model; a failed question leaves no trace in them."""
-
-    def __init__(
-        self, client: httpx.Client, model: str, system: str | None, sampling: dict[str, Any]
-    ) -> None:
-        self.model = model
-        self._client = client
-        self._sampling = sampling
-        self._opening = [{"role": "system", "content": system}] if system else []
-        self.messages: list[dict[str, str]] = []
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets everything but the system message."""
-        self.messages = list(self._opening)
-
-    def ask(self, text: str) -> Generator[str, None, None]:
-        """The answer's pieces as they come; one that is left early is kept as far as it came.
-
-        Raises:
-            ServerError: the server is gone, refused, or broke off.
-        """
-        before = self.messages
-        asked = [*before, {"role": "user", "content": text}]
-        answer = {"role": "assistant", "content": ""}
-        try:
-            for piece in self._stream(asked):
-                answer["content"] += piece
-                self.messages = [*asked, answer]
-                yield piece.translate(CONTROLS)
-        except ServerError:
-            self.messages = before
-            raise
-
-    def _stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        body = chat_body(self.model, messages, self._sampling)
-        try:
-            with self._client.stream("POST", "/chat/completions", json=body) as response:
-                if response.is_error:
-                    response.read()
-                    raise refusal(response)
-                for line in response.iter_lines():
-                    piece = read_event(line)
-                    if piece is not None and piece.done:
-                        return
-                    if piece is not None and piece.text:
-                        yield piece.text
-        except httpx.HTTPError as error:
-            raise ServerError(describe(error)) from None
-        raise ServerError(BROKEN_OFF)

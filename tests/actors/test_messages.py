@@ -12,7 +12,6 @@ from rayfin.actors.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     RayfinError,
-    RunnerGroupFailed,
 )
 from rayfin.actors.messages import (
     NO_STEP,
@@ -94,7 +93,7 @@ def test_message_outside_of_a_step() -> None:
 
 ERRORS = [
     value
-    for value in [*vars(errors).values(), RunnerGroupFailed]
+    for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, RayfinError)
 ]
 
@@ -142,4 +141,14 @@ def test_statuses() -> None:
         "EngineAsleep": 503,
         "RequestHandedBack": 503,
         "RunnerGroupFailed": 500,
+        "CallLost": 500,
+        "StepMissing": 500,
+        "PeerLost": 500,
+        "Fenced": 500,
+        "NotOwner": 503,
+        "EngineLost": 503,
+        "TemplateTooSlow": 400,
+        "TemplateTooLong": 400,
+        "PeerFailed": 500,
+        "ServerError": 500,
     }

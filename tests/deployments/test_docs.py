@@ -20,7 +20,7 @@ VARIABLE = re.compile(r"[A-Z_]+=")
 OTHERS = ("curl", "docker", "helm", "kubectl", "ray", "export", "pip", "git")
 """Programs that are not ours: what they are told is not looked at."""
 
-SCRIPTS = [path for name in ("benchmarks", "tests/chaos") for path in ROOT.glob(f"{name}/*.py")]
+SCRIPTS = [path for name in ("benchmarks", "tools/chaos") for path in ROOT.glob(f"{name}/*.py")]
 """Those whose own flags the documents name too."""
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

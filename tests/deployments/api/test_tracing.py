@@ -165,7 +165,7 @@ def test_without_its_packages_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_server_without_traces_needs_none_of_its_packages() -> None:
-    modules = ("deployments.ingress", "deployments.openai.routes", "deployments.app")
+    modules = ("deployments.serve.ingress", "deployments.api.app", "deployments.app")
     script = "import sys\nsys.modules['opentelemetry.exporter.otlp'] = None\n"
     script += "".join(f"import rayfin.{name}\n" for name in modules)
     script += "assert 'rayfin.deployments.telemetry.tracing' not in sys.modules"

@@ -180,7 +180,7 @@ class FakeServing:
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> FakeServing:
-    import rayfin.deployments as package
+    import rayfin.deployments.serve as package
 
     fake = FakeServing([])
     module = ModuleType("rayfin.deployments.serve.serving")
