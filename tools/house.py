@@ -1,0 +1,294 @@
+"""Prints how the code is kept: sizes, rooms, imports, names, and what is over its limit.
+
+    python tools/house.py            # the table; exit status 1 if a limit is broken
+    python tools/house.py --places 40
+
+Every row names its goal, and a row that misses it the places. `tests/test_house.py` holds the rows
+that are marked with *.
+"""
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("actors", "cache", "deployments", "kernels")
+MAX_ATTRIBUTES, MAX_FUNCTION, MAX_FILE, MAX_ROOM, MAX_README = 15, 60, 600, 14, 40
+MAX_SHARED = 6
+SHARED_NAMES = {"run", "close", "start", "stop", "forward", "add"}
+FORBIDDEN = (
+    r"nobody(?!['\w])|whoever|in vain|none of ours|untold|gone on with|as it were|of its own accord"
+)
+# `told` alone is a verb of every other sentence in older prose; it hides who sends what to whom.
+FORBIDDEN_WORDS = re.compile(rf"\b(?:{FORBIDDEN}|told)\b", re.IGNORECASE)
+EXCEPTIONS_ELSEWHERE = {
+    "cache/errors.py": "cache imports nothing",
+    "kernels/cpu/library.py": "kernels import nothing",
+    "deployments/cli/group.py": "subclasses of click's",
+}
+TIMING_ELSEWHERE: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    value: str
+    goal: str
+    broken: list[str] = field(default_factory=list)
+    held: bool = True  # by tests/test_house.py
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the product."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def room(self) -> str:
+        return self.path.parent.relative_to(ROOT).as_posix()
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n")
+
+    def imported(self) -> Iterator[str]:
+        """Dotted names of all imports."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files of the repository that git knows or would add."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "--", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [ROOT / name for name in listed.stdout.splitlines()]
+    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
+
+
+def product() -> list[Source]:
+    """The Python files that the package installs."""
+    return [Source(path) for path in tracked(*(f"{folder}/*.py" for folder in PRODUCT))]
+
+
+def sizes(sources: list[Source]) -> Iterator[Row]:
+    lines = sum(source.lines for source in sources)
+    yield Row("lines of product Python", f"{lines:,}", "30,000", _over(lines, 30_000), held=False)
+    count = len(sources)
+    yield Row("files of product Python", str(count), "200", _over(count, 200), held=False)
+    long = [f"{s.name}: {s.lines}" for s in sources if s.lines > MAX_FILE]
+    yield Row("files over 600 lines", str(len(long)), "0", long)
+    functions = [
+        f"{source.name}:{node.lineno} {node.name}: {_length(node)}"
+        for source in sources
+        if not source.name.startswith("kernels/")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _length(node) > MAX_FUNCTION
+    ]
+    yield Row("functions over 60 lines", str(len(functions)), "0", functions)
+
+
+def rooms(sources: list[Source]) -> Iterator[Row]:
+    counts = Counter(source.room for source in sources)
+    full = [f"{room}: {count}" for room, count in counts.items() if count > MAX_ROOM]
+    yield Row("rooms with more than 14 files", str(len(full)), "0", full)
+    unmapped = [problem for room in sorted(counts) for problem in _map_problems(room, sources)]
+    yield Row("rooms without a map", str(len(unmapped)), "0", unmapped)
+    pairs = sorted(_mutual(sources))
+    yield Row("rooms that import each other", str(len(pairs)), "0", pairs)
+
+
+def classes(sources: list[Source]) -> Iterator[Row]:
+    big = [
+        f"{source.name} {node.name}: {len(attributes)}"
+        for source, node in _classes(sources)
+        if len(attributes := _attributes(node)) > MAX_ATTRIBUTES
+    ]
+    yield Row("classes over 15 attributes", str(len(big)), "0", big)
+    owners: defaultdict[str, list[str]] = defaultdict(list)
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for source, node in _classes(sources):
+        names[node.name].append(source.name)
+        protocol = any("Protocol" in ast.unparse(base) for base in node.bases)
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and not protocol:
+                if not item.name.startswith("_") and not _is_override(node):
+                    owners[item.name].append(node.name)
+    shared = [
+        f"{name}: {', '.join(found)}"
+        for name, found in sorted(owners.items())
+        if len(found) > MAX_SHARED and name not in SHARED_NAMES
+    ]
+    yield Row("method names in more than 6 classes", str(len(shared)), "0", shared, held=False)
+    twice = [f"{name}: {', '.join(found)}" for name, found in names.items() if len(found) > 1]
+    twice = [line for line in twice if not line.startswith("_")]
+    yield Row("class names used twice", str(len(twice)), "0", twice)
+
+
+def homes(sources: list[Source]) -> Iterator[Row]:
+    known = {"Exception", "BaseException", "RuntimeError", "ValueError", "AssertionError"}
+    errors = next(source for source in sources if source.name == "actors/errors.py")
+    known |= {node.name for node in errors.tree.body if isinstance(node, ast.ClassDef)}
+    strays = [
+        f"{source.name} {node.name}"
+        for source, node in _classes(sources)
+        if source is not errors and source.name not in EXCEPTIONS_ELSEWHERE
+        if any(ast.unparse(base) in known for base in node.bases)
+    ]
+    yield Row("exceptions outside of errors.py", str(len(strays)), "0", strays)
+    constants = [
+        f"{source.name}:{node.lineno} {target.id}"
+        for source in sources
+        if source.name != "actors/timing.py"
+        and source.name not in TIMING_ELSEWHERE
+        and not source.name.startswith("kernels/")
+        for node in source.tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name) and target.id.endswith("SECONDS")
+    ]
+    yield Row("timing constants outside of timing.py", str(len(constants)), "0", constants)
+
+
+def prose() -> Iterator[Row]:
+    found = forbidden_words()
+    yield Row("forbidden words", str(len(found)), "0", found)
+
+
+def forbidden_words() -> list[str]:
+    """Each use of a word that hides the subject, in Python files and pages."""
+    skip = {"tools/house.py", "docs/contributing.md"}  # they list them
+    return [
+        f"{path.relative_to(ROOT).as_posix()}:{number}: {line.strip()[:80]}"
+        for path in tracked("*.py", "*.md", "*.cpp", "*.h", "*.yaml")
+        if path.relative_to(ROOT).as_posix() not in skip
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if FORBIDDEN_WORDS.search(line)
+    ]
+
+
+def _over(value: int, goal: int) -> list[str]:
+    return [f"{value - goal:,} over"] if value > goal else []
+
+
+def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    start = node.body[0]
+    is_docstring = isinstance(start, ast.Expr) and isinstance(start.value, ast.Constant)
+    docstring = (start.end_lineno or 0) - start.lineno + 1 if is_docstring else 0
+    return (node.end_lineno or 0) - node.lineno + 1 - docstring
+
+
+def _map_problems(room: str, sources: list[Source]) -> Iterator[str]:
+    """What is wrong with the README.md of a room: none, too long, or a file it does not name."""
+    page = ROOT / room / "README.md"
+    if not page.exists():
+        yield f"{room}: no README.md"
+        return
+    text = page.read_text()
+    if len(text.splitlines()) > MAX_README:
+        yield f"{room}/README.md: {len(text.splitlines())} lines"
+    files = [source.path.name for source in sources if source.room == room]
+    yield from (f"{room}/README.md: {name} is missing" for name in files if f"`{name}`" not in text)
+    named = set(re.findall(r"^[-|*] *`(\w+\.py)`", text, re.MULTILINE))
+    yield from (f"{room}/README.md: {name} is not there" for name in sorted(named - set(files)))
+
+
+def _mutual(sources: list[Source]) -> Iterator[str]:
+    """Pairs of rooms, neither inside the other, of which each imports the other."""
+    modules = {
+        "rayfin." + source.name.removesuffix(".py").replace("/", "."): source for source in sources
+    }
+    arrows: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for source in sources:
+        for name in source.imported():
+            target = modules.get(name) or modules.get(name.rpartition(".")[0])
+            if target is not None and target.room != source.room:
+                arrows[source.room, target.room].add(f"{source.path.name} -> {target.path.name}")
+    for a, b in arrows:
+        nested = a.startswith(f"{b}/") or b.startswith(f"{a}/")
+        if a < b and (b, a) in arrows and not nested:
+            one, other = sorted(arrows[a, b])[0], sorted(arrows[b, a])[0]
+            yield f"{a} and {b}: {one}; {other}"
+
+
+def _classes(sources: Iterable[Source]) -> Iterator[tuple[Source, ast.ClassDef]]:
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                yield source, node
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Names that methods of a class assign to ``self``; a dataclass is data and has none."""
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return set()
+    return {
+        target.attr
+        for item in ast.walk(node)
+        if isinstance(item, ast.Assign | ast.AnnAssign)
+        for targets in (item.targets if isinstance(item, ast.Assign) else [item.target])
+        for target in ast.walk(targets)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+        and isinstance(target.ctx, ast.Store)
+    }
+
+
+def _is_override(node: ast.ClassDef) -> bool:
+    """Whether the class implements an interface of ours: then its names are the interface's."""
+    return any(isinstance(base, ast.Name) and base.id != "Protocol" for base in node.bases)
+
+
+def table() -> list[Row]:
+    """All rows that need no run."""
+    sources = product()
+    parts: tuple[Callable[[list[Source]], Iterator[Row]], ...] = (sizes, rooms, classes, homes)
+    return [row for part in parts for row in part(sources)] + list(prose())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="How the code is kept.")
+    parser.add_argument("--places", type=int, default=8, help="places named for each broken row")
+    options = parser.parse_args()
+    rows = table()
+    for row in rows:
+        mark = "*" if row.held else " "
+        state = "" if not row.broken else "  <-"
+        print(f"{mark} {row.name:<40} {row.value:>8}   goal {row.goal:>7}{state}")
+    for row in rows:
+        if row.broken:
+            print(f"\n{row.name}:")
+            print("\n".join(f"  {place}" for place in row.broken[: options.places]))
+            if len(row.broken) > options.places:
+                print(f"  ... and {len(row.broken) - options.places} more")
+    return 1 if any(row.broken and row.held for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
