@@ -25,9 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rayfin.deployments.demo
 from rayfin.deployments.bench.measures import Figures, Timeline, figures
-from rayfin.deployments.bench.peers import PeerSpec
+from rayfin.deployments.bench.peers import PeerSpec, take_turns
 from rayfin.deployments.bench.report import median
-from rayfin.deployments.bench.rounds import take_turns
 from rayfin.deployments.bench.workload import (
     Job,
     Lengths,

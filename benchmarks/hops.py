@@ -62,7 +62,7 @@ async def measure(url: str, requests: int, prompt_tokens: int) -> None:
         lines = await run_jobs(api, model, jobs[WARM_UP:], max_concurrency=1)
         after = await heard(http, WARM_UP + requests)
     assert not any(own.error for own in lines), [own.error for own in lines]
-    client = 1000 * sum(own.ttft for own in lines) / requests
+    client = 1000 * sum(own.ttft or 0.0 for own in lines) / requests
 
     def each(name: str) -> float:
         return 1000 * (after[name] - before[name]) / requests

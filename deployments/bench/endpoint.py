@@ -1,6 +1,8 @@
-"""A running server from a client's side: its address, its model, its streams."""
+"""A client's side of a running server: its address, its models, and its event streams."""
 
 import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,24 +13,25 @@ from rayfin.actors.errors import InvalidConfig, ServerError
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 600.0  # a first token may wait for a full queue
+DONE = "[DONE]"
 BROKEN_OFF = "the stream broke off before its end"
 
 
 @dataclass(slots=True)
 class StreamPiece:
-    """What one event of a stream says."""
+    """One event of a completion's or a chat completion's stream."""
 
     text: str = ""
     finish_reason: str | None = None
-    completion_tokens: int | None = None  # the whole answer's, in the event that counts them
-    done: bool = False  # the stream's last event
+    completion_tokens: int | None = None  # of the whole answer so far, where the event counts them
+    usage_only: bool = False  # an event without choices
 
 
 def client_settings(url: str, api_key: str | None) -> dict[str, Any]:
-    """Keywords of httpx's clients for a server; a bare address gets ``/v1``.
+    """Keyword arguments of httpx's clients for a server; an address without a path gets ``/v1``.
 
     Raises:
-        InvalidConfig: an address that is none.
+        InvalidConfig: the URL is malformed.
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -41,11 +44,11 @@ def client_settings(url: str, api_key: str | None) -> dict[str, Any]:
     }
 
 
-def find_model(client: httpx.Client, wanted: str | None) -> str:
-    """The model to ask for: ``wanted``, or the first one that the server offers.
+def find_model(client: httpx.Client, model: str | None) -> str:
+    """Returns ``model``, or the first model that the server lists.
 
     Raises:
-        ServerError: nothing answers there, or no OpenAI server.
+        ServerError: no server answers, or it is not an OpenAI server.
     """
     address = str(client.base_url).rstrip("/")
     try:
@@ -57,55 +60,91 @@ def find_model(client: httpx.Client, wanted: str | None) -> str:
     if response.is_error:
         raise refusal(response)
     try:
-        offered = [str(card["id"]) for card in response.json()["data"]]
-        return wanted or offered[0]
+        listed = [str(card["id"]) for card in response.json()["data"]]
+        return model or listed[0]
     except (ValueError, LookupError, TypeError):
-        raise ServerError(f"{address} is no OpenAI API with a model") from None
+        raise ServerError(f"{address} is not an OpenAI API with a model") from None
 
 
-def chat_body(model: str, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Any:
+def chat_body(
+    model: str, messages: list[dict[str, str]], sampling: dict[str, Any]
+) -> dict[str, Any]:
     """The body of a streaming chat completion."""
-    counted = {"include_usage": True}
     return {
         "model": model,
         "messages": messages,
         "stream": True,
-        "stream_options": counted,
+        "stream_options": {"include_usage": True},
         **sampling,
     }
 
 
-def read_event(line: str) -> StreamPiece | None:
-    """A line of a server-sent event stream; None if it carries nothing.
+async def stream_pieces(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> AsyncIterator[StreamPiece]:
+    """Posts a request and yields its events.
 
     Raises:
-        ServerError: the server reports that the answer failed.
+        ServerError: the server refuses, reports an error, or the stream breaks off.
     """
-    if not line.startswith("data:"):
-        return None
-    data = line.removeprefix("data:").strip()
-    if data == "[DONE]":
-        return StreamPiece(done=True)
+    with connection_errors():
+        async with client.stream("POST", path, json=body) as response:
+            if response.is_error:
+                await response.aread()
+                raise refusal(response)
+            async for line in response.aiter_lines():
+                if (data := event_data(line)) is None:
+                    continue
+                if data == DONE:
+                    return
+                yield read_piece(data)
+    raise ServerError(BROKEN_OFF)
+
+
+def event_data(line: str) -> str | None:
+    """The data of a server-sent event's line, or None for a comment or another field."""
+    return line.removeprefix("data:").strip() if line.startswith("data:") else None
+
+
+def read_piece(data: str) -> StreamPiece:
+    """Parses an event's data.
+
+    Raises:
+        ServerError: the event reports an error, or is not a completion's.
+    """
     try:
         event = json.loads(data)
         if "error" in event:
             raise ServerError(str(event["error"]["message"]))
-        piece = StreamPiece(completion_tokens=(event.get("usage") or {}).get("completion_tokens"))
+        usage = event.get("usage") or {}
+        piece = StreamPiece(
+            completion_tokens=usage.get("completion_tokens"), usage_only=not event["choices"]
+        )
         for choice in event["choices"]:
-            piece.text += choice["delta"].get("content") or ""
+            text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            piece.text += text or ""
             piece.finish_reason = choice.get("finish_reason")
+        return piece
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise ServerError(f"not an event of a chat completion: {data[:80]}") from None
-    return piece
+        raise ServerError(f"invalid event in the stream: {data[:80]}") from None
 
 
 def refusal(response: httpx.Response) -> ServerError:
-    """The error of a response that was read."""
+    """The error of a response whose body has been read."""
     try:
         message = str(response.json()["error"]["message"])
     except (ValueError, LookupError, TypeError):
         message = response.text.strip()[:200] or response.reason_phrase
     return ServerError(f"HTTP {response.status_code}: {message}")
+
+
+@contextmanager
+def connection_errors() -> Iterator[None]:
+    """Raises httpx's errors as a ServerError."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise ServerError(describe(error)) from None
 
 
 def describe(error: httpx.HTTPError) -> str:

@@ -1,15 +1,18 @@
-"""What a run shows: times of tokens turned into the field's usual figures.
+"""Latency and throughput figures from the times at which tokens arrive.
 
 TTFT is the time from arrival to the first token, ITL the gaps between the arrivals of tokens, TPOT
 a request's (E2E - TTFT) / (tokens - 1), E2E the time to the last token: vLLM's definitions.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.bench.endpoint import StreamPiece
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -17,39 +20,69 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(slots=True)
 class Timeline:
-    """One request's times, seconds on one clock."""
+    """The times of one request, in seconds of one clock."""
 
     sent: float
-    prompt_tokens: int
-    pieces: list[tuple[float, int]] = field(default_factory=list)  # (when, tokens that came)
+    prompt_tokens: int = 0
+    pieces: list[tuple[float, int]] = field(default_factory=list)  # (arrival, number of tokens)
     error: str | None = None
+    ended: float | None = None  # when the stream ended; None: with its last piece
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = sum(count for _, count in self.pieces)
+
+    def add(self, when: float, count: int) -> None:
+        """Adds ``count`` tokens that arrived at once."""
+        self.pieces.append((when, count))
+        self.tokens += count
+
+    def record(self, piece: StreamPiece) -> None:
+        """Adds the tokens of a stream's event that arrives now.
+
+        A piece of text is one token where the server does not count as it goes; the last event's
+        count then corrects the last piece.
+        """
+        counted = piece.completion_tokens
+        new = bool(piece.text) if counted is None else counted - self.tokens
+        if new > 0 and piece.usage_only and self.pieces:
+            when, count = self.pieces.pop()
+            self.tokens -= count
+            self.add(when, count + new)
+        elif new > 0:
+            self.add(time.perf_counter(), int(new))
+
+    def expect(self, tokens: int) -> None:
+        """Records an error unless there is one or all ``tokens`` arrived."""
+        if self.error is None and self.tokens != tokens:
+            self.error = f"received {self.tokens} of {tokens} tokens"
 
     @property
-    def tokens(self) -> int:
-        return sum(count for _, count in self.pieces)
+    def ttft(self) -> float | None:
+        return self.pieces[0][0] - self.sent if self.pieces else None
 
     @property
-    def ttft(self) -> float:
-        return self.pieces[0][0] - self.sent
-
-    @property
-    def e2el(self) -> float:
-        return self.pieces[-1][0] - self.sent
+    def e2el(self) -> float | None:
+        if self.ended is not None:
+            return self.ended - self.sent
+        return self.pieces[-1][0] - self.sent if self.pieces else None
 
     @property
     def tpot(self) -> float | None:
-        return (self.e2el - self.ttft) / (self.tokens - 1) if self.tokens > 1 else None
+        if self.tokens < 2:
+            return None
+        return (self.pieces[-1][0] - self.pieces[0][0]) / (self.tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Between one piece and the next; tokens that come together are one piece."""
+        """Seconds between consecutive pieces; tokens that arrive together are one piece."""
         times = [when for when, _ in self.pieces]
         return [after - before for before, after in zip(times, times[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles of one kind of time, seconds; None without a value."""
+    """Mean and percentiles of times in seconds; all None without values."""
 
     mean: float | None
     p50: float | None
@@ -57,18 +90,19 @@ class Spread:
     p99: float | None
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        if not values:
+    def of(cls, values: Iterable[float | None]) -> "Spread":
+        """The spread of the values that are not None."""
+        ordered = sorted(value for value in values if value is not None)
+        if not ordered:
             return cls(None, None, None, None)
-        ordered = sorted(values)
-        # nearest rank: a time that was measured, never one in between
+        # nearest rank: always a measured time, never an interpolated one
         ranked = (ordered[math.ceil(q / 100 * len(ordered)) - 1] for q in PERCENTILES)
         return cls(sum(ordered) / len(ordered), *ranked)
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A run in numbers; times in seconds. Failed requests count as failed and nothing else."""
+    """The figures of a run, times in seconds. Failed requests count in ``failed`` alone."""
 
     requests: int
     failed: int
@@ -98,7 +132,7 @@ class Figures:
 
     def as_json(self) -> dict[str, Any]:
         """All figures by name; times in seconds."""
-        spreads = {name: _spread_json(getattr(self, name)) for name in METRICS}
+        spreads = {name: asdict(getattr(self, name)) for name in METRICS}
         return {
             "requests": self.requests,
             "failed": self.failed,
@@ -114,44 +148,44 @@ class Figures:
         }
 
 
-def figures(timelines: Sequence[Timeline], limits: Mapping[str, float] | None = None) -> Figures:
-    """The figures of a run, from the first arrival to the last token.
+def figures(
+    timelines: Sequence[Timeline],
+    limits: Mapping[str, float] | None = None,
+    seconds: float | None = None,
+) -> Figures:
+    """Computes the figures of a run, over ``seconds`` or from the first arrival to the last token.
 
-    ``limits`` are seconds by metric (ttft, tpot, e2el) that a request must keep to be good
-    (DistServe's goodput).
+    ``limits`` are seconds by metric (ttft, tpot, e2el). Goodput (DistServe) counts the requests
+    within all of them.
     """
-    good = [own for own in timelines if own.error is None and own.pieces]
-    seconds = 0.0
-    if good:
-        seconds = max(own.pieces[-1][0] for own in good) - min(own.sent for own in timelines)
-    errors: dict[str, int] = {}
-    for own in timelines:
-        if own.error is not None:
-            errors[own.error] = errors.get(own.error, 0) + 1
+    good = [timeline for timeline in timelines if timeline.error is None]
+    if seconds is None:
+        last = max((line.pieces[-1][0] for line in good if line.pieces), default=None)
+        seconds = 0.0 if last is None else last - min(line.sent for line in timelines)
     goodput = None
     if limits:
-        within = sum(_keeps(own, limits) for own in good)
+        within = sum(_within(timeline, limits) for timeline in good)
         goodput = within / seconds if seconds else 0.0
     return Figures(
         requests=len(good),
         failed=len(timelines) - len(good),
         seconds=seconds,
-        prompt_tokens=sum(own.prompt_tokens for own in good),
-        output_tokens=sum(own.tokens for own in good),
-        ttft=Spread.of([own.ttft for own in good]),
-        tpot=Spread.of([own.tpot for own in good if own.tpot is not None]),
-        itl=Spread.of([gap for own in good for gap in own.gaps]),
-        e2el=Spread.of([own.e2el for own in good]),
+        prompt_tokens=sum(line.prompt_tokens for line in good),
+        output_tokens=sum(line.tokens for line in good),
+        ttft=Spread.of(line.ttft for line in good),
+        tpot=Spread.of(line.tpot for line in good),
+        itl=Spread.of(gap for line in good for gap in line.gaps),
+        e2el=Spread.of(line.e2el for line in good),
         goodput=goodput,
-        errors=errors,
+        errors=dict(Counter(line.error for line in timelines if line.error is not None)),
     )
 
 
 def parse_limits(texts: Sequence[str]) -> dict[str, float]:
-    """Reads "ttft:500" and the like, milliseconds as in vLLM, to seconds by metric.
+    """Parses texts such as "ttft:500", milliseconds as in vLLM, to seconds by metric.
 
     Raises:
-        InvalidConfig: anything else.
+        InvalidConfig: a text is malformed.
     """
     limits = {}
     for text in texts:
@@ -169,10 +203,5 @@ def parse_limits(texts: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def _keeps(own: Timeline, limits: Mapping[str, float]) -> bool:
-    values = {"ttft": own.ttft, "tpot": own.tpot or 0.0, "e2el": own.e2el}
-    return all(values[name] <= limit for name, limit in limits.items())
-
-
-def _spread_json(spread: Spread) -> dict[str, float | None]:
-    return {"mean": spread.mean, "p50": spread.p50, "p90": spread.p90, "p99": spread.p99}
+def _within(timeline: Timeline, limits: Mapping[str, float]) -> bool:
+    return all((getattr(timeline, name) or 0.0) <= limit for name, limit in limits.items())

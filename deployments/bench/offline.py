@@ -1,4 +1,4 @@
-"""Jobs run by an engine of this program, without a server."""
+"""Runs jobs on an engine of this process, without a server."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from rayfin.deployments.offline.engines import OfflineEngine
 
 
 def run_offline(engine: OfflineEngine, jobs: Sequence[Job]) -> list[Timeline]:
-    """All jobs at once, whatever their times of arrival; greedy, to their full lengths."""
+    """Runs all jobs at once, greedily and to their full lengths; arrival times are ignored."""
     requests = [
         EngineRequest(
             f"bench-{key}",
@@ -29,7 +29,7 @@ def run_offline(engine: OfflineEngine, jobs: Sequence[Job]) -> list[Timeline]:
         now = time.perf_counter()
         keys, counts = np.unique(deltas.keys, return_counts=True)
         for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
-            timelines[key].pieces.append((now, count))
+            timelines[key].add(now, count)
         for ended in deltas.ended:
             if ended.error is not None:
                 timelines[ended.key].error = str(ended.error)

@@ -1,7 +1,7 @@
-"""Other engines, each a process in an environment of its own, run on the same jobs in turn.
+"""Runs the same jobs on several engines in turn, each in a process with its own environment.
 
 A peer is a script under benchmarks/peers. It reads a line of JSON per command and answers with
-one; its model stays loaded between runs, so that engines can take turns:
+one. Its model stays loaded between runs, so that engines can alternate:
 
     {"model": folder, "settings": {...}}       -> {"ready": seconds, "name": ..., "version": ...}
     {"jobs": [[arrival, prompt, output], ...]} -> {"pieces": [[[seconds, tokens], ...], ...]}
@@ -9,7 +9,9 @@ one; its model stays loaded between runs, so that engines can take turns:
 
 import json
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,14 +19,14 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidConfig, PeerFailed
 from rayfin.deployments.bench.measures import Timeline
-from rayfin.deployments.bench.workload import Job
+from rayfin.deployments.bench.workload import Job, varied
 
-TAIL = 2000  # characters of a dead peer's stderr that are worth reading
+TAIL = 2000  # last characters of a dead peer's stderr in the error
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSpec:
-    """How to start a peer: its script, the Python that has its packages, and its settings."""
+    """A peer's script, the Python that has its packages, and its settings."""
 
     name: str
     python: str
@@ -33,28 +35,30 @@ class PeerSpec:
 
     @classmethod
     def parse(cls, text: str, folder: Path) -> "PeerSpec":
-        """Reads "NAME=PYTHON" or "NAME=PYTHON,key=value,..."; the script is folder/NAME.py.
+        """Parses "NAME=PYTHON" or "NAME=PYTHON,key=value,..."; the script is folder/NAME.py.
 
         "LABEL:NAME=PYTHON,..." runs a peer under another label, with other settings.
 
         Raises:
-            InvalidConfig: anything else, or a peer that there is none of.
+            InvalidConfig: the text is malformed, or the peer is unknown.
         """
-        left, found, right = text.partition("=")
+        left, equals, right = text.partition("=")
         label, _, script = left.rpartition(":")
         python, *settings = right.split(",")
         path = folder / f"{script}.py"
-        if not found or not path.is_file():
-            known = ", ".join(sorted(own.stem for own in folder.glob("*.py") if own.stem != "peer"))
+        if not equals or not path.is_file():
+            known = ", ".join(
+                sorted(file.stem for file in folder.glob("*.py") if file.stem != "peer")
+            )
             raise InvalidConfig(
                 f"peer must be NAME=PYTHON with a script in {folder} ({known}), got {text!r}",
                 "peer",
             )
-        return cls(label or script, python, path, dict(_setting(own) for own in settings))
+        return cls(label or script, python, path, dict(map(_setting, settings)))
 
 
 class Peer:
-    """A peer's process. Use it as a context."""
+    """A peer's process, as a context manager."""
 
     def __init__(self, spec: PeerSpec, model: Path, stderr: Path) -> None:
         self.spec = spec
@@ -87,7 +91,7 @@ class Peer:
         if process is None:
             return
         if process.stdin is not None:
-            process.stdin.close()  # the end of its commands
+            process.stdin.close()  # ends the peer
         try:
             process.wait(timeout=20)
         except subprocess.TimeoutExpired:
@@ -95,14 +99,14 @@ class Peer:
             process.wait()
 
     def run(self, jobs: Sequence[Job]) -> list[Timeline]:
-        """The jobs' timelines, on the peer's clock.
+        """Runs the jobs and returns their timelines, on the peer's clock.
 
         Raises:
-            PeerFailed: the peer is gone.
+            PeerFailed: the peer died or reports an error.
         """
         wire = [[job.arrival, job.prompt, job.output_tokens] for job in jobs]
         pieces = self._ask({"jobs": wire})["pieces"]
-        return [_timeline(job, own) for job, own in zip(jobs, pieces, strict=True)]
+        return [_timeline(*pair) for pair in zip(jobs, pieces, strict=True)]
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         process = self._process
@@ -114,17 +118,44 @@ class Peer:
             answer: dict[str, Any] = json.loads(line)
         except (OSError, ValueError):
             tail = self._stderr.read_text(errors="replace")[-TAIL:]
-            raise PeerFailed(f"{self.spec.name} is gone. Its last words:\n{tail}") from None
+            raise PeerFailed(f"{self.spec.name} died. The end of its stderr:\n{tail}") from None
         if "error" in answer:
             raise PeerFailed(f"{self.spec.name}: {answer['error']}")
         return answer
 
 
+def take_turns(
+    specs: Sequence[PeerSpec],
+    model: Path,
+    jobs: Sequence[Job],
+    rounds: int,
+    report: Callable[[str], object],
+) -> dict[str, list[list[Timeline]]]:
+    """Returns timelines by peer, one list for each round; an uncounted round warms up.
+
+    The peers alternate (A B A B), so that a slow minute hits all of them. Every round has other
+    tokens in its prompts, of the same lengths and with the same shared prefixes, so that no cache
+    helps.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        peers = []
+        for spec in specs:
+            peers.append(stack.enter_context(Peer(spec, model, folder / f"{spec.name}.log")))
+            report(f"{spec.name}: {peers[-1].version}, ready in {peers[-1].ready_seconds:.1f} s")
+        results: dict[str, list[list[Timeline]]] = {spec.name: [] for spec in specs}
+        for number in range(rounds + 1):
+            for peer in peers:
+                timelines = peer.run(varied(jobs, number))
+                if number:
+                    results[peer.spec.name].append(timelines)
+    return results
+
+
 def _timeline(job: Job, pieces: list[list[float]]) -> Timeline:
-    own = Timeline(job.arrival, len(job.prompt), [(when, int(count)) for when, count in pieces])
-    if own.tokens != job.output_tokens:
-        own.error = f"{own.tokens} tokens came, of {job.output_tokens}"
-    return own
+    timeline = Timeline(job.arrival, len(job.prompt), [(at, int(count)) for at, count in pieces])
+    timeline.expect(job.output_tokens)
+    return timeline
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Figures for people: tables for a terminal or a page, and a plot."""
+"""A run's figures as text, as a Markdown table, and as a plot."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,6 @@ NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 
 
 def lines(title: str, figures: Figures) -> list[str]:
-    """One run, as text."""
     head = (
         f"{title}: {figures.requests} requests in {figures.seconds:.2f} s, {figures.failed} failed"
         f" · {figures.requests_per_second:.2f} requests/s"
@@ -23,13 +22,16 @@ def lines(title: str, figures: Figures) -> list[str]:
         head,
         *good,
         f"{'ms':<6}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p99")),
-        *(f"{NAMES[own]:<6}" + _cells(getattr(figures, own)) for own in METRICS),
+        *(f"{NAMES[name]:<6}" + _cells(getattr(figures, name)) for name in METRICS),
         *errors,
     ]
 
 
 def comparison(title: str, runs: Mapping[str, Sequence[Figures]]) -> list[str]:
-    """A Markdown table of several engines' medians over rounds; ratios to the first one last."""
+    """A Markdown table of several engines' medians over rounds.
+
+    The last column is the first engine's rate divided by each engine's.
+    """
     first = next(iter(runs))
     rows = {name: _row(rounds) for name, rounds in runs.items()}
     heads = ["output tokens/s", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "ITL p99 ms"]
@@ -47,10 +49,10 @@ def comparison(title: str, runs: Mapping[str, Sequence[Figures]]) -> list[str]:
 
 
 def plot(path: Path, timelines: Sequence[Timeline]) -> None:
-    """TTFT and ITL of a run as cumulative shares, one picture.
+    """Draws the cumulative distributions of TTFT and ITL to ``path``.
 
     Raises:
-        InvalidConfig: matplotlib is missing (``pip install -e '.[bench]'``).
+        InvalidConfig: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -59,8 +61,11 @@ def plot(path: Path, timelines: Sequence[Timeline]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    good = [own for own in timelines if own.error is None and own.pieces]
-    kinds = {"TTFT": [own.ttft for own in good], "ITL": [gap for own in good for gap in own.gaps]}
+    good = [line for line in timelines if line.error is None]
+    kinds = {
+        "TTFT": [line.ttft for line in good if line.ttft is not None],
+        "ITL": [gap for line in good for gap in line.gaps],
+    }
     figure, axes = pyplot.subplots(1, len(kinds), figsize=(9, 3.5))
     for axis, (name, values) in zip(axes, kinds.items(), strict=True):
         ordered = sorted(values)
@@ -80,16 +85,15 @@ def median(values: Sequence[float]) -> float:
 
 
 def _row(rounds: Sequence[Figures]) -> list[float]:
-    def of(spread: str, point: str) -> float:
-        values = [getattr(getattr(own, spread), point) or 0.0 for own in rounds]
-        return median(values) * 1000
+    def ms(metric: str, percentile: str) -> float:
+        return 1000 * median([getattr(getattr(run, metric), percentile) or 0.0 for run in rounds])
 
     return [
-        median([own.output_per_second for own in rounds]),
-        of("ttft", "p50"),
-        of("ttft", "p99"),
-        of("tpot", "p50"),
-        of("itl", "p99"),
+        median([run.output_per_second for run in rounds]),
+        ms("ttft", "p50"),
+        ms("ttft", "p99"),
+        ms("tpot", "p50"),
+        ms("itl", "p99"),
     ]
 
 

@@ -1,58 +1,40 @@
-"""Simulated users of a running server, and what they measure."""
+"""Simulated users of a running server: each asks, reads the answer, thinks, and asks again."""
 
 import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
 
 from rayfin.actors.errors import ServerError
-from rayfin.deployments.bench.endpoint import (
-    BROKEN_OFF,
-    StreamPiece,
-    chat_body,
-    describe,
-    read_event,
-    refusal,
-)
-from rayfin.deployments.bench.questions import Ask
+from rayfin.deployments.bench.endpoint import chat_body, stream_pieces
+from rayfin.deployments.bench.measures import Timeline
+from rayfin.deployments.bench.workload import DrawMessages, Messages
 
-AFTER_ERROR_SECONDS = 0.2  # a server that refuses is not hammered
+AFTER_ERROR_SECONDS = 0.2  # between a failed request and the next one
 State = Literal["thinking", "waiting", "streaming", "done"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsersPlan:
-    """What the users do. At least one of ``requests`` and ``duration`` ends it."""
+    """What the users do. ``requests``, ``duration`` or both end the run."""
 
     model: str
-    ask: Ask
+    ask: DrawMessages
     users: int = 8
     requests: int | None = None  # of all users together
-    duration: float | None = None  # seconds; answers under way then are still awaited
+    duration: float | None = None  # seconds; answers in flight at the end are awaited
     think_time: float = 0.0  # mean seconds between an answer and the next question
     seed: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Measurement:
-    """One request. Times are seconds."""
-
-    ttft: float | None = None  # until the first text; None: there was none
-    gaps: list[float] = field(default_factory=list)  # between one piece of text and the next
-    total: float = 0.0
-    tokens: int = 0  # as the server counts; pieces of text if it does not
-    error: str | None = None
-
-
-@dataclass(slots=True)
 class User:
-    """One simulated user as the live table shows it."""
+    """One row of the live table."""
 
     number: int
     state: State = "waiting"
@@ -68,42 +50,15 @@ class User:
         return self.gap_sum / self.gap_count if self.gap_count else None
 
 
-@dataclass(slots=True)
-class UserTotals:
-    """What all users have measured so far."""
-
-    done: int = 0
-    tokens: int = 0
-    ttfts: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of whole answers
-    errors: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def failed(self) -> int:
-        return self.errors.total()
-
-    def add(self, request: Measurement) -> None:
-        """Counts a request; a failed one only as failed: its times would flatter the server."""
-        if request.error is not None:
-            self.errors[request.error] += 1
-            return
-        self.done += 1
-        self.tokens += request.tokens
-        self.gaps += request.gaps
-        self.seconds.append(request.total)
-        if request.ttft is not None:
-            self.ttfts.append(request.ttft)
-
-
 class UserLoad:
-    """Users that each ask, read the answer as it streams, think, and ask again."""
+    """Runs a plan's users. Failed requests are counted, never raised."""
 
     def __init__(self, client: httpx.AsyncClient, plan: UsersPlan) -> None:
         self.client = client
         self.plan = plan
         self.users = [User(number) for number in range(plan.users)]
-        self.totals = UserTotals()
+        self.timelines: list[Timeline] = []
+        self.errors: Counter[str] = Counter()
         self._left = plan.requests
         self._started = self._ended = 0.0
 
@@ -113,37 +68,37 @@ class UserLoad:
         return (self._ended or time.perf_counter()) - self._started if self._started else 0.0
 
     async def run(self) -> None:
-        """Runs the plan to its end. A failed request is counted, never raised."""
         self._started = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
                 for user in self.users:
-                    group.create_task(self._live(user))
+                    group.create_task(self._run_user(user))
         finally:
             self._ended = time.perf_counter()
 
-    async def _live(self, user: User) -> None:
+    async def _run_user(self, user: User) -> None:
         rng = random.Random(f"{self.plan.seed}/{user.number}")
         while True:
-            if self.plan.think_time:  # before the first question too: users do not come in step
+            if self.plan.think_time:  # before the first question too, or all users start at once
                 user.state = "thinking"
-                await self._pause(rng.expovariate(1 / self.plan.think_time))
-            if not self._take_request():
+                await self._sleep(rng.expovariate(1 / self.plan.think_time))
+            if not self._may_ask():
                 break
             user.state = "waiting"
-            request = await self._request(user, self.plan.ask(rng))
-            self._count(user, request)
-            if request.error is not None:
-                await self._pause(AFTER_ERROR_SECONDS)
+            timeline = await self._request(user, self.plan.ask(rng))
+            self.count(user, timeline)
+            if timeline.error is not None:
+                await self._sleep(AFTER_ERROR_SECONDS)
         user.state = "done"
 
-    async def _pause(self, seconds: float) -> None:
-        """Sleeps, but not past the end of the plan."""
+    async def _sleep(self, seconds: float) -> None:
+        """Sleeps, at most until the end of the plan."""
         if self.plan.duration is not None:
             seconds = min(seconds, max(0.0, self.plan.duration - self.elapsed))
         await asyncio.sleep(seconds)
 
-    def _take_request(self) -> bool:
+    def _may_ask(self) -> bool:
+        """Whether another request may start; it is counted if so."""
         if self.plan.duration is not None and self.elapsed >= self.plan.duration:
             return False
         if self._left is None:
@@ -151,53 +106,27 @@ class UserLoad:
         self._left -= 1
         return self._left >= 0
 
-    async def _request(self, user: User, messages: list[dict[str, str]]) -> Measurement:
-        result = Measurement()
-        start = last = time.perf_counter()
-        pieces = 0
-        counted: int | None = None
-        try:
-            async for piece in self._stream(messages):
-                now = time.perf_counter()
-                if piece.text:
-                    pieces += 1
-                    if result.ttft is None:
-                        result.ttft = user.last_ttft = now - start
-                        user.state = "streaming"
-                    else:
-                        result.gaps.append(now - last)
-                    last = now
-                if piece.completion_tokens is not None:
-                    counted = piece.completion_tokens
-        except ServerError as error:
-            result.error = str(error)
-        result.total = time.perf_counter() - start
-        result.tokens = pieces if counted is None else counted
-        return result
-
-    async def _stream(self, messages: list[dict[str, str]]) -> AsyncIterator[StreamPiece]:
+    async def _request(self, user: User, messages: Messages) -> Timeline:
         body = chat_body(self.plan.model, messages, self.plan.sampling)
+        timeline = Timeline(time.perf_counter())
         try:
-            async with self.client.stream("POST", "/chat/completions", json=body) as response:
-                if response.is_error:
-                    await response.aread()
-                    raise refusal(response)
-                async for line in response.aiter_lines():
-                    piece = read_event(line)
-                    if piece is not None and piece.done:
-                        return
-                    if piece is not None:
-                        yield piece
-        except httpx.HTTPError as error:
-            raise ServerError(describe(error)) from None
-        raise ServerError(BROKEN_OFF)
+            async for piece in stream_pieces(self.client, "/chat/completions", body):
+                timeline.record(piece)
+                if timeline.pieces and user.state == "waiting":
+                    user.state, user.last_ttft = "streaming", timeline.ttft
+        except ServerError as error:
+            timeline.error = str(error)
+        timeline.ended = time.perf_counter()
+        return timeline
 
-    def _count(self, user: User, request: Measurement) -> None:
-        self.totals.add(request)
-        if request.error is not None:
+    def count(self, user: User, timeline: Timeline) -> None:
+        """Adds a request to its user and to the run."""
+        self.timelines.append(timeline)
+        if timeline.error is not None:
+            self.errors[timeline.error] += 1
             user.failed += 1
             return
         user.done += 1
-        user.tokens += request.tokens
-        user.gap_sum += sum(request.gaps)
-        user.gap_count += len(request.gaps)
+        user.tokens += timeline.tokens
+        user.gap_sum += sum(timeline.gaps)
+        user.gap_count += len(timeline.gaps)

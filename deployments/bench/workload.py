@@ -1,21 +1,27 @@
-"""What a benchmark asks for: prompts of token ids, output lengths, and times of arrival."""
+"""What a benchmark asks: prompts of token ids with times of arrival, and questions of users."""
 
 import csv
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayfin.actors.errors import InvalidConfig
 
+Messages = list[dict[str, str]]
+DrawMessages = Callable[[random.Random], Messages]
+
 LOWEST_TOKEN = 10  # ids below are often special
+CAPITALS = ("France", "Italy", "Spain", "Peru", "Japan", "Kenya", "Norway", "Egypt")
+WORDS = ("apple", "river", "stone", "cloud", "lamp", "horse", "paper", "green")
+SYLLABLES = ("ba", "do", "fi", "ga", "ka", "lo", "mi", "ne", "po", "ra", "su", "ti")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request. It always runs to its full length: the end of the text is ignored."""
+    """One request. It ignores the end of the text and runs to its full length."""
 
     prompt: tuple[int, ...]
     output_tokens: int
@@ -24,17 +30,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Whole numbers from ``low`` to ``high``, each as likely."""
+    """A uniform distribution of the integers from ``low`` to ``high``."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str, param: str) -> "Lengths":
-        """Reads "128" or "50-400".
+        """Parses "128" or "50-400".
 
         Raises:
-            InvalidConfig: anything else.
+            InvalidConfig: the text is malformed.
         """
         low, _, high = text.partition("-")
         try:
@@ -54,7 +60,7 @@ class Lengths:
 def random_jobs(
     count: int, prompt: Lengths, output: Lengths, *, vocabulary: int, seed: int = 0
 ) -> list[Job]:
-    """Prompts of random tokens that share nothing."""
+    """Jobs with random prompts."""
     rng = random.Random(seed)
     return [Job(_tokens(rng, prompt.draw(rng), vocabulary), output.draw(rng)) for _ in range(count)]
 
@@ -69,7 +75,7 @@ def shared_prefix_jobs(
     vocabulary: int,
     seed: int = 0,
 ) -> list[Job]:
-    """Prompts that begin with one of a few long prefixes, in turn."""
+    """Jobs whose prompts begin with one of ``prefixes`` long prefixes, in turn."""
     rng = random.Random(seed)
     shared = [_tokens(rng, prefix_tokens, vocabulary) for _ in range(prefixes)]
     return [
@@ -79,10 +85,10 @@ def shared_prefix_jobs(
 
 
 def jobs_of_lengths(path: Path, *, vocabulary: int, seed: int = 0) -> list[Job]:
-    """A job for each line "prompt tokens,output tokens" of a CSV file.
+    """Reads a job from each line "prompt tokens,output tokens" of a CSV file.
 
     Raises:
-        InvalidConfig: a line that holds something else; the message names it.
+        InvalidConfig: a line is malformed; the message names it.
     """
     rng = random.Random(seed)
     jobs = []
@@ -105,10 +111,10 @@ def jobs_of_lengths(path: Path, *, vocabulary: int, seed: int = 0) -> list[Job]:
 
 
 def jobs_of_trace(path: Path, *, vocabulary: int, seed: int = 0) -> list[Job]:
-    """A job for each JSON line {"arrival": s, "prompt_tokens": n | [ids], "output_tokens": n}.
+    """Reads a job from each line {"arrival": s, "prompt_tokens": n | [ids], "output_tokens": n}.
 
     Raises:
-        InvalidConfig: a line that is no such object; the message names it.
+        InvalidConfig: a line is malformed; the message names it.
     """
     rng = random.Random(seed)
     jobs = []
@@ -123,7 +129,9 @@ def jobs_of_trace(path: Path, *, vocabulary: int, seed: int = 0) -> list[Job]:
             if not job.prompt or job.output_tokens < 1 or job.arrival < 0:
                 raise ValueError
         except (ValueError, TypeError, LookupError):
-            raise InvalidConfig(f"{path}, line {number}: no job: {line[:80]!r}", "trace") from None
+            raise InvalidConfig(
+                f"{path}, line {number}: invalid job: {line[:80]!r}", "trace"
+            ) from None
         jobs.append(job)
     return sorted(jobs, key=lambda job: job.arrival)
 
@@ -139,28 +147,29 @@ def arrivals(
     """Times of arrival [count], seconds, the first at 0.
 
     Gaps are gamma distributed with the shape ``burstiness`` (vLLM's meaning: 1 is a Poisson
-    process, less is burstier, infinity is a fixed rate). ``ramp_to`` moves the rate evenly from
-    ``rate`` to there. An infinite rate sends everything at once.
+    process, less is burstier, infinity is a fixed rate). ``ramp_to`` moves the rate linearly from
+    ``rate`` to its value. An infinite rate sends everything at once.
     """
     rng = random.Random(seed)
     times: list[float] = []
     now = 0.0
     for index in range(count):
         times.append(now)
-        own = rate if ramp_to is None else rate + (ramp_to - rate) * index / max(1, count - 1)
-        mean = 0.0 if own == float("inf") else 1 / own
-        even = burstiness == float("inf")
-        now += mean if even else rng.gammavariate(burstiness, mean / burstiness) if mean else 0.0
+        current = rate if ramp_to is None else rate + (ramp_to - rate) * index / max(1, count - 1)
+        mean = 1 / current  # 0.0 for an infinite rate
+        if mean and burstiness != float("inf"):
+            mean = rng.gammavariate(burstiness, mean / burstiness)
+        now += mean
     return times
 
 
 def arriving(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
-    """The jobs, each at its time."""
+    """The jobs, with ``times`` as their times of arrival."""
     return [Job(job.prompt, job.output_tokens, time) for job, time in zip(jobs, times, strict=True)]
 
 
 def varied(jobs: Sequence[Job], number: int) -> list[Job]:
-    """The same jobs in other tokens: what is equal in two prompts stays equal."""
+    """The same jobs with other tokens; prefixes that two prompts share stay shared."""
     low = min(token for job in jobs for token in job.prompt)
     span = max(token for job in jobs for token in job.prompt) - low + 1
     return [
@@ -173,11 +182,37 @@ def varied(jobs: Sequence[Job], number: int) -> list[Job]:
     ]
 
 
+def questions() -> DrawMessages:
+    """Draws short questions of the kinds that the demo model was trained for."""
+
+    def draw(rng: random.Random) -> Messages:
+        words = ", ".join(rng.sample(WORDS, rng.randint(2, 4)))
+        kinds = (
+            f"What is {rng.randint(1, 49)} + {rng.randint(1, 49)}?",
+            f"What is the capital of {rng.choice(CAPITALS)}?",
+            f"Repeat: {words}",
+            f"Reverse this list: {words}",
+            "What is Rayfin?",
+        )
+        return _user_message(rng.choice(kinds))
+
+    return draw
+
+
+def random_words(tokens: int) -> DrawMessages:
+    """Draws prompts of about ``tokens`` tokens that no two requests share."""
+
+    def draw(rng: random.Random) -> Messages:
+        words = ("".join(rng.choices(SYLLABLES, k=2)) for _ in range(max(1, tokens // 2)))
+        return _user_message(" ".join(words))
+
+    return draw
+
+
+def _user_message(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
 def _tokens(rng: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
-    return tuple(_draw(rng, count, vocabulary))
-
-
-def _draw(rng: random.Random, count: int, vocabulary: int) -> Iterator[int]:
     low = min(LOWEST_TOKEN, vocabulary - 1)
-    for _ in range(count):
-        yield rng.randrange(low, vocabulary)
+    return tuple(rng.randrange(low, vocabulary) for _ in range(count))

@@ -246,9 +246,8 @@ def compare(
           --peer vllm_cpu=/opt/vllm/bin/python,dtype=float32
     """
     from rayfin.deployments.bench.measures import figures
-    from rayfin.deployments.bench.peers import PeerSpec
+    from rayfin.deployments.bench.peers import PeerSpec, take_turns
     from rayfin.deployments.bench.report import comparison
-    from rayfin.deployments.bench.rounds import take_turns
     from rayfin.deployments.bench.workload import arrivals, arriving
 
     specs = [PeerSpec.parse(text, peers_folder) for text in peers]

@@ -1,4 +1,4 @@
-"""``rayfin users``: simulated users of a running server."""
+"""``rayfin users``: load-test a running server with simulated users."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rayfin.deployments.bench.users import UserLoad
 
 SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "ignore_eos")
-MAX_TOKENS = 128  # a model that never ends its answer would fill the context
+MAX_TOKENS = 128  # bounds the answer of a model that does not end it
 REQUESTS = 32
 
 
@@ -30,23 +30,29 @@ REQUESTS = 32
 @click.option(
     "--requests",
     type=click.IntRange(1),
-    help=f"of all users together  [default: {REQUESTS}, or no limit with --duration]",
+    help=f"total of all users  [default: {REQUESTS}, or no limit with --duration]",
 )
-@click.option("--duration", type=click.FloatRange(0, min_open=True), help="seconds to go on asking")
+@click.option(
+    "--duration",
+    type=click.FloatRange(0, min_open=True),
+    help="seconds after which no request starts",
+)
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(1),
-    help="ask random words, about so many tokens, instead of questions",
+    help="send prompts of about this many tokens of random words instead of questions",
 )
 @click.option(
     "--think-time",
     type=click.FloatRange(0),
     default=0.0,
     show_default=True,
-    help="mean seconds from an answer to the next question",
+    help="mean seconds between an answer and the next question",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="of the questions")
-@click.option("--json", "file", type=click.File("w", lazy=False), help="write the numbers to FILE")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the questions")
+@click.option(
+    "--json", "file", type=click.File("w", lazy=False), help="write the results to FILE as JSON"
+)
 @sampling_options(SAMPLING, server=True, max_tokens={"default": MAX_TOKENS, "show_default": True})
 def users(
     url: str,
@@ -61,10 +67,10 @@ def users(
     file: IO[str] | None,
     **settings: Any,
 ) -> int:
-    """Simulate users of a running server, and measure what they see.
+    """Simulate users of a running server and measure latency and throughput.
 
-    Each one asks, reads the answer as it streams, and asks again. TTFT is the time to the first
-    text, ITL the time between its pieces. Fails if any request does.
+    Each user sends a question, reads the streamed answer, and repeats. TTFT is the time to the
+    first text, ITL the time between two pieces of it. Exits with 1 if any request fails.
 
     \b
     Example:
@@ -76,7 +82,7 @@ def users(
 
     import httpx
 
-    from rayfin.deployments.bench import questions as prompts
+    from rayfin.deployments.bench import workload
     from rayfin.deployments.bench.endpoint import client_settings, find_model
     from rayfin.deployments.bench.users import UserLoad, UsersPlan
 
@@ -85,7 +91,7 @@ def users(
         model = find_model(client, model)
     plan = UsersPlan(
         model=model,
-        ask=prompts.random_words(prompt_tokens) if prompt_tokens else prompts.questions(),
+        ask=workload.random_words(prompt_tokens) if prompt_tokens else workload.questions(),
         users=count,
         requests=requests,
         duration=duration,
@@ -93,13 +99,13 @@ def users(
         seed=seed,
         sampling=values_of(SamplingParams),
     )
-    with_all = httpx.Limits(max_connections=None)  # a user never waits for another's connection
-    load = UserLoad(httpx.AsyncClient(**connection, limits=with_all), plan)
+    unlimited = httpx.Limits(max_connections=None)  # a user never waits for another's connection
+    load = UserLoad(httpx.AsyncClient(**connection, limits=unlimited), plan)
     try:
         asyncio.run(_run(load, sys.stdout.isatty()))
     finally:  # after Ctrl-C too
         _report(load, file)
-    return 1 if load.totals.failed else 0
+    return 1 if load.errors else 0
 
 
 async def _run(load: "UserLoad", live: bool) -> None:
@@ -117,13 +123,12 @@ async def _run(load: "UserLoad", live: bool) -> None:
 def _report(load: "UserLoad", file: IO[str] | None) -> None:
     from rich.console import Console
 
-    from rayfin.deployments.bench.users_report import Summary, summary_table
+    from rayfin.deployments.bench.users_report import as_json, summary_lines, summary_table
 
-    summary = Summary.of(load)
     if sys.stdout.isatty():
-        Console().print(summary_table(summary))
+        Console().print(summary_table(load))
     else:
-        print("\n".join(summary.lines()))
+        print("\n".join(summary_lines(load)))
     if file is not None:
-        json.dump(summary.as_json(), file, indent=2)
+        json.dump(as_json(load), file, indent=2)
         file.write("\n")

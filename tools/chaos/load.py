@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 from history import Event, Record
 
+from rayfin.deployments.bench.endpoint import DONE, event_data
+
 VOCABULARY = range(259, 1999)  # of prompts: ids of the demo model's tokenizer that are whole words
 PATIENCE = 120.0  # seconds, of a client; the checker's is shorter
 STARTS = [[300 + (7 * i + 13 * k) % 1500 for i in range(96)] for k in range(4)]
@@ -239,7 +241,7 @@ class Load:
         record.bytes_at.append(time.monotonic())
         record.status, record.done = reply.status_code, True
         answer = parsed(reply.text)
-        _take(record, answer)
+        _add_events(record, answer)
         if reply.status_code != 200:
             record.error = error_code(answer)
 
@@ -257,10 +259,10 @@ class Load:
                 record.bytes_at.append(time.monotonic())
                 if line.startswith("id: "):
                     record.last_id = line[4:]
-                elif line == "data: [DONE]":
+                elif (data := event_data(line)) == DONE:
                     record.done = True
-                elif line.startswith("data: "):
-                    _take(record, parsed(line[6:]))
+                elif data is not None:
+                    _add_events(record, parsed(data))
         if not record.done and record.error is None:
             record.broken = "it ended without [DONE]"
 
@@ -280,7 +282,7 @@ def error_code(answer: dict[str, Any]) -> str | None:
     return str(error.get("code") or error.get("type")) if isinstance(error, dict) else None
 
 
-def _take(record: Record, answer: dict[str, Any]) -> None:
+def _add_events(record: Record, answer: dict[str, Any]) -> None:
     now = time.monotonic()
     if "error" in answer:
         record.error = error_code(answer)

@@ -71,7 +71,7 @@ def test_failures_are_noted() -> None:
     assert [own.error for own in run(3, 4, 5, 6, 7)] == [
         "HTTP 429: queue is full",
         "the stream broke off before its end",
-        "2 tokens came, of 3",
+        "received 2 of 3 tokens",
         "oh",
         "cannot connect",
     ]

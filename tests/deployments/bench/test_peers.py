@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.errors import InvalidConfig, PeerFailed
-from rayfin.deployments.bench.peers import Peer, PeerSpec
-from rayfin.deployments.bench.rounds import take_turns
+from rayfin.deployments.bench.peers import Peer, PeerSpec, take_turns
 from rayfin.deployments.bench.workload import Job, Lengths, arrivals, arriving, random_jobs
 from rayfin.deployments.cli.main import main
 
@@ -50,7 +49,7 @@ def test_a_peer_runs_jobs_at_their_times(folder: Path) -> None:
         assert (first.tokens, second.tokens, second.prompt_tokens) == (3, 2, 1)
         assert second.sent == 0.05 <= second.pieces[0][0]
         assert first.error is None
-        assert peer.run([Job((13,), 1)])[0].error == "2 tokens came, of 1"
+        assert peer.run([Job((13,), 1)])[0].error == "received 2 of 1 tokens"
     assert "noise on stdout" in (folder / "log").read_text()
 
 
@@ -66,7 +65,7 @@ def test_a_peer_that_fails_says_why(folder: Path) -> None:
             pass
 
 
-def test_a_peer_that_there_is_none_of(folder: Path) -> None:
+def test_an_unknown_peer(folder: Path) -> None:
     for wrong in ("echo", f"other={sys.executable}"):
         with pytest.raises(InvalidConfig, match="peer"):
             PeerSpec.parse(wrong, folder)

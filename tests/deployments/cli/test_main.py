@@ -405,7 +405,7 @@ def test_chat_keeps_its_history(
         "rayfin: error: HTTP 429: The queue is full.",
         "rayfin: error: the stream broke off before its end",
         "rayfin: error: The engine died.",
-        f"no command /what: {chat.COMMANDS}",
+        f"unknown command /what: {chat.COMMANDS}",
     ]
 
 

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from rayfin.deployments.bench import questions as prompts
-from rayfin.deployments.bench.measures import Spread
-from rayfin.deployments.bench.users import Measurement, UserLoad, UsersPlan, UserTotals
-from rayfin.deployments.bench.users_report import Summary, run_with_table, users_table
+from rayfin.deployments.bench import workload
+from rayfin.deployments.bench.measures import Spread, Timeline, figures
+from rayfin.deployments.bench.users import UserLoad, UsersPlan
+from rayfin.deployments.bench.users_report import run_with_table, summary_lines, users_table
 from rayfin.deployments.cli.main import main
 
 PAUSE = 0.03  # seconds before each piece of text
@@ -60,56 +60,62 @@ def run(plan: UsersPlan) -> UserLoad:
     return asyncio.run(go())
 
 
-def asking(*said: str) -> prompts.Ask:
+def answered(load: UserLoad) -> int:
+    return sum(user.done for user in load.users)
+
+
+def asking(*said: str) -> workload.DrawMessages:
     """Asks these in turn, all users together."""
     left = list(said)
     return lambda rng: [{"role": "user", "content": left.pop(0) if left else "hello"}]
 
 
 def test_one_request_is_measured() -> None:
-    totals = run(UsersPlan(model="m", ask=asking(), users=1, requests=1)).totals
-    assert (totals.done, totals.failed, totals.tokens) == (1, 0, 5)  # the server's count
-    (ttft,) = totals.ttfts
-    assert PAUSE <= ttft < totals.seconds[0]
-    assert len(totals.gaps) == 2 and min(totals.gaps) > PAUSE / 2
-    assert totals.seconds[0] >= 5 * PAUSE
+    (timeline,) = run(UsersPlan(model="m", ask=asking(), users=1, requests=1)).timelines
+    assert (timeline.tokens, timeline.error) == (5, None)  # the server's count
+    assert timeline.ttft is not None and timeline.e2el is not None
+    assert PAUSE <= timeline.ttft < timeline.e2el
+    assert len(timeline.gaps) == 2 and min(timeline.gaps) > PAUSE / 2
+    assert timeline.e2el >= 5 * PAUSE
 
 
 def test_the_requests_are_shared_out() -> None:
     load = run(UsersPlan(model="m", ask=asking(), users=3, requests=7))
-    assert load.totals.done == 7 and sum(user.done for user in load.users) == 7
+    assert answered(load) == len(load.timelines) == 7
     assert all(user.done >= 2 and user.state == "done" for user in load.users)
     assert load.elapsed < 7 * 5 * PAUSE  # at the same time
     assert load.users[0].mean_gap is not None and load.users[0].tokens == 5 * load.users[0].done
 
 
 def test_fewer_requests_than_users() -> None:
-    assert run(UsersPlan(model="m", ask=asking(), users=4, requests=2)).totals.done == 2
+    assert answered(run(UsersPlan(model="m", ask=asking(), users=4, requests=2))) == 2
 
 
 def test_duration_ends_the_run() -> None:
     load = run(UsersPlan(model="m", ask=asking(), users=2, duration=0.2, think_time=0.01, seed=3))
-    assert 2 <= load.totals.done <= 4
+    assert 2 <= answered(load) <= 4
     assert 0.2 <= load.elapsed < 2  # the answer under way was awaited, no thought was
 
 
 def test_failures_are_counted_not_timed() -> None:
     said = ("refused", "unreachable", "dropped", "cut", "hello", "refused")
-    totals = run(UsersPlan(model="m", ask=asking(*said), users=2, requests=6)).totals
-    assert totals.errors == {
+    load = run(UsersPlan(model="m", ask=asking(*said), users=2, requests=6))
+    assert load.errors == {
         "HTTP 503: starting": 2,
         "cannot connect": 1,
         "the connection broke off (ReadError)": 1,
         "the stream broke off before its end": 1,
     }
-    assert (totals.done, totals.failed) == (1, 5)
-    assert len(totals.ttfts) == len(totals.seconds) == 1
+    totals = figures(load.timelines)
+    assert (totals.requests, totals.failed, totals.errors) == (1, 5, load.errors)
+    assert totals.ttft.p50 == totals.ttft.p99 and totals.e2el.p50 == totals.e2el.p99
+    assert (answered(load), sum(user.failed for user in load.users)) == (1, 5)
 
 
 def test_users_ask_differently_but_repeatably() -> None:
     asked: list[str] = []
 
-    def remember(rng: random.Random) -> prompts.Messages:
+    def remember(rng: random.Random) -> workload.Messages:
         asked.append(str(rng.random()))
         return [{"role": "user", "content": "refused"}]
 
@@ -121,11 +127,11 @@ def test_users_ask_differently_but_repeatably() -> None:
 
 def test_prompts() -> None:
     rng = random.Random(0)
-    for ask in (prompts.questions(), prompts.random_words(20)):
+    for ask in (workload.questions(), workload.random_words(20)):
         messages = [ask(rng) for _ in range(50)]
         assert all(m[-1]["role"] == "user" and m[-1]["content"] for m in messages)
         assert len({str(m) for m in messages}) > 20
-    assert len(prompts.random_words(20)(rng)[0]["content"].split()) == 10
+    assert len(workload.random_words(20)(rng)[0]["content"].split()) == 10
 
 
 def test_percentiles() -> None:
@@ -137,11 +143,10 @@ def test_percentiles() -> None:
 
 def test_summary_as_lines_and_as_a_table() -> None:
     load = UserLoad(httpx.AsyncClient(), UsersPlan(model="m", ask=asking(), users=40))
-    load.totals = UserTotals()
-    load.totals.add(Measurement(ttft=0.25, gaps=[0.01, 0.02], total=0.5, tokens=3))
+    load.count(load.users[0], Timeline(0.0, 0, [(0.25, 1), (0.26, 1), (0.28, 1)], ended=0.5))
     for number in range(7):
-        load.totals.add(Measurement(error=f"broken {number}"))
-    text = "\n".join(Summary.of(load).lines())
+        load.count(load.users[1], Timeline(0.0, error=f"broken {number}"))
+    text = "\n".join(summary_lines(load))
     assert "40 users of m: 1 requests" in text and "7 failed" in text
     assert "TTFT     p50 250.0 ms" in text and "p99 20.0 ms" in text
     assert "broken 0" in text and "broken 6" not in text and "failed 2 x otherwise" in text
@@ -161,7 +166,7 @@ def test_the_live_table_follows_the_run() -> None:
         return load, console.file.getvalue()  # type: ignore[attr-defined]
 
     load, shown = asyncio.run(go())
-    assert load.totals.done == 4
+    assert answered(load) == 4
     assert "2 users of m" in shown and "waiting" in shown
 
 
@@ -182,7 +187,7 @@ def test_command(fake_server: Any, capsys: pytest.CaptureFixture[str], tmp_path:
 def test_command_with_failures(
     fake_server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "questions", lambda: asking("hello", "fail", "error"))
+    monkeypatch.setattr(workload, "questions", lambda: asking("hello", "fail", "error"))
     assert main(f"users --url {fake_server.url} --users 1 --requests 3".split()) == 1
     out = capsys.readouterr().out
     assert "1 requests" in out and "2 failed" in out
