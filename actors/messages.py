@@ -11,6 +11,7 @@ microseconds, a dict per request would take hundreds. No torch here: the control
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -371,6 +372,16 @@ class EngineStats:
     rejected: dict[str, int] = field(default_factory=dict)  # reason -> requests not taken
     failed: dict[str, int] = field(default_factory=dict)  # error code -> requests
     histograms: dict[str, Histogram] = field(default_factory=dict)  # name in families.py -> it
+
+
+class Command(StrEnum):
+    """An operator's command to an engine, carried out between two of its steps."""
+
+    DRAIN = "drain"  # accepts no more requests; those that it has may finish
+    ADMIT = "admit"  # accepts requests again
+    RESET_CACHE = "reset_cache"  # forgets the content of free pages
+    SLEEP = "sleep"  # frees the memory of its pages; its requests wait
+    WAKE = "wake"
 
 
 # What an engine shows of itself to whoever watches: who runs, who waits, whose the pages are.

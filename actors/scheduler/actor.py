@@ -33,6 +33,7 @@ from rayfin.actors.errors import (
     RunnerGroupFailed,
 )
 from rayfin.actors.messages import (
+    Command,
     Ended,
     EngineInfo,
     EngineRequest,
@@ -47,7 +48,6 @@ from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.scheduler import status_line
-from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 from rayfin.actors.scheduler.inbox import ClientMessage, EngineCall
@@ -304,7 +304,7 @@ class SchedulerActor:
             EngineUnavailable: it was not carried out.
         """
         engine = self._running_engine()
-        self._ask(lambda engine: carry_out(engine, command), COMMAND_SECONDS)
+        self._ask(lambda engine: engine.carry_out(command), COMMAND_SECONDS)
         return self._stats(engine)
 
     @ray.method(concurrency_group="control")

@@ -18,6 +18,7 @@ from rayfin.actors.errors import (
 )
 from rayfin.actors.messages import (
     BoolArray,
+    Command,
     Ended,
     EngineRequest,
     EngineSnapshot,
@@ -179,6 +180,24 @@ class Engine:
             if request.source.request_id in wanted and request.source.tenant == tenant:
                 self._end(request, "abort")
         return [self._logs.find(tenant, request_id) for request_id in request_ids]
+
+    def carry_out(self, command: Command) -> None:
+        """Carries out an operator's command.
+
+        Raises:
+            EngineUnavailable: the command failed.
+        """
+        match command:
+            case Command.DRAIN:
+                self.drain()
+            case Command.ADMIT:
+                self.admit_again()
+            case Command.RESET_CACHE:
+                self.forget_prefixes()
+            case Command.SLEEP:
+                self.sleep()
+            case Command.WAKE:
+                self.wake()
 
     def drain(self) -> None:
         """Takes no more requests; what is here may finish."""

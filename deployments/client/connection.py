@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from rayfin.actors.errors import EngineLost, EngineUnavailable
 from rayfin.actors.messages import (
+    Command,
     EngineInfo,
     EngineRequest,
     EngineSnapshot,
@@ -20,7 +21,6 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
-from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.deployments.client.deltas import split_deltas
 from rayfin.deployments.client.lease_renewal import Renewal

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from rayfin.actors.messages import (
+    Command,
     EngineInfo,
     EngineRequest,
     EngineSnapshot,
@@ -12,7 +13,6 @@ from rayfin.actors.messages import (
     TokenDelta,
     TokenLog,
 )
-from rayfin.actors.scheduler.commands import Command
 
 # What an operator is told of one engine.
 

@@ -6,10 +6,16 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from rayfin.actors.messages import EngineInfo, EngineRequest, EngineSnapshot, TokenDelta, TokenLog
+from rayfin.actors.messages import (
+    Command,
+    EngineInfo,
+    EngineRequest,
+    EngineSnapshot,
+    TokenDelta,
+    TokenLog,
+)
 from rayfin.actors.metrics.ledger import Ledger, engine_report
 from rayfin.actors.metrics.render import render
-from rayfin.actors.scheduler.commands import Command
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.pool import EnginePool
 from rayfin.deployments.telemetry.hub_client import HubClient

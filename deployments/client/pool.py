@@ -18,6 +18,7 @@ from rayfin.actors.errors import (
     RequestHandedBack,
 )
 from rayfin.actors.messages import (
+    Command,
     EngineInfo,
     EngineRequest,
     EngineSnapshot,
@@ -25,7 +26,6 @@ from rayfin.actors.messages import (
     TokenDelta,
     TokenLog,
 )
-from rayfin.actors.scheduler.commands import Command
 from rayfin.actors.supervision.supervisor import check_progress
 from rayfin.deployments.client.connection import EngineConnection, News
 from rayfin.deployments.client.engine_client import EngineReport

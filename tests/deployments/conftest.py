@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError
 from fake_stream import Stream
 from rayfin.actors.errors import EngineUnavailable, RayfinError, RequestHandedBack
 from rayfin.actors.messages import (
+    Command,
     Ended,
     EngineInfo,
     EngineRequest,
@@ -24,7 +25,6 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
-from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.actors.scheduler.engine import Engine
 
 VOCABULARY = 50
@@ -202,7 +202,7 @@ class Scheduler:
 
     async def _manage(self, command: Command) -> EngineStats:
         await self._awake()
-        carry_out(self.engine, command)
+        self.engine.carry_out(command)
         return self.engine.stats()
 
     def _submit(

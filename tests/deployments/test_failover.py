@@ -20,13 +20,13 @@ from rayfin.actors.errors import (
 )
 from rayfin.actors.messages import (
     BeamParams,
+    Command,
     EngineRequest,
     Receipt,
     Sampling,
     StopRules,
     TokenDelta,
 )
-from rayfin.actors.scheduler.commands import Command, carry_out
 from rayfin.deployments.client import connection as engine_link
 from rayfin.deployments.client import pool as ray_client
 from rayfin.deployments.client.pool import EnginePool, Patience
@@ -330,7 +330,7 @@ async def test_engine_that_sleeps_unseen_sends_newcomers_away(
     """Another ingress has put it to sleep, and this one has yet to hear of it."""
     sleeper = world.start("app/engine/0")
     await until(lambda: client._ready())
-    carry_out(sleeper.engine, Command.SLEEP)
+    sleeper.engine.carry_out(Command.SLEEP)
     with pytest.raises(EngineAsleep):
         await Reader(client, request()).task
 

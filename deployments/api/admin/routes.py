@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol
 from fastapi import APIRouter, Depends, FastAPI, Query
 
 from rayfin.actors.errors import InvalidRequest, ModelNotFound
-from rayfin.actors.scheduler.commands import Command
+from rayfin.actors.messages import Command
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.http.auth import require_operator
 

@@ -11,7 +11,7 @@ from rayfin.actors.errors import (
     RequestHandedBack,
     RunnerGroupFailed,
 )
-from rayfin.actors.scheduler.commands import Command, carry_out
+from rayfin.actors.messages import Command
 
 Make = Callable[..., Any]
 HEAD = list(range(12))  # three pages
@@ -21,12 +21,12 @@ def test_a_drain_ends(harness: Make) -> None:
     h = harness()
     first = h.add(8, 12)
     h.step()
-    carry_out(h.engine, Command.DRAIN)
+    h.engine.carry_out(Command.DRAIN)
     with pytest.raises(RequestHandedBack):
         h.add(8)
     h.run()
     assert not first.open
-    carry_out(h.engine, Command.ADMIT)
+    h.engine.carry_out(Command.ADMIT)
     h.add(8)
     h.run()
     h.check()
@@ -40,7 +40,7 @@ def test_a_cache_that_was_reset_gives_nothing(harness: Make, running: bool) -> N
     h.step()
     if not running:
         h.run()
-    carry_out(h.engine, Command.RESET_CACHE)
+    h.engine.carry_out(Command.RESET_CACHE)
     h.engine.check_integrity()
     before = h.engine.stats().prefix_hits
     h.add([*HEAD, 2])
@@ -62,8 +62,8 @@ def test_streams_go_on_after_a_sleep(
         h.add(length, 12)
     for _ in range(5):
         h.step()
-    carry_out(h.engine, Command.SLEEP)
-    carry_out(h.engine, Command.SLEEP)
+    h.engine.carry_out(Command.SLEEP)
+    h.engine.carry_out(Command.SLEEP)
     stats = h.engine.stats()
     assert h.executor.asleep and stats.asleep and not h.engine.has_work
     assert stats.pages_held == stats.host_pages_held == 0 and stats.seconds_since_progress == 0
@@ -73,8 +73,8 @@ def test_streams_go_on_after_a_sleep(
     assert h.executor.num_submitted == submitted
     with pytest.raises(RequestHandedBack):
         h.add(8)
-    carry_out(h.engine, Command.WAKE)
-    carry_out(h.engine, Command.WAKE)
+    h.engine.carry_out(Command.WAKE)
+    h.engine.carry_out(Command.WAKE)
     assert not h.executor.asleep and not h.engine.stats().asleep
     h.add(8)
     h.run()
@@ -85,11 +85,11 @@ def test_time_runs_while_it_sleeps(harness: Make) -> None:
     h = harness()
     late = h.add(8, 12, timeout=5.0)
     h.step()
-    carry_out(h.engine, Command.SLEEP)
+    h.engine.carry_out(Command.SLEEP)
     h.executor.clock += 6.0
     h.step()
     assert isinstance(late.ended.error, DeadlineExceeded)
-    carry_out(h.engine, Command.WAKE)
+    h.engine.carry_out(Command.WAKE)
     h.run()
     h.check()
 
@@ -103,12 +103,12 @@ def test_runners_that_die_around_a_sleep(harness: Make) -> None:
         h.step()
     h.executor.fail_at = {h.executor.num_run}
     with pytest.raises(EngineUnavailable):
-        carry_out(h.engine, Command.SLEEP)
+        h.engine.carry_out(Command.SLEEP)
     assert not h.engine.stats().asleep and h.executor.epoch == 1
     h.step()
-    carry_out(h.engine, Command.SLEEP)
+    h.engine.carry_out(Command.SLEEP)
     h.engine.replace_runners(RunnerGroupFailed("the idle runner has died"))
     assert h.executor.asleep and h.executor.epoch == 2
-    carry_out(h.engine, Command.WAKE)
+    h.engine.carry_out(Command.WAKE)
     h.run()
     h.check()

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rayfin.actors.errors import NotFound, RayfinError
 from rayfin.actors.messages import (
     BeamParams,
+    Command,
     EngineInfo,
     EngineRequest,
     EngineSnapshot,
@@ -23,7 +24,6 @@ from rayfin.actors.messages import (
     TokenLog,
     TokenLogprob,
 )
-from rayfin.actors.scheduler.commands import Command
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.generation.service import OpenAIService

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.scheduler.commands import Command
+from rayfin.actors.messages import Command
 from rayfin.deployments.api.admin.routes import Operated
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.app import AppArgs, bind_app, build_app, edge_settings

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from rayfin.actors.scheduler.commands import Command
+from rayfin.actors.messages import Command
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.cli import engines, operate
 from rayfin.deployments.cli.main import main
