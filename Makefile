@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels sanitize serve observe test simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
+.PHONY: help install kernels sanitize serve observe check test simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -21,6 +21,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 kernels: $(INSTALLED)  ## build the CPU kernels again, after a change to kernels/cpu
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
+
+# All of tests/e2e, which start Ray, on one worker; the other files on the other.
+WORKERS := -n 2 --dist loadgroup
 
 SANITIZERS := -fsanitize=address,undefined:-fno-sanitize-recover=all -fsanitize=thread
 SANITIZED_ISAS := "" "-mavx2 -mfma" $(if $(shell grep -sm1 amx_int8 /proc/cpuinfo),"-mavx512f -mavx512bw -mavx512dq \
@@ -40,10 +43,15 @@ serve: $(INSTALLED)  ## serve the built-in model (ARGS="--port 8001 ...")
 observe: $(INSTALLED)  ## watch what `make serve` serves: Debian's Prometheus on port 9090 (ARGS="--port 9091")
 	$(BIN)/python k8s/prometheus/observe.py $(ARGS)
 
-test: $(INSTALLED)  ## lint, types, all tests (ARGS="-k scheduler ...")
+check: $(INSTALLED)  ## a minute: lint, and the fast tests (ARGS="-k scheduler ...")
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q --fast $(WORKERS) --durations=10 $(ARGS)
+
+test: $(INSTALLED)  ## lint, types, all tests on two workers (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) --durations=25 $(ARGS)
 
 simulate: $(INSTALLED)  ## lives of the scheduler, without a model (SEEDS=10000 or REQUESTS=100000)
 	$(BIN)/python tools/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))

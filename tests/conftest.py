@@ -1,4 +1,9 @@
-"""Shared by all tests: quiet libraries, no network, tiny models that are built once per session."""
+"""Shared by all tests: quiet libraries, no network, tiny models that are built once per session.
+
+``pytest --fast`` is the tier of `make check`: no test marked ``slow``, three architectures, a few
+examples of each property. Without it everything runs. With ``-n 2`` one worker takes all of
+tests/e2e, which start Ray, and the other begins with the rest.
+"""
 
 import functools
 import importlib.util
@@ -9,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Here, not in a hook: conftest.py files further down import transformers before hooks run.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,15 +25,48 @@ if not Path("/dev/nvidiactl").exists():  # Triton reads it when it is imported, 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+TESTS = Path(__file__).parent
+SLOW_FOLDERS = {
+    "e2e": "starts Ray and Serve",
+    "kernels/triton": "runs Triton kernels in the interpreter",
+    "actors/runner/gpu": "runs Triton kernels in the interpreter",
+    "benchmarks": "runs benchmarks once",
+    "k8s": "validates every manifest",
+    "tools": "waits for recorded loads",
+}
+FAST_ARCHITECTURES = ("llama", "gemma3_text", "mixtral")
+FAST_EXAMPLES = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="the tier of `make check`")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes ``architecture`` runs once for each of `tiny_models.ARCHITECTURES`."""
     if "architecture" in metafunc.fixturenames:
         architectures = list(_module("tiny_models").ARCHITECTURES)
+        if metafunc.config.getoption("--fast"):
+            architectures = [name for name in architectures if name in FAST_ARCHITECTURES]
         metafunc.parametrize("architecture", architectures, scope="session")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped where torch finds none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks slow folders, groups tests for two workers, and picks the tier.
+
+    Tests marked ``gpu`` are skipped where torch finds none.
+    """
+    for item in items:
+        folder = _slow_folder(item.path)
+        if folder is not None:
+            item.add_marker(pytest.mark.slow(reason=SLOW_FOLDERS[folder]))
+        # Tests of a file share a worker: they share models. So do all that start Ray: they share
+        # a cluster, and two clusters on two cores would starve each other.
+        group = "e2e" if folder == "e2e" else item.path.as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: _slow_folder(item.path) != "e2e")  # the longest group begins first
+    if config.getoption("--fast"):
+        _pick_fast(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -35,6 +74,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast tier does not import slow folders: their packages take seconds."""
+    slow = config.getoption("--fast") and _slow_folder(collection_path / "_") is not None
+    return True if slow else None
+
+
+def _slow_folder(path: Path) -> str | None:
+    """The slow folder that the file lies in, or None."""
+    parents = {
+        parent.relative_to(TESTS).as_posix() for parent in path.parents if TESTS in parent.parents
+    }
+    return next((folder for folder in SLOW_FOLDERS if folder in parents), None)
+
+
+def _pick_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
+    for item in items:
+        test = getattr(item, "obj", None)
+        # Properties name their own number of examples, which no profile overrides.
+        given = getattr(test, "_hypothesis_internal_use_settings", None)
+        if given is not None and given.max_examples > FAST_EXAMPLES:
+            function = getattr(test, "__func__", test)
+            few = settings(given, max_examples=FAST_EXAMPLES)
+            function._hypothesis_internal_use_settings = few
 
 
 @functools.cache

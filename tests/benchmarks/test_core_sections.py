@@ -14,6 +14,8 @@ from core_report import Report
 from core_scheduler import measure
 from core_subjects import Rayfin, Vllm, prompt, queue_case, steps_case
 
+pytestmark = pytest.mark.slow(reason="runs every section once")
+
 FAKE_PEER = """
 import json, sys
 print(json.dumps({"version": "0"}), flush=True)

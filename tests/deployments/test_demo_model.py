@@ -25,6 +25,8 @@ from rayfin import LLM, SamplingParams
 from rayfin.deployments.text.chat_template import render_chat
 from rayfin.kernels.cpu.library import try_load
 
+pytestmark = pytest.mark.slow(reason="evaluates the demo model")
+
 CHECKABLE = [kind for kind in KINDS.values() if kind.held_out(1)]
 GREEDY = SamplingParams(temperature=0, max_tokens=128)
 REQUIRED = {"sums", "capitals", "repeat", "reverse", "json", "tool_call"}

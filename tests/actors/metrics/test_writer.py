@@ -13,6 +13,8 @@ from rayfin.actors.metrics.render import Writer, render
 from rayfin.actors.scheduler.state.counters import EngineCounters
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
+pytestmark = pytest.mark.slow(reason="renders many ledgers")
+
 MODEL = 'the "model"'
 
 

@@ -12,6 +12,8 @@ import torch
 from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import BeamParams, Hypothesis
 
+pytestmark = pytest.mark.slow(reason="searches with many models")
+
 Make = Callable[..., Any]
 EOS = (2, 40, 77, 90, 101)
 

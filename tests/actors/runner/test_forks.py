@@ -9,6 +9,8 @@ import pytest
 
 from rayfin.actors.messages import COPY, Sampling
 
+pytestmark = pytest.mark.slow(reason="many engines")
+
 Make = Callable[..., Any]
 
 

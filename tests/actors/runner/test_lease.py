@@ -12,6 +12,8 @@ from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.policy import multi_step
 
+pytestmark = pytest.mark.slow(reason="many engines")
+
 Make = Callable[..., Any]
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 1, 16, 9))]
 FAMILIES = ["llama", "gemma3_text"]  # full attention, and sliding windows

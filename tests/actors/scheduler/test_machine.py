@@ -7,6 +7,7 @@ against a count by hand after every rule, and I13 in the end: whatever was taken
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,6 +23,8 @@ from fake_stream import Stream
 from harness import Harness, make_harness
 from rayfin.actors.errors import Overloaded
 from rayfin.actors.scheduler.queues.fair_queue import FairQueue
+
+pytestmark = pytest.mark.slow(reason="long random histories")
 
 MODEL_LEN = 24
 

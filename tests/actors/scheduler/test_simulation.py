@@ -5,6 +5,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.slow(reason="thousands of requests")
+
 
 def test_lives(simulate: ModuleType) -> None:
     """Each is exact, and together they see everything that can happen to an engine."""

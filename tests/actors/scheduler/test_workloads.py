@@ -7,6 +7,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow(reason="hundreds of random workloads")
+
 FUNCTION_FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 MODEL_LEN = 70
 WISHES = ("stop", "eos", "priority", "client", "extra_keys")

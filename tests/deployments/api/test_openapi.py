@@ -21,6 +21,8 @@ from rayfin.deployments.api.openapi import BODIES, FAILURES, description
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.keys import ApiKeys
 
+pytestmark = pytest.mark.slow(reason="fuzzes every route")
+
 CHECKS = (
     not_a_server_error,
     status_code_conformance,

@@ -22,7 +22,7 @@ from rayfin.deployments.serve.ingress import IngressDeployment
 from rayfin.deployments.serve.model_service import start_tracing
 from rayfin.deployments.telemetry.tracing import Tracing
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow(reason="starts processes")]
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 

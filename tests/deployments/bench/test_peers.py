@@ -12,6 +12,8 @@ from rayfin.deployments.bench.peers import Peer, PeerSpec, take_turns
 from rayfin.deployments.bench.workload import Job, Lengths, arrivals, arriving, random_jobs
 from rayfin.deployments.cli.main import main
 
+pytestmark = pytest.mark.slow(reason="starts peers as processes")
+
 PEERS = Path(__file__).parents[3] / "benchmarks" / "peers"
 ECHO = """
 from peer import serve

@@ -18,6 +18,8 @@ from rayfin.deployments.bench.users import UserLoad, UsersPlan
 from rayfin.deployments.bench.users_report import run_with_table, summary_lines, users_table
 from rayfin.deployments.cli.main import main
 
+pytestmark = pytest.mark.slow(reason="simulates users for seconds")
+
 PAUSE = 0.03  # seconds before each piece of text
 
 

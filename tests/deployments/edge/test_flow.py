@@ -9,7 +9,7 @@ from rayfin.deployments.edge import flow
 from rayfin.deployments.edge.flow import OFFER, TAKEN, ProxyFlow, ReplicaFlow
 from rayfin.deployments.http.body_limits import WINDOW_BYTES
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow(reason="waits for time limits")]
 PATIENCE = 30.0  # seconds; only a failure waits so long
 PIECE = b"x" * 1000
 GET = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"

@@ -15,7 +15,7 @@ from rayfin.deployments.edge.protocol import EXPECTED, HttpProtocol, install
 from rayfin.deployments.edge.proxy import middlewares
 from rayfin.deployments.http.body_limits import MAX_HEAD_BYTES, MAX_URL, SEND_BUFFER_BYTES
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow(reason="waits for time limits")]
 HOST = b"Host: a\r\n"
 PATIENCE = 30.0  # seconds; only a failure waits so long
 

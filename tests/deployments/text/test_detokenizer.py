@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from rayfin.deployments.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow(reason="many random texts")
+
 KINDS = ["byte_level", "byte_fallback", "metaspace"]
 HALF = "\ufffd"
 EXAMPLES = settings(max_examples=150, deadline=None)

@@ -14,6 +14,8 @@ from rayfin.kernels.cpu.attention import CpuAttention
 from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.shapes import PagedBatch
 
+pytestmark = pytest.mark.slow(reason="every variant on every instruction set")
+
 Case = Callable[..., Any]
 
 MIXED = [(3, 1), (20, 1), (0, 9), (6, 5), (7, 2)]

@@ -12,6 +12,8 @@ from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 from rayfin.kernels.shapes import PagedBatch
 
+pytestmark = pytest.mark.slow(reason="every variant on every instruction set")
+
 HIDDEN, INNER, VOCABULARY = 40, 27, 51
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY = 6, 2, 12, 10, 8
 THETA, EPS, LAYERS = 100.0, 1e-5, 3

@@ -15,6 +15,8 @@ from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.cpu.library import try_load
 from rayfin.kernels.sampling import select as sampling_select
 
+pytestmark = pytest.mark.slow(reason="runs Triton kernels in the interpreter")
+
 Make = Callable[..., Any]
 PROMPTS = {0: list(range(5, 24)), 1: list(range(40, 71)), 2: [7, 100, 9]}
 OUTPUT = 10

@@ -27,6 +27,8 @@ from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import Checkpoint, load_share
 from rayfin.actors.scheduler.engine import Engine
 
+pytestmark = pytest.mark.slow(reason="starts groups of two and four ranks")
+
 Make = Callable[..., Any]
 HOST = "127.0.0.1"
 OUTPUT = 12

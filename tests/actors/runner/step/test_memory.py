@@ -13,6 +13,8 @@ from rayfin.actors.runner.step.memory import available_bytes, bytes_taken
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.sampling import select as sampling_select
 
+pytestmark = pytest.mark.slow(reason="profiles whole engines")
+
 Make = Callable[..., Any]
 GPU = torch.device("cuda")
 TOTAL = 1000

@@ -14,6 +14,8 @@ from rayfin.actors.runner.step import page_prefaulter as first_touch
 from rayfin.actors.runner.step.page_prefaulter import PagePrefaulter
 from rayfin.cache.kv_tensors import HUGE_BYTES, KVLayout, KVTensors
 
+pytestmark = pytest.mark.slow(reason="fills gigabytes of memory")
+
 PAGES = 4 * HUGE_BYTES // 4096
 SYSTEM_PAGE = mmap.PAGESIZE
 SOURCE = Path(__file__).parents[4] / "src"

@@ -10,6 +10,8 @@ import pytest
 
 from rayfin.actors.scheduler.policy.multi_step import CALL_SECONDS, CALLS_OF_WORK, MultiStepPolicy
 
+pytestmark = pytest.mark.slow(reason="many engines")
+
 Make = Callable[..., Any]
 FAST = {"max_lease": 16, "step_seconds": 0.0001}
 

@@ -12,6 +12,8 @@ import torch
 from rayfin.actors.messages import BeamParams, Hypothesis
 from rayfin.actors.scheduler.state.beam_search import BeamSearch, Continuation, candidates_per_beam
 
+pytestmark = pytest.mark.slow(reason="compares with transformers' own beam search")
+
 Make = Callable[..., Any]
 VOCAB = 128
 
