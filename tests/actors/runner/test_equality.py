@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow(reason="many chunk and page sizes; test_models.py has a few")
+
 Make = Callable[..., Any]
 
 OUTPUT = 12

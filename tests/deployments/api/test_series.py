@@ -20,7 +20,7 @@ from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.telemetry.load import Load
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow(reason="sends every kind of request")]
 REQUESTS, AT_ONCE = 10_000, 16
 KEY = b"Bearer right"
 PATHS = (
