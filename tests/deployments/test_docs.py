@@ -1,4 +1,4 @@
-"""The documents: their commands and flags exist, their links lead somewhere, their configs load."""
+"""The pages name commands, flags, files and links that exist; their configs load."""
 
 import re
 import shlex
@@ -15,13 +15,17 @@ from rayfin.deployments.client.engine_names import ENGINE
 from rayfin.deployments.serve.server_args import AppArgs, split_args
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "reference").glob("*.md")),
+]
 VARIABLE = re.compile(r"[A-Z_]+=")
 OTHERS = ("curl", "docker", "helm", "kubectl", "ray", "export", "pip", "git")
-"""Programs that are not ours: what they are told is not looked at."""
+"""Programs of others, whose arguments are not checked."""
 
 SCRIPTS = [path for name in ("benchmarks", "tools/chaos") for path in ROOT.glob(f"{name}/*.py")]
-"""Those whose own flags the documents name too."""
+"""Scripts whose flags the pages name too."""
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -31,26 +35,26 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command line, without comments and paths of the environment."""
-    told = (text for text in blocks(page, "") if "►" not in text)  # that is a picture
-    lines = (line for text in told for line in text.replace("\\\n", " ").splitlines())
+    """Returns the words of each command line, without comments and the environment's path."""
+    texts = (text for text in blocks(page, "") if "►" not in text)  # that is a picture
+    lines = (line for text in texts for line in text.replace("\\\n", " ").splitlines())
     words = [shlex.split(line, comments=True) for line in lines if "|" not in line.split("#")[0]]
-    found = [list(dropwhile(VARIABLE.match, own)) for own in words]
-    return [[own[0].removeprefix(".venv/bin/"), *own[1:]] for own in found if own]
+    named = [list(dropwhile(VARIABLE.match, line)) for line in words]
+    return [[line[0].removeprefix(".venv/bin/"), *line[1:]] for line in named if line]
 
 
 def parse(words: list[str]) -> None:
-    """Reads a command line of ``rayfin`` as far as to run it.
+    """Parses a command line of ``rayfin`` without running it.
 
     Raises:
-        click.ClickException: there is no such command, flag or value.
+        click.ClickException: the command, flag or value does not exist.
     """
     command: click.Command = cli
     context = click.Context(cli, **cli.context_settings)  # a command keeps its names for help
     while isinstance(command, click.Group):
-        _, found, words = command.resolve_command(context, words)
-        assert found is not None
-        command = found
+        _, subcommand, words = command.resolve_command(context, words)
+        assert subcommand is not None
+        command = subcommand
     command.make_context(str(command.name), words, parent=context)
 
 
@@ -87,8 +91,8 @@ def test_flags_in_the_text_are_there(page: Path) -> None:
     known = {
         option
         for command in cli.commands.values()
-        for own in (getattr(command, "commands", None) or {"": command}).values()
-        for param in own.params
+        for leaf in (getattr(command, "commands", None) or {"": command}).values()
+        for param in leaf.params
         for option in (*param.opts, *param.secondary_opts)
     }
     for script in SCRIPTS:
@@ -98,23 +102,30 @@ def test_flags_in_the_text_are_there(page: Path) -> None:
     assert named <= known
 
 
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors that a reader of Markdown makes from the headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
 
 
-def test_the_serve_config_loads() -> None:
-    """Each that a page shows."""
+def test_the_serve_configs_load() -> None:
     texts = blocks(ROOT / "docs" / "serving.md", "yaml")
     configs = [ServeDeploySchema.model_validate(yaml.safe_load(text)) for text in texts]
     assert len(configs) == 2
     for config in configs:
         applications = config.applications
-        assert len({own.route_prefix for own in applications}) == len(applications)
+        assert len({one.route_prefix for one in applications}) == len(applications)
         for application in applications:
             split_args(AppArgs(**application.args).model_dump())
-            assert {own.name for own in application.deployments} <= {ENGINE}
+            assert {one.name for one in application.deployments} <= {ENGINE}
 
 
 def test_python_is_python() -> None:
