@@ -1,4 +1,4 @@
-"""``rayfin bench``: how fast, offline and over HTTP, alone and beside other engines."""
+"""``rayfin bench``: measures throughput and latency, offline, over HTTP and of other engines."""
 
 import json
 import math
@@ -29,21 +29,24 @@ EXECUTOR = click.option(
     type=click.Choice(["inline", "ray"]),
     default="inline",
     show_default=True,
-    help="inline: in this process; ray: as Ray actors",
+    help="run the engine in this process (inline) or as Ray actors (ray)",
 )
 JSON = click.option(
-    "--json", "json_file", type=click.File("w", lazy=False), help="write the figures to FILE"
+    "--json",
+    "json_file",
+    type=click.File("w", lazy=False),
+    help="write the results to FILE as JSON",
 )
 PLOT = click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="draw TTFT and ITL to FILE (needs matplotlib)",
+    help="plot TTFT and ITL to FILE (needs matplotlib)",
 )
 ENGINE = field_options(EngineArgs, seed={"flag": "dummy-seed"})
 
 
 def dataset_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is asked for; ``_jobs`` makes it."""
+    """Adds the options that ``_jobs`` reads."""
     options = [
         click.option("--dataset", type=click.Choice(DATASETS), default="random", show_default=True),
         click.option("--requests", type=click.IntRange(1), default=64, show_default=True),
@@ -54,10 +57,10 @@ def dataset_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--dataset-file",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="of lengths: CSV of prompt,output; of trace: JSON lines",
+            help="CSV of prompt,output lengths (lengths) or JSON lines (trace)",
         ),
         click.option("--vocabulary", type=click.IntRange(2), default=1000, show_default=True),
-        click.option("--seed", type=int, default=0, show_default=True, help="of the dataset"),
+        click.option("--seed", type=int, default=0, show_default=True, help="seed of the dataset"),
     ]
     for option in reversed(options):
         command = option(command)
@@ -68,8 +71,8 @@ def dataset_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def bench() -> None:
     """Measure throughput and latency.
 
-    TTFT is the time to the first token, TPOT the mean time of each other one, ITL the gap between
-    two, E2E the time to the last. Outputs run to their full length, greedily.
+    TTFT is the time to the first token, TPOT the mean time per later token, ITL the time between
+    two tokens, E2E the time to the last. Decoding is greedy and ignores end-of-sequence tokens.
     """
 
 
@@ -83,9 +86,10 @@ def bench() -> None:
 def throughput(
     rounds: int, executor: str, json_file: IO[str] | None, plot: Path | None, **settings: Any
 ) -> int:
-    """Run a dataset offline, all at once.
+    """Measure offline throughput: all requests of a dataset at once.
 
-    Rounds differ in their tokens, so that no prefix cache helps; one more goes first to warm up.
+    Each round uses other tokens, so that the prefix cache does not help. One uncounted round warms
+    up.
 
     \b
     Example:
@@ -119,7 +123,7 @@ def latency(
     plot: Path | None,
     **settings: Any,
 ) -> int:
-    """One stream at a time, offline; each round has a prompt of its own.
+    """Measure offline latency: one request at a time, with a new prompt in each round.
 
     \b
     Example:
@@ -139,22 +143,30 @@ def latency(
 @server_options
 @dataset_options
 @click.option(
-    "--request-rate", default="inf", show_default=True, help="requests per second, or inf: at once"
+    "--request-rate",
+    default="inf",
+    show_default=True,
+    help="requests per second; inf sends all at once",
 )
 @click.option(
     "--burstiness",
     default="1",
     show_default=True,
-    help="shape of the gaps: 1 is Poisson, less is burstier, inf is a fixed rate",
+    help="burstiness of arrivals: 1 is a Poisson process, less is burstier, inf is a fixed rate",
 )
 @click.option(
     "--ramp-to",
     type=click.FloatRange(0, min_open=True),
-    help="the request rate at the end, reached evenly",
+    help="ramp the request rate linearly to this value",
 )
-@click.option("--max-concurrency", type=click.IntRange(1), help="requests under way at most")
 @click.option(
-    "--goodput", multiple=True, metavar="METRIC:MS", help="ttft, tpot or e2el; may be repeated"
+    "--max-concurrency", type=click.IntRange(1), help="maximum number of concurrent requests"
+)
+@click.option(
+    "--goodput",
+    multiple=True,
+    metavar="METRIC:MS",
+    help="a limit on ttft, tpot or e2el for goodput; may be repeated",
 )
 @JSON
 @PLOT
@@ -171,7 +183,7 @@ def serve_bench(
     plot: Path | None,
     **settings: Any,
 ) -> int:
-    """Send a dataset to an OpenAI server (Rayfin's or another's), and measure what comes back.
+    """Measure online performance: send a dataset to any OpenAI-compatible server.
 
     \b
     Example:
@@ -188,11 +200,11 @@ def serve_bench(
 
     limits = parse_limits(goodput)
     jobs = _jobs(settings)
-    if settings["dataset"] != "trace":  # a trace has its own times
+    if settings["dataset"] != "trace":  # a trace brings its times of arrival
         rate = _positive("request_rate", request_rate)
         shape = _positive("burstiness", burstiness)
         if ramp_to is not None and math.inf in (rate, ramp_to):
-            raise InvalidConfig("ramp_to needs a finite request_rate, and one itself", "ramp_to")
+            raise InvalidConfig("ramp_to and request_rate must be finite", "ramp_to")
         times = arrivals(len(jobs), rate, burstiness=shape, ramp_to=ramp_to, seed=settings["seed"])
         jobs = arriving(jobs, times)
     connection = client_settings(url, api_key)
@@ -216,7 +228,7 @@ def serve_bench(
     multiple=True,
     required=True,
     metavar="[LABEL:]NAME=PYTHON[,KEY=VALUE]...",
-    help="a script of the peers folder, the Python that runs it, its settings; the first is ours",
+    help="a script in the peers folder, its Python, and its settings; the first is the baseline",
 )
 @click.option(
     "--peers-folder",
@@ -236,9 +248,10 @@ def compare(
     json_file: IO[str] | None,
     **settings: Any,
 ) -> int:
-    """The same jobs on several engines, taking turns; medians of the rounds, ratios last.
+    """Compare engines on the same requests, in alternating rounds.
 
-    MODEL is a folder that all of them can load. One round to warm up is not counted.
+    MODEL is a local folder that every engine can load. Prints medians over the rounds and the
+    first engine's throughput relative to each. One uncounted round warms up.
 
     \b
     Example:
@@ -256,16 +269,15 @@ def compare(
         rate = _positive("request_rate", request_rate)
         jobs = arriving(jobs, arrivals(len(jobs), rate, seed=settings["seed"]))
     results = take_turns(specs, model, jobs, rounds, click.echo)
-    runs = {name: [figures(own) for own in rounds_of] for name, rounds_of in results.items()}
+    runs = {name: [figures(run) for run in named] for name, named in results.items()}
     print("\n".join(comparison(f"{settings['dataset']}, {len(jobs)} requests", runs)))
     if json_file is not None:
-        numbers = {name: [own.as_json() for own in rounds_of] for name, rounds_of in runs.items()}
-        _write(json_file, numbers)
-    return int(any(own.failed for rounds_of in runs.values() for own in rounds_of))
+        _write(json_file, {name: [run.as_json() for run in named] for name, named in runs.items()})
+    return int(any(run.failed for named in runs.values() for run in named))
 
 
 class _Engine:
-    """The engine of the running command's flags, as a context."""
+    """The engine that the running command's flags describe, as a context manager."""
 
     def __init__(self, executor: str) -> None:
         self._executor = executor
@@ -290,7 +302,6 @@ class _Engine:
 
 
 def _jobs(settings: dict[str, Any]) -> "list[Job]":
-    """The jobs of ``dataset_options``."""
     from rayfin.deployments.bench import workload
 
     common = {"vocabulary": settings["vocabulary"], "seed": settings["seed"]}
@@ -303,7 +314,7 @@ def _jobs(settings: dict[str, Any]) -> "list[Job]":
         )
         jobs: list[Job] = read(file, **common)
         if not jobs:
-            raise InvalidConfig(f"{file} holds no job", "dataset_file")
+            raise InvalidConfig(f"{file} contains no jobs", "dataset_file")
         return jobs
     prompt = workload.Lengths.parse(settings["prompt_tokens"], "prompt_tokens")
     output = workload.Lengths.parse(settings["output_tokens"], "output_tokens")
@@ -325,17 +336,17 @@ def _report(
     from rayfin.deployments.bench.measures import figures
 
     results: list[Figures] = [figures(run, limits) for run in runs]
-    for number, own in enumerate(results, start=1):
+    for number, result in enumerate(results, start=1):
         name = title if len(results) == 1 else f"{title} {number} of {len(results)}"
-        print("\n".join(report.lines(name, own)))
+        print("\n".join(report.lines(name, result)))
     if len(results) > 1:
-        middle = report.median([own.output_per_second for own in results])
-        print(f"median: {middle:.1f} output tokens/s")
+        median = report.median([result.output_per_second for result in results])
+        print(f"median: {median:.1f} output tokens/s")
     if json_file is not None:
-        _write(json_file, [own.as_json() for own in results])
+        _write(json_file, [result.as_json() for result in results])
     if plot is not None:
-        report.plot(plot, [own for run in runs for own in run])
-    return int(any(own.failed for own in results))
+        report.plot(plot, [timeline for run in runs for timeline in run])
+    return int(any(result.failed for result in results))
 
 
 def _write(file: IO[str], value: object) -> None:

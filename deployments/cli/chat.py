@@ -80,7 +80,7 @@ def _talk(conversation: "Conversation") -> int:
         if text == "/exit":
             return 0
         if text == "/clear":
-            conversation.clear()
+            conversation.start_over()
         elif text.startswith("/") and text[1:].isalpha():
             print(f"unknown command {text}: {COMMANDS}", file=sys.stderr)
         elif text:
@@ -112,9 +112,9 @@ class Conversation:
         self._sampling = sampling
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
-        self.clear()
+        self.start_over()
 
-    def clear(self) -> None:
+    def start_over(self) -> None:
         """Drops all messages but the system message."""
         self.messages = list(self._opening)
 

@@ -1,4 +1,4 @@
-"""The engines of a running server, from an operator's side: what they do, and their rates."""
+"""The client of a server's ``/admin`` routes, and the table of its engines."""
 
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -23,8 +23,8 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """The answer of ``/admin/engines``, and when it came."""
+class Sample:
+    """An answer of ``/admin/engines`` and its time."""
 
     at: float  # seconds
     engines: list[dict[str, Any]]
@@ -32,7 +32,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine: how it is, and what it did between two looks, each second."""
+    """One engine's state, and its rates per second between two samples."""
 
     engine: str
     state: str
@@ -44,7 +44,7 @@ class Row:
     prompt_tokens_per_second: float
     output_tokens_per_second: float
     requests_per_second: float
-    prefix_hit_rate: float | None  # of the prompt tokens admitted since; None: there were none
+    prefix_hit_rate: float | None  # of the prompt tokens admitted; None: there were none
     preemptions: int  # since the engine's start
     model: str
 
@@ -65,10 +65,10 @@ class Status:
     rows: list[Row]
 
     @classmethod
-    def between(cls, first: Look, second: Look) -> "Status":
+    def between(cls, first: Sample, second: Sample) -> "Status":
         seconds = max(second.at - first.at, 1e-9)
-        before = {own["name"]: own["stats"] for own in first.engines}
-        return cls([_row(own, before.get(own["name"]), seconds) for own in second.engines])
+        before = {engine["name"]: engine["stats"] for engine in first.engines}
+        return cls([_row(engine, before.get(engine["name"]), seconds) for engine in second.engines])
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,44 +82,44 @@ class Server(AbstractContextManager["Server"]):
 
     @classmethod
     def connect(cls, url: str, key: str | None) -> "Server":
-        """The server whose API is at ``url``.
+        """Connects to the server whose API is at ``url``.
 
         Raises:
-            InvalidConfig: an address that is none, or no key.
+            InvalidConfig: the URL is malformed, or the key is missing.
         """
         if not key:
             raise InvalidConfig(
-                "admin_api_key must be given: the one that the server was started with",
+                "admin_api_key is required: the one that the server was started with",
                 "admin_api_key",
             )
         settings = client_settings(url, key)
         settings["base_url"] = settings["base_url"].removesuffix("/v1") + "/"
         return cls(httpx.Client(**settings))
 
-    def look(self) -> Look:
-        return Look(monotonic(), self._call("GET", "engines"))
+    def sample(self) -> Sample:
+        return Sample(monotonic(), self._call("GET", "engines"))
 
-    def tell(
+    def command(
         self, command: str, engine: str | None, model: str | None = None
     ) -> list[dict[str, Any]]:
-        """How the engines are that were told."""
+        """Sends a command and returns the engines that it was for."""
         return self._call("POST", command, engine=engine, model=model)
 
     def requests_left(self, engines: list[dict[str, Any]]) -> int:
-        """Requests of ``engines``, as ``tell`` returns them, that have not ended.
+        """Counts the unfinished requests of ``engines``, as ``command`` returns them.
 
         Raises:
-            ServerError: nobody knows, for one does not answer.
+            ServerError: an engine does not answer.
         """
-        names = {own["name"] for own in engines}
-        asked = [own for own in self.look().engines if own["name"] in names]
-        for own in asked:
-            if own["state"] == "lost":
-                raise ServerError(f"engine {own['engine']} does not answer")
-        return sum(own["stats"]["running"] + own["stats"]["waiting"] for own in asked)
+        names = {engine["name"] for engine in engines}
+        current = [engine for engine in self.sample().engines if engine["name"] in names]
+        for engine in current:
+            if engine["state"] == "lost":
+                raise ServerError(f"engine {engine['engine']} does not answer")
+        return sum(engine["stats"]["running"] + engine["stats"]["waiting"] for engine in current)
 
-    def _call(self, method: str, path: str, **which: str | None) -> list[dict[str, Any]]:
-        params = {name: value for name, value in which.items() if value is not None}
+    def _call(self, method: str, path: str, **query: str | None) -> list[dict[str, Any]]:
+        params = {name: value for name, value in query.items() if value is not None}
         address = str(self._client.base_url).rstrip("/")
         try:
             response = self._client.request(method, f"admin/{path}", params=params)
@@ -127,8 +127,8 @@ class Server(AbstractContextManager["Server"]):
             raise ServerError(f"{address}: {describe(error)}") from None
         if response.status_code == 404 and "unknown_url" in response.text:
             raise ServerError(
-                f"{address} has no operator's key (rayfin serve --admin-api-key), or its operators "
-                "have a port of their own (rayfin serve --admin-port, here --url)"
+                f"{address} has no /admin: start the server with --admin-api-key, or set --url to "
+                "its --admin-port"
             )
         if response.is_error:
             raise refusal(response)
@@ -145,7 +145,7 @@ class Server(AbstractContextManager["Server"]):
 
 
 def lines(status: Status) -> list[str]:
-    """The table for a file or a pipe."""
+    """The table as text, for a file or a pipe."""
     return [
         ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, row.cells(), strict=True))
         for row in status.rows
@@ -154,27 +154,27 @@ def lines(status: Status) -> list[str]:
 
 def table(status: Status) -> RenderableType:
     """The table for a terminal."""
-    made = Table(*COLUMNS)
-    for column in made.columns[2:-1]:
+    result = Table(*COLUMNS)
+    for column in result.columns[2:-1]:
         column.justify = "right"
     for row in status.rows:
         number, state, *rest = row.cells()
-        made.add_row(number, Text(state, style=STYLES[state]), *rest)
-    return made
+        result.add_row(number, Text(state, style=STYLES[state]), *rest)
+    return result
 
 
-def _row(own: dict[str, Any], before: dict[str, Any] | None, seconds: float) -> Row:
-    stats = own["stats"]
+def _row(engine: dict[str, Any], before: dict[str, Any] | None, seconds: float) -> Row:
+    stats = engine["stats"]
     since = stats if before is None or before["steps"] > stats["steps"] else before
 
     def grown(name: str) -> int:
         return int(stats[name] - since[name])
 
-    ended = sum(stats["finished"].values()) - sum(since["finished"].values())
+    finished = sum(stats["finished"].values()) - sum(since["finished"].values())
     queries = grown("prefix_queries")
     return Row(
-        engine=own["engine"],
-        state=own["state"],
+        engine=engine["engine"],
+        state=engine["state"],
         running=stats["running"],
         waiting=stats["waiting"],
         waiting_tokens=stats["waiting_tokens"],
@@ -182,8 +182,8 @@ def _row(own: dict[str, Any], before: dict[str, Any] | None, seconds: float) -> 
         pages_total=stats["pages_total"],
         prompt_tokens_per_second=grown("prompt_tokens") / seconds,
         output_tokens_per_second=grown("generation_tokens") / seconds,
-        requests_per_second=ended / seconds,
+        requests_per_second=finished / seconds,
         prefix_hit_rate=grown("prefix_hits") / queries if queries else None,
         preemptions=stats["preemptions"],
-        model=own["model"],
+        model=engine["model"],
     )

@@ -1,4 +1,4 @@
-"""``rayfin generate``."""
+"""``rayfin generate``: offline completion."""
 
 import json
 import sys
@@ -25,30 +25,32 @@ SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "sto
 
 @click.command(cls=SectionedCommand)
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@click.option("--chat", is_flag=True, help="each prompt is a user's message to a chat model")
-@click.option("--json", "as_json", is_flag=True, help="one line of JSON for each output")
+@click.option(
+    "--chat", is_flag=True, help="send each prompt as a user message through the chat template"
+)
+@click.option("--json", "as_json", is_flag=True, help="print one line of JSON per output")
 @click.option(
     "--executor",
     type=click.Choice(["inline", "ray"]),
     default="inline",
     show_default=True,
-    help="inline: in this process; ray: as Ray actors",
+    help="run the engine in this process (inline) or as Ray actors (ray)",
 )
 @sampling_options(SAMPLING)
 @field_options(EngineArgs, seed={"flag": "dummy-seed"})
 def generate(
     prompts: tuple[str, ...], chat: bool, as_json: bool, executor: str, **settings: object
 ) -> None:
-    """Complete prompts without a server, all in one batch.
+    """Complete prompts without a server, in one batch.
 
-    Without a PROMPT, every line of the standard input is one.
+    Reads one prompt per line from standard input if no PROMPT is given.
 
     \b
     Example:
       rayfin generate --model demo --chat --temperature 0 "What is 37 + 48?"
     """
     params = build(SamplingParams)
-    build(EngineArgs)  # a wrong flag shows before anything is loaded
+    build(EngineArgs)  # reports invalid flags before anything is loaded
     texts = list(prompts) or _lines_of_stdin()
 
     from transformers.utils import logging
@@ -70,14 +72,14 @@ def generate(
 
 def _lines_of_stdin() -> list[str]:
     if sys.stdin.isatty():
-        raise click.UsageError("no PROMPT, and the standard input is a terminal")
+        raise click.UsageError("no PROMPT, and standard input is a terminal")
     if lines := [text for line in sys.stdin if (text := line.rstrip("\r\n"))]:
         return lines
-    raise click.UsageError("no PROMPT, and no line on the standard input")
+    raise click.UsageError("no PROMPT, and no line on standard input")
 
 
 def _print_texts(texts: Sequence[str], results: "Sequence[RequestOutput]") -> None:
-    """The bare output if there is one, else each under its prompt."""
+    """Prints a single output alone, and several under their prompts."""
     if len(results) == 1 and len(results[0].outputs) == 1:
         print(results[0].outputs[0].text)
         return

@@ -1,4 +1,4 @@
-"""A group of commands, whose errors become one line for people to read."""
+"""Groups of commands that turn exceptions into one-line errors."""
 
 import os
 import traceback
@@ -19,13 +19,13 @@ class Refused(click.ClickException):
 
 
 class Commands(click.Group):
-    """The group of all commands, in the order in which they are written down."""
+    """A group that lists its commands in the order of their definition."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; whatever it raises is turned, by the innermost group, into a line."""
+        """Runs the command. The innermost group turns its exception into an error of one line."""
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):

@@ -1,6 +1,6 @@
 """The command ``rayfin``.
 
-Nothing heavy is imported before a command runs: ``rayfin --help`` answers at once.
+Commands import what they need when they run, so that ``rayfin --help`` is instant.
 """
 
 import sys
@@ -24,18 +24,18 @@ INTERRUPTED = 130  # as a shell reports Ctrl-C
     cls=Commands,
     commands=[serve, generate, chat, users, bench, status, drain, cache, sleep, wake],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="rayfin COMMAND --help lists a command's flags.",
+    epilog="Run `rayfin COMMAND --help` for the flags of a command.",
 )
 @click.version_option(__version__, prog_name="rayfin", message="%(prog)s %(version)s")
 @click.option("--traceback", is_flag=True, hidden=True)
 def cli(traceback: bool) -> None:
-    """Large language models as Ray actors, behind the OpenAI API."""
+    """Serve large language models as Ray actors behind an OpenAI-compatible API."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status.
 
-    0 done · 1 failed · 2 a flag or a model that cannot be served · 130 Ctrl-C.
+    0: success, 1: failure, 2: an invalid flag or an unsupported model, 130: Ctrl-C.
     """
     try:
         given = sys.argv[1:] if arguments is None else arguments

@@ -1,4 +1,4 @@
-"""``rayfin status``, ``drain``, ``cache reset``, ``sleep`` and ``wake``: an operator's commands."""
+"""The operator's commands: ``rayfin status``, ``drain``, ``cache reset``, ``sleep``, ``wake``."""
 
 import json
 import sys
@@ -19,48 +19,46 @@ Command = Callable[..., Any]
 
 
 def operator_options(command: Command) -> Command:
-    """The options of a command that speaks to a server's ``/admin``."""
+    """Adds the options of a client of a server's ``/admin``."""
     url = click.option(
         *("--url", "--admin-url", "url"),
         default=DEFAULT_URL,
         show_default=True,
         envvar=ADMIN_URL_VARIABLE,
         show_envvar=True,
-        help="the server's API, or where its --admin-port is",
+        help="base URL of the server's API, or of its --admin-port",
     )
     key = click.option(
         "--admin-api-key",
         envvar=ENVIRONMENT["admin_api_key"],
         show_envvar=True,
-        help="the operator's key, that the server was started with",
+        help="the server's --admin-api-key",
     )
     return url(key(command))
 
 
 def engine_option(command: Command) -> Command:
-    """Which engines a command is for."""
+    """Adds the options that select engines."""
     engine = click.option(
-        "--engine", metavar="N", help="one engine, by its number in `rayfin status`; default: all"
+        "--engine", metavar="N", help="number of the engine in `rayfin status`; default: all"
     )
-    model = click.option(
-        "--model", metavar="NAME", help="whose engines, where several models are served"
-    )
+    model = click.option("--model", metavar="NAME", help="only engines of this model")
     return engine(model(command))
 
 
 @click.command()
 @operator_options
-@click.option("--once", is_flag=True, help="show it once, over one interval, and leave")
-@click.option("--json", "as_json", is_flag=True, help="one line of JSON for each look")
+@click.option("--once", is_flag=True, help="print one sample and exit")
+@click.option("--json", "as_json", is_flag=True, help="print one line of JSON per sample")
 @click.option(
     "--interval",
     type=click.FloatRange(0.05),
     default=1.0,
     show_default=True,
-    help="seconds between two looks, and that rates are taken over",
+    help="seconds between two samples; rates are computed over them",
 )
 def status(url: str, admin_api_key: str | None, once: bool, as_json: bool, interval: float) -> None:
-    """Show what the engines of a server are doing, until Ctrl-C.
+    """Show the load of a server's engines until Ctrl-C.
 
     \b
     Example:
@@ -69,32 +67,32 @@ def status(url: str, admin_api_key: str | None, once: bool, as_json: bool, inter
     from rayfin.deployments.cli.engines import Server, Status, lines, table
 
     with Server.connect(url, admin_api_key) as server:
-        before = server.look()
+        last = server.sample()
 
-        def look() -> Status:
-            nonlocal before
+        def next_status() -> Status:
+            nonlocal last
             pause(interval)
-            before, since = server.look(), before
-            return Status.between(since, before)
+            last, before = server.sample(), last
+            return Status.between(before, last)
 
         if as_json or once or not sys.stdout.isatty():
             while True:
-                now = look()
-                click.echo(json.dumps(now.as_json()) if as_json else "\n".join(lines(now)))
+                status = next_status()
+                click.echo(json.dumps(status.as_json()) if as_json else "\n".join(lines(status)))
                 if once:
                     return
         from rich.live import Live
 
         with Live(auto_refresh=False, transient=True) as live:
             while True:
-                live.update(table(look()), refresh=True)
+                live.update(table(next_status()), refresh=True)
 
 
 @click.command()
 @operator_options
 @engine_option
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="seconds to wait")
-@click.option("--undo", is_flag=True, help="take requests again")
+@click.option("--undo", is_flag=True, help="accept requests again")
 def drain(
     url: str,
     admin_api_key: str | None,
@@ -103,10 +101,10 @@ def drain(
     timeout: float,
     undo: bool,
 ) -> int:
-    """Stop giving an engine requests, and wait until it has none.
+    """Stop sending requests to an engine and wait until it has finished its own.
 
-    New requests go to other engines, or wait for one (--engine-timeout of the server). Fails if
-    some are left when the time is over; they go on.
+    New requests go to other engines, or wait for one (--engine-timeout of the server). Exits with 1
+    if requests remain after --timeout; they continue.
 
     \b
     Example:
@@ -115,14 +113,14 @@ def drain(
     from rayfin.deployments.cli.engines import Server
 
     with Server.connect(url, admin_api_key) as server:
-        told = server.tell("admit" if undo else "drain", engine, model)
+        engines = server.command("admit" if undo else "drain", engine, model)
         deadline = monotonic() + timeout
-        while not undo and (left := server.requests_left(told)):
+        while not undo and (left := server.requests_left(engines)):
             if monotonic() > deadline:
-                click.echo(f"{left} requests are left.")
+                click.echo(f"{left} requests remain.")
                 return 1
             pause(POLL_SECONDS)
-    click.echo("Takes requests again." if undo else "Drained.")
+    click.echo("Accepting requests." if undo else "Drained.")
     return 0
 
 
@@ -135,13 +133,13 @@ def cache() -> None:
 @operator_options
 @engine_option
 def reset(url: str, admin_api_key: str | None, engine: str | None, model: str | None) -> None:
-    """Forget all prefixes: what comes is computed anew. Requests that run keep their pages.
+    """Reset the prefix cache. Running requests keep their pages.
 
     \b
     Example:
       rayfin cache reset
     """
-    _tell(url, admin_api_key, "cache/reset", engine, model)
+    _command(url, admin_api_key, "cache/reset", engine, model)
     click.echo("The prefix cache is empty.")
 
 
@@ -149,16 +147,16 @@ def reset(url: str, admin_api_key: str | None, engine: str | None, model: str | 
 @operator_options
 @engine_option
 def sleep(url: str, admin_api_key: str | None, engine: str | None, model: str | None) -> None:
-    """Give back the memory of an engine's KV cache; its weights stay.
+    """Free the memory of an engine's KV cache. The weights stay loaded.
 
-    Requests that run there wait, and go on, exact, when it is woken. While all engines sleep, new
-    ones are refused: 503 engine_asleep.
+    Running requests pause and continue with the same tokens after `rayfin wake`. While all engines
+    sleep, new requests get a 503 with the code engine_asleep.
 
     \b
     Example:
       rayfin sleep --engine 1
     """
-    _tell(url, admin_api_key, "sleep", engine, model)
+    _command(url, admin_api_key, "sleep", engine, model)
     click.echo("Asleep.")
 
 
@@ -166,18 +164,20 @@ def sleep(url: str, admin_api_key: str | None, engine: str | None, model: str | 
 @operator_options
 @engine_option
 def wake(url: str, admin_api_key: str | None, engine: str | None, model: str | None) -> None:
-    """End an engine's sleep.
+    """Wake a sleeping engine.
 
     \b
     Example:
       rayfin wake
     """
-    _tell(url, admin_api_key, "wake", engine, model)
+    _command(url, admin_api_key, "wake", engine, model)
     click.echo("Awake.")
 
 
-def _tell(url: str, key: str | None, command: str, engine: str | None, model: str | None) -> None:
+def _command(
+    url: str, key: str | None, command: str, engine: str | None, model: str | None
+) -> None:
     from rayfin.deployments.cli.engines import Server
 
     with Server.connect(url, key) as server:
-        server.tell(command, engine, model)
+        server.command(command, engine, model)

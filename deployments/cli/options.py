@@ -1,4 +1,4 @@
-"""Command-line options made from dataclasses, so that no flag is written down twice.
+"""Generates command-line options from dataclasses.
 
 A field's name is its flag, its type hint the type, its default the default, and
 ``metadata["help"]`` the help.
@@ -19,26 +19,26 @@ T = TypeVar("T")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
-ENVIRONMENT = {  # a command line is no place for a secret
+ENVIRONMENT = {  # secrets should not appear on a command line
     "api_key": KEY_VARIABLES,
     "admin_api_key": ADMIN_KEY_VARIABLES,
 }
 SECTIONS = {"ServerArgs": "Server", "EngineArgs": "Engine", "SamplingParams": "Sampling"}
 SAMPLING_HELP = {
-    "temperature": "0 is greedy",
-    "max_tokens": "longest output, tokens",
-    "top_p": "sample from the likeliest tokens that hold this share",
-    "top_k": "sample from so many of the likeliest tokens; 0 is off",
-    "min_p": "drop tokens less likely than this share of the likeliest",
-    "seed": "repeat the same samples",
-    "stop": "end at this text; may be repeated",
-    "ignore_eos": "go on after the end of the text",
-    "n": "outputs of each prompt",
+    "temperature": "sampling temperature; 0 is greedy",
+    "max_tokens": "maximum number of tokens to generate",
+    "top_p": "sample from the most likely tokens with this cumulative probability",
+    "top_k": "sample from this many of the most likely tokens; 0 considers all",
+    "min_p": "minimum probability of a token, relative to the most likely one",
+    "seed": "random seed; the same seed repeats the same samples",
+    "stop": "stop at this string; may be repeated",
+    "ignore_eos": "continue after the end-of-sequence token",
+    "n": "number of outputs for each prompt",
 }
 
 
 class FieldOption(click.Option):
-    """An option that knows which field of which dataclass it sets."""
+    """An option that sets ``field`` of the dataclass ``owner``."""
 
     def __init__(self, *args: Any, owner: type, field: str, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -47,7 +47,7 @@ class FieldOption(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command whose help lists the options of each dataclass under a heading of their own."""
+    """A command whose help lists each dataclass's options under a heading."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
@@ -65,10 +65,10 @@ class SectionedCommand(click.Command):
 def field_options(
     owner: type, names: Sequence[str] | None = None, **changes: Mapping[str, Any]
 ) -> Decorator:
-    """Adds an option for each field of ``owner``, or for ``names`` alone, in that order.
+    """Adds an option for each field of ``owner``, or for ``names`` only, in that order.
 
-    ``changes`` maps a field's name to what click shall be told differently about its option;
-    ``flag`` among it is another name for the flag.
+    ``changes`` maps a field's name to click settings that override the generated ones; ``flag``
+    among them renames the flag.
     """
     hints = get_type_hints(owner)
     known = {field.name: field for field in fields(owner)}
@@ -90,7 +90,7 @@ def field_options(
 def sampling_options(
     names: Sequence[str], *, server: bool = False, **changes: Mapping[str, Any]
 ) -> Decorator:
-    """Options of SamplingParams; with ``server`` an absent flag leaves the choice to the server."""
+    """Adds options of SamplingParams; with ``server`` they have no defaults, for the server has."""
     unset: dict[str, Any] = {"default": None, "show_default": False} if server else {}
     return field_options(
         SamplingParams, names, **{name: {**unset, **changes.get(name, {})} for name in names}
@@ -98,17 +98,21 @@ def sampling_options(
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a command that is a client of a running server."""
-    url = click.option("--url", default=DEFAULT_URL, show_default=True, help="the server's API")
-    key = click.option(
-        "--api-key", envvar=ENVIRONMENT["api_key"], show_envvar=True, help="the server's key"
+    """Adds the options of a server's client."""
+    url = click.option(
+        "--url", default=DEFAULT_URL, show_default=True, help="base URL of the server's API"
     )
-    model = click.option("--model", metavar="NAME", help="default: the first that the server has")
+    key = click.option(
+        "--api-key", envvar=ENVIRONMENT["api_key"], show_envvar=True, help="API key of the server"
+    )
+    model = click.option(
+        "--model", metavar="NAME", help="model name; default: the first one that the server lists"
+    )
     return url(key(model(command)))
 
 
 def values_of(owner: type) -> dict[str, Any]:
-    """Field names and values of the running command's options for ``owner``; the set ones only."""
+    """Returns the values of the running command's options for ``owner``, by field, if set."""
     context = click.get_current_context()
     return {
         param.field: list(value) if isinstance(value, tuple) else value
@@ -119,10 +123,10 @@ def values_of(owner: type) -> dict[str, Any]:
 
 
 def build(owner: type[T], **more: Any) -> T:
-    """The dataclass ``owner`` with the running command's options.
+    """Builds the dataclass ``owner`` from the running command's options.
 
     Raises:
-        InvalidConfig: a value that it refuses.
+        InvalidConfig: ``owner`` refuses a value.
     """
     try:
         return owner(**values_of(owner) | more)
@@ -131,7 +135,7 @@ def build(owner: type[T], **more: Any) -> T:
 
 
 def flag_of(command: click.Command, setting: str) -> str | None:
-    """The command's flag for a setting, if it has one."""
+    """Returns the command's flag for a setting, or None."""
     for param in command.params:
         name = param.field if isinstance(param, FieldOption) else param.name
         if name == setting and isinstance(param, click.Option):
@@ -140,7 +144,7 @@ def flag_of(command: click.Command, setting: str) -> str | None:
 
 
 def named_by_flag(command: click.Command, message: str, param: str | None) -> str:
-    """An error's message, where settings go by their flags instead of their fields."""
+    """Returns an error's message with the names of fields replaced by flags."""
     words = {
         option.field: option.opts[0]
         for option in command.params
@@ -159,7 +163,6 @@ def _swap(word: str, words: Mapping[str, str]) -> str:
 
 
 def _settings(field: Field[Any], hint: Any) -> dict[str, Any]:
-    """What click is told about the option of a field."""
     settings: dict[str, Any] = {
         "flag": field.name.replace("_", "-"),
         "default": field.default,
@@ -177,7 +180,7 @@ def _settings(field: Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _plain(hint: Any) -> Any:
-    """The one type to read, of a union: a sequence if it holds one, else the first but None."""
+    """Reduces a union to one type: its sequence if it has one, else its first but None."""
     if get_origin(hint) not in (Union, UnionType):
         return hint
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]

@@ -10,15 +10,28 @@ from rayfin.deployments.serve.server_args import ServerArgs
 
 @click.command(cls=SectionedCommand)
 @click.argument("model_name", metavar="[MODEL]", required=False)
-@click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0: every interface")
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--name", default="rayfin", show_default=True, help="of the application in Ray Serve")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="host to listen on; 0.0.0.0 is every interface",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=8000,
+    show_default=True,
+    help="port to listen on",
+)
+@click.option(
+    "--name", default="rayfin", show_default=True, help="name of the Ray Serve application"
+)
 @click.option(
     "--model-config",
     metavar="FILE",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False),
-    help="one of several models: its own settings in YAML, over the flags; may be repeated",
+    help="YAML file with the settings of one model, over the flags; repeat it to serve several",
 )
 @click.option("--verbose", is_flag=True, help="show the logs of Ray and of the actors")
 @field_options(ServerArgs)
@@ -32,10 +45,10 @@ def serve(
     verbose: bool,
     **settings: object,
 ) -> int:
-    """Serve a model behind the OpenAI API.
+    """Serve a model behind an OpenAI-compatible API.
 
-    MODEL is a local folder, a Hugging Face name, or "demo", the toy model that comes along.
-    Without a Ray cluster, a local one starts; Ctrl-C stops everything.
+    MODEL is a local folder, a Hugging Face name, or "demo", the built-in toy model. Starts a local
+    Ray cluster unless RAY_ADDRESS names one. Ctrl-C stops everything.
 
     \b
     Example:
@@ -47,7 +60,7 @@ def serve(
     if model and flagged is not ParameterSource.DEFAULT and settings["model"] != model_name:
         raise click.UsageError(f"MODEL is {model_name} and --model is {settings['model']}")
     if model_config and (model or flagged is not ParameterSource.DEFAULT):
-        raise click.UsageError("a model is named on the command line or by --model-config")
+        raise click.UsageError("MODEL and --model cannot be combined with --model-config")
     server, engine = build(ServerArgs), build(EngineArgs, **model)
 
     from rayfin.deployments.serve import serving

@@ -65,13 +65,13 @@ def test_status_as_lines(run: Run) -> None:
 
 
 def test_an_engine_that_began_anew_has_no_rates_below_nothing() -> None:
-    def look(at: float, steps: int) -> engines.Look:
+    def sample(at: float, steps: int) -> engines.Sample:
         report = EngineReport.of("0", "x", None)
         own = {"engine": "0", "state": "ready", "name": "x", "model": "m"}
         stats = {name: 0 for name in report.stats.__slots__}
-        return engines.Look(at, [own | {"stats": stats | {"steps": steps, "finished": {}}}])
+        return engines.Sample(at, [own | {"stats": stats | {"steps": steps, "finished": {}}}])
 
-    (row,) = engines.Status.between(look(1.0, 9), look(2.0, 2)).rows
+    (row,) = engines.Status.between(sample(1.0, 9), sample(2.0, 2)).rows
     assert row.output_tokens_per_second == 0
 
 
@@ -87,13 +87,13 @@ def test_drain_waits(run: Run, engine: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(operate, "pause", sleep)
     assert run("drain", "--engine", "0") == (0, "Drained.\n")
     assert polls == 2 and engine.told == [(Command.DRAIN, "0")]
-    assert run("drain", "--undo") == (0, "Takes requests again.\n")
+    assert run("drain", "--undo") == (0, "Accepting requests.\n")
     assert engine.told[1:] == [(Command.ADMIT, None)]
 
 
 def test_a_drain_that_takes_too_long_fails(run: Run) -> None:
     status, out = run("drain", "--timeout", "0")
-    assert status == 1 and out == "5 requests are left.\n"
+    assert status == 1 and out == "5 requests remain.\n"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_other_commands(run: Run, engine: Any, words: list[str], command: Comman
     [
         (["wake", "--engine", "7"], "HTTP 404: There is no engine '7'."),
         (["wake", "--admin-api-key", "wrong"], "HTTP 401: Incorrect or missing admin key."),
-        (["wake", "--admin-api-key", ""], "--admin-api-key must be given"),
+        (["wake", "--admin-api-key", ""], "--admin-api-key is required"),
     ],
 )
 def test_mistakes_are_one_line(run: Run, words: list[str], said: str) -> None:
@@ -126,4 +126,4 @@ def test_mistakes_are_one_line(run: Run, words: list[str], said: str) -> None:
 def test_a_server_without_an_operators_key(run: Run, operated: Any) -> None:
     operated.edge.keys = operated.edge.admin_keys = None
     status, out = run("status", "--once")
-    assert status == 1 and "has no operator's key" in out
+    assert status == 1 and "has no /admin" in out
