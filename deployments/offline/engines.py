@@ -1,4 +1,4 @@
-"""Two ways for an ``LLM`` to run an engine: in this process, or as actors. Same tokens."""
+"""The engine of an ``LLM``: in this process or as Ray actors, with the same tokens."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,19 +12,19 @@ from rayfin.actors.scheduler.engine import Engine
 
 
 class OfflineEngine(Protocol):
-    """An engine for one caller that waits."""
+    """A synchronous engine for one caller."""
 
     info: EngineInfo
 
     def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:
-        """Runs the requests (distinct keys) and yields news until every one has ended.
+        """Runs the requests, which have distinct keys, and yields deltas until all have ended.
 
-        Leaving the iterator early aborts the rest.
+        Closing the iterator early aborts the rest.
         """
         ...
 
     def abort(self, key: int) -> None:
-        """Ends one request of the ``run`` under way."""
+        """Aborts one request of the current ``run``."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -37,15 +37,16 @@ class OfflineEngine(Protocol):
 
 
 class InlineEngine:
-    """The plain classes in this process: no Ray at all."""
+    """The scheduler and the model runner in this process, without Ray."""
 
     def __init__(self, args: EngineArgs) -> None:
-        from rayfin.actors.runner.inline import InlineExecutor  # torch: only this executor needs it
+        from rayfin.actors.runner.inline import InlineExecutor  # imports torch
         from rayfin.actors.runner.model_runner import ModelRunner
 
         runner = ModelRunner(args)
         facts, limits = runner.profile()
-        config = resolve(replace(args, max_lease=1), facts, limits)  # no call to hide here
+        # A local call is free, so that several steps in one gain nothing.
+        config = resolve(replace(args, max_lease=1), facts, limits)
         self._engine = Engine(config, InlineExecutor(runner, config))
         self.info = EngineInfo(
             name="inline",
@@ -83,10 +84,10 @@ class InlineEngine:
 
 
 def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:
-    """The engine of an executor's name, "inline" or "ray".
+    """Starts the engine of an executor, "inline" or "ray".
 
     Raises:
-        InvalidConfig: another name, or a model that cannot be served.
+        InvalidConfig: the name is unknown, or the model cannot be served.
     """
     if executor == "inline":
         if group_size(args) > 1:
@@ -98,7 +99,7 @@ def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:
         return InlineEngine(args)
     if executor == "ray":
         from rayfin.deployments.offline.ray_engine import (
-            RayEngine,  # Ray: only this executor needs it
+            RayEngine,  # imports Ray
         )
 
         return RayEngine(args)

@@ -16,9 +16,8 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import EngineRequest, EngineStats, Hypothesis, TokenDeltas
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import split_deltas
-from rayfin.deployments.offline.choice import OfflineChoice
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
-from rayfin.deployments.offline.outputs import RequestOutput
+from rayfin.deployments.offline.outputs import OfflineChoice, RequestOutput
 from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
 from rayfin.deployments.requests.best_of import candidates, likeliest, tell_logprobs
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
@@ -29,26 +28,26 @@ from rayfin.deployments.text.chat_template import render_chat
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}."""
+"""A text, token ids, or one of vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}."""
 
 UNLIMITED = {"max_waiting_requests": sys.maxsize}
-"""A queue limit protects a server; a batch is as long as its program makes it."""
+"""A queue limit protects a server. Offline, the caller decides the size of a batch."""
 
 
 class LLM:
-    """A model that this program talks to directly.
+    """A model for offline use, without a server.
 
     Keyword arguments are the flags of ``rayfin serve`` (``dtype``, ``max_model_len``, ...).
 
     Args:
         model: a local folder, a Hugging Face name, or "demo".
-        executor: "inline" runs in this process; "ray" runs the same classes as Ray actors.
-        skip_tokenizer_init: no tokenizer: prompts are token ids, outputs have no text.
-        generation_config: "auto" takes default sampling settings from the model; "none" ignores
+        executor: "inline" runs the engine in this process, "ray" as Ray actors.
+        skip_tokenizer_init: loads no tokenizer; prompts are token ids, and outputs have no text.
+        generation_config: "auto" loads default sampling parameters from the model; "none" ignores
             them.
 
     Raises:
-        InvalidConfig: an unknown or impossible setting, or a model that cannot be served.
+        InvalidConfig: a setting is unknown or invalid, or the model cannot be served.
     """
 
     def __init__(
@@ -85,14 +84,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes the prompts, all in one batch; outputs come in the order of the prompts.
+        """Completes the prompts in one batch. Outputs are in the order of the prompts.
 
         Args:
             prompts: one prompt or several.
-            sampling_params: one for all, or one for each; None takes the defaults.
+            sampling_params: one for all prompts or one for each; None uses the defaults.
 
         Raises:
-            InvalidRequest: a prompt that does not fit, or as many settings as there are no prompts.
+            InvalidRequest: a prompt does not fit, or the numbers of prompts and settings differ.
         """
         listed = _listed(prompts)
         params = self._params_for(listed, sampling_params)
@@ -106,10 +105,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[BeamSearchOutput]:
-        """Searches for the likeliest completions of each prompt, ``params.beam_width`` of them.
+        """Searches for the ``params.beam_width`` most likely completions of each prompt.
 
         Raises:
-            InvalidRequest: a prompt that does not fit, or a search that this engine cannot run.
+            InvalidRequest: a prompt does not fit, or this engine cannot run the search.
         """
         requests = [
             build_search(
@@ -122,17 +121,20 @@ class LLM:
             )
             for prompt in _listed(prompts)
         ]
-        found: dict[int, Sequence[Hypothesis]] = {}
+        hypotheses: dict[int, Sequence[Hypothesis]] = {}
         with tqdm(
             total=len(requests), desc="Searched prompts", disable=not use_tqdm, dynamic_ncols=True
         ) as bar:
             for message in self._engine.run(requests):
                 _raise_first_error(message)
-                found.update((ended.key, ended.hypotheses) for ended in message.ended)
+                hypotheses.update((ended.key, ended.hypotheses) for ended in message.ended)
                 bar.update(len(message.ended))
         return [
             BeamSearchOutput(
-                [sequence_of(own, request, params, self._tokenizer) for own in found[request.key]]
+                [
+                    sequence_of(hypothesis, request, params, self._tokenizer)
+                    for hypothesis in hypotheses[request.key]
+                ]
             )
             for request in requests
         ]
@@ -147,10 +149,10 @@ class LLM:
         continue_final_message: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or several, through the model's chat template.
+        """Answers one conversation or several, through the model's chat template.
 
         Raises:
-            InvalidRequest: no template, or messages that it refuses.
+            InvalidRequest: there is no template, or it refuses the messages.
         """
         tokenizer = self.get_tokenizer()
         conversations: list[Any] = (
@@ -176,33 +178,33 @@ class LLM:
         )
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
+        """Returns the tokenizer.
 
         Raises:
             InvalidRequest: ``skip_tokenizer_init`` was set.
         """
         if self._tokenizer is None:
-            raise InvalidRequest("this LLM was made with skip_tokenizer_init=True", "prompt")
+            raise InvalidRequest("this LLM has no tokenizer (skip_tokenizer_init=True)", "prompt")
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What ``generate`` samples with when it is told nothing: the model's own defaults."""
+        """Returns the parameters that ``generate`` uses by default: the model's own."""
         return SamplingParams(**self._defaults)
 
     def stats(self) -> EngineStats:
-        """The engine's counters."""
+        """Returns the engine's counters."""
         return self._engine.stats()
 
     def check_integrity(self) -> None:
-        """Checks the cache's invariants; between calls, no page may be held.
+        """Checks the cache's invariants. Between calls, no request holds a page.
 
         Raises:
-            CacheError: one is broken.
+            CacheError: an invariant is broken.
         """
         self._engine.check_integrity()
 
     def close(self) -> None:
-        """Frees the model, and stops the Ray that was started for it."""
+        """Frees the model and stops the Ray cluster that was started for it."""
         self._engine.close()
 
     def __enter__(self) -> "LLM":
@@ -242,14 +244,14 @@ class LLM:
         choices: dict[int, OfflineChoice] = {}
         results: list[RequestOutput] = []
         groups: list[list[OfflineChoice]] = []
-        for prompt, ids, own in zip(prompts, tokens, params, strict=True):
+        for prompt, ids, param in zip(prompts, tokens, params, strict=True):
             request_id = str(next(self._request_numbers))
-            requests = self._build(prompt, ids, candidates(own), request_id)
-            if len(requests) > own.n:
+            requests = self._build(prompt, ids, candidates(param), request_id)
+            if len(requests) > param.n:
                 tell_logprobs(requests)
             result = RequestOutput(request_id, prompt.text, requests[0].prompt.tolist(), [])
             for request in requests:
-                choice = OfflineChoice(request, own, self._tokenizer, result)
+                choice = OfflineChoice(request, param, self._tokenizer, result)
                 choices[request.key] = choice
                 result.outputs.append(choice.output)
             results.append(result)
@@ -258,9 +260,9 @@ class LLM:
             total=len(choices), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
         ) as bar:
             self._drive(choices, bar)
-        for result, group, own in zip(results, groups, params, strict=True):
-            if len(group) > own.n:
-                best = likeliest([choice.likelihood for choice in group], own.n)
+        for result, group, param in zip(results, groups, params, strict=True):
+            if len(group) > param.n:
+                best = likeliest([choice.likelihood for choice in group], param.n)
                 result.outputs = [replace(group[i].output, index=n) for n, i in enumerate(best)]
         return results
 
@@ -281,7 +283,7 @@ class LLM:
         )
 
     def _drive(self, choices: dict[int, OfflineChoice], bar: "tqdm[Any]") -> None:
-        """Runs the engine until every choice is complete."""
+        """Runs the engine until all choices are complete."""
         request_ids = {key: choice.request.request_id for key, choice in choices.items()}
         started = time.monotonic()
         tokens_in = tokens_out = 0
@@ -292,7 +294,7 @@ class LLM:
                 if choice.output.finish_reason is not None:
                     continue
                 if choice.append(delta):
-                    self._engine.abort(key)  # a stop string: the engine cannot know
+                    self._engine.abort(key)  # stop strings are unknown to the engine
                 if choice.output.finish_reason is not None:
                     tokens_in += len(choice.request.prompt)
                     tokens_out += len(choice.output.token_ids)
@@ -310,12 +312,12 @@ def _raise_first_error(message: TokenDeltas) -> None:
 
 
 def _listed(prompts: Any) -> list[WrittenPrompt]:
-    """One prompt is a text, a dict, or ids; anything else is several."""
+    """Wraps a single prompt (a text, a dict or token ids) in a list."""
     items = prompts if isinstance(prompts, str | Mapping) else _plain(prompts)
     return read_prompts(items, mixed=True) if items != [] else []
 
 
 def _plain(items: Any) -> list[Any]:
-    """Arrays are ids too."""
+    """Converts arrays of token ids to lists."""
     listed = items.tolist() if isinstance(items, np.ndarray) else list(items)
     return [item.tolist() if isinstance(item, np.ndarray) else item for item in listed]

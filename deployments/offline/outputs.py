@@ -1,8 +1,13 @@
-"""What ``LLM`` returns; the names are vLLM's."""
+"""The outputs of ``LLM``, under vLLM's names, and how an engine's tokens become them."""
 
 from dataclasses import dataclass, field
 
-from rayfin.deployments.text.logprobs import Logprob
+from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.requests.best_of import Likelihood
+from rayfin.deployments.text.logprobs import Logprob, by_token, of_prompt, total
+from rayfin.deployments.text.output import OutputText, TextDelta
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -14,7 +19,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length", "abort"
     stop_reason: int | str | None = None  # the stop token's id or the stop string
-    cumulative_logprob: float | None = None  # of all tokens, where ``logprobs`` were asked for
+    cumulative_logprob: float | None = None  # of all tokens, if ``logprobs`` are set
     logprobs: list[dict[int, Logprob]] | None = None  # for each token, by token id
 
 
@@ -30,3 +35,67 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     metrics: None = None
+
+
+class OfflineChoice:
+    """Builds one output of ``result`` from an engine request's deltas.
+
+    The first choice also sets what ``result`` has of the prompt.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        result: RequestOutput,
+    ) -> None:
+        self.request = request
+        self.output = CompletionOutput(index=len(result.outputs))
+        self._result = result
+        self._tokenizer = tokenizer
+        self._text = None if tokenizer is None else OutputText(tokenizer, params, request)
+        self.likelihood = Likelihood()
+        self._num_logprobs = request.sampling.logprobs or 0
+        if params.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self._prompt_logprobs: dict[int, TokenLogprob] = {}  # by position
+
+    def append(self, delta: TokenDelta) -> bool:
+        """Adds a delta. Returns True if that ends the output before the engine's request."""
+        output, result = self.output, self._result
+        new = _without_text(delta) if self._text is None else self._text.push(delta)
+        output.text += new.text
+        output.token_ids += new.token_ids
+        output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
+        self.likelihood.add(delta, len(new.token_ids))
+        self._add_logprobs(new)
+        if output.index == 0:
+            result.num_cached_tokens = max(result.num_cached_tokens, new.cached_tokens)
+        return output.finish_reason is not None and delta.finish_reason is None
+
+    def _add_logprobs(self, new: TextDelta) -> None:
+        sampling, output = self.request.sampling, self.output
+        if output.logprobs is not None and output.cumulative_logprob is not None:
+            output.cumulative_logprob += total(new.logprobs)
+            output.logprobs += [
+                by_token(token, logprob, self._num_logprobs, self._tokenizer)
+                for token, logprob in zip(new.token_ids, new.logprobs, strict=True)
+            ]
+        self._prompt_logprobs |= new.prompt_logprobs
+        if sampling.prompt_logprobs is not None and output.finish_reason is not None:
+            ids, count = self._result.prompt_token_ids, sampling.prompt_logprobs
+            self._result.prompt_logprobs = of_prompt(
+                ids, self._prompt_logprobs, count, self._tokenizer
+            )
+
+
+def _without_text(delta: TokenDelta) -> TextDelta:
+    return TextDelta(
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+        token_ids=delta.tokens,
+        cached_tokens=delta.cached_tokens,
+        logprobs=delta.logprobs or [],
+        prompt_logprobs=delta.prompt_logprobs,
+    )

@@ -1,4 +1,4 @@
-"""An ``LLM``'s engine as actors, of the same classes as in one process."""
+"""The engine of an ``LLM`` as Ray actors, made of the same classes as the inline one."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ _engine_numbers = itertools.count()
 
 
 class RayEngine:
-    """The same engine as actors, on the Ray of this process, or on a new local one."""
+    """An engine on this process' Ray cluster, or on a new local one."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._started_ray = not ray.is_initialized()
@@ -56,7 +56,7 @@ class RayEngine:
                 self._open -= {ended.key for ended in message.ended}
                 yield message
         except (RayError, StopIteration) as error:
-            raise EngineUnavailable(f"the engine is gone: {error}") from error
+            raise EngineUnavailable(f"the engine died: {error}") from error
         finally:
             for key in list(self._open):
                 self.abort(key)
@@ -94,7 +94,7 @@ class RayEngine:
 
 
 def _wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, in a thread of its own where an event loop runs (a notebook)."""
+    """Returns the result of ``work``, run in a thread if an event loop runs (in a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
