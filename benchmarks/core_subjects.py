@@ -131,7 +131,7 @@ def _steps(case: Case) -> Seconds:
     engine = _engine(case, executor)
     for name, (tokens, output) in enumerate(zip(case["prompts"], case["outputs"], strict=True)):
         engine.add(make_request(name, np.array(tokens, np.int32), output))
-    running = engine.lifecycle.running
+    running = engine.lifecycle.state.running
     while len(running) < case["running"] or (running.prefilling and not case["churn"]):
         engine.step()
     for _ in range(WARM_STEPS):
@@ -159,7 +159,7 @@ def _queue(case: Case) -> Seconds:
     names = random.Random(0).sample(range(queued + calls), calls)
     aborts = [_timed(engine.abort, "", name) for name in names]
     gc.unfreeze()
-    assert len(engine.lifecycle.waiting) == queued
+    assert len(engine.lifecycle.state.waiting) == queued
     return {"add": adds, "abort": aborts}
 
 

@@ -163,7 +163,7 @@ class Life:
 
     def _add(self, prompt: list[int], max_tokens: int, **wishes: Any) -> Stream | None:
         """The new stream; None if the queue was full."""
-        newcomers, config = self.harness.engine.lifecycle.newcomers, self.harness.config
+        newcomers, config = self.harness.engine.lifecycle.state.queue_limits, self.harness.config
         most = config.max_waiting_tokens or 10**9
         full = newcomers.num_requests >= config.max_waiting_requests or (
             newcomers.num_requests > 0 and newcomers.num_tokens + len(prompt) > most
@@ -241,7 +241,7 @@ class LongLife(Life):
         self._sweep()
         assert not harness.streams, "a stream without an end"
         assert young is None or memory() - young < self.MEMORY, "it grows"
-        assert harness.engine.lifecycle.newcomers.num_tokens == 0
+        assert harness.engine.lifecycle.state.queue_limits.num_tokens == 0
 
     def _sweep(self) -> None:
         for stream in [s for s in self.harness.streams.values() if not s.open]:

@@ -70,13 +70,13 @@ class BeamGroups:
         Returns:
             Requests whose searches are over.
         """
-        running = self._lifecycle.running
+        running = self._lifecycle.state.running
         current = running.admission[record.slots] == record.admissions
         sampled = current & running.lockstep[record.slots] & (result.tokens[:, 0] >= 0)
         rows = np.flatnonzero(sampled).tolist()
         if not rows:
             return []
-        self._lifecycle.waiting.sampled(record.slots[rows])
+        self._lifecycle.state.waiting.sampled(record.slots[rows])
         assert result.logprobs is not None
         told = {at: index for index, at in enumerate(result.logprobs.at.tolist())}
         told_of = {int(record.slots[row]): told[row] for row in rows}  # slot -> index in logprobs
@@ -97,7 +97,7 @@ class BeamGroups:
             search = BeamSearch(source.beams, stopping.stop_token_ids, stopping.max_tokens)
             request.search = search
         beams = request.slots[: len(search.beams)]
-        self._lifecycle.waiting.sampled(np.array(beams, np.int64))
+        self._lifecycle.state.waiting.sampled(np.array(beams, np.int64))
         told = [told_of[slot] for slot in beams]
         most = source.sampling.logprobs
         step = search.advance(logprobs.ids[told, :most], logprobs.values[told, :most])
@@ -111,7 +111,7 @@ class BeamGroups:
         Out of pages, the lowest request is preempted; where that is this one, nothing more is done.
         """
         lifecycle = self._lifecycle
-        running, tables = lifecycle.running, lifecycle.tables
+        running, tables = lifecycle.state.running, lifecycle.state.tables
         slots, forks = assign(parents, request.slots)
         for slot in slots[len(parents) :] + [target for _, target in forks]:
             lifecycle.clear(slot)
@@ -123,7 +123,7 @@ class BeamGroups:
                 if request.slot is None:
                     return
             for page, copy in copies:
-                lifecycle.moves.add(COPY, [page], [copy])
+                lifecycle.state.moves.add(COPY, [page], [copy])
             running.copy(source, target)
             lifecycle.introduce(target)
         request.slots[:] = slots

@@ -1,8 +1,8 @@
 """The engine: schedule, run, update. A plain class; the actor around it only moves messages."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -35,7 +35,11 @@ from rayfin.actors.messages import (
 from rayfin.actors.scheduler.beam_groups import BeamGroups, as_it_runs
 from rayfin.actors.scheduler.core.cached_prefix import find_fork_parent
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
-from rayfin.actors.scheduler.core.step_builder import StepBuilder, StepRecord
+from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
+from rayfin.actors.scheduler.core.preempted_pages import make_preemption
+from rayfin.actors.scheduler.core.scheduler_state import make_state
+from rayfin.actors.scheduler.core.step_builder import StepRecord
+from rayfin.actors.scheduler.core.step_pipeline import StepPipeline
 from rayfin.actors.scheduler.faults.corruption import requests_sharing_failed_pages
 from rayfin.actors.scheduler.faults.quarantine import Quarantine, StepScheduler
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
@@ -43,11 +47,9 @@ from rayfin.actors.scheduler.policy.multi_step import MultiStepPolicy
 from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
 from rayfin.actors.scheduler.queues.deadlines import Deadlines, exceeded
-from rayfin.actors.scheduler.queues.queue_limits import CompletionRate
-from rayfin.actors.scheduler.state.executor import Executor, PendingStep
+from rayfin.actors.scheduler.state.executor import Executor
 from rayfin.actors.scheduler.state.outbox import Outbox, column_logprobs, compacted
 from rayfin.actors.scheduler.state.request import Request
-from rayfin.actors.scheduler.state.step_overhead import StepOverheadTimer
 from rayfin.actors.scheduler.state.stopping import ended_requests
 from rayfin.actors.scheduler.stats import take_snapshot, take_stats
 from rayfin.cache.prefix_index import HashChain
@@ -69,35 +71,41 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.lifecycle = Lifecycle(config, clock)
+        state = make_state(config)
+        self.lifecycle = Lifecycle(state, make_preemption(config, state), clock)
         self._clock = clock
         self._deadlines = Deadlines()
+        microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
         scheduler: StepScheduler = (
-            TokenScheduler(self.lifecycle, config.limits, config.long_prefill_token_threshold)
+            TokenScheduler(
+                self.lifecycle, microbatcher, config.limits, config.long_prefill_token_threshold
+            )
             if config.scheduler == "v1"
-            else RequestScheduler(self.lifecycle, config.limits)
+            else RequestScheduler(self.lifecycle, microbatcher, config.limits)
         )
         self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
+        self.lifecycle.gates = [self._quarantine]
         self._beams = BeamGroups(self.lifecycle)
-        self._leases = MultiStepPolicy(self.lifecycle, config.max_lease)
-        self._builder = StepBuilder(self.lifecycle)
-        self._builder.restart(executor.epoch)
-        self._executor = executor
-        self._in_flight: deque[tuple[StepRecord, PendingStep]] = deque()
-        self._transport = StepOverheadTimer(clock, self.lifecycle.counts.transport)
-        self._live: dict[tuple[str, int], Request] = {}
-        self._arrivals = 0
+        self._multi_step = MultiStepPolicy(state, microbatcher, config.max_lease)
+        self._pipeline = StepPipeline(state, executor, clock)
         self._outbox = Outbox()
-        self._stats = EngineStats(epoch=executor.epoch, pages_total=config.num_pages)
+        self._logs = TokenLogs(clock)
+        self._draining = self._asleep = False
         self._last_progress = clock()
         self._last_step: SchedulerInfo | None = None
         self._restarts_without_progress = 0
-        self._pace = CompletionRate()
-        self._logs = TokenLogs(clock)
+
+    @property
+    def state(self) -> Literal["serving", "draining", "asleep"]:
+        """What it does with requests: all, only those that it has, or none until it wakes.
+
+        An engine that drains when it is put to sleep drains again when it wakes.
+        """
+        return "asleep" if self._asleep else "draining" if self._draining else "serving"
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._in_flight) and not self._stats.asleep
+        return bool(self.lifecycle.state.live or self._pipeline) and not self._asleep
 
     def add(self, source: EngineRequest) -> None:
         """Takes a request in; refused at the door if it could never run.
@@ -112,14 +120,14 @@ class Engine:
         try:
             self._take_in(source)
         except RayfinError as error:
-            self.lifecycle.counts.refused(error)
+            self.lifecycle.state.counters.refused(error)
             raise
 
     def _take_in(self, source: EngineRequest) -> None:
-        if self._stats.draining or self._stats.asleep:
+        if self.state != "serving":
             raise RequestHandedBack("this engine takes no more requests")
-        key = (source.client, source.key)
-        if key in self._live:
+        state, key = self.lifecycle.state, (source.client, source.key)
+        if key in state.live:
             raise InvalidRequest(f"request key {source.key} is in use", "request_id")
         longest = len(source.prompt) + source.stopping.max_tokens
         if not len(source.prompt) or longest > self.config.max_model_len:
@@ -132,35 +140,35 @@ class Engine:
         if source.timeout is not None and not source.timeout > 0:
             raise InvalidRequest(f"timeout must be over 0 s, got {source.timeout}", "timeout")
         self._quarantine.check(source)
-        now, ended = self._clock(), sum(self.lifecycle.num_finished.values())
-        self._pace.observe(now, ended)
-        newcomers = self.lifecycle.newcomers
+        now, ended = self._clock(), sum(state.counters.finished.values())
+        state.completion_rate.observe(now, ended)
+        limits = state.queue_limits
         if not source.output:  # another engine had admitted it
-            retry_after = self._pace.seconds_until_half(newcomers.num_requests, now, ended)
-            newcomers.check(len(source.prompt), retry_after)
+            retry_after = state.completion_rate.seconds_until_half(limits.num_requests, now, ended)
+            limits.check(len(source.prompt), retry_after)
         if source.beams is not None:
             source = as_it_runs(source, self.config)
-        fork_parent = find_fork_parent(source, self._live)
+        fork_parent = find_fork_parent(source, state.live)
         if not self.has_work:
             self._last_progress = now
         chain = HashChain(self.config.page_size, source.extra_keys)
         output = np.array(source.output, np.int32)
-        request = Request(source, self._arrivals, now, chain, output, fork_parent=fork_parent)
+        request = Request(source, state.arrivals, now, chain, output, fork_parent=fork_parent)
         if self.config.prefix_caching:
             chain.extend(source.prompt)
-        self._arrivals += 1
-        self._live[key] = request
+        state.arrivals += 1
+        state.live[key] = request
         self.lifecycle.enqueue(request)
         self._quarantine.watch(request)
         self._deadlines.watch(request)
-        self._stats.prompt_tokens += len(source.prompt)
+        state.counters.prompt_tokens += len(source.prompt)
 
     def abort(self, client: str, key: int, reason: str = "abort") -> None:
         """Ends a request now; its pages are free before the next step. Unknown keys are ignored.
 
         It is counted under ``reason``: "stop" where its client has found a stop string.
         """
-        request = self._live.pop((client, key), None)
+        request = self.lifecycle.state.live.pop((client, key), None)
         if request is not None:
             self._deadlines.forget(request)
             self._quarantine.forget(request)
@@ -169,14 +177,14 @@ class Engine:
 
     def abort_client(self, client: str) -> None:
         """Ends all requests of a client that is gone."""
-        for owner, key in list(self._live):
+        for owner, key in list(self.lifecycle.state.live):
             if owner == client:
                 self.abort(owner, key)
 
     def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
         """What the tenant's requests have been told so far; those that still run end as aborted."""
         wanted = set(request_ids)
-        for request in list(self._live.values()):
+        for request in list(self.lifecycle.state.live.values()):
             if request.source.request_id in wanted and request.source.tenant == tenant:
                 self._end(request, "abort")
         return [self._logs.find(tenant, request_id) for request_id in request_ids]
@@ -201,15 +209,15 @@ class Engine:
 
     def drain(self) -> None:
         """Takes no more requests; what is here may finish."""
-        self._stats.draining = True
+        self._draining = True
 
     def admit_again(self) -> None:
         """The end of a drain."""
-        self._stats.draining = False
+        self._draining = False
 
     def forget_prefixes(self) -> None:
         """What newcomers ask for is computed anew, whatever the pages hold."""
-        self.lifecycle.tables.forget()
+        self.lifecycle.state.tables.forget()
 
     def sleep(self) -> None:
         """Gives up all pages, and the runners their memory; what is here waits for ``wake``.
@@ -217,27 +225,26 @@ class Engine:
         Raises:
             EngineUnavailable: the runners have died, and were replaced; it is awake.
         """
-        if self._stats.asleep:
+        if self._asleep:
             return
         try:
-            while self._in_flight:
-                self._take_oldest()
-            self._executor.sleep()
+            while self._pipeline:
+                self._update_from_oldest()
+            self._pipeline.sleep()
         except RunnerGroupFailed as failure:
             self._recover(failure)
             raise EngineUnavailable(f"it does not sleep: {failure}") from failure
         self.lifecycle.restart()
-        self._stats.asleep = True
+        self._asleep = True
 
     def wake(self) -> None:
         """Takes pages again, and goes on with all that waits."""
-        if not self._stats.asleep:
+        if not self._asleep:
             return
-        self._stats.asleep = False
+        self._asleep = False
         self._last_progress = self._clock()
         try:
-            self._executor.wake()
-            self._builder.restart(self._executor.epoch)
+            self._pipeline.wake()
         except RunnerGroupFailed as failure:
             self._recover(failure)
 
@@ -256,45 +263,42 @@ class Engine:
             News by client; empty when nothing was sampled or nothing is left to do.
         """
         self._expire()
-        if self._stats.asleep:
-            return self._outbox.drain(self._builder.epoch, self._stats.steps)
+        if self._asleep:
+            return self._drain_outbox()
         try:
-            while len(self._in_flight) < self._quarantine.depth:
+            while len(self._pipeline) < self._quarantine.depth:
                 decoding, chunks = self._quarantine.schedule()
-                num_steps = 1 if chunks else self._leases.grant(decoding)
-                record = self._builder.build(decoding, chunks, num_steps)
-                if record is None:
+                num_steps = 1 if chunks else self._multi_step.grant(decoding)
+                if not self._pipeline.submit(decoding, chunks, num_steps):
                     break
-                self._transport.sent()
-                self._in_flight.append((record, self._executor.submit(record.info)))
-            if self._in_flight:
-                self._take_oldest()
+            if self._pipeline:
+                self._update_from_oldest()
         except RunnerGroupFailed as failure:
             self._recover(failure)
-        return self._outbox.drain(self._builder.epoch, self._stats.steps)
+        return self._drain_outbox()
 
     def fail_all(self, error: RayfinError) -> dict[str, TokenDeltas]:
         """Ends every request with ``error``: the engine cannot go on, or must not."""
-        for request in list(self._live.values()):
+        for request in list(self.lifecycle.state.live.values()):
             self._end(request, "error", error=error)
-        return self._outbox.drain(self._builder.epoch, self._stats.steps)
+        return self._drain_outbox()
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters; cheap, and safe to take from another thread."""
-        stalled = self._clock() - self._last_progress if self.has_work else 0.0
         return take_stats(
-            self._stats,
             self.config,
             self.lifecycle,
-            epoch=self._builder.epoch,
-            stalled=stalled,
             suspects=self._quarantine.num_suspects,
+            epoch=self._pipeline.epoch,
+            draining=self._draining,
+            asleep=self._asleep,
+            seconds_since_progress=self._clock() - self._last_progress if self.has_work else 0.0,
         )
 
     def snapshot(self, name: str) -> EngineSnapshot:
-        """Who runs, who waits, whose the pages are; for the thread that steps."""
+        """Running and waiting requests and page owners; for the thread that steps."""
         return take_snapshot(
-            name, self.lifecycle, self._live.values(), self.stats(), self._last_step, self._clock()
+            name, self.lifecycle.state, self.stats(), self._last_step, self._clock()
         )
 
     def check_integrity(self) -> None:
@@ -303,24 +307,27 @@ class Engine:
         Raises:
             CacheError: an invariant is broken.
         """
-        tables, preemption = self.lifecycle.tables, self.lifecycle.preemption
+        tables, preemption = self.lifecycle.state.tables, self.lifecycle.preemption
         tables.check_integrity()
         preemption.check_integrity()
         held = tables.num_held + preemption.num_held
         assert self.has_work or held == 0, "idle, and pages are held"
 
-    def _take_oldest(self) -> None:
-        """Waits for the oldest step in flight, which stays so if it fails."""
-        record, pending = self._in_flight[0]
-        self._update(record, self._transport.result(pending))
-        self._in_flight.popleft()
+    def _drain_outbox(self) -> dict[str, TokenDeltas]:
+        return self._outbox.drain(self._pipeline.epoch, self.lifecycle.state.counters.steps)
+
+    def _update_from_oldest(self) -> None:
+        record, result = self._pipeline.wait()
+        self._update(record, result)
+        # A step whose result does not fit stays in flight, so that its requests become suspects.
+        self._pipeline.pop()
 
     def _update(self, record: StepRecord, result: StepResult) -> None:
-        running = self.lifecycle.running
+        running = self.lifecycle.state.running
         if (result.epoch, result.step) != (record.info.epoch, record.info.step):
             raise RunnerGroupFailed(f"step {record.info.step} was answered by step {result.step}")
         if result.errors:
-            for request in requests_sharing_failed_pages(self.lifecycle, record, result):
+            for request in requests_sharing_failed_pages(self.lifecycle.state, record, result):
                 self.lifecycle.requeue(request)
             self.lifecycle.preemption.clear()
         current = running.admission[record.slots] == record.admissions
@@ -343,11 +350,9 @@ class Engine:
         for request in self._beams.apply(record, result):
             self._end_search(request)
         steps = max(1, int((result.tokens >= 0).any(axis=0).sum()))  # rows may all end early
-        self._leases.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
+        self._multi_step.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
         prefill = len(record.info.merge_prompt) - record.info.decoding_batch
-        self.lifecycle.counts.step(prefill, sampled, steps, result.seconds)
-        self._stats.steps += steps
-        self._stats.last_step_seconds = result.seconds
+        self.lifecycle.state.counters.step(prefill, sampled, steps, result.seconds)
         self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0
@@ -355,9 +360,9 @@ class Engine:
 
     def _note_first_tokens(self, record: StepRecord, current: BoolArray) -> None:
         rows = np.flatnonzero(current & ~record.info.is_decoding & (record.info.last_pos >= 0))
-        running = self.lifecycle.running
+        running = self.lifecycle.state.running
         requests = [running.request(slot) for slot in record.slots[rows].tolist()]
-        self.lifecycle.counts.first_tokens(requests, self._clock())
+        self.lifecycle.state.counters.first_tokens(requests, self._clock())
 
     def _expire(self) -> None:
         """Ends those whose time is up, before anything more is scheduled for them."""
@@ -367,21 +372,22 @@ class Engine:
 
     def _take(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         """Takes in a token [N] of each slot [N]: logs it, hands it out, ends who ends with it."""
-        running = self.lifecycle.running
+        running = self.lifecycle.state.running
         running.append(slots, tokens)
-        self.lifecycle.waiting.sampled(slots)
+        self.lifecycle.state.waiting.sampled(slots)
         self._deliver(slots, tokens, logprobs)
         for request, reason, stop_reason in ended_requests(running, slots, tokens):
             self._end(request, reason, stop_reason)
-        self._stats.generation_tokens += len(tokens)
+        self.lifecycle.state.counters.generation_tokens += len(tokens)
 
     def _deliver(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
-        running, clients = self.lifecycle.running, self.lifecycle.clients
+        running = self.lifecycle.state.running
         owners = running.client[slots]
         for owner in np.flatnonzero(np.bincount(owners)).tolist():
             rows = owners == owner
             own = None if logprobs is None else logprobs.renumbered(compacted(rows))
-            self._outbox.tokens(clients[owner], running.key[slots[rows]], tokens[rows], own)
+            client = running.request(int(slots[rows.argmax()])).source.client
+            self._outbox.tokens(client, running.key[slots[rows]], tokens[rows], own)
 
     def _tell_prompt(self, request: Request, logprobs: Logprobs) -> None:
         """Hands out what was not told before: a preempted request computes its prompt again."""
@@ -401,14 +407,14 @@ class Engine:
         hypotheses: Sequence[Hypothesis] = (),
     ) -> None:
         source = request.source
-        del self._live[source.client, source.key]
+        del self.lifecycle.state.live[source.client, source.key]
         self._deadlines.forget(request)
         self._quarantine.forget(request)
         moved = isinstance(error, RequestHandedBack)
         spoiled = isinstance(error, RequestFailed)
         self.lifecycle.finish(request, "moved" if moved else reason, spoiled=spoiled)
         if error is not None and not moved:
-            self.lifecycle.counts.failure(error)
+            self.lifecycle.state.counters.failure(error)
         if error is None:
             self._logs.keep(request, None if reason == "abort" else reason, stop_reason)
         cached = request.cached_tokens
@@ -426,7 +432,8 @@ class Engine:
     def _end_search(self, request: Request) -> None:
         assert request.search is not None
         hypotheses = request.search.hypotheses
-        self._stats.generation_tokens += sum(len(own.tokens) for own in hypotheses)
+        generated = sum(len(hypothesis.tokens) for hypothesis in hypotheses)
+        self.lifecycle.state.counters.generation_tokens += generated
         self._end(request, hypotheses[0].finish_reason, hypotheses=hypotheses)
 
     def _recover(self, failure: RunnerGroupFailed) -> None:
@@ -436,32 +443,20 @@ class Engine:
             RunnerGroupFailed: they fail again and again without finishing a step.
         """
         blocked = self._quarantine.died(
-            self._requests_in_flight(), caused_by_step=failure.caused_by_step
+            self._pipeline.requests(), caused_by_step=failure.caused_by_step
         )
         if blocked is not None:
             self._restarts_without_progress = 0
             self._end(blocked, "error", error=self._quarantine.block(blocked))
-        self._in_flight.clear()
-        self._transport.forget()
+        self._pipeline.clear()
         self.lifecycle.restart()
         while True:
             self._restarts_without_progress += 1
             if self._restarts_without_progress > MAX_RESTARTS_WITHOUT_PROGRESS:
                 raise failure
             try:
-                self._executor.restart()
-                if self._stats.asleep:
-                    self._executor.sleep()
+                self._pipeline.restart(asleep=self._asleep)
                 break
             except RunnerGroupFailed as again:
                 failure = again
-        self._builder.restart(self._executor.epoch)
-        self.lifecycle.counts.runner_restarts += 1
-
-    def _requests_in_flight(self) -> list[Request]:
-        running, found = self.lifecycle.running, dict[Request, None]()
-        for record, _ in self._in_flight:
-            for slot, admission in zip(record.slots, record.admissions, strict=True):
-                if running.admission[slot] == admission:
-                    found[running.request(int(slot))] = None
-        return list(found)
+        self.lifecycle.state.counters.runner_restarts += 1

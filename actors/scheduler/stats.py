@@ -1,8 +1,8 @@
 """Takes an engine's ``EngineStats``: reads counters, changes nothing; from any thread."""
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,52 +20,32 @@ from rayfin.actors.messages import (
     WaitingView,
 )
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.state.request import Request
 from rayfin.cache.page_tables import PageTables
 
 
 def take_stats(
-    own: EngineStats,
-    config: EngineConfig,
-    lifecycle: Lifecycle,
-    *,
-    epoch: int,
-    stalled: float,
-    suspects: int,
+    config: EngineConfig, lifecycle: Lifecycle, *, suspects: int, **of_engine: Any
 ) -> EngineStats:
-    """The counters of all parts, beside those that the engine keeps itself in ``own``."""
-    counts, tables, preemption = lifecycle.counts, lifecycle.tables, lifecycle.preemption
-    return replace(
-        own,
-        epoch=epoch,
-        running=len(lifecycle.running),
-        waiting=len(lifecycle.waiting),
-        waiting_tokens=lifecycle.newcomers.num_tokens,
-        pages_held=tables.num_held,
+    """The counters, the sizes of all tables, and the fields ``of_engine``."""
+    state, counters = lifecycle.state, lifecycle.state.counters
+    return EngineStats(
+        running=len(state.running),
+        waiting=len(state.waiting),
+        waiting_tokens=state.queue_limits.num_tokens,
+        pages_total=config.num_pages,
+        pages_held=state.tables.num_held,
         host_pages_total=config.num_host_pages,
-        host_pages_held=preemption.num_held,
-        preemptions=lifecycle.num_preemptions,
-        preemptions_by_swap=preemption.counts.preemptions,
-        requeued_by_restart=lifecycle.num_requeued,
-        swapped_out=preemption.counts.pages_out,
-        swapped_in=preemption.counts.pages_in,
-        prefix_queries=lifecycle.prefix_queries,
-        prefix_hits=lifecycle.prefix_hits,
-        finished=dict(lifecycle.num_finished),
-        seconds_since_progress=stalled,
-        incarnation=counts.incarnation,
+        host_pages_held=lifecycle.preemption.num_held,
         page_size=config.page_size,
-        pages_cached=tables.num_cached,
-        evictions=tables.num_evicted,
-        deferred=min(suspects, len(lifecycle.waiting)),
+        pages_cached=state.tables.num_cached,
+        evictions=state.tables.num_evicted,
+        deferred=min(suspects, len(state.waiting)),
         suspects=suspects,
-        runner_restarts=counts.runner_restarts,
-        step_seconds=counts.step_seconds,
-        tokens_computed=counts.tokens_computed,
-        tokens_cached=counts.tokens_cached,
-        rejected=dict(counts.rejected),
-        failed=dict(counts.failed),
-        histograms=counts.histograms(),
+        histograms=counters.histograms(),
+        **counters.totals(),
+        **of_engine,
     )
 
 
@@ -80,20 +60,19 @@ MOST_PAGES = 8192
 
 def take_snapshot(
     name: str,
-    lifecycle: Lifecycle,
-    live: Iterable[Request],
+    state: SchedulerState,
     stats: EngineStats,
     step: SchedulerInfo | None,
     now: float,
 ) -> EngineSnapshot:
     """What goes on, on the engine's clock ``now``; for the thread that steps.
 
-    O(``live`` requests + pages shown): some milliseconds at ten thousand, while somebody watches.
+    O(live requests + pages shown): some milliseconds at ten thousand, while somebody watches.
     """
-    running, tables = lifecycle.running, lifecycle.tables
+    running, tables = state.running, state.tables
     holders = running.holders()
     shown = holders[:MOST_SHOWN]
-    queue = (own for own in live if own.slot is None)
+    queue = (own for own in state.live.values() if own.slot is None)
     waiting = [
         WaitingView(own.order, len(own.source.prompt), now - own.arrival)
         for own in heapq.nsmallest(MOST_SHOWN, queue, key=lambda own: own.order)
@@ -103,8 +82,8 @@ def take_snapshot(
         epoch=stats.epoch,
         steps=stats.steps,
         num_running=len(holders),
-        num_waiting=len(lifecycle.waiting),
-        running=[_view(lifecycle, own) for own in shown],
+        num_waiting=len(state.waiting),
+        running=[_view(state, own) for own in shown],
         waiting=waiting,
         step=_step(step, stats),
         pages=PagesView(
@@ -148,10 +127,10 @@ def page_map(
     return list(zip(owners[starts].tolist(), lengths.tolist(), strict=True))
 
 
-def _view(lifecycle: Lifecycle, request: Request) -> RunningView:
-    running, slots = lifecycle.running, request.slots
+def _view(state: SchedulerState, request: Request) -> RunningView:
+    running, slots = state.running, request.slots
     prompt = len(request.source.prompt)
-    held = {page for slot in slots for page in lifecycle.tables.pages_since(slot, 0)}
+    held = {page for slot in slots for page in state.tables.pages_since(slot, 0)}
     return RunningView(
         id=request.order,
         phase="prefill" if slots[0] in running.prefilling else "decode",

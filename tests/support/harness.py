@@ -136,7 +136,7 @@ class Harness:
                 break
             self.step()
         assert not self.engine.has_work, "the engine does not get done"
-        assert self.engine.lifecycle.tables.num_held == 0
+        assert self.engine.lifecycle.state.tables.num_held == 0
         assert self.engine.step() == {}
 
     def expected(self, stream: Stream) -> tuple[list[int], str, int | None]:

@@ -19,11 +19,8 @@ import numpy as np
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import COPY, EngineRequest
-from rayfin.actors.scheduler.state.page_moves import PageMoves
+from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.state.request import Request
-from rayfin.actors.scheduler.state.runner_diff import RunnerDiff
-from rayfin.actors.scheduler.state.running_table import RunningTable
-from rayfin.cache.page_tables import PageTables
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,13 +35,11 @@ class CachedPrefix:
 class PrefixLookup:
     """Finds and makes the starts of admissions."""
 
-    def __init__(
-        self, running: RunningTable, tables: PageTables, moves: PageMoves, runner_diff: RunnerDiff
-    ) -> None:
-        self._running = running
-        self._tables = tables
-        self._moves = moves
-        self._runner_diff = runner_diff
+    def __init__(self, state: SchedulerState) -> None:
+        self._running = state.running
+        self._tables = state.tables
+        self._moves = state.moves
+        self._runner_diff = state.runner_diff
 
     def find(self, request: Request) -> CachedPrefix | None:
         """The most that is to be had for the waiting request; None: its elder is about to have it.

@@ -12,28 +12,16 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
+from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import SWAP_IN, SWAP_OUT
-from rayfin.actors.scheduler.state.page_moves import PageMoves
+from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.state.request import Request
-from rayfin.actors.scheduler.state.running_table import RunningTable
 from rayfin.cache.errors import CacheError
 from rayfin.cache.page_pool import PagePool
-from rayfin.cache.page_tables import PageTables
-
-
-@dataclass(slots=True)
-class SwapCounts:
-    """What was swapped so far."""
-
-    preemptions: int = 0  # requests whose pages went out
-    pages_out: int = 0
-    pages_in: int = 0
 
 
 class PreemptionPolicy(Protocol):
     """``Lifecycle``'s hook: hears of every request that loses its pages, and gets them back."""
-
-    counts: SwapCounts
 
     @property
     def num_held(self) -> int:
@@ -72,9 +60,6 @@ class PreemptionPolicy(Protocol):
 class Recompute:
     """Keeps nothing: prompt and output are computed again, but for what the prefix index knows."""
 
-    def __init__(self) -> None:
-        self.counts = SwapCounts()
-
     @property
     def num_held(self) -> int:
         return 0
@@ -112,14 +97,12 @@ class Swap:
     and what steps in flight tell of a prompt's log probabilities is dropped.
     """
 
-    def __init__(
-        self, num_pages: int, running: RunningTable, tables: PageTables, moves: PageMoves
-    ) -> None:
-        self.counts = SwapCounts()
+    def __init__(self, num_pages: int, state: SchedulerState) -> None:
         self._pool = PagePool(num_pages)
-        self._running = running
-        self._tables = tables
-        self._moves = moves
+        self._running = state.running
+        self._tables = state.tables
+        self._moves = state.moves
+        self._counters = state.counters
         self._saved: dict[Request, _Saved] = {}
 
     @property
@@ -138,8 +121,8 @@ class Swap:
             return
         self._saved[request] = _Saved(pages, num_tokens)
         self._moves.add(SWAP_OUT, tables.pages_since(slot, 0)[:count], pages)
-        self.counts.preemptions += 1
-        self.counts.pages_out += count
+        self._counters.preemptions_by_swap += 1
+        self._counters.swapped_out += count
 
     def num_saved(self, request: Request) -> int:
         saved = self._saved.get(request)
@@ -155,7 +138,7 @@ class Swap:
             targets = self._tables.pages_since(slot, num_found)[: len(sources)]
             self._moves.add(SWAP_IN, sources, targets)
             self._running.num_computed[slot] = saved.num_tokens
-            self.counts.pages_in += len(sources)
+            self._counters.swapped_in += len(sources)
 
     def forget(self, request: Request) -> None:
         if saved := self._saved.pop(request, None):
@@ -185,3 +168,8 @@ class Swap:
         """
         for page in saved.pages:
             self._pool.free(page)
+
+
+def make_preemption(config: EngineConfig, state: SchedulerState) -> PreemptionPolicy:
+    """Swapping where the engine has host pages, else recomputation."""
+    return Swap(config.num_host_pages, state) if config.num_host_pages else Recompute()

@@ -12,7 +12,7 @@ from rayfin.actors.messages import (
     Int64Array,
     SchedulerInfo,
 )
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,12 +49,12 @@ class StepBuilder:
     be scheduled from counts alone (asynchronous scheduling).
     """
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self.epoch = 0
-        self._lifecycle = lifecycle
+        self._state = state
         self._step = 0
         self._shapes: dict[int, _Shape] = {}  # by rows, of steps that only decode
-        self._told: Int32Array = np.zeros_like(lifecycle.tables.held)  # pages the runners know
+        self._told: Int32Array = np.zeros_like(state.tables.held)  # pages the runners know
 
     def restart(self, epoch: int) -> None:
         """From now on steps are for a new group of runners."""
@@ -74,11 +74,11 @@ class StepBuilder:
         """
         if not len(decoding) and not chunks:
             return None
-        running, tables = self._lifecycle.running, self._lifecycle.tables
+        running, tables = self._state.running, self._state.tables
         slots = decoding
         if chunks:
             slots = np.concatenate([decoding, np.array([c.slot for c in chunks], np.int64)])
-        new_requests, finished = self._lifecycle.runner_diff.drain(slots.tolist())
+        new_requests, finished = self._state.runner_diff.drain(slots.tolist())
         if new_requests:
             self._told[[new.handle for new in new_requests]] = 0
         kv_len, held = running.num_computed[slots], tables.held[slots]
@@ -104,7 +104,7 @@ class StepBuilder:
             new_requests=new_requests,
             finished=finished,
             num_steps=num_steps,
-            moves=self._lifecycle.moves.drain(),
+            moves=self._state.moves.drain(),
         )
         self._advance(slots, shape, len(decoding), num_steps)
         self._told[slots] = held
@@ -127,7 +127,7 @@ class StepBuilder:
     def _mixed_shape(
         self, slots: Int64Array, kv_len: Int64Array, decoding: Int64Array, chunks: list[Chunk]
     ) -> _Shape:
-        running = self._lifecycle.running
+        running = self._state.running
         lengths = np.ones(len(slots), np.int32)
         lengths[len(decoding) :] = [chunk.length for chunk in chunks]
         ends_prompt = kv_len + lengths == running.num_known[slots] + running.num_pending[slots]
@@ -140,7 +140,7 @@ class StepBuilder:
 
     def _advance(self, slots: Int64Array, shape: _Shape, decoding: int, num_steps: int) -> None:
         """The counters, once the step has run."""
-        running = self._lifecycle.running
+        running = self._state.running
         if num_steps > 1:
             granted = np.minimum(num_steps, running.room(slots))
             running.num_computed[slots] += granted
@@ -154,7 +154,7 @@ class StepBuilder:
 
     def _merge(self, decoding: Int64Array, computed: Int64Array, chunks: list[Chunk]) -> Int32Array:
         """All chunks in one string; a token that no result has shown yet is a placeholder."""
-        running = self._lifecycle.running
+        running = self._state.running
         known = computed < running.num_known[decoding]
         own = np.where(known, running.tokens[decoding, computed], np.int32(SAMPLED_LAST_STEP))
         if not chunks:
@@ -170,5 +170,5 @@ class StepBuilder:
         told = self._told[slots[rows]].tolist()
         pages: list[int] = []
         for slot, count in zip(slots[rows].tolist(), told, strict=True):
-            pages += self._lifecycle.tables.pages_since(slot, count)
+            pages += self._state.tables.pages_since(slot, count)
         return np.array(pages, np.int32)

@@ -6,13 +6,13 @@ pages hold nothing good, and whatever was computed on top of them must be comput
 """
 
 from rayfin.actors.messages import StepResult
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.core.step_builder import StepRecord
 from rayfin.actors.scheduler.state.request import Request
 
 
 def requests_sharing_failed_pages(
-    lifecycle: Lifecycle, record: StepRecord, result: StepResult
+    state: SchedulerState, record: StepRecord, result: StepResult
 ) -> list[Request]:
     """Running requests, those whose rows failed first left out, that stand on pages of such a row.
 
@@ -20,16 +20,16 @@ def requests_sharing_failed_pages(
     any more. Once for all rows of its time: those admitted since stand on nothing of theirs. (What
     decodes shares only pages whose tokens have come back, so those were written.)
     """
-    running, tables = lifecycle.running, lifecycle.tables
+    running, tables = state.running, state.tables
     culprits: dict[Request, None] = {}
     bad: set[int] = set()
     for row in sorted(result.errors):
         slot = int(record.slots[row])
         if running.admission[slot] != record.admissions[row]:
-            dealt_with = record.admissions[row] <= lifecycle.recomputed
+            dealt_with = record.admissions[row] <= state.requeued_admission
             if record.info.is_decoding[row] or dealt_with:
                 continue
-            lifecycle.recomputed = running.last_admission
+            state.requeued_admission = running.last_admission
             return running.holders()
         first = int(record.info.kv_len[row]) // tables.page_size
         own = tables.pages_since(slot, first)
@@ -42,21 +42,21 @@ def requests_sharing_failed_pages(
     while grown:
         grown = False
         for request in others:
-            if request not in found and _stands_on(lifecycle, request, bad, culprits | found):
+            if request not in found and _stands_on(state, request, bad, culprits | found):
                 found[request] = None
                 grown = True
     return list(found)
 
 
 def _stands_on(
-    lifecycle: Lifecycle, request: Request, bad: set[int], culprits: dict[Request, None]
+    state: SchedulerState, request: Request, bad: set[int], culprits: dict[Request, None]
 ) -> bool:
     """Whether the request shares a bad page, or has a copy of one; its own are bad from there."""
     if request.fork_parent in culprits:
-        bad.update(page for slot in request.slots for page in lifecycle.tables.pages_since(slot, 0))
+        bad.update(page for slot in request.slots for page in state.tables.pages_since(slot, 0))
         return True
     for slot in request.slots:
-        pages = lifecycle.tables.pages_since(slot, 0)
+        pages = state.tables.pages_since(slot, 0)
         first = next((index for index, page in enumerate(pages) if page in bad), None)
         if first is not None:
             bad.update(pages[first:])

@@ -76,7 +76,6 @@ class Quarantine:
         self._suspects: dict[Request, int] = {}  # -> tokens that it must have to be cleared
         self._tried: Request | None = None
         self._blocked: OrderedDict[bytes, float] = OrderedDict()  # prompt -> until when
-        lifecycle.gated = self._suspects
 
     @property
     def depth(self) -> int:
@@ -108,6 +107,10 @@ class Quarantine:
         """A new request: a suspect if engines died with it in flight."""
         if request.source.deaths:
             self._suspects[request] = request.num_tokens + 1
+
+    def may_admit(self, request: Request) -> bool:
+        """See ``AdmissionGate``: a suspect runs alone, in its trial."""
+        return request not in self._suspects
 
     def longest_chunk(self, request: Request) -> int:
         """See ``StepScheduler``."""
@@ -163,7 +166,7 @@ class Quarantine:
             tried = self._tried = self._next()
         if tried is None:
             return self._scheduler.schedule()
-        running = self._lifecycle.running
+        running = self._lifecycle.state.running
         slot = tried.slots[0]
         if slot in running.prefilling:
             most = self._scheduler.longest_chunk(tried)
@@ -176,18 +179,18 @@ class Quarantine:
     def _in_session(self) -> bool:
         if self._tried is not None and self._tried.slot is not None:
             return True
-        return self._lifecycle.waiting.peek() in self._suspects
+        return self._lifecycle.state.waiting.peek() in self._suspects
 
     def _next(self) -> Request | None:
         """The suspect at the head of the queue, admitted if there is room."""
-        request = self._lifecycle.waiting.peek()
+        request = self._lifecycle.state.waiting.peek()
         if request not in self._suspects or not self._lifecycle.has_room(request, 0):
             return None
         self._lifecycle.admit()
         return request
 
     def _is_cleared(self, request: Request) -> bool:
-        running, slot = self._lifecycle.running, request.slots[0]
+        running, slot = self._lifecycle.state.running, request.slots[0]
         if slot in running.prefilling or running.num_pending[slot]:
             return False
         if request.source.beams is not None:
@@ -202,7 +205,7 @@ class Quarantine:
         """Tokens that it would have if nothing had happened to the steps in flight."""
         if request.slot is None:
             return request.num_tokens + 1
-        running, slot = self._lifecycle.running, request.slots[0]
+        running, slot = self._lifecycle.state.running, request.slots[0]
         mark = int(running.num_known[slot] + max(1, running.num_pending[slot]))
         return min(mark, int(running.cap[slot]))
 

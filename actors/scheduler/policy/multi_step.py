@@ -11,7 +11,8 @@ import math
 import numpy as np
 
 from rayfin.actors.messages import Int64Array
-from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
+from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 
 CALL_SECONDS = 0.0012
 CALLS_OF_WORK = 4
@@ -23,8 +24,9 @@ SMOOTHING = 0.2
 class MultiStepPolicy:
     """Picks the next lease from the measured time of a step."""
 
-    def __init__(self, lifecycle: Lifecycle, most: int) -> None:
-        self._lifecycle = lifecycle
+    def __init__(self, state: SchedulerState, microbatcher: DecodeMicrobatcher, most: int) -> None:
+        self._state = state
+        self._microbatcher = microbatcher
         self._most = most
         self._step_seconds: float | None = None
         self._measured = False  # by a step that only decodes
@@ -49,10 +51,9 @@ class MultiStepPolicy:
         meanwhile in other stages of a pipeline, and when pages are short: a lease preempts nobody,
         and one that does not fit takes nothing.
         """
-        lifecycle = self._lifecycle
-        running, tables = lifecycle.running, lifecycle.tables
-        busy = len(lifecycle.waiting) or running.prefilling or running.lockstep.any()
-        busy = busy or lifecycle.microbatcher.alternate
+        running, tables = self._state.running, self._state.tables
+        busy = len(self._state.waiting) or running.prefilling or running.lockstep.any()
+        busy = busy or self._microbatcher.alternate
         if self._most == 1 or busy or not self._step_seconds or not len(decoding):
             return 1
         num_steps = math.ceil(CALL_SECONDS * CALLS_OF_WORK / self._step_seconds)

@@ -15,7 +15,7 @@ def make_room(lifecycle: Lifecycle, slots: Int64Array) -> tuple[Int64Array, bool
     Returns:
         The slots [M <= N] that can decode now, and whether anything was preempted.
     """
-    running, tables = lifecycle.running, lifecycle.tables
+    running, tables = lifecycle.state.running, lifecycle.state.tables
     full = running.num_computed[slots] >= tables.held[slots].astype(np.int64) * tables.page_size
     crossing = slots[full]
     if tables.append_pages(crossing):

@@ -9,6 +9,7 @@ import numpy as np
 from rayfin.actors.config import BatchLimits
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.policy.token_scheduler import spare_pages, take_chunk
@@ -18,8 +19,11 @@ from rayfin.actors.scheduler.state.request import Request
 class RequestScheduler:
     """Prefills as many whole prompts as fit in a step, else decodes all running requests."""
 
-    def __init__(self, lifecycle: Lifecycle, limits: BatchLimits) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, microbatcher: DecodeMicrobatcher, limits: BatchLimits
+    ) -> None:
         self._lifecycle = lifecycle
+        self._microbatcher = microbatcher
         self._limits = limits
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
@@ -27,7 +31,7 @@ class RequestScheduler:
         chunks = self._admit()
         if chunks:
             return np.zeros(0, np.int64), chunks
-        decoding, _ = make_room(self._lifecycle, self._lifecycle.microbatcher.next_rows())
+        decoding, _ = make_room(self._lifecycle, self._microbatcher.next_rows())
         return decoding, []
 
     def longest_chunk(self, request: Request) -> int:
@@ -42,7 +46,7 @@ class RequestScheduler:
         budget = self._limits.max_batch_tokens
         chunks: list[Chunk] = []
         while len(chunks) < self._limits.max_prefill_batch:
-            request = lifecycle.waiting.peek()
+            request = lifecycle.state.waiting.peek()
             if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
                 break
             if lifecycle.num_to_compute(request) > budget:

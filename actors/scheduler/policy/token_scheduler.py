@@ -7,6 +7,7 @@ decode-first token budget.
 from rayfin.actors.config import BatchLimits
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.state.request import Request
@@ -25,15 +26,22 @@ class TokenScheduler:
     behind a long one share its steps; vLLM's ``long_prefill_token_threshold``.
     """
 
-    def __init__(self, lifecycle: Lifecycle, limits: BatchLimits, long_prefill: int = 0) -> None:
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        microbatcher: DecodeMicrobatcher,
+        limits: BatchLimits,
+        long_prefill: int = 0,
+    ) -> None:
         self._lifecycle = lifecycle
+        self._microbatcher = microbatcher
         self._limits = limits
         self._longest_chunk = long_prefill or limits.max_batch_tokens
         self._budget = limits.max_batch_tokens  # of a step, less after one that ran out of memory
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
-        decoding, preempted = make_room(self._lifecycle, self._lifecycle.microbatcher.next_rows())
+        decoding, preempted = make_room(self._lifecycle, self._microbatcher.next_rows())
         budget = self._budget - len(decoding)
         chunks = self._continue_prompts(budget)
         if not preempted:
@@ -53,7 +61,7 @@ class TokenScheduler:
             self._budget = min(self._budget + back, self._limits.max_batch_tokens)
 
     def _continue_prompts(self, budget: int) -> list[Chunk]:
-        running = self._lifecycle.running
+        running = self._lifecycle.state.running
         chunks: list[Chunk] = []
         for slot in running.prefilling:
             if budget <= 0 or len(chunks) == self._limits.max_prefill_batch:
@@ -67,7 +75,7 @@ class TokenScheduler:
         """Waiting requests, while tokens, rows, slots and pages last; a part where they end."""
         lifecycle = self._lifecycle
         while budget > 0 and len(chunks) < self._limits.max_prefill_batch:
-            request = lifecycle.waiting.peek()
+            request = lifecycle.state.waiting.peek()
             if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
                 return
             if not (most := self._most(request, budget, chunks)):
@@ -84,7 +92,7 @@ class TokenScheduler:
         most = min(budget, self._longest_chunk)
         if not request.scoring:
             return most
-        running = self._lifecycle.running
+        running = self._lifecycle.state.running
         scored = sum(own.length for own in chunks if running.request(own.slot).scoring)
         return min(most, self._limits.max_decoding_batch - scored)
 
@@ -95,7 +103,7 @@ def take_chunk(lifecycle: Lifecycle, slot: int, budget: int) -> Chunk:
     Even with a request that is admitted to the same step: a layer writes the keys and values of all
     rows before any row reads them.
     """
-    running = lifecycle.running
+    running = lifecycle.state.running
     computed = int(running.num_computed[slot])
     length = min(int(running.num_known[slot]) - computed, budget)
     lifecycle.publish(slot, computed + length)
@@ -104,4 +112,4 @@ def take_chunk(lifecycle: Lifecycle, slot: int, budget: int) -> Chunk:
 
 def spare_pages(lifecycle: Lifecycle) -> int:
     """Pages to leave free at an admission, so that running requests do not preempt it at once."""
-    return lifecycle.tables.pool.num_pages // 100 if len(lifecycle.running) else 0
+    return lifecycle.state.tables.pool.num_pages // 100 if len(lifecycle.state.running) else 0

@@ -7,6 +7,8 @@ for a step, none for a token.
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass, field, fields
+from typing import Any
 
 from rayfin.actors.errors import (
     InvalidRequest,
@@ -33,40 +35,94 @@ REFUSALS: dict[type[RayfinError], str] = {
 }
 
 
-class EngineCounters:
-    """Counters from zero, of this engine's life.
-
-    Phases as in vLLM: queue is arrival to admission, prefill from there to the first token, decode
-    from there to the last one, inference both. The first two are observed when they end, the others
-    of requests that end with a whole answer.
-    """
+class RequestHistograms:
+    """Lengths and latencies of requests, and sizes of steps."""
 
     def __init__(self, max_model_len: int) -> None:
         tokens = one_two_five(max_model_len)
-        self.incarnation = uuid.uuid4().hex
-        self.tokens_computed = 0
-        self.tokens_cached = 0
-        self.runner_restarts = 0
-        self.step_seconds = 0.0  # of the runners
-        self.rejected: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
-        self._prompt = Histogram(tokens)
-        self._generation = Histogram(tokens)
-        self._max_tokens = Histogram(tokens)
-        self._prefill_computed = Histogram(tokens)
-        self._preemptions = Histogram(PREEMPTION_BOUNDS)
-        self._iteration: dict[int, int] = {}  # tokens of a step -> steps
-        self._queue = Histogram(LATENCY_BOUNDS)
-        self._prefill = Histogram(LATENCY_BOUNDS)
-        self._decode = Histogram(LATENCY_BOUNDS)
-        self._inference = Histogram(LATENCY_BOUNDS)
-        self._per_token = Histogram(ITL_BOUNDS)
-        self.transport = Histogram(ITL_BOUNDS)  # of steps; StepOverheadTimer's
+        self.prompt = Histogram(tokens)
+        self.generation = Histogram(tokens)
+        self.max_tokens = Histogram(tokens)
+        self.prefill_computed = Histogram(tokens)
+        self.preemptions = Histogram(PREEMPTION_BOUNDS)
+        self.iteration: dict[int, int] = {}  # tokens of a step -> steps
+        self.queue = Histogram(LATENCY_BOUNDS)
+        self.prefill = Histogram(LATENCY_BOUNDS)
+        self.decode = Histogram(LATENCY_BOUNDS)
+        self.inference = Histogram(LATENCY_BOUNDS)
+        self.per_token = Histogram(ITL_BOUNDS)
+        self.step_overhead = Histogram(ITL_BOUNDS)
+
+    def copies(self) -> dict[str, Histogram]:
+        """Copies by name; safe to call from another thread."""
+        iteration = Histogram(ITERATION_BOUNDS)
+        for tokens, steps in self.iteration.copy().items():
+            iteration.observe(tokens, steps)
+        return {
+            "request_prompt_tokens": self.prompt.copy(),
+            "request_generation_tokens": self.generation.copy(),
+            "request_params_max_tokens": self.max_tokens.copy(),
+            "request_prefill_kv_computed_tokens": self.prefill_computed.copy(),
+            "request_num_preemptions": self.preemptions.copy(),
+            "iteration_tokens_total": iteration,
+            "request_queue_time_seconds": self.queue.copy(),
+            "request_prefill_time_seconds": self.prefill.copy(),
+            "request_decode_time_seconds": self.decode.copy(),
+            "request_inference_time_seconds": self.inference.copy(),
+            "request_time_per_output_token_seconds": self.per_token.copy(),
+            "step_transport_seconds": self.step_overhead.copy(),
+        }
+
+
+@dataclass(eq=False)
+class EngineCounters:
+    """Counters from zero, of this engine's life; named as in ``EngineStats``, which reports them.
+
+    Phases as in vLLM: queue is arrival to admission, prefill from there to the first token, decode
+    from there to the last one, inference both. The first two are observed when they end, the others
+    when a request ends with a whole answer.
+    """
+
+    max_model_len: InitVar[int]
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    steps: int = 0
+    preemptions: int = 0
+    preemptions_by_swap: int = 0
+    requeued_by_restart: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    last_step_seconds: float = 0.0
+    runner_restarts: int = 0
+    step_seconds: float = 0.0
+    tokens_computed: int = 0
+    tokens_cached: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self, max_model_len: int) -> None:
+        self.observed = RequestHistograms(max_model_len)
+
+    def totals(self) -> dict[str, Any]:
+        """The counters by name, copied; safe to call from another thread."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {
+            name: dict(value) if isinstance(value, Counter) else value
+            for name, value in values.items()
+        }
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Copies by name; safe to call from another thread."""
+        return self.observed.copies()
 
     def admitted(self, request: Request) -> None:
         """It runs for the first time."""
         assert request.admitted_at is not None
-        self._queue.observe(request.admitted_at - request.arrival)
+        self.observed.queue.observe(request.admitted_at - request.arrival)
         self.tokens_cached += request.cached_tokens
         self.tokens_computed += request.num_tokens - request.cached_tokens
 
@@ -75,17 +131,19 @@ class EngineCounters:
         for request in requests:
             if request.first_token_at is None and request.admitted_at is not None:
                 request.first_token_at = now
-                self._prefill.observe(now - request.admitted_at)
+                self.observed.prefill.observe(now - request.admitted_at)
 
     def step(self, prefill: int, sampled: Sequence[int], steps: int, seconds: float) -> None:
-        """A lease of ``steps`` steps took ``seconds``.
+        """A call of ``steps`` steps took the runner ``seconds``.
 
         Args:
             prefill: prompt tokens that the first one computed.
             sampled: tokens that each one gave to requests that still live.
         """
+        self.steps += steps
+        self.last_step_seconds = seconds
         self.step_seconds += seconds
-        iteration, first = self._iteration, prefill + (sampled[0] if sampled else 0)
+        iteration, first = self.observed.iteration, prefill + (sampled[0] if sampled else 0)
         iteration[first] = iteration.get(first, 0) + 1
         if steps > 1:
             for count in sampled[1:steps]:
@@ -94,19 +152,21 @@ class EngineCounters:
     def ended(self, request: Request, generated: int, reason: str, now: float) -> None:
         """It has ended in any way but to go on elsewhere."""
         prompt = len(request.source.prompt)
-        self._prompt.observe(prompt)
-        self._generation.observe(generated)
-        self._max_tokens.observe(request.source.stopping.max_tokens)
-        self._preemptions.observe(request.preemptions)
+        self.observed.prompt.observe(prompt)
+        self.observed.generation.observe(generated)
+        self.observed.max_tokens.observe(request.source.stopping.max_tokens)
+        self.observed.preemptions.observe(request.preemptions)
         first = request.first_token_at
         if request.admitted_at is None:
             return
-        self._prefill_computed.observe(prompt - min(prompt, request.cached_tokens))
+        self.observed.prefill_computed.observe(prompt - min(prompt, request.cached_tokens))
         if first is None or reason not in ("stop", "length"):
             return
-        self._decode.observe(now - first)
-        self._inference.observe(now - request.admitted_at)
-        self._per_token.observe((now - first) / max(1, generated - len(request.source.output) - 1))
+        self.observed.decode.observe(now - first)
+        self.observed.inference.observe(now - request.admitted_at)
+        self.observed.per_token.observe(
+            (now - first) / max(1, generated - len(request.source.output) - 1)
+        )
 
     def refused(self, error: RayfinError) -> None:
         """A newcomer did not come in."""
@@ -118,23 +178,3 @@ class EngineCounters:
     def failure(self, error: RayfinError) -> None:
         """A request ended with an error."""
         self.failed[error.code if error.code in FAILURES else "other"] += 1
-
-    def histograms(self) -> dict[str, Histogram]:
-        """Copies by name; another thread may ask."""
-        iteration = Histogram(ITERATION_BOUNDS)
-        for tokens, steps in self._iteration.copy().items():
-            iteration.observe(tokens, steps)
-        return {
-            "request_prompt_tokens": self._prompt.copy(),
-            "request_generation_tokens": self._generation.copy(),
-            "request_params_max_tokens": self._max_tokens.copy(),
-            "request_prefill_kv_computed_tokens": self._prefill_computed.copy(),
-            "request_num_preemptions": self._preemptions.copy(),
-            "iteration_tokens_total": iteration,
-            "request_queue_time_seconds": self._queue.copy(),
-            "request_prefill_time_seconds": self._prefill.copy(),
-            "request_decode_time_seconds": self._decode.copy(),
-            "request_inference_time_seconds": self._inference.copy(),
-            "request_time_per_output_token_seconds": self._per_token.copy(),
-            "step_transport_seconds": self.transport.copy(),
-        }

@@ -112,7 +112,7 @@ class Served:
                 told[at] = entry
 
     def _record_keys(self, info: SchedulerInfo) -> Any:
-        keys = self.engine.lifecycle.running.key[info.ids].tolist()
+        keys = self.engine.lifecycle.state.running.key[info.ids].tolist()
         self._keys[info.epoch, info.step] = dict(zip(info.ids.tolist(), keys, strict=True))
         self.steps.append(info)
         return self._submit(info)

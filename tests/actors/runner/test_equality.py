@@ -74,8 +74,8 @@ def test_preempted_at_any_step(
     def preempt_then_schedule() -> Any:
         nonlocal calls
         calls += 1
-        if calls > step and not lifecycle.num_preemptions:
-            for slot in lifecycle.running.slots():
+        if calls > step and not lifecycle.state.counters.preemptions:
+            for slot in lifecycle.state.running.slots():
                 lifecycle.preempt(slot)
         return schedule()
 
@@ -84,7 +84,7 @@ def test_preempted_at_any_step(
     tokens = engine.run(*(request_of(key, own, OUTPUT) for key, own in prompts.items()))
     for key, own in prompts.items():
         assert tokens[key] == tiny.greedy(own, OUTPUT)
-    assert lifecycle.num_preemptions > 0
+    assert lifecycle.state.counters.preemptions > 0
 
 
 @pytest.mark.parametrize("num_steps", range(1, 17))
@@ -92,7 +92,7 @@ def test_lease(num_steps: int, tiny_model: Make, served: Make, request_of: Make)
     """Several steps in one call, for rows that end at different ones."""
     tiny = tiny_model("qwen3")
     engine = served(tiny.folder, max_lease=num_steps)
-    engine.engine._leases.observe(1e-6, 1)  # a fast runner: as long a lease as may be
+    engine.engine._multi_step.observe(1e-6, 1)  # a fast runner: as long a lease as may be
     prompts = {key: _prompt(4 + key, key) for key in range(4)}
     tokens = engine.run(*(request_of(key, own, 9 + 5 * key) for key, own in prompts.items()))
     for key, own in prompts.items():

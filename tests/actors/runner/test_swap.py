@@ -96,7 +96,7 @@ def test_swap_between_leases(
     def preempts_sometimes() -> Any:
         nonlocal steps
         steps += 1
-        if steps % 3 == 0 and len(lifecycle.running):
+        if steps % 3 == 0 and len(lifecycle.state.running):
             lifecycle.preempt(lifecycle.victim())
         return step()
 

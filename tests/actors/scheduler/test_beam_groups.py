@@ -66,7 +66,7 @@ def test_full_pages_are_shared(harness: Make) -> None:
     h.add(_prompt(9), 9, beams=BeamParams(4))
     h.step()
     h.step()
-    assert h.engine.lifecycle.tables.num_held == 2 + 4
+    assert h.engine.lifecycle.state.tables.num_held == 2 + 4
     h.run()
     h.check()
 
@@ -160,7 +160,7 @@ def test_abort(harness: Make, scheduler: str, steps_in_flight: int, moment: int)
     h.abort(stream)
     lifecycle = h.engine.lifecycle
     if stream.ended is None:
-        assert lifecycle.running.num_free_slots >= 7
+        assert lifecycle.state.running.num_free_slots >= 7
     again = h.add(_prompt(9), 6, beams=BeamParams(8))
     h.run()
     h.check()

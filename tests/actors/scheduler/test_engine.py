@@ -107,8 +107,8 @@ def test_abort(harness: Make, scheduler: str, steps_in_flight: int) -> None:
     stream, other = h.add(6, 20), h.add(6, 8)
     h.step()
     h.abort(stream)
-    held = h.engine.lifecycle.tables.num_held
-    assert held == len(h.engine.lifecycle.tables.pages_since(other_slot(h, other), 0))
+    held = h.engine.lifecycle.state.tables.num_held
+    assert held == len(h.engine.lifecycle.state.tables.pages_since(other_slot(h, other), 0))
     h.abort(stream)  # unknown by now: ignored
     h.engine.abort("nobody", 99)
     h.run()
@@ -117,7 +117,7 @@ def test_abort(harness: Make, scheduler: str, steps_in_flight: int) -> None:
 
 
 def other_slot(h: Any, stream: Any) -> int:
-    running = h.engine.lifecycle.running
+    running = h.engine.lifecycle.state.running
     return int(next(s for s in running.slots() if running.request(s).source is stream.source))
 
 
@@ -283,7 +283,7 @@ def test_fail_all(harness: Make) -> None:
     for stream in streams:
         assert stream.ended.finish_reason == "error"
         assert isinstance(stream.ended.error, RayfinError) and "luck" in str(stream.ended.error)
-    assert h.engine.lifecycle.tables.num_held == 0
+    assert h.engine.lifecycle.state.tables.num_held == 0
     h.engine.check_integrity()
 
 
@@ -308,7 +308,7 @@ def test_stats(harness: Make) -> None:
     h.step()
     stats = h.engine.stats()
     assert (stats.running, stats.waiting, stats.steps) == (2, 1, 1)
-    assert stats.pages_held == h.engine.lifecycle.tables.num_held == 4
+    assert stats.pages_held == h.engine.lifecycle.state.tables.num_held == 4
     assert stats.generation_tokens == 2
     h.run()
     stats = h.engine.stats()
@@ -321,6 +321,6 @@ def test_check_integrity_finds_a_lost_page(harness: Make) -> None:
     h = harness()
     h.add(5, 9)
     h.step()
-    h.engine.lifecycle.tables.pool.allocate(1)
+    h.engine.lifecycle.state.tables.pool.allocate(1)
     with pytest.raises(CacheError):
         h.engine.check_integrity()

@@ -43,7 +43,7 @@ def test_siblings_compute_the_last_prompt_token_only(
     assert second.kv_len[forked].tolist() == [18, 18, 18]
     assert second.moves[:, 0].tolist() == [COPY] * 3
     assert len(set(second.moves[:, 1])) == 1 and len(set(second.moves[:, 2])) == 3
-    assert h.engine.lifecycle.tables.num_held == 4 + 4
+    assert h.engine.lifecycle.state.tables.num_held == 4 + 4
     h.run()
     h.check()
     assert [stream.ended.cached_tokens for stream in streams] == [0, 18, 18, 18]

@@ -86,7 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         client=st.sampled_from("ab"),
     )
     def add(self, prompt: int, output: int, **wishes: Any) -> None:
-        books = self.h.engine.lifecycle.newcomers
+        books = self.h.engine.lifecycle.state.queue_limits
         most = self.h.config.max_waiting_tokens
         full = books.num_requests >= self.h.config.max_waiting_requests or (
             most is not None and books.num_requests > 0 and books.num_tokens + prompt > most
@@ -144,16 +144,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         engine = self.h.engine
         engine.check_integrity()
-        live, lifecycle = list(engine._live.values()), engine.lifecycle
+        live, lifecycle = list(engine.lifecycle.state.live.values()), engine.lifecycle
         new = [request for request in live if not request.admitted]
-        assert lifecycle.newcomers.num_requests == len(new)
-        assert lifecycle.newcomers.num_tokens == sum(len(r.source.prompt) for r in new)
-        assert len(lifecycle.waiting) == sum(request.slot is None for request in live)
-        assert len(lifecycle.running) == sum(len(request.slots) for request in live)
+        assert lifecycle.state.queue_limits.num_requests == len(new)
+        assert lifecycle.state.queue_limits.num_tokens == sum(len(r.source.prompt) for r in new)
+        assert len(lifecycle.state.waiting) == sum(request.slot is None for request in live)
+        assert len(lifecycle.state.running) == sum(len(request.slots) for request in live)
         assert len(engine._deadlines) == sum(r.source.timeout is not None for r in live)
-        assert {(s.source.client, s.source.key) for s in self._open()} == engine._live.keys()
-        if isinstance(lifecycle.waiting, FairQueue):
-            assert lifecycle.waiting.num_tenants <= 3
+        assert {
+            (s.source.client, s.source.key) for s in self._open()
+        } == engine.lifecycle.state.live.keys()
+        if isinstance(lifecycle.state.waiting, FairQueue):
+            assert lifecycle.state.waiting.num_tenants <= 3
 
     def teardown(self) -> None:
         if hasattr(self, "h"):

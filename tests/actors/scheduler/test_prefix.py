@@ -40,7 +40,7 @@ def test_requests_of_one_step_share(harness: Make, scheduler: str, steps_in_flig
     h.step()
     assert h.executor.log[0].chunk_len.tolist() == [17, 1, 1, 1, 1]
     assert h.executor.log[0].kv_len.tolist() == [0, 16, 16, 16, 16]
-    assert h.engine.lifecycle.tables.num_held == 4 + 5
+    assert h.engine.lifecycle.state.tables.num_held == 4 + 5
     h.run()
     h.check()
     assert [stream.ended.cached_tokens for stream in streams] == [0, 16, 16, 16, 16]
@@ -63,7 +63,7 @@ def test_prompt_in_the_middle_is_shared_as_far_as_it_is(harness: Make) -> None:
     h.add(_prompt(40), 2)
     h.step()
     h.step()
-    assert h.engine.lifecycle.running.num_computed.max() == 16
+    assert h.engine.lifecycle.state.running.num_computed.max() == 16
     second = h.add(_prompt(40), 2)
     while second.open:
         h.step()
@@ -138,7 +138,7 @@ def test_pages_of_a_failed_row_are_not_used_again(
     failed = h.add(_prompt(17), 9)
     h.run()
     assert failed.ended.finish_reason == "error"
-    assert len(h.engine.lifecycle.tables.index) == 0
+    assert len(h.engine.lifecycle.state.tables.index) == 0
     second = h.add(_prompt(17), 9)
     h.run()
     h.check()
@@ -238,7 +238,7 @@ def test_pressure_evicts_the_least_recently_used(harness: Make, scheduler: str) 
         cached.append(common.ended.cached_tokens)
     h.check()
     assert cached == [0, *[12] * 19]
-    index = h.engine.lifecycle.tables.index
+    index = h.engine.lifecycle.state.tables.index
     assert 0 < len(index) <= 16  # of 20 x 4 + 3 pages that were full once
 
 

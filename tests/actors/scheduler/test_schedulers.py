@@ -243,7 +243,7 @@ def test_preempted_request_keeps_its_tokens(harness: Make, steps_in_flight: int)
     h = harness(num_pages=4, max_model_len=16, steps_in_flight=steps_in_flight)
     _, new = _two_at_the_edge(h)
     before = 0
-    while not h.engine.lifecycle.num_preemptions:
+    while not h.engine.lifecycle.state.counters.preemptions:
         before = len(new.tokens)
         h.step()
     assert before > 0 and len(new.tokens) >= before

@@ -91,7 +91,7 @@ def test_streams_are_exact(
     h.executor.errors = errors
     _play(h, requests)
     h.check()
-    event(f"preempted: {h.engine.lifecycle.num_preemptions > 0}")
+    event(f"preempted: {h.engine.lifecycle.state.counters.preemptions > 0}")
     event(f"swapped: {h.engine.stats().swapped_in > 0}")
     event(f"shared: {h.engine.stats().prefix_hits > 0}")
     event(f"leased: {any(step.num_steps > 1 for step in h.executor.log)}")

@@ -133,8 +133,8 @@ def _run(
     """Tokens and log probabilities of all requests by key, and the engine."""
     engine = Engine(group.config, group)
     if fast:  # as long a lease as may be, however long steps take
-        engine._leases.observe(1e-6, 1)
-        engine._leases.observe = lambda *_, **__: None  # type: ignore[method-assign]
+        engine._multi_step.observe(1e-6, 1)
+        engine._multi_step.observe = lambda *_, **__: None  # type: ignore[method-assign]
     tokens: dict[int, list[int]] = {request.key: [] for request in requests}
     logprobs: dict[int, list[float]] = {request.key: [] for request in requests}
     waiting, countdown = list(requests), 0
@@ -214,7 +214,7 @@ def test_what_one_rank_samples(
     ranks = group(folder, tensor, stages, max_batch_tokens=8, max_model_len=24, num_pages=9)
     tokens, logprobs, engine = _run(ranks, requests)
     assert tokens == expected
-    assert engine.lifecycle.num_preemptions > 0
+    assert engine.lifecycle.state.counters.preemptions > 0
     for key in (0, 2):
         told = [entry[0] for entry in alone.logprobs[key]]
         assert logprobs[key] == pytest.approx(told, abs=1e-4)

@@ -34,7 +34,11 @@ def _kinds(h: Any, kind: int) -> int:
 def _preempt(h: Any, stream: Any) -> None:
     """As if pages had run out just now, and this request had to give up its own."""
     lifecycle = h.engine.lifecycle
-    slots = [s for s in lifecycle.running.slots() if lifecycle.running.key[s] == stream.source.key]
+    slots = [
+        s
+        for s in lifecycle.state.running.slots()
+        if lifecycle.state.running.key[s] == stream.source.key
+    ]
     for slot in slots:
         lifecycle.preempt(slot)
     h.engine.check_integrity()
@@ -121,7 +125,7 @@ def test_others_find_what_was_swapped_in(harness: Make, scheduler: str) -> None:
     first = h.add(_prompt(17), 12)
     h.step()
     _preempt(h, first)
-    h.engine.lifecycle.tables.forget()  # as if its pages had been taken in between
+    h.engine.lifecycle.state.tables.forget()  # as if its pages had been taken in between
     second = h.add(_prompt(17), 4)
     h.run()
     h.check()
@@ -142,7 +146,7 @@ def test_swap_out_waits_for_a_step_with_rows(harness: Make) -> None:
     waited = 0
     while h.engine.has_work:
         h.step()
-        waited += len(lifecycle.moves)
+        waited += len(lifecycle.state.moves)
     h.check()
     assert waited == 2
     step = next(step for step in h.executor.log if len(step.moves))
@@ -173,10 +177,10 @@ def test_abort_of_a_swapped_request(harness: Make, steps_in_flight: int, wait: i
         h.step()
     _preempt(h, stream)
     assert h.engine.stats().host_pages_held == 3
-    h.engine.lifecycle.running._free, slots = [], h.engine.lifecycle.running._free
+    h.engine.lifecycle.state.running._free, slots = [], h.engine.lifecycle.state.running._free
     for _ in range(wait):
         h.step()
-    h.engine.lifecycle.running._free += slots
+    h.engine.lifecycle.state.running._free += slots
     h.abort(stream)
     assert h.engine.stats().host_pages_held == 0
     _preempt(h, other)  # takes the same host pages

@@ -23,15 +23,15 @@ def _leases(h: Any) -> list[int]:
 def _watch(h: Any) -> list[SimpleNamespace]:
     """Notes what the engine looked like around each grant."""
     grants: list[SimpleNamespace] = []
-    policy, lifecycle = h.engine._leases, h.engine.lifecycle
+    policy, lifecycle = h.engine._multi_step, h.engine.lifecycle
     grant = policy.grant
 
     def watched(decoding: Any) -> int:
-        before = (lifecycle.tables.held.copy(), lifecycle.num_preemptions)
-        waiting, prefilling = len(lifecycle.waiting), len(lifecycle.running.prefilling)
+        before = (lifecycle.state.tables.held.copy(), lifecycle.state.counters.preemptions)
+        waiting, prefilling = len(lifecycle.state.waiting), len(lifecycle.state.running.prefilling)
         num_steps = grant(decoding)
-        assert lifecycle.num_preemptions == before[1], "a lease preempts"
-        assert num_steps > 1 or np.array_equal(lifecycle.tables.held, before[0]), (
+        assert lifecycle.state.counters.preemptions == before[1], "a lease preempts"
+        assert num_steps > 1 or np.array_equal(lifecycle.state.tables.held, before[0]), (
             "pages for nothing"
         )
         grants.append(SimpleNamespace(num_steps=num_steps, waiting=waiting, prefilling=prefilling))
@@ -90,7 +90,7 @@ def test_no_measurement_no_lease(harness: Make) -> None:
 def test_policy_follows_the_measured_time(harness: Make) -> None:
     """Of a step, not of a call: a lease of 16 that takes 16 times as long changes nothing."""
     h = harness()
-    policy = MultiStepPolicy(h.engine.lifecycle, 16)
+    policy = MultiStepPolicy(h.engine.lifecycle.state, h.engine._multi_step._microbatcher, 16)
     policy.observe(0.001, 1)
     policy.observe(0.016, 16)
     assert policy._step_seconds == pytest.approx(0.001)
@@ -132,12 +132,12 @@ def test_prompt_that_pauses_is_not_kept_waiting(harness: Make) -> None:
     h.check()
     paused = [grant for grant in grants if grant.prefilling]
     assert all(grant.num_steps == 1 for grant in paused)
-    running = h.engine.lifecycle.running
+    running = h.engine.lifecycle.state.running
     h.add(3, 20)
     h.step()
-    assert h.engine._leases.grant(running.decodable()) == 16
+    assert h.engine._multi_step.grant(running.decodable()) == 16
     running.prefilling[3] = None
-    assert h.engine._leases.grant(running.decodable()) == 1
+    assert h.engine._multi_step.grant(running.decodable()) == 1
 
 
 def test_newcomer_is_admitted_by_the_next_call(harness: Make) -> None:

@@ -222,7 +222,7 @@ def _play(h: Any, draw: Callable[[str], tuple[int, int]], steps: int) -> list[di
             open_ones = sum(h.streams["a", r.source.key].open for r in waiting)
             for _ in range(2 * ROWS + 1 - open_ones):  # more than two schedules can admit
                 stream = h.add(*draw(tenant), tenant=tenant)
-                requests.append(h.engine._live["a", stream.seed])
+                requests.append(h.engine.lifecycle.state.live["a", stream.seed])
         h.step()
         service.append({tenant: _weighed(h, tenant, requests) for tenant in "xy"})
     return service
@@ -283,7 +283,7 @@ def test_backlogged_tenants_are_served_alike(
         return kinds[tenant][count[tenant] % len(kinds[tenant])]
 
     service = _play(h, draw, 150)
-    queue = h.engine.lifecycle.waiting
+    queue = h.engine.lifecycle.state.waiting
     for tenant, weight in (("x", x), ("y", y)):
         assert queue.counter(tenant) == pytest.approx(service[-1][tenant] / weight)
     bound = max(_bound(x), _bound(y))

@@ -11,7 +11,7 @@ Make = Callable[..., Any]
 
 
 def _sums(h: Any) -> tuple[int, int]:
-    newcomers = h.engine.lifecycle.newcomers
+    newcomers = h.engine.lifecycle.state.queue_limits
     return newcomers.num_requests, newcomers.num_tokens
 
 
@@ -71,9 +71,9 @@ def test_preempted_and_restarted_requests_turn_nobody_away(harness: Make) -> Non
     victim = h.add(7, 8)
     for _ in range(20):
         h.step()
-        if h.engine.lifecycle.num_preemptions:
+        if h.engine.lifecycle.state.counters.preemptions:
             break
-    assert len(h.engine.lifecycle.waiting) == 1 and _sums(h) == (0, 0)
+    assert len(h.engine.lifecycle.state.waiting) == 1 and _sums(h) == (0, 0)
     h.add(7, 2)
     assert _sums(h) == (1, 7)
     h.abort(victim)  # its own end takes nothing off what newcomers have

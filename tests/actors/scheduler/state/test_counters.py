@@ -81,7 +81,7 @@ def test_what_the_cache_saves() -> None:
     assert (stats.tokens_computed, stats.tokens_cached) == (10 + 2, 8)
     assert sums(stats)["request_prefill_kv_computed_tokens"] == 12
     assert sums(stats)["iteration_tokens_total"] == 12 + 2 * 3
-    assert stats.pages_cached == h.engine.lifecycle.tables.num_cached > 0 == stats.evictions
+    assert stats.pages_cached == h.engine.lifecycle.state.tables.num_cached > 0 == stats.evictions
     for _ in range(6):  # others take all pages
         h.add(70, 8)
         h.run()

@@ -34,8 +34,8 @@ def test_moves_go_with_the_next_step(harness: Make) -> None:
     h = harness(num_host_pages=4, steps_in_flight=1)
     h.add(5, 3)
     h.step()
-    held = h.engine.lifecycle.tables.pages_since(0, 0)
-    h.engine.lifecycle.moves.add(SWAP_OUT, held, [3, 0])
+    held = h.engine.lifecycle.state.tables.pages_since(0, 0)
+    h.engine.lifecycle.state.moves.add(SWAP_OUT, held, [3, 0])
     h.run()
     h.check()
     assert [step.moves.tolist() for step in h.executor.log] == [
@@ -49,8 +49,8 @@ def test_moves_wait_while_there_is_no_step(harness: Make) -> None:
     h = harness(num_host_pages=4)
     h.add(5, 1)
     h.run()
-    h.engine.lifecycle.moves.add(SWAP_OUT, [1], [0])
-    assert h.engine.step() == {} and len(h.engine.lifecycle.moves) == 1
+    h.engine.lifecycle.state.moves.add(SWAP_OUT, [1], [0])
+    assert h.engine.step() == {} and len(h.engine.lifecycle.state.moves) == 1
 
 
 def test_restart_drops_moves(harness: Make) -> None:
@@ -58,7 +58,7 @@ def test_restart_drops_moves(harness: Make) -> None:
     h.add(5, 3)
     h.executor.fail_at = {1}
     h.step()
-    h.engine.lifecycle.moves.add(SWAP_OUT, [0], [0])
+    h.engine.lifecycle.state.moves.add(SWAP_OUT, [0], [0])
     h.run()
     h.check()
     assert h.executor.epoch == 1
@@ -82,7 +82,7 @@ def test_fake_runner_finds(harness: Make, move: tuple[int, int, int], why: str |
     h.add(5, 6)
     h.step()
     kind, source, target = move
-    h.engine.lifecycle.moves.add(kind, [source], [target])
+    h.engine.lifecycle.state.moves.add(kind, [source], [target])
     with pytest.raises(AssertionError, match=why):
         h.step()
 
@@ -91,7 +91,7 @@ def test_fake_runner_reads_a_host_page_once(harness: Make) -> None:
     h = harness(num_host_pages=4, steps_in_flight=1)
     h.add(5, 6)
     h.step()
-    moves = h.engine.lifecycle.moves
+    moves = h.engine.lifecycle.state.moves
     moves.add(SWAP_OUT, [0], [2])
     moves.add(SWAP_IN, [2], [20])
     h.step()
@@ -105,7 +105,7 @@ def test_failed_submit_loses_no_request(harness: Make) -> None:
     h = harness(num_host_pages=4)
     h.add(5, 6)
     h.step()
-    h.engine.lifecycle.moves.add(SWAP_OUT, [0], [0])
+    h.engine.lifecycle.state.moves.add(SWAP_OUT, [0], [0])
     h.executor.fail_submit_at = {h.executor.num_submitted}
     h.run()
     h.check()
