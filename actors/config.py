@@ -47,70 +47,96 @@ def _flag(default: Any, help: str) -> Any:
 class EngineArgs:
     """One engine as the user asks for it, under the names of the CLI, ``LLM`` and Serve."""
 
-    model: str = _flag("demo", "a local folder, a Hugging Face name, or 'demo' (the built-in toy)")
-    tokenizer: str | None = _flag(None, "another folder or name for the tokenizer")
-    revision: str | None = _flag(None, "branch, tag or commit of a Hugging Face name")
-    trust_remote_code: bool = _flag(False, "run the Python code that the model brings")
+    model: str = _flag(
+        "demo", "local folder, Hugging Face name, or 'demo' (the built-in toy model)"
+    )
+    tokenizer: str | None = _flag(
+        None, "folder or Hugging Face name of the tokenizer; default: the model's"
+    )
+    revision: str | None = _flag(None, "branch, tag or commit on Hugging Face")
+    trust_remote_code: bool = _flag(False, "allow Python code from the model repository")
     dtype: Dtype = _flag(
-        "auto", "of weights and sums; auto: float32 on a CPU, the model's on a GPU"
+        "auto",
+        "dtype of weights and activations; auto: float32 on a CPU, the model's dtype on a GPU",
     )
     quantization: Quantization | None = _flag(
-        None, "int8: weights and the rows they multiply rounded to 8 bits, on a CPU; default: none"
+        None, "int8: weights and activations of linear layers in 8 bits, on a CPU; default: none"
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
-    device: Device = _flag("auto", "auto takes a GPU where there is one")
-    seed: int = _flag(0, "of dummy weights")
-    max_model_len: int | None = _flag(None, "longest prompt + output, tokens; default: the model's")
-    max_batch_tokens: int | None = _flag(None, "tokens in one step (default: 256 CPU, 8192 GPU)")
-    max_decoding_batch: int | None = _flag(None, "requests that run at once (64 CPU, 256 GPU)")
-    max_prefill_batch: int = _flag(16, "prompts that share one step")
+    device: Device = _flag("auto", "auto uses a GPU if there is one")
+    seed: int = _flag(0, "random seed of dummy weights")
+    max_model_len: int | None = _flag(
+        None, "maximum length of prompt and output in tokens; default: the model's"
+    )
+    max_batch_tokens: int | None = _flag(
+        None, "maximum number of tokens in one step; default: 256 on a CPU, 8192 on a GPU"
+    )
+    max_decoding_batch: int | None = _flag(
+        None, "maximum number of running requests; default: 64 on a CPU, 256 on a GPU"
+    )
+    max_prefill_batch: int = _flag(16, "maximum number of prompts in one step")
     page_size: int = _flag(16, "tokens in a page of the KV cache")
     kv_cache_dtype: KVCacheDtype = _flag(
-        "auto",
-        "of the KV cache's pages; auto: dtype. Half the bytes hold twice the tokens; fp8: GPU",
+        "auto", "dtype of the KV cache; auto: --dtype; fp8 needs a GPU"
     )
     check_pages: bool = _flag(
         False,
-        "sum each full page's bits, and again before it is shared: flipped ones replace a runner",
+        "verify a checksum of each full page before it is shared, and replace the runner if "
+        "it differs",
     )
-    prefix_caching: bool = _flag(True, "share the pages of prompts that begin alike")
-    memory_utilization: float | None = _flag(None, "share of the device's memory to use, 0-1")
-    kv_cache_memory: int | None = _flag(None, "bytes of KV cache, instead of memory_utilization")
-    scheduler: SchedulerName = _flag("v1", "v1: token-level, chunked prefill; v0: whole prompts")
+    prefix_caching: bool = _flag(True, "share the pages of common prompt prefixes")
+    memory_utilization: float | None = _flag(
+        None, "fraction of the device's memory to use, between 0 and 1"
+    )
+    kv_cache_memory: int | None = _flag(
+        None, "size of the KV cache in bytes, instead of --memory-utilization"
+    )
+    scheduler: SchedulerName = _flag(
+        "v1", "v1: token-level with chunked prefill; v0: whole prompts"
+    )
     policy: Policy = _flag(
-        "fcfs", "who is next: first come, the best priority, or the tenant served least so far"
+        "fcfs",
+        "which request is next: the earliest, the one with the lowest priority value, or "
+        "one of the tenant served least",
     )
     priority_aging: float = _flag(
-        30.0, "seconds of waiting that weigh as much as one level of priority; 0 for strict levels"
+        30.0, "seconds of waiting that count as one level of priority; 0 for strict levels"
     )
     tenant_weights: str | None = _flag(
-        None, "shares under --policy fair, as 'gold=4,free=1'; a tenant not named has 1"
+        None, "shares of tenants under --policy fair, such as 'gold=4,free=1'; default: 1 each"
     )
     preemption: Preemption | None = _flag(
-        None, "when pages run out: recompute (default of v1), or swap to host memory (of v0)"
+        None,
+        "when the KV cache is full: recompute (default for v1) or swap to host memory (for v0)",
     )
-    swap_space: float = _flag(4.0, "GiB of host memory for preempted requests that are swapped")
+    swap_space: float = _flag(4.0, "host memory for swapped requests in GiB")
     long_prefill_token_threshold: int = _flag(
-        0, "most tokens of one prompt in a step, so that others share it; 0 for no limit"
+        0, "maximum number of tokens of one prompt in a step; 0 for no limit"
     )
-    max_waiting_requests: int = _flag(4096, "longest queue; more is answered with 429")
+    max_waiting_requests: int = _flag(
+        4096, "maximum number of waiting requests; further ones get a 429"
+    )
     max_waiting_tokens: int | None = _flag(
-        None, "most prompt tokens in the queue, over which it gets 429; one prompt may always wait"
+        None,
+        "maximum number of waiting prompt tokens, over which requests get a 429; one prompt "
+        "may always wait",
     )
-    steps_in_flight: int = _flag(2, "2: a step more than there are pipeline stages; 1: none ahead")
-    max_lease: int = _flag(16, "most decode steps in one call to the runner")
-    tensor_parallel_size: int = _flag(1, "devices of a node that share each layer")
-    pipeline_parallel_size: int = _flag(1, "stages of consecutive layers, each on its devices")
+    steps_in_flight: int = _flag(
+        2, "2: one more step in flight than pipeline stages; 1: no step ahead"
+    )
+    max_lease: int = _flag(16, "maximum number of decode steps in one call to the runner")
+    tensor_parallel_size: int = _flag(1, "number of devices of one node that share each layer")
+    pipeline_parallel_size: int = _flag(1, "number of pipeline stages, each with its own devices")
     threads: int | None = _flag(
-        None, "compute threads of a CPU; default: its cores, 1 for a tiny model"
+        None, "CPU threads for computation; default: all cores, 1 for a tiny model"
     )
     max_logprobs: int = _flag(
-        20, "most log probabilities of a token that a request may ask for; -1 for all"
+        20, "maximum number of log probabilities per token in a request; -1 for no limit"
     )
-    log_format: LogFormat = _flag("text", "of the log: lines for people, or a JSON object each")
-    log_level: LogLevel = _flag("info", "what is below it is not logged")
+    log_format: LogFormat = _flag("text", "text or JSON lines")
+    log_level: LogLevel = _flag("info", "minimum level of log messages")
     attention: str = _flag("auto", "attention backend: auto, cpu, triton, torch or reference")
-    enforce_eager: bool = _flag(False, "on a GPU: no CUDA graphs, each step launched anew")
+    enforce_eager: bool = _flag(False, "disable CUDA graphs")
 
     def __post_init__(self) -> None:
         choices: dict[str, Any] = {

@@ -34,74 +34,79 @@ class ServerArgs:
     """The doors' settings: one field per flag."""
 
     served_model_name: str | list[str] | None = _model_flag(
-        None, "the name clients use, or several; the first is in answers; default: the model's"
+        None,
+        "model name in the API; may be repeated, responses carry the first; default: the model's",
     )
     api_key: str | list[str] | None = _flag(
-        None, "clients must send one as a bearer token; may be repeated, or a list with commas"
+        None,
+        "clients must send one of these keys as a bearer token; may be repeated or "
+        "separated by commas",
     )
-    api_key_file: str | None = _flag(None, "a file with a key, or name:key, on each line")
+    api_key_file: str | None = _flag(None, "file with one key, or name:key, per line")
     admin_api_key: str | list[str] | None = _flag(
-        None, "operators must send one to /admin/*, which is not there without"
+        None, "API key for /admin/*; the routes are disabled if unset"
     )
     admin_port: int | None = _flag(
-        None,
-        "serve /admin/* on this port of the cluster's head node, and no longer beside the API",
+        None, "serve /admin/* on this port of the head node instead of beside the API"
     )
-    admin_host: str = _flag("127.0.0.1", "with --admin-port: the address; 0.0.0.0: all")
-    allowed_origins: list[str] | None = _flag(
-        None, "web pages that may call the API from a browser; may be repeated"
-    )
-    allowed_methods: list[str] | None = _flag(None, "what they may do; default: everything")
-    allowed_headers: list[str] | None = _flag(None, "headers they may send; default: all")
-    allow_credentials: bool = _flag(False, "whether they may send cookies")
-    enable_docs: bool = _flag(False, "a page at /docs that describes the API")
-    ui: bool = _flag(True, "a page at /ui: a chat, and what the engines are doing")
-    max_body_bytes: int = _flag(MAX_BODY_BYTES, "largest request body")
-    chat_template: str | None = _model_flag(None, "a Jinja template, or a file that holds one")
+    admin_host: str = _flag("127.0.0.1", "host of --admin-port; 0.0.0.0 is every interface")
+    allowed_origins: list[str] | None = _flag(None, "origins for CORS; may be repeated")
+    allowed_methods: list[str] | None = _flag(None, "methods for CORS; default: all")
+    allowed_headers: list[str] | None = _flag(None, "headers for CORS; default: all")
+    allow_credentials: bool = _flag(False, "allow credentials for CORS")
+    enable_docs: bool = _flag(False, "serve the API's documentation at /docs")
+    ui: bool = _flag(True, "serve a page with a chat and the state of the engines at /ui")
+    max_body_bytes: int = _flag(MAX_BODY_BYTES, "maximum size of a request body in bytes")
+    chat_template: str | None = _model_flag(None, "Jinja chat template, or a file with one")
     generation_config: Literal["auto", "vllm", "none"] = _model_flag(
-        "auto", "auto: the model's sampling defaults; vllm or none: ignore them"
+        "auto", "auto: use the model's default sampling parameters; vllm or none: ignore them"
     )
-    shutdown_timeout: float = _flag(30.0, "seconds that running requests get to finish at a stop")
+    shutdown_timeout: float = _flag(
+        30.0, "seconds that running requests have to finish at shutdown"
+    )
     tenant_token_rate: int | None = _flag(
-        None, "tokens a minute, of prompts and outputs, that each key's tenant may use"
+        None, "maximum number of prompt and output tokens per minute for each key's tenant"
     )
     priority_tenants: list[str] | None = _flag(
-        None, "tenants whose requests may have a priority; default: everybody's; may be repeated"
+        None, "tenants whose requests may set a priority; may be repeated; default: all"
     )
-    metrics_alias: Literal["vllm"] | None = _flag(
-        None, "tell metrics under the names that vLLM has for them as well"
-    )
+    metrics_alias: Literal["vllm"] | None = _flag(None, "export the metrics under vLLM's names too")
     metrics_port: int | None = _flag(
         None,
-        "serve the metrics on a port of their own as well, on the cluster's head node: "
-        "without a key, on all interfaces",
+        "serve the metrics on this port of the head node too, without a key and on every interface",
     )
-    ingress_replicas: int = _flag(1, "HTTP replicas that tokenize and stream, at most 32")
-    data_parallel_size: int = _model_flag(1, "engines, each with its own copy of the model")
+    ingress_replicas: int = _flag(
+        1, "number of HTTP replicas, which tokenize and stream; at most 32"
+    )
+    data_parallel_size: int = _model_flag(
+        1, "number of engines, each with its own copy of the model"
+    )
     min_engines: int | None = _model_flag(
         None,
-        "with --max-engines: fewest engines, 0 for none while nobody asks; "
+        "minimum number of engines with --max-engines; 0 stops all without requests; "
         "default: --data-parallel-size",
     )
     max_engines: int | None = _model_flag(
-        None, "engines are started and stopped with the work, at most so many; default: fixed"
+        None,
+        "maximum number of engines; starts and stops engines with the load; default: a "
+        "fixed number",
     )
     idle_timeout: float = _model_flag(
         300.0,
-        "with --max-engines: seconds for which fewer engines would do before one goes; before "
-        "the last one goes (--min-engines 0), seconds without a request",
+        "with --max-engines: seconds of low load before an engine stops; for the last one "
+        "(--min-engines 0), seconds without a request",
     )
     cold_start_timeout: float = _model_flag(
-        300.0, "with --min-engines 0: seconds that a new request waits for an engine to start"
+        300.0, "with --min-engines 0: seconds that a request waits for an engine to start"
     )
     otlp_traces_endpoint: str | None = _flag(
-        None, "an OTLP collector's URL, which gets a trace of each request for tokens"
+        None, "URL of an OTLP collector for traces of requests"
     )
     engine_timeout: float = _model_flag(
-        25.0, "seconds that a new request waits for an engine while there is none"
+        25.0, "seconds that a new request waits if there is no engine"
     )
     replay_timeout: float = _model_flag(
-        120.0, "seconds that an open stream waits for another engine when its own is lost"
+        120.0, "seconds that an open stream waits for another engine after its own is lost"
     )
 
     def __post_init__(self) -> None:
