@@ -45,9 +45,9 @@ def bucket_of(rows: int, sizes: list[int]) -> int | None:
 def max_steps_per_row(info: SchedulerInfo, slots: RequestSlots, page_size: int) -> Int32Array:
     """[R] steps of the lease that each row may take: to its cap, and within its pages.
 
-    `RequestSlots.still_decoding` without the stop tokens, which only the device has seen.
+    `StopTable`'s rule without the stop tokens, which only the device has seen.
     """
-    to_cap = slots.cap[info.ids] - info.kv_len - 1
+    to_cap = slots.stops.num_left(info.ids, info.kv_len + 1)  # known: the cached and the input
     room = slots.num_pages[info.ids].astype(np.int64) * page_size - info.kv_len
     steps: Int64Array = np.minimum(np.minimum(np.maximum(to_cap, 1), room), info.num_steps)
     return steps.astype(np.int32)

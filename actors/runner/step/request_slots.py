@@ -26,7 +26,6 @@ class RequestSlots:
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
         self.seed = np.zeros(num_slots, np.int64)
-        self.cap = np.zeros(num_slots, np.int64)
         self.stops = StopTable(num_slots)
         self.logprobs = np.full(num_slots, NO_LOGPROBS, np.int64)  # how many of the likeliest
         self.scored: dict[int, NewRequest] = {}  # only slots that want their prompt's
@@ -47,10 +46,10 @@ class RequestSlots:
         self.last_token[info.ids[sampled]] = tokens[sampled]
 
     def still_decoding(self, info: SchedulerInfo, tokens: Int32Array) -> BoolArray:
-        """Which decoding rows [R] sample another token after ``tokens`` [R], within a lease."""
-        room = info.kv_len + 2 < self.cap[info.ids]  # cached, the input and the sampled token
-        going: BoolArray = (tokens >= 0) & room & ~self.stops.hits(info.ids, tokens)
-        return going
+        """Whether decoding rows [R] sample another token after ``tokens`` [R] in the same call."""
+        # Known tokens: the cached ones, the input, and the sampled one.
+        stopped, full = self.stops.ended(info.ids, tokens, info.kv_len + 2)
+        return (tokens >= 0) & ~stopped & ~full
 
     def _enter(self, new: NewRequest) -> None:
         slot, sampling = new.handle, new.sampling
@@ -62,8 +61,7 @@ class RequestSlots:
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sampling.seed
-        self.cap[slot] = new.cap
-        self.stops.set(slot, new.stop_token_ids)
+        self.stops.set(slot, new.stop_token_ids, new.cap)
         self.logprobs[slot] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
         self.scored.pop(slot, None)
         if sampling.prompt_logprobs is not None:

@@ -101,7 +101,7 @@ class Lifecycle:
             NewRequest(
                 handle=slot,
                 sampling=source.sampling,
-                cap=int(running.cap[slot]),
+                cap=int(running.stops.cap[slot]),
                 stop_token_ids=source.stopping.stop_token_ids,
                 history=known.copy() if source.sampling.needs_history else None,
                 prompt_len=len(source.prompt),

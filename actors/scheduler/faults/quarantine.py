@@ -207,7 +207,7 @@ class Quarantine:
             return request.num_tokens + 1
         running, slot = self._lifecycle.state.running, request.slots[0]
         mark = int(running.num_known[slot] + max(1, running.num_pending[slot]))
-        return min(mark, int(running.cap[slot]))
+        return min(mark, int(running.stops.cap[slot]))
 
 
 def _digest(source: EngineRequest) -> bytes:

@@ -33,7 +33,6 @@ class RunningTable:
         self.num_known: Int64Array = np.zeros(num_slots, np.int64)
         self.num_pending: Int64Array = np.zeros(num_slots, np.int64)
         self.num_computed: Int64Array = np.zeros(num_slots, np.int64)
-        self.cap: Int64Array = np.zeros(num_slots, np.int64)  # most tokens, prompt included
         self.stops = StopTable(num_slots)
         self.key: Int64Array = np.zeros(num_slots, np.int64)
         self.client: Int32Array = np.zeros(num_slots, np.int32)
@@ -135,7 +134,7 @@ class RunningTable:
 
     def room(self, slots: Int64Array) -> Int64Array:
         """Tokens [N] that the slots [N] may still sample, those on their way not counted."""
-        return self.cap[slots] - self.num_known[slots] - self.num_pending[slots]
+        return self.stops.num_left(slots, self.num_known[slots] + self.num_pending[slots])
 
     def append(self, slots: Int64Array, tokens: Int32Array) -> None:
         """Sampled tokens [N] become known, one for each of the slots [N]."""
@@ -147,8 +146,8 @@ class RunningTable:
         slot = self._free.pop()
         source = request.source
         self.num_pending[slot] = 0
-        self.cap[slot] = len(source.prompt) + source.stopping.max_tokens
-        self.stops.set(slot, source.stopping.stop_token_ids)
+        stopping = source.stopping
+        self.stops.set(slot, stopping.stop_token_ids, len(source.prompt) + stopping.max_tokens)
         self.key[slot] = source.key
         self.client[slot] = client
         self.lockstep[slot] = source.beams is not None

@@ -16,8 +16,7 @@ def ended_requests(
         (request, finish reason, stop reason) each. A stop token goes before the length, as in vLLM;
         the stop reason is the token's id unless it was end of sequence.
     """
-    stopped = running.stops.hits(slots, tokens)
-    full = running.num_known[slots] >= running.cap[slots]
+    stopped, full = running.stops.ended(slots, tokens, running.num_known[slots])
     ended: list[tuple[Request, str, int | None]] = []
     for row in np.flatnonzero(stopped | full).tolist():
         request, token = running.request(int(slots[row])), int(tokens[row])

@@ -179,7 +179,7 @@ def test_through_the_engine(
         expected[key] = output
     for pages in (40, 12):
         engine = served(tiny.folder, num_pages=pages, max_model_len=40, max_lease=num_steps)
-        engine.engine._leases.observe(0.001, 1)
+        engine.engine._multi_step.observe(0.001, 1)
         requests = [request_of(key, prompts[key], 18, sampling=sampling) for key in prompts]
         assert engine.run(*requests) == expected
         assert (engine.engine.stats().preemptions > 0) == (pages == 12)

@@ -47,7 +47,7 @@ def test_of_sampled_tokens(
     """Beside requests that ask for none, or fewer; chunked, leased, temperature does not matter."""
     tiny = tiny_model("llama")
     engine = served(tiny.folder, max_lease=num_steps, scheduler=scheduler)
-    engine.engine._leases.observe(0.001, 1)
+    engine.engine._multi_step.observe(0.001, 1)
     prompts = {key: _prompt(key, 7 + 9 * key) for key in range(4)}
     requests = [
         request_of(0, prompts[0], 9, sampling=Sampling(logprobs=4)),

@@ -17,7 +17,7 @@ def _poison(slots: RequestSlots) -> None:
             array[:] = 99
     for handle in range(len(slots.num_pages)):
         slots.scored[handle] = NewRequest(handle, Sampling(prompt_logprobs=9), 99)
-        slots.stops.set(handle, range(20))
+        slots.stops.set(handle, range(20), 100)
 
 
 def test_a_used_slot_is_as_good_as_a_fresh_one(step_of: Make, row: Make) -> None:
