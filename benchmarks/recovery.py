@@ -35,10 +35,10 @@ from rayfin.actors.messages import (
 from rayfin.actors.runner.actor import ModelRunnerActor
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.scheduler import runner_group as group
-from rayfin.actors.scheduler.actor import CLIENT_LEASE_SECONDS
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.subscriptions import Subscriptions
+from rayfin.actors.timing import CLIENT_LEASE_SECONDS
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 CLIENT = "client"

@@ -7,6 +7,7 @@ from typing import Any
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.timing import ENGINE_STOP_SECONDS, INGRESS_DRAIN_SECONDS
 from rayfin.deployments.http.layers import Cors, HttpSettings
 from rayfin.deployments.serve.admin_port import admin_deployment
 from rayfin.deployments.serve.autoscaling import autoscaling
@@ -27,13 +28,6 @@ from rayfin.deployments.serve.server_args import (
 
 ONE_MORE = 1
 """``max_surge_percent``, which Serve rounds up: in an update one comes before another one goes."""
-
-INGRESS_SECONDS = 3600.0
-"""An ingress that is replaced stays until its streams have ended, for nobody can take a connection
-over. At a stop they end with the engines, after the drain."""
-
-SHUTDOWN_SECONDS = 20.0
-"""What stopping an engine takes after its drain: what is left is moved, and clients leave."""
 
 
 def build_app(args: AppArgs) -> Application:  # type: ignore[valid-type]
@@ -73,7 +67,7 @@ def bind_models(
         **serve_logs(engine_args),
         num_replicas=server.ingress_replicas,
         max_surge_percent=ONE_MORE,
-        graceful_shutdown_timeout_s=max(drain, INGRESS_SECONDS),
+        graceful_shutdown_timeout_s=max(drain, INGRESS_DRAIN_SECONDS),
     )
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
     admin = None
@@ -102,7 +96,7 @@ def bind_engines(model: ModelArgs, drain: float) -> Application:
         **number_of_engines(model.server),
         name=model.deployment,
         max_surge_percent=ONE_MORE if has_room(model.engine) else 0,
-        graceful_shutdown_timeout_s=drain + SHUTDOWN_SECONDS,
+        graceful_shutdown_timeout_s=drain + ENGINE_STOP_SECONDS,
     ).bind(located(model.engine), drain)
     return bound
 

@@ -28,14 +28,17 @@ from rayfin.actors.metrics.ledger import INGRESSES, CounterReport, Ledger, engin
 from rayfin.actors.metrics.render import Writer
 from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.registry import NAMESPACE, engine_names, find_actor
+from rayfin.actors.timing import (
+    HUB_IDLE_SECONDS,
+    HUB_LEASE_SECONDS,
+    HUB_PULL_ANSWER_SECONDS,
+    HUB_PULL_SECONDS,
+    HUB_SCRAPE_SECONDS,
+    HUB_SILENT_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
 
-PULL_SECONDS = 2.0
-ANSWER_SECONDS = 1.0  # that a pull waits for schedulers
-SCRAPE_SECONDS = 0.03  # that a scrape waits for a pull; then their last numbers stand
-SILENT_SECONDS = 10.0  # gauges of an ingress that does not report, of an engine that answers not
-LEASE_SECONDS = 15.0
 OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "max_restarts": 0,
@@ -66,10 +69,10 @@ class MetricsHub:
         self._lock = threading.Lock()  # of the ledger
         self._schedulers: dict[str, Any] = {}  # by label
         self._writer = Writer(settings.model_name, settings.alias)
-        self._lifeline = Lifeline(LEASE_SECONDS, lambda: os._exit(0))
+        self._lifeline = Lifeline(HUB_LEASE_SECONDS, lambda: os._exit(0))
         self._lifeline.watch()
         self._listening = settings.port is None
-        self._puller = Puller(self._pull, PULL_SECONDS)
+        self._puller = Puller(self._pull, HUB_PULL_SECONDS)
         self._puller.start()
         threading.Thread(target=self._run, name="find", daemon=True).start()
 
@@ -105,7 +108,7 @@ class MetricsHub:
 
     def _fresh(self) -> bytes:
         """The text after a pull that has begun since this call, if that is quick."""
-        self._puller.refresh(SCRAPE_SECONDS)
+        self._puller.refresh(HUB_SCRAPE_SECONDS)
         return self._writer.write(self._copy())
 
     def _run(self) -> None:
@@ -115,7 +118,7 @@ class MetricsHub:
                 self._find()
             except Exception as error:  # Ray's own, whatever it is: the registry is away
                 logger.warning("cannot look for engines: %s", error)
-            time.sleep(PULL_SECONDS)
+            time.sleep(HUB_PULL_SECONDS)
 
     def _find(self) -> None:
         found = {}
@@ -123,7 +126,7 @@ class MetricsHub:
             if (scheduler := find_actor(name)) is not None:
                 found[name.rpartition("/")[2]] = scheduler
         self._schedulers = found
-        silent = time.monotonic() - SILENT_SECONDS
+        silent = time.monotonic() - HUB_SILENT_SECONDS
         with self._lock:
             for engine in self._ledger.engines:
                 if engine not in found:
@@ -139,7 +142,7 @@ class MetricsHub:
         asked = {own.stats.remote(): engine for engine, own in self._schedulers.items()}
         if not asked:
             return
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=HUB_PULL_ANSWER_SECONDS)
         for ref in ready:
             try:
                 report = engine_report(asked[ref], ray.get(ref), at)
@@ -216,7 +219,6 @@ class Puller:
 # The hub's own HTTP port: the text of all metrics, whatever the path.
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-IDLE_SECONDS = 30.0  # of a connection
 
 
 def listen(port: int, text: Callable[[], bytes]) -> ThreadingHTTPServer:
@@ -227,7 +229,7 @@ def listen(port: int, text: Callable[[], bytes]) -> ThreadingHTTPServer:
     """
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = IDLE_SECONDS
+        timeout = HUB_IDLE_SECONDS
 
         def do_GET(self) -> None:
             told = text()

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-POLL_SECONDS = 0.02
+from rayfin.actors.timing import PROCESS_KILL_SECONDS, PROCESS_POLL_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def is_stopped(process: Process) -> bool:
     return found is not None and found[0] in "Tt" and found[1] == process.started
 
 
-def end(process: Process, seconds: float = 10.0) -> bool:
+def end(process: Process, seconds: float = PROCESS_KILL_SECONDS) -> bool:
     """Kills a process of this node; True once it is gone, and its memory with it."""
     deadline = time.monotonic() + seconds
     while is_alive(process):
@@ -52,7 +52,7 @@ def end(process: Process, seconds: float = 10.0) -> bool:
             os.kill(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return True
-        time.sleep(POLL_SECONDS)
+        time.sleep(PROCESS_POLL_SECONDS)
     return True
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-POLL_SECONDS = 0.5
+from rayfin.actors.timing import LIFELINE_POLL_SECONDS
 
 
 class Lifeline:
@@ -58,5 +58,5 @@ class Lifeline:
 
     def _watch(self) -> None:
         while not self.is_cut():
-            time.sleep(POLL_SECONDS)
+            time.sleep(LIFELINE_POLL_SECONDS)
         self._on_cut()

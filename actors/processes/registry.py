@@ -16,10 +16,10 @@ from rayfin.actors.errors import (
     RunnerGroupFailed,
 )
 from rayfin.actors.processes.identity import Process, end
+from rayfin.actors.timing import NAME_POLL_SECONDS, PROCESS_GONE_SECONDS
 
 logger = logging.getLogger(__name__)
 
-GONE_SECONDS = 20.0
 NAMESPACE = "rayfin"
 """Ray namespace in which scheduler and runner actors are registered, so that all find them."""
 
@@ -35,14 +35,14 @@ def when_name_is_free(create: Callable[[], Any]) -> Any:
     Raises:
         RunnerGroupFailed: somebody else holds the name.
     """
-    deadline = time.monotonic() + GONE_SECONDS
+    deadline = time.monotonic() + PROCESS_GONE_SECONDS
     while True:
         try:
             return create()
         except ValueError as error:
             if time.monotonic() > deadline:
                 raise RunnerGroupFailed(str(error)) from error
-            time.sleep(0.05)
+            time.sleep(NAME_POLL_SECONDS)
 
 
 def end_process(process: Process) -> bool:
@@ -56,7 +56,7 @@ def end_process(process: Process) -> bool:
     task: Any = ray.remote(num_cpus=0, max_retries=0)(end)
     try:
         gone: bool = ray.get(
-            task.options(scheduling_strategy=there).remote(process), timeout=GONE_SECONDS
+            task.options(scheduling_strategy=there).remote(process), timeout=PROCESS_GONE_SECONDS
         )
     except RayError as error:
         logger.error("cannot end %s: %s", process, error)
@@ -89,8 +89,3 @@ def find_actor(name: str) -> Any | None:
 def kill_named(name: str) -> None:
     if (actor := find_actor(name)) is not None:
         ray.kill(actor)
-
-
-"""Patience with: a turn of waiting, a model that loads or a node that is yet to come, the process
-of a runner's successor (on a full disk Ray may never tell that it could not be started), a runner
-that finishes its last step before it is taken over, and a process that was killed."""

@@ -15,11 +15,10 @@ from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.runner.parallel.rank import Address, ParallelRank
 from rayfin.actors.runner.result_cache import StepResultCache
+from rayfin.actors.timing import RUNNER_LEASE_SECONDS
 
 logger = logging.getLogger(__name__)
 
-RUNNER_LEASE_SECONDS = 20.0
-"""A runner that got no step and no ping for this long has no scheduler any more, and exits."""
 
 GENERATION_BITS = 20
 """epoch = generation << GENERATION_BITS | restarts: each scheduler counts its own restarts."""

@@ -27,7 +27,7 @@ from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.models.weights import load_config, load_model, max_position, page_type
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
-from rayfin.actors.runner.parallel.process_groups import LOAD_SECONDS, ProcessGroups
+from rayfin.actors.runner.parallel.process_groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler
@@ -37,6 +37,7 @@ from rayfin.actors.runner.step.page_checksums import PageChecksums
 from rayfin.actors.runner.step.page_moves import PageMover
 from rayfin.actors.runner.step.page_prefaulter import PagePrefaulter
 from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
@@ -114,7 +115,7 @@ class ModelRunner:
         if self._peers is None:
             return load_model(args, config, device, ATTENTION), None
         model = load_share(args, config, device, ATTENTION, self._peers)
-        self._peers.connect("load", LOAD_SECONDS)
+        self._peers.connect("load", MODEL_LOAD_SECONDS)
         total = config.get_text_config(decoder=True).num_hidden_layers
         return model, self._peers.place.layers(total)
 

@@ -53,20 +53,16 @@ from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
 from rayfin.actors.scheduler.inbox import ClientMessage, EngineCall
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
+from rayfin.actors.timing import (
+    CLIENT_LEASE_SECONDS,
+    LOOP_ANSWER_SECONDS,
+    LOOP_COMMAND_SECONDS,
+    SUPERVISOR_CLAIM_SECONDS,
+    SUPERVISOR_LEASE_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
 
-CLIENT_LEASE_SECONDS = 15.0
-"""A client that has not been heard of for this long is gone, and its requests with it."""
-
-ANSWER_SECONDS = 5.0  # that a question may wait for the loop ...
-COMMAND_SECONDS = 60.0  # ... and a command, which may take the memory of all pages
-
-CLAIM_SECONDS = 5.0
-"""A supervisor without a pulse for this long may be replaced by another."""
-
-SUPERVISOR_LEASE_SECONDS = 60.0
-"""... and after this long nobody wants the engine any more."""
 
 STREAMS = [f"stream-{seat}" for seat in range(MAX_CLIENTS)]
 OPTIONS: dict[str, Any] = {
@@ -110,7 +106,7 @@ class SchedulerActor:
         name: str,
         client_lease: float = CLIENT_LEASE_SECONDS,
         supervisor_lease: float = SUPERVISOR_LEASE_SECONDS,
-        claim_after: float = CLAIM_SECONDS,
+        claim_after: float = SUPERVISOR_CLAIM_SECONDS,
     ) -> None:
         lower_priority()
         self._name = name
@@ -304,7 +300,7 @@ class SchedulerActor:
             EngineUnavailable: it was not carried out.
         """
         engine = self._running_engine()
-        self._ask(lambda engine: engine.carry_out(command), COMMAND_SECONDS)
+        self._ask(lambda engine: engine.carry_out(command), LOOP_COMMAND_SECONDS)
         return self._stats(engine)
 
     @ray.method(concurrency_group="control")
@@ -313,7 +309,7 @@ class SchedulerActor:
         snapshot: EngineSnapshot = self._ask(lambda engine: engine.snapshot(self._name))
         return snapshot
 
-    def _ask(self, ask: Callable[[Engine], Any], seconds: float = ANSWER_SECONDS) -> Any:
+    def _ask(self, ask: Callable[[Engine], Any], seconds: float = LOOP_ANSWER_SECONDS) -> Any:
         question = EngineCall(ask)
         self._inbox.put(question)
         return question.answer.result(seconds)

@@ -43,17 +43,16 @@ from rayfin.actors.processes.registry import (
 from rayfin.actors.runner.actor import GENERATION_BITS, Adoption, ModelRunnerActor
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.faults.watchdog import Watchdog
+from rayfin.actors.timing import (
+    MODEL_LOAD_SECONDS,
+    RUNNER_ADOPTION_SECONDS,
+    RUNNER_PROCESS_SECONDS,
+    STEP_RESEND_PAUSE_SECONDS,
+    STEP_RESEND_SECONDS,
+    WAIT_SLICE_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
-
-
-SLICE_SECONDS = 1.0
-LOAD_SECONDS = 1800.0
-PROCESS_SECONDS = 60.0
-ADOPT_SECONDS = 15.0
-
-RESEND_SECONDS, RESEND_PAUSE_SECONDS = 1.0, 0.02
-"""A step whose call was lost is sent again for so long, so often; then its runner is given up."""
 
 
 @dataclass(slots=True)
@@ -77,10 +76,10 @@ class _RemoteStep:
                 break
             except CallLost as lost:
                 lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > RESEND_SECONDS or len(self.refs or ()) > 1:
+                if time.monotonic() - lost_since > STEP_RESEND_SECONDS or len(self.refs or ()) > 1:
                     raise
                 logger.warning("step %d is sent again: %s", self.info.step, lost)
-                time.sleep(RESEND_PAUSE_SECONDS)
+                time.sleep(STEP_RESEND_PAUSE_SECONDS)
                 self.refs = group.send(self.info)
         result: StepResult = next(answer for answer in answers if answer is not None)
         group.watchdog.observe(self.info, result.seconds)
@@ -142,7 +141,7 @@ class RunnerGroup:
             self._config, self.epoch = adopted.config, adopted.epoch
             logger.warning("adopted %s at epoch %d", ", ".join(self._names), self.epoch)
             return self._config
-        return self._start_new(LOAD_SECONDS)
+        return self._start_new(MODEL_LOAD_SECONDS)
 
     def submit(self, info: SchedulerInfo) -> _RemoteStep:
         """Sends a step without waiting. Steps run in the order in which they are sent."""
@@ -168,17 +167,17 @@ class RunnerGroup:
         self.stop()
         self._pause(self.watchdog.backoff())
         self.epoch += 1
-        self._start_new(PROCESS_SECONDS)
+        self._start_new(RUNNER_PROCESS_SECONDS)
 
     def sleep(self) -> None:
         """See ``Executor.sleep``."""
-        self.wait(self._on_all("sleep"), ADOPT_SECONDS, "to give pages back")
+        self.wait(self._on_all("sleep"), RUNNER_ADOPTION_SECONDS, "to give pages back")
 
     def wake(self) -> None:
         """See ``Executor.wake``."""
         self.epoch += 1
         start = self._on_all("start", self._config, self.epoch)
-        self.wait(start, LOAD_SECONDS, "taking pages")
+        self.wait(start, MODEL_LOAD_SECONDS, "taking pages")
 
     def ping(self) -> Any:
         """Keeps idle runners from leaving; a ref fails when one has died; None without any."""
@@ -226,9 +225,9 @@ class RunnerGroup:
         while True:
             try:
                 if refs is not None:
-                    values: list[Any] = ray.get(refs, timeout=SLICE_SECONDS)
+                    values: list[Any] = ray.get(refs, timeout=WAIT_SLICE_SECONDS)
                     return values
-                time.sleep(SLICE_SECONDS)
+                time.sleep(WAIT_SLICE_SECONDS)
             except GetTimeoutError:
                 pass
             except RayTaskError as error:
@@ -256,9 +255,11 @@ class RunnerGroup:
             return None
         adopted: list[Adoption | None] = [None]
         try:
-            self._processes = self.wait(self._on_all("process"), ADOPT_SECONDS, "a sign of life")
+            self._processes = self.wait(
+                self._on_all("process"), RUNNER_ADOPTION_SECONDS, "a sign of life"
+            )
             adopt = self._on_all("adopt", self._args, self._args.identity, self.generation)
-            adopted = self.wait(adopt, ADOPT_SECONDS, "its last step")
+            adopted = self.wait(adopt, RUNNER_ADOPTION_SECONDS, "its last step")
         except RunnerGroupFailed as failure:
             logger.warning("%s cannot be adopted: %s", ", ".join(self._names), failure)
         if any(own != adopted[0] for own in adopted) or adopted[0] is None:
@@ -274,7 +275,7 @@ class RunnerGroup:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self._on_wait()
-            time.sleep(min(left, SLICE_SECONDS))
+            time.sleep(min(left, WAIT_SLICE_SECONDS))
 
     def _start_new(self, patience: float) -> EngineConfig:
         """Waits so many seconds for the process, and then for its model."""
@@ -284,12 +285,12 @@ class RunnerGroup:
         load = "loading the model"
         try:
             self._processes = self.wait(self._on_all("process"), patience, "starting")
-            loaded = self.wait(self._load(), LOAD_SECONDS, load)
+            loaded = self.wait(self._load(), MODEL_LOAD_SECONDS, load)
             if self._config is None:
                 facts, limits = zip(*loaded, strict=True)
                 self._config = resolve(self._args, scarcest(facts), limits[0])
             start = self._on_all("start", self._config, self.epoch)
-            self.wait(start, LOAD_SECONDS, load)
+            self.wait(start, MODEL_LOAD_SECONDS, load)
         except RunnerGroupFailed as failure:
             task = failure.__cause__
             cause = task.cause if isinstance(task, RayTaskError) else None
@@ -302,7 +303,7 @@ class RunnerGroup:
         if len(self._runners) == 1:
             return self._on_all("load", self._args)
         first = [self._runners[0].open_store.remote()]
-        (store,) = self.wait(first, LOAD_SECONDS, "opening a store")
+        (store,) = self.wait(first, MODEL_LOAD_SECONDS, "opening a store")
         return [
             runner.load.remote(self._args, rank, store) for rank, runner in enumerate(self._runners)
         ]

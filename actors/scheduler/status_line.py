@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable
 
 from rayfin.actors.messages import EngineStats
-
-INTERVAL_SECONDS = 10.0
+from rayfin.actors.timing import STATUS_LINE_SECONDS
 
 
 class StatusLine:
@@ -40,7 +39,7 @@ def watch(stats: Callable[[], EngineStats], write: Callable[[str], None]) -> Non
 
     def run() -> None:
         while True:
-            time.sleep(INTERVAL_SECONDS)
+            time.sleep(STATUS_LINE_SECONDS)
             said = line.render(stats(), time.monotonic())
             if said is not None:
                 write(said)

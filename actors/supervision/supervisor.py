@@ -46,31 +46,25 @@ from rayfin.actors.processes.registry import (
 )
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.actor import EngineClaim, EngineStart, SchedulerActor
+from rayfin.actors.timing import (
+    CLIENT_LEAVE_SECONDS,
+    DRAIN_POLL_SECONDS,
+    ENGINE_STALL_SECONDS,
+    ENGINE_STALL_STEPS,
+    EVICTION_SECONDS,
+    HANDOVER_SECONDS,
+    LOOP_STUCK_SECONDS,
+    MAX_REPAIR_PAUSE_SECONDS,
+    MISSED_PULSES,
+    PULSE_ANSWER_SECONDS,
+    PULSE_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
 
-PULSE_SECONDS = 1.0
-ANSWER_SECONDS = 5.0
-MISSED_PULSES = 3
-"""A scheduler that misses so many pulses in a row is hung; one that was stopped is so at once."""
-
-TICK_SECONDS = 20.0
-"""... and so is one whose loop has not turned for so long; it turns while it waits for runners."""
 
 MAX_FAILURES = 3
 """Failed attempts in a row to repair an engine, after which Serve shall replace the replica."""
-
-MAX_BACKOFF_SECONDS = 30.0
-DRAIN_POLL_SECONDS = 0.1
-EVICT_SECONDS = 3.0
-LEAVE_SECONDS = 10.0  # that clients get to read the last news and leave
-HANDOVER_SECONDS = 5.0
-"""An engine that another model's replaces takes requests for so long after that one is there: the
-ingresses for the new model come a moment after it, and until then the old ones get requests."""
-
-STALL_SECONDS = 60.0
-STALL_STEPS = 100
-"""An engine has stalled when it has work and finished no step for this long, or this many steps."""
 
 
 class Supervisor:
@@ -146,8 +140,8 @@ class Supervisor:
             await self._scheduler.drain.remote()
             if not await self._idle(seconds):
                 await self._scheduler.evict.remote()
-                await self._idle(EVICT_SECONDS)
-            await self._left_by_all(LEAVE_SECONDS)
+                await self._idle(EVICTION_SECONDS)
+            await self._left_by_all(CLIENT_LEAVE_SECONDS)
         except RayError as error:
             logger.warning("engine %s is gone before it has drained: %s", self.name, error)
 
@@ -169,7 +163,7 @@ class Supervisor:
         for name in await asyncio.to_thread(engine_names, prefix):
             if name != self.name and (scheduler := find_actor(name)) is not None:
                 with suppress(RayError, EngineUnavailable, TimeoutError):
-                    info = await asyncio.wait_for(scheduler.info.remote(), ANSWER_SECONDS)
+                    info = await asyncio.wait_for(scheduler.info.remote(), PULSE_ANSWER_SECONDS)
                     if info.identity != self._args.identity:
                         return True
         return False
@@ -250,7 +244,7 @@ class Supervisor:
             return None
         try:
             ask = scheduler.claim.remote(self._id, self._args, self._args.identity)
-            claim: EngineClaim = await asyncio.wait_for(ask, ANSWER_SECONDS)
+            claim: EngineClaim = await asyncio.wait_for(ask, PULSE_ANSWER_SECONDS)
         except (RayError, TimeoutError) as error:
             logger.warning("engine %s cannot be claimed: %s", name, error)
             return None
@@ -302,13 +296,13 @@ class Supervisor:
                 self._failures += 1
                 self._trouble = str(error)
                 logger.exception("engine %s cannot be repaired", self.name)
-                await asyncio.sleep(min(2.0**self._failures, MAX_BACKOFF_SECONDS))
+                await asyncio.sleep(min(2.0**self._failures, MAX_REPAIR_PAUSE_SECONDS))
 
     async def _pulse(self) -> str | None:
         """What is wrong with the scheduler; None: nothing, so far."""
         try:
             pulse = self._scheduler.pulse.remote(self._id)
-            stats: EngineStats = await asyncio.wait_for(pulse, ANSWER_SECONDS)
+            stats: EngineStats = await asyncio.wait_for(pulse, PULSE_ANSWER_SECONDS)
         except RayTaskError as error:
             if isinstance(error.cause, NotOwner):
                 raise error.cause from None
@@ -321,7 +315,7 @@ class Supervisor:
             self._missed = 0
             self.stats = stats
             self._generation = stats.generation
-            if stats.seconds_since_tick > TICK_SECONDS:
+            if stats.seconds_since_tick > LOOP_STUCK_SECONDS:
                 return f"its loop has not turned for {stats.seconds_since_tick:.0f} s"
             self._failures = 0
         if self._missed and self._processes and is_stopped(self._processes[0]):
@@ -377,7 +371,7 @@ def check_progress(stats: EngineStats) -> None:
     Raises:
         EngineUnavailable: it has stalled.
     """
-    patience = max(STALL_SECONDS, STALL_STEPS * stats.last_step_seconds)
+    patience = max(ENGINE_STALL_SECONDS, ENGINE_STALL_STEPS * stats.last_step_seconds)
     if stats.seconds_since_progress > patience:
         raise EngineUnavailable(
             f"no step finished for {stats.seconds_since_progress:.0f} s with "

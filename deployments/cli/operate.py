@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from rayfin.actors.timing import OPERATION_POLL_SECONDS
 from rayfin.deployments.cli.group import Commands
 from rayfin.deployments.cli.options import DEFAULT_URL, ENVIRONMENT
 
-POLL_SECONDS = 0.5
 ADMIN_URL_VARIABLE = "RAYFIN_ADMIN_URL"
 
 Command = Callable[..., Any]
@@ -119,7 +119,7 @@ def drain(
             if monotonic() > deadline:
                 click.echo(f"{left} requests remain.")
                 return 1
-            pause(POLL_SECONDS)
+            pause(OPERATION_POLL_SECONDS)
     click.echo("Accepting requests." if undo else "Drained.")
     return 0
 

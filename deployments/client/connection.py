@@ -22,6 +22,15 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
+from rayfin.actors.timing import (
+    CLIENT_ANSWER_SECONDS,
+    CLIENT_COMMAND_SECONDS,
+    CLIENT_STUCK_SECONDS,
+    ENGINE_SILENT_SECONDS,
+    HEARTBEAT_SECONDS,
+    RECONNECT_SECONDS,
+    SILENCE_TICK_SECONDS,
+)
 from rayfin.deployments.client.deltas import split_deltas
 from rayfin.deployments.client.lease_renewal import Renewal
 from rayfin.deployments.client.routing import Candidate
@@ -29,16 +38,6 @@ from rayfin.deployments.client.routing import Candidate
 logger = logging.getLogger(__name__)
 
 News = asyncio.Queue[TokenDelta | Exception]
-
-HEARTBEAT_SECONDS = 1.0
-SILENT_SECONDS = 4.0
-"""An engine that has said nothing for so long, heartbeats included, is lost: frozen or cut off."""
-
-TICK_SECONDS = 0.5
-STUCK_SECONDS = 60.0  # that the event loop may stand still before the lease is not renewed any more
-RETRY_SECONDS = 0.25
-ANSWER_SECONDS = 5.0
-COMMAND_SECONDS = 90.0  # over the scheduler's own
 
 
 class EngineConnection:
@@ -141,7 +140,7 @@ class EngineConnection:
             EngineUnavailable: it was not carried out, or nobody knows.
         """
         try:
-            async with asyncio.timeout(COMMAND_SECONDS):
+            async with asyncio.timeout(CLIENT_COMMAND_SECONDS):
                 self.stats = await self.scheduler.manage.remote(command)
         except (RayError, TimeoutError) as error:
             logger.warning("engine %s did not do %s: %s", self.name, command, error)
@@ -149,7 +148,7 @@ class EngineConnection:
         self._changed()
         return self.stats
 
-    async def fresh_stats(self, seconds: float = ANSWER_SECONDS) -> EngineStats:
+    async def fresh_stats(self, seconds: float = CLIENT_ANSWER_SECONDS) -> EngineStats:
         """The engine's counters now, or as of its last heartbeat if it takes long to answer."""
         if self.connected:
             try:
@@ -164,7 +163,7 @@ class EngineConnection:
         """See ``SchedulerActor.recall``; nothing is known where nobody answers."""
         if self.connected:
             try:
-                async with asyncio.timeout(ANSWER_SECONDS):
+                async with asyncio.timeout(CLIENT_ANSWER_SECONDS):
                     logs: list[TokenLog | None] = await self.scheduler.recall.remote(
                         tenant, list(request_ids)
                     )
@@ -177,7 +176,7 @@ class EngineConnection:
         """What the engine is doing; None where nobody answers."""
         if self.connected:
             try:
-                async with asyncio.timeout(ANSWER_SECONDS):
+                async with asyncio.timeout(CLIENT_ANSWER_SECONDS):
                     snapshot: EngineSnapshot = await self.scheduler.snapshot.remote()
                     return snapshot
             except (RayError, EngineUnavailable, TimeoutError):
@@ -210,7 +209,7 @@ class EngineConnection:
                 if isinstance(error, EngineUnavailable) and not self.connected:
                     self._say_refused(error)
             self._lose(lost)
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(RECONNECT_SECONDS)
 
     def _say_refused(self, error: EngineUnavailable) -> None:
         """Once for each reason, for a connection is tried four times a second."""
@@ -245,11 +244,11 @@ class EngineConnection:
         self._renewal = Renewal(self._renew)
         try:
             silence = 0.0
-            while not (await asyncio.wait({reading}, timeout=TICK_SECONDS))[0]:
+            while not (await asyncio.wait({reading}, timeout=SILENCE_TICK_SECONDS))[0]:
                 self._turned = time.monotonic()
-                silence = 0.0 if self._heard else silence + TICK_SECONDS
+                silence = 0.0 if self._heard else silence + SILENCE_TICK_SECONDS
                 self._heard = False
-                if silence >= SILENT_SECONDS:
+                if silence >= ENGINE_SILENT_SECONDS:
                     raise EngineLost(f"engine {self.name} is silent")
             reading.result()
         finally:
@@ -257,7 +256,7 @@ class EngineConnection:
             reading.cancel()
 
     def _renew(self) -> None:
-        if time.monotonic() - self._turned < STUCK_SECONDS:
+        if time.monotonic() - self._turned < CLIENT_STUCK_SECONDS:
             self.scheduler.submit.remote(self._client, [], [])
 
     async def _read(self) -> None:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-RENEW_SECONDS = 4.0  # under a third of the scheduler's client lease
+from rayfin.actors.timing import LEASE_RENEWAL_SECONDS
 
 
 class Renewal:
@@ -16,7 +16,7 @@ class Renewal:
         renew: quick; not called any more once ``close`` has returned.
     """
 
-    def __init__(self, renew: Callable[[], object], seconds: float = RENEW_SECONDS) -> None:
+    def __init__(self, renew: Callable[[], object], seconds: float = LEASE_RENEWAL_SECONDS) -> None:
         self._renew = renew
         self._seconds = seconds
         self._closed = threading.Event()

@@ -27,6 +27,12 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 from rayfin.actors.supervision.supervisor import check_progress
+from rayfin.actors.timing import (
+    APPLICATION_END_SECONDS,
+    REGISTRY_REFRESH_SECONDS,
+    REGISTRY_SEARCH_SECONDS,
+    REPLAY_PAUSE_SECONDS,
+)
 from rayfin.deployments.client.connection import EngineConnection, News
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.replay import Replay
@@ -35,11 +41,6 @@ from rayfin.deployments.client.routing import PrefixAware, Router
 from rayfin.deployments.client.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
-
-REFRESH_SECONDS = 2.0  # between looks at the registry
-SEARCH_SECONDS = 0.25  # while there is no engine
-END_SECONDS = 1.0  # between questions whether there will be one
-BACKOFF_SECONDS = (0.1, 2.0)  # first and longest pause of a replay that a full queue refuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +268,7 @@ class EnginePool:
 
     async def _pause(self, replay: Replay, failures: int) -> None:
         """Before a queue that was full is asked again."""
-        first, longest = BACKOFF_SECONDS
+        first, longest = REPLAY_PAUSE_SECONDS
         seconds = min(longest, first * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
         await asyncio.sleep(min(seconds, self._seconds_left(replay)))
 
@@ -304,12 +305,12 @@ class EnginePool:
             else:
                 self._update_links(found)
             searching = not self._any_ready.is_set() and not self._room.is_quiet
-            await asyncio.sleep(SEARCH_SECONDS if searching else REFRESH_SECONDS)
+            await asyncio.sleep(REGISTRY_SEARCH_SECONDS if searching else REGISTRY_REFRESH_SECONDS)
 
     async def _watch_for_the_end(self) -> None:
         """A task of its own: nobody may answer for long, and engines are looked for meanwhile."""
         while True:
-            await asyncio.sleep(END_SECONDS)
+            await asyncio.sleep(APPLICATION_END_SECONDS)
             if self._links or self._room.is_quiet:
                 self._over = False
                 continue

@@ -11,11 +11,11 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from rayfin.actors.scheduler.queues.queue_limits import QueueLimits
+from rayfin.actors.timing import WAITING_ROOM_PAUSE_SECONDS
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 4096
-PAUSE_SECONDS = 1.0  # between two calls
 
 
 class WaitingRoom:
@@ -85,7 +85,7 @@ class WaitingRoom:
                 await start()
             except (RayError, RayServeException) as error:
                 logger.warning("an engine cannot be asked for: %s", error)
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(WAITING_ROOM_PAUSE_SECONDS)
 
 
 def starter(engines: Any) -> Callable[[], Awaitable[object]]:

@@ -19,7 +19,8 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayfin.deployments.http.body_limits import CONTINUE_SECONDS, STALLED_SECONDS, WINDOW_BYTES
+from rayfin.actors.timing import CONTINUE_SECONDS, SLOW_READER_SECONDS, STALLED_SECONDS
+from rayfin.deployments.http.body_limits import WINDOW_BYTES
 
 logger = logging.getLogger("rayfin.http")
 
@@ -28,7 +29,6 @@ CONTINUE = "rayfin.continue"
 WINDOWED = "rayfin.windowed"
 TAKEN = "rayfin.taken"
 TELL_BYTES = WINDOW_BYTES // 2  # taken, from which on the proxy's end tells; it costs a call
-SLOW_SECONDS = 0.5  # that a client has taken for a message, after which it tells at once
 EXTRA = 64  # bytes that a message counts for beside its own
 
 
@@ -145,7 +145,7 @@ class _Exchange:
             logger.info("a client takes nothing of its answer")
             self._left = True
         self._taken += _cost(message)
-        due = self._taken >= TELL_BYTES or loop.time() - began > SLOW_SECONDS
+        due = self._taken >= TELL_BYTES or loop.time() - began > SLOW_READER_SECONDS
         if self._left or (self._windowed and due):
             self._news.set()
 

@@ -27,18 +27,13 @@ from typing import Any
 from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from rayfin.deployments.http.body_limits import (
-    HEADER_SECONDS,
-    MAX_HEAD_BYTES,
-    MAX_URL,
-    SEND_BUFFER_BYTES,
-)
+from rayfin.actors.timing import HEADER_SECONDS, LINGER_SECONDS
+from rayfin.deployments.http.body_limits import MAX_HEAD_BYTES, MAX_URL, SEND_BUFFER_BYTES
 from rayfin.deployments.http.errors import http_error_response
 from rayfin.deployments.http.request_id import REQUEST_ID
 
 logger = logging.getLogger("rayfin.http")
 
-LINGER_SECONDS = 2.0  # for which a refused client may go on sending
 EXPECTED = ("connection_made", "connection_lost", "data_received", "send_400_response") + (
     *("on_message_begin", "on_header", "on_headers_complete", "on_body", "on_message_complete"),
     "_start_asgi_task",

@@ -14,10 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rayfin.actors.timing import RETRY_AFTER_SECONDS
 from rayfin.deployments.edge.flow import ProxyFlow
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
 from rayfin.deployments.http.body_limits import TransportLimits
-from rayfin.deployments.http.errors import RETRY_SECONDS, http_error_response
+from rayfin.deployments.http.errors import http_error_response
 from rayfin.deployments.http.layers import ErrorResponses
 from rayfin.deployments.http.request_id import RequestIds
 
@@ -106,7 +107,7 @@ class ServeAnswers:
             headers = {}
             if status in (429, 503):
                 told = Headers(raw=replaced["headers"]) if replaced is not None else {}
-                headers["Retry-After"] = told.get("retry-after", str(RETRY_SECONDS))
+                headers["Retry-After"] = told.get("retry-after", str(RETRY_AFTER_SECONDS))
             message = MESSAGES.get(status, "The server cannot answer this request.")
             await http_error_response(status, message, headers)(scope, receive, send)
 

@@ -6,12 +6,11 @@ from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest, TemplateTooSlow
+from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.requests.prompts import WrittenPrompt, check_length, prompt_ids
 from rayfin.deployments.text.chat_template import render_chat
-
-INLINE_SECONDS = 0.1  # that a chat template may hold the event loop
 
 
 async def text_ids(
@@ -101,7 +100,7 @@ async def chat_ids(
         check_length(characters, service.tokenizer, service.max_model_len, param)
     try:
         try:
-            ids = await off_loop(characters, partial(render, seconds=INLINE_SECONDS))
+            ids = await off_loop(characters, partial(render, seconds=INLINE_TEMPLATE_SECONDS))
         except TemplateTooSlow:  # it may have its time, but not the event loop's
             ids = await asyncio.to_thread(render)
     except InvalidRequest as error:

@@ -18,11 +18,11 @@ from rayfin.actors.errors import (
     RateLimited,
     RayfinError,
 )
+from rayfin.actors.timing import RETRY_AFTER_SECONDS
 
 logger = logging.getLogger("rayfin.http")
 
 MAX_MESSAGE = 1000  # characters; values of requests are quoted in messages
-RETRY_SECONDS = 1  # where nothing better is known
 CLIENT_CLOSED = 499  # the status that access logs show for a client that left
 
 HTTP_CODES = {
@@ -63,7 +63,7 @@ def error_response(error: Exception) -> JSONResponse:
     headers = dict(error.headers) if isinstance(error, RateLimited) else {}
     if isinstance(error, Overloaded | EngineUnavailable):
         seconds = error.retry_after if isinstance(error, Overloaded) else None
-        headers["Retry-After"] = str(seconds or RETRY_SECONDS)
+        headers["Retry-After"] = str(seconds or RETRY_AFTER_SECONDS)
     if isinstance(error, EngineUnavailable):  # the next connection may reach another ingress
         headers["Connection"] = "close"
     return JSONResponse(error_body(error), status, headers)

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.errors import ClientGone, Overloaded
-from rayfin.deployments.http.body_limits import STALLED_SECONDS
+from rayfin.actors.timing import STALLED_SECONDS
 from rayfin.deployments.http.sse import cancelled, tells_failure, until_disconnect
 from rayfin.deployments.http.tenant_store import TenantStore
 

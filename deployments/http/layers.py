@@ -9,13 +9,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.errors import ClientGone
+from rayfin.actors.timing import BODY_SECONDS
 from rayfin.deployments.http.auth import OPEN_PATHS, AdminAuth, BearerAuth
-from rayfin.deployments.http.body_limits import (
-    BODY_SECONDS,
-    MAX_BODY_BYTES,
-    BodyLimits,
-    TransportLimits,
-)
+from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, BodyLimits, TransportLimits
 from rayfin.deployments.http.errors import failure_response
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.http.paths import ADMIN_PATHS, PAGE_PATHS

@@ -12,14 +12,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rayfin.actors.errors import RayfinError
-from rayfin.deployments.http.body_limits import STALLED_SECONDS
+from rayfin.actors.timing import SSE_COMMENT_SECONDS, STALLED_SECONDS
 from rayfin.deployments.http.errors import error_body
 
 logger = logging.getLogger("rayfin.http")
 
 DONE = "data: [DONE]\n\n"
 COMMENT = ": waiting\n\n"
-COMMENT_SECONDS = 10.0  # proxies give up connections that are silent for longer
 FAILURES = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
 
 
@@ -101,7 +100,7 @@ class EventStream(Response):
         with suppress(OSError, TimeoutError):  # the next event finds that out as well
             while True:
                 written = self._written
-                await asyncio.sleep(COMMENT_SECONDS)
+                await asyncio.sleep(SSE_COMMENT_SECONDS)
                 if written == self._written:
                     await self._write(send, COMMENT)
 
@@ -134,4 +133,4 @@ async def ended(task: asyncio.Task[Any]) -> None:
 
 async def wait_for_some_time(task: asyncio.Task[Any]) -> None:
     """Until the task is done, or a client should hear of us."""
-    await asyncio.wait({task}, timeout=COMMENT_SECONDS)
+    await asyncio.wait({task}, timeout=SSE_COMMENT_SECONDS)

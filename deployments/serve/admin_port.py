@@ -16,6 +16,7 @@ from ray import serve
 from rayfin import __version__
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.metrics.hub import HEAD
+from rayfin.actors.timing import ADMIN_BIND_PAUSE_SECONDS, ADMIN_BIND_SECONDS, ADMIN_STOP_SECONDS
 from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
 from rayfin.deployments.client.engine_names import find_engines
 from rayfin.deployments.client.pool import EnginePool
@@ -25,8 +26,6 @@ from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.http.layers import HttpSettings, add_layers
 
 logger = logging.getLogger("rayfin.admin")
-
-BIND_SECONDS = 20.0  # for which the one before, of an update, may still have the port
 
 
 def build_admin_api(models: Sequence[Operated], keys: ApiKeys) -> FastAPI:
@@ -63,7 +62,7 @@ def bind(host: str, port: int) -> socket.socket:
     name="admin",
     num_replicas=1,
     ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
-    graceful_shutdown_timeout_s=5.0,
+    graceful_shutdown_timeout_s=ADMIN_STOP_SECONDS,
 )
 class AdminDeployment:
     """Listens on the cluster's head node; Serve starts another where it dies.
@@ -116,7 +115,7 @@ class _Server(uvicorn.Server):
 
 
 async def _bind_in_time(host: str, port: int) -> socket.socket:
-    deadline = asyncio.get_running_loop().time() + BIND_SECONDS
+    deadline = asyncio.get_running_loop().time() + ADMIN_BIND_SECONDS
     while True:
         try:
             return bind(host, port)
@@ -124,7 +123,7 @@ async def _bind_in_time(host: str, port: int) -> socket.socket:
             if asyncio.get_running_loop().time() > deadline:
                 raise
             logger.warning("%s", error)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(ADMIN_BIND_PAUSE_SECONDS)
 
 
 def admin_deployment(

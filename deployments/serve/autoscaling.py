@@ -12,6 +12,7 @@ from typing import Any
 from ray.serve.config import AutoscalingContext
 
 from rayfin.actors.messages import EngineStats
+from rayfin.actors.timing import UPSCALE_SECONDS
 
 WAITING_TOKENS = 8192.0
 """Prompt tokens in the queue of an engine, over which another one is wanted ..."""
@@ -23,8 +24,6 @@ TTFT_SECONDS = 2.0
 """... and the time that its queue takes at the pace at which it was admitted from so far."""
 
 TARGETS = {"waiting_tokens": WAITING_TOKENS, "page_share": PAGE_SHARE, "ttft": TTFT_SECONDS}
-UPSCALE_SECONDS = 10.0
-"""For which more engines must be wanted, in a row: a model takes its time to load."""
 
 FORGETTING = 0.7
 """Per report: the pace of admission is a moving mean."""

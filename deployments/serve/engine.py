@@ -9,6 +9,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.supervision.supervisor import Supervisor
+from rayfin.actors.timing import SERVE_HEALTH_PERIOD_SECONDS, SERVE_HEALTH_TIMEOUT_SECONDS
 from rayfin.deployments.client.engine_names import ENGINE, engine_prefix
 from rayfin.deployments.serve.autoscaling import AutoscalingReport
 
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
     name=ENGINE,
     num_replicas=1,
     ray_actor_options={"num_cpus": 0},
-    health_check_period_s=2,
-    health_check_timeout_s=10,
+    health_check_period_s=SERVE_HEALTH_PERIOD_SECONDS,
+    health_check_timeout_s=SERVE_HEALTH_TIMEOUT_SECONDS,
     max_constructor_retry_count=2,
 )
 class EngineDeployment:

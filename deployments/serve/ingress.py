@@ -13,12 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.logs import set_up
+from rayfin.actors.timing import RETRY_AFTER_SECONDS
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.local_store import LocalResponseStore
 from rayfin.deployments.api.responses.shared import SharedResponseStore
 from rayfin.deployments.edge.flow import ReplicaFlow
 from rayfin.deployments.generation.quotas import TokenQuotas
-from rayfin.deployments.http.errors import RETRY_SECONDS
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.request_id import REQUEST_ID
@@ -34,7 +34,7 @@ from rayfin.deployments.telemetry.load import Load
     ray_actor_options={"num_cpus": 0},
     max_ongoing_requests=4096,
     max_queued_requests=4096,  # in the proxy, beyond what replicas have; then Serve refuses
-    backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_SECONDS),
+    backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_SECONDS),
 )
 @serve.ingress()
 class IngressDeployment:

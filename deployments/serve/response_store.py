@@ -11,9 +11,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from rayfin.actors.errors import EngineUnavailable, RayfinError
-from rayfin.deployments.api.responses.store_actor import POLL_SECONDS, ResponseStoreActor
-
-CALL_SECONDS = 3 * POLL_SECONDS
+from rayfin.actors.timing import RESPONSE_STORE_CALL_SECONDS
+from rayfin.deployments.api.responses.store_actor import ResponseStoreActor
 
 
 @serve.deployment(
@@ -45,7 +44,7 @@ def store_calls(
 
     async def call(method: str, *args: object) -> object:
         try:
-            async with asyncio.timeout(CALL_SECONDS):
+            async with asyncio.timeout(RESPONSE_STORE_CALL_SECONDS):
                 answer: object = await handle.call.remote(method, *args)
                 return answer
         except RayTaskError as error:

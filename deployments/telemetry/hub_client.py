@@ -16,15 +16,15 @@ from typing import Any
 from ray.exceptions import RayError
 
 from rayfin.actors.metrics.ledger import CounterReport, Ledger
+from rayfin.actors.timing import (
+    HUB_REPORT_ANSWER_SECONDS,
+    HUB_REPORT_SECONDS,
+    INGRESS_SCRAPE_SECONDS,
+    SCRAPE_AGE_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
 
-REPORT_SECONDS = 2.0
-ANSWER_SECONDS = 3.0
-SCRAPE_SECONDS = 0.06  # that a scrape waits for the hub, if its last text is young
-YOUNG_SECONDS = 3.0
-"""Since that text was asked for. Scrapes that are further apart see no counter go backwards, though
-another ingress answers the next one."""
 MISSES, STARTING_MISSES = 3, 12
 """A hub that leaves so many reports in a row unanswered is hung, and is killed; a new one that has
 answered none yet gets a minute to start."""
@@ -60,7 +60,7 @@ class HubClient:
         self._hub: Any = None
         self._misses, self._allowed = 0, STARTING_MISSES
         self._asked = itertools.count(1)
-        self._text = _Text(0, -YOUNG_SECONDS, b"")
+        self._text = _Text(0, -SCRAPE_AGE_SECONDS, b"")
         self._task = asyncio.create_task(self._run())
 
     async def scrape(self) -> bytes | None:
@@ -68,8 +68,8 @@ class HubClient:
         if self._hub is None:
             return None
         asking = asyncio.create_task(self._ask_text())
-        await asyncio.wait([asking], timeout=SCRAPE_SECONDS)
-        if asking.done() or time.monotonic() - self._text.asked_at > YOUNG_SECONDS:
+        await asyncio.wait([asking], timeout=INGRESS_SCRAPE_SECONDS)
+        if asking.done() or time.monotonic() - self._text.asked_at > SCRAPE_AGE_SECONDS:
             return await asking
         return self._text.text  # the answer is for the next scrape
 
@@ -85,7 +85,7 @@ class HubClient:
                     logger.warning("the metrics hub cannot be started: %s", error)
             if self._hub is not None:
                 await self._tell()
-            await asyncio.sleep(REPORT_SECONDS)
+            await asyncio.sleep(HUB_REPORT_SECONDS)
 
     async def _tell(self) -> None:
         hub, number, now = self._hub, next(self._asked), time.monotonic()
@@ -120,7 +120,7 @@ class HubClient:
         """The hub's answer; None if there is none, and without a hub from then on if it is dead."""
         hub = self._hub
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(HUB_REPORT_ANSWER_SECONDS):
                 return await ask(hub)
         except TimeoutError:
             pass

@@ -9,6 +9,7 @@ import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.messages import plain_messages, plain_tools
 from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -21,7 +22,6 @@ RENDERING_ERRORS = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
 )
 MAX_VARIABLE = 1024  # characters in a template variable that a request sets
-RENDER_SECONDS = 2.0  # of processor time
 MAX_GROWTH = 4  # characters that a template writes for each one that a request sends ...
 MAX_OWN_TEXT = 2**17  # ... and beside those
 
@@ -35,7 +35,7 @@ def render_chat(
     continue_final_message: bool = False,
     chat_template: str | None = None,
     variables: Mapping[str, Any] | None = None,
-    seconds: float = RENDER_SECONDS,
+    seconds: float = TEMPLATE_SECONDS,
 ) -> list[int]:
     """The prompt of a conversation.
 

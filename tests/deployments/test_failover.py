@@ -45,13 +45,13 @@ def anyio_backend() -> str:
 async def client(
     world: Any, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> AsyncIterator[EnginePool]:
-    for name in ("REFRESH_SECONDS", "SEARCH_SECONDS", "END_SECONDS"):
+    for name in ("REGISTRY_REFRESH_SECONDS", "REGISTRY_SEARCH_SECONDS", "APPLICATION_END_SECONDS"):
         monkeypatch.setattr(ray_client, name, 0.001)
-    monkeypatch.setattr(ray_client, "BACKOFF_SECONDS", (0.001, 0.01))
-    monkeypatch.setattr(engine_link, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(ray_client, "REPLAY_PAUSE_SECONDS", (0.001, 0.01))
+    monkeypatch.setattr(engine_link, "RECONNECT_SECONDS", 0.001)
     monkeypatch.setattr(engine_link, "HEARTBEAT_SECONDS", 0.005)
-    monkeypatch.setattr(engine_link, "TICK_SECONDS", 0.01)
-    monkeypatch.setattr(engine_link, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(engine_link, "SILENCE_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "ENGINE_SILENT_SECONDS", 0.1)
     client = EnginePool("edge", lambda: world.registered, patience=Patience(1.0, 5.0))
     yield client
     client.close()

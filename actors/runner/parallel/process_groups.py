@@ -20,13 +20,10 @@ from rayfin.actors import failpoints
 from rayfin.actors.errors import PeerLost
 from rayfin.actors.messages import Int32Array
 from rayfin.actors.runner.parallel.rank import ParallelRank
+from rayfin.actors.timing import PEER_STEP_SECONDS
 
 dist: Any = torch.distributed  # whose stubs leave out half of this
 
-LOAD_SECONDS = 1800.0
-STEP_SECONDS = 180.0
-"""Patience with a peer: until it has loaded its weights, and within a step. The scheduler's
-watchdog is faster; this is for ranks whose scheduler is gone as well."""
 
 SENDS_UNDER_WAY = 16
 
@@ -54,7 +51,7 @@ class ProcessGroups:
         self._sent = deque[tuple[Any, torch.Tensor]]()  # a tensor lives until it has arrived
         self._messages = Counter[str]()  # of each kind so far: their tags
 
-    def connect(self, name: str, seconds: float = STEP_SECONDS) -> None:
+    def connect(self, name: str, seconds: float = PEER_STEP_SECONDS) -> None:
         """New connections, which all ranks make under the same new name.
 
         Raises:

@@ -28,6 +28,7 @@ from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.policy.token_scheduler import take_chunk
 from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.timing import BLOCKED_PROMPT_SECONDS
 
 
 class StepScheduler(Protocol):
@@ -44,9 +45,8 @@ class StepScheduler(Protocol):
         ...
 
 
-BLOCKED_SECONDS = 600.0
 MAX_BLOCKED = 1024
-"""The prompts of the convicted are refused for so long, so many at most."""
+"""Prompts of convicted requests that are refused, at most."""
 
 SILENT_DEATHS = 2
 """Deaths on trial that convict, where the runner did not say that the step did it."""
@@ -147,7 +147,7 @@ class Quarantine:
 
     def block(self, request: Request) -> RequestQuarantined:
         """The request is convicted: nobody may come with its prompt for a while."""
-        self._blocked[_digest(request.source)] = self._clock() + BLOCKED_SECONDS
+        self._blocked[_digest(request.source)] = self._clock() + BLOCKED_PROMPT_SECONDS
         if len(self._blocked) > MAX_BLOCKED:
             self._blocked.popitem(last=False)
         return RequestQuarantined(

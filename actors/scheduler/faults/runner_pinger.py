@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-PING_SECONDS = 2.0
-IDLE_PATIENCE_SECONDS = 10.0
+from rayfin.actors.timing import PING_PATIENCE_SECONDS, RUNNER_PING_SECONDS
 
 
 class Pinged(Protocol):
@@ -46,7 +45,7 @@ class RunnerPinger:
     def _watch(self) -> None:
         while True:
             self.ping_once()
-            time.sleep(PING_SECONDS)
+            time.sleep(RUNNER_PING_SECONDS)
 
     def ping_once(self) -> None:
         """One ping, until it is answered, or will not be."""
@@ -58,8 +57,8 @@ class RunnerPinger:
                 return
             if self._engine.has_work:
                 idle_since = time.monotonic()
-            elif alive is False or time.monotonic() - idle_since > IDLE_PATIENCE_SECONDS:
+            elif alive is False or time.monotonic() - idle_since > PING_PATIENCE_SECONDS:
                 self._on_death(f"the idle runner {'has died' if alive is False else 'hangs'}")
-                time.sleep(PING_SECONDS)
+                time.sleep(RUNNER_PING_SECONDS)
                 return
-            time.sleep(PING_SECONDS / 4)
+            time.sleep(RUNNER_PING_SECONDS / 4)

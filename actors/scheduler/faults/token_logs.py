@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rayfin.actors.messages import Int32Array, Receipt, TokenLog
 from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.timing import TOKEN_LOG_SECONDS
 
-KEPT_SECONDS = 60.0
 MAX_TOKENS = 2**20  # of all logs: 4 MiB
 MAX_LOGS = 2**14
 
@@ -42,7 +42,7 @@ class TokenLogs:
     def __init__(
         self,
         clock: Callable[[], float],
-        seconds: float = KEPT_SECONDS,
+        seconds: float = TOKEN_LOG_SECONDS,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
         self._clock = clock

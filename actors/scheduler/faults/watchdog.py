@@ -9,13 +9,13 @@ context counts for more, so that a long prompt is not taken for a hang.
 import numpy as np
 
 from rayfin.actors.messages import SchedulerInfo
-
-FLOOR_SECONDS = 5.0
-FIRST_SECONDS = 120.0
-"""The first steps of new runners compile kernels, capture graphs and touch memory."""
-
-AGAIN_SECONDS = 15.0
-"""... at least, for runners that follow others, whose first steps have told how long it takes."""
+from rayfin.actors.timing import (
+    FIRST_RESTART_PAUSE_SECONDS,
+    FIRST_STEPS_LIMIT_SECONDS,
+    LATER_FIRST_STEPS_LIMIT_SECONDS,
+    MAX_RESTART_PAUSE_SECONDS,
+    MIN_STEP_LIMIT_SECONDS,
+)
 
 FIRST_STEPS = 3
 MULTIPLE = 20.0
@@ -23,7 +23,6 @@ CONTEXT_TOKENS = 2048
 """Context over which attention is taken to cost as much as all the rest: less than it is in truth,
 which errs on the side of patience."""
 
-FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 30.0
 
 FORGETTING = 0.999
 """Per step: the slowest pace seen is forgotten slowly."""
@@ -32,7 +31,9 @@ FORGETTING = 0.999
 class Watchdog:
     """Learns the slowest pace of one group of runners, and sets each step's limit by it."""
 
-    def __init__(self, floor: float = FLOOR_SECONDS, first: float = FIRST_SECONDS) -> None:
+    def __init__(
+        self, floor: float = MIN_STEP_LIMIT_SECONDS, first: float = FIRST_STEPS_LIMIT_SECONDS
+    ) -> None:
         self._floor = floor
         self._first = self._longest_first = first
         self._steps = 0
@@ -44,7 +45,7 @@ class Watchdog:
     def restart(self) -> None:
         """The runners are new: what they compile, they compile again, as fast as the last ones."""
         if self._steps >= FIRST_STEPS:
-            again = max(AGAIN_SECONDS, MULTIPLE * self._slowest_first)
+            again = max(LATER_FIRST_STEPS_LIMIT_SECONDS, MULTIPLE * self._slowest_first)
             self._first = min(self._longest_first, again)
         self._steps = 0
         self._restarts += 1
@@ -53,7 +54,9 @@ class Watchdog:
         """Seconds to wait before runners are started again: doubles while they finish no step."""
         if self._restarts < 2:
             return 0.0
-        return float(min(FIRST_BACKOFF_SECONDS * 2 ** (self._restarts - 2), MAX_BACKOFF_SECONDS))
+        return float(
+            min(FIRST_RESTART_PAUSE_SECONDS * 2 ** (self._restarts - 2), MAX_RESTART_PAUSE_SECONDS)
+        )
 
     def patience(self, info: SchedulerInfo) -> float:
         """Seconds that the step may take."""

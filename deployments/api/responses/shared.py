@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from rayfin.actors.errors import RayfinError
+from rayfin.actors.timing import RESPONSE_STORE_RETRY_SECONDS
 from rayfin.deployments.api.responses.events import follow
 from rayfin.deployments.api.responses.local_store import cancel_here
 from rayfin.deployments.api.responses.replies import ResponseStreamEvent
@@ -15,7 +16,6 @@ from rayfin.deployments.http.sse import cancelled
 
 logger = logging.getLogger("rayfin.http")
 
-RETRY_SECONDS = 1.0
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
 
@@ -150,7 +150,7 @@ class SharedResponseStore:
                         await self._cancel(state)
             except RayfinError as error:
                 logger.warning("The store of responses does not answer: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(RESPONSE_STORE_RETRY_SECONDS)
 
     def _drop(self, response_id: str) -> None:
         """Ends it, with nothing more to tell."""

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rayfin.actors.errors import EngineUnavailable, NotFound
+from rayfin.actors.timing import RESPONSE_OWNER_SECONDS, RESPONSE_STORE_POLL_SECONDS
 from rayfin.deployments.api.responses.state import Change, ResponseState
 from rayfin.deployments.api.responses.store import ResponseStore
-
-POLL_SECONDS = 10.0  # that a call may wait for something to happen
-OWNER_SECONDS = 30.0  # an ingress that has not asked for orders for so long is gone
 
 Order = tuple[Literal["cancel", "forget"], str]
 
@@ -78,7 +76,7 @@ class ResponseStoreActor:
         """
         state = self._find(response_id, tenant)
         if not state.done and len(state.pieces) == since and state.status == status:
-            await _set_within(state.news(), POLL_SECONDS)
+            await _set_within(state.news(), RESPONSE_STORE_POLL_SECONDS)
             state = self._find(response_id, tenant)
         return state.change(since)
 
@@ -106,7 +104,7 @@ class ResponseStoreActor:
         """What an owner is to do, in order; waits a while for something."""
         own = self._seen(owner)
         if not own.orders:
-            await _set_within(own.news, POLL_SECONDS)
+            await _set_within(own.news, RESPONSE_STORE_POLL_SECONDS)
         own.news.clear()
         orders, own.orders = own.orders, []
         self._seen(owner)
@@ -137,7 +135,7 @@ class ResponseStoreActor:
 
     def _is_there(self, owner: str | None) -> bool:
         own = self._owners.get(owner or "")
-        return own is not None and self._clock() - own.seen <= OWNER_SECONDS
+        return own is not None and self._clock() - own.seen <= RESPONSE_OWNER_SECONDS
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:

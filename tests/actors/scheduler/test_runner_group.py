@@ -75,7 +75,7 @@ def test_a_lost_call_is_made_again(step: Any) -> None:
 def test_a_runner_that_nothing_reaches_is_given_up(
     step: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "RESEND_SECONDS", 0.0)
+    monkeypatch.setattr(group, "STEP_RESEND_SECONDS", 0.0)
     pending, runner = step([LOST])
     with pytest.raises(RunnerGroupFailed, match="unavailable"):
         pending.result()

@@ -31,7 +31,7 @@ async def nothing() -> AsyncGenerator[None, None]:
 
 async def test_a_silent_stream_is_commented(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before events and between them, as often as it takes; never after the last."""
-    monkeypatch.setattr(sse, "COMMENT_SECONDS", 0.001)
+    monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
     sent: list[dict[str, Any]] = []
     comments = 0
 
@@ -80,7 +80,7 @@ async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a comment at once, and what went wrong later is told in the stream."""
-    monkeypatch.setattr(sse, "COMMENT_SECONDS", 0.001)
+    monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
     told = asyncio.Event()
     bodies: list[bytes] = []
 
@@ -117,7 +117,7 @@ async def test_an_early_refusal_is_raised() -> None:
 
 async def test_a_client_that_leaves_before_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its source is closed, although the first item is still awaited."""
-    monkeypatch.setattr(sse, "COMMENT_SECONDS", 0.001)
+    monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
     closed = False
 
     async def deltas() -> AsyncGenerator[str, None]:

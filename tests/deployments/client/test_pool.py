@@ -22,6 +22,7 @@ from rayfin.actors.messages import (
     TokenDelta,
     TokenDeltas,
 )
+from rayfin.actors.timing import HEARTBEAT_SECONDS
 from rayfin.deployments.client import connection as engine_link
 from rayfin.deployments.client import pool as ray_client
 from rayfin.deployments.client.lease_renewal import Renewal
@@ -119,7 +120,7 @@ class FakeScheduler:
     async def _subscribe(
         self, client: str, heartbeat: float, again: bool
     ) -> AsyncIterator[Awaitable[TokenDeltas]]:
-        assert client.startswith("edge.") and heartbeat == engine_link.HEARTBEAT_SECONDS
+        assert client.startswith("edge.") and heartbeat == HEARTBEAT_SECONDS
         self.subscriptions.append(again)
         for _ in range(engine_link.MESSAGES_PER_CALL):
             if (message := await self.messages.get()) is None:
@@ -149,9 +150,9 @@ def engines() -> list[FakeScheduler]:
 async def client(
     engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> AsyncIterator[EnginePool]:
-    for name in ("REFRESH_SECONDS", "SEARCH_SECONDS"):
+    for name in ("REGISTRY_REFRESH_SECONDS", "REGISTRY_SEARCH_SECONDS"):
         monkeypatch.setattr(ray_client, name, 0.01)
-    monkeypatch.setattr(engine_link, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "RECONNECT_SECONDS", 0.01)
     client = EnginePool(
         "edge",
         lambda: {"app/engine/0": engines[0]} if engines else {},
@@ -388,7 +389,7 @@ async def test_refused_connection_is_told_once_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(engine_link, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "RECONNECT_SECONDS", 0.01)
     engines[0].full = True
     client = EnginePool("edge", lambda: {"app/engine/0": engines[0]})
     await until(lambda: "the engine is full" in caplog.text)
@@ -403,8 +404,8 @@ async def test_event_loop_that_hangs_loses_its_lease(
     engines: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_link, "Renewal", lambda renew: Renewal(renew, 0.01))
-    monkeypatch.setattr(engine_link, "TICK_SECONDS", 0.01)
-    monkeypatch.setattr(engine_link, "STUCK_SECONDS", 0.2)
+    monkeypatch.setattr(engine_link, "SILENCE_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(engine_link, "CLIENT_STUCK_SECONDS", 0.2)
     client = EnginePool("edge", lambda: {"app/engine/0": engines[0]})
     await until(lambda: bool(engines[0].calls))
     time.sleep(0.3)

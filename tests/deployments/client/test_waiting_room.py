@@ -61,7 +61,7 @@ async def test_one_call_for_all_who_wait(anyio_backend: str) -> None:
 async def test_a_call_that_fails_is_made_again(
     anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_room, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(waiting_room, "WAITING_ROOM_PAUSE_SECONDS", 0.0)
     starts = Starts()
     starts.failures = [ActorDiedError()]
     room = WaitingRoom(start=starts)

@@ -102,7 +102,7 @@ async def test_all_of_a_long_answer_arrives(
 ) -> None:
     """A quick client costs few calls; what a slow one has taken is told each time."""
     if slow:
-        monkeypatch.setattr(flow, "SLOW_SECONDS", -1.0)
+        monkeypatch.setattr(flow, "SLOW_READER_SECONDS", -1.0)
     serve = Serve(ReplicaFlow(Stream(ENOUGH)))
     async with listening(ProxyFlow(serve)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -87,9 +87,9 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_link, "REPORT_SECONDS", 0.001)
-    monkeypatch.setattr(hub_link, "ANSWER_SECONDS", 0.05)
-    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 20.0)  # what a fake hub says is of now
+    monkeypatch.setattr(hub_link, "HUB_REPORT_SECONDS", 0.001)
+    monkeypatch.setattr(hub_link, "HUB_REPORT_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(hub_link, "INGRESS_SCRAPE_SECONDS", 20.0)  # what a fake hub says is of now
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -153,22 +153,22 @@ async def test_a_hub_that_hangs_is_replaced() -> None:
 
 async def test_a_scrape_does_not_wait_for_a_busy_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told what the hub said last; what comes late is for the next one."""
-    for name in ("REPORT_SECONDS", "ANSWER_SECONDS", "YOUNG_SECONDS"):
+    for name in ("HUB_REPORT_SECONDS", "HUB_REPORT_ANSWER_SECONDS", "SCRAPE_AGE_SECONDS"):
         monkeypatch.setattr(hub_link, name, 3600.0)
     registry, counts = Registry(), IngressCounters()
     link, observed = connect(registry, counts)
     await until(lambda: link.known.totals)  # its one report
     hub = registry.hubs[0]
-    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 0.001)
+    monkeypatch.setattr(hub_link, "INGRESS_SCRAPE_SECONDS", 0.001)
     hub.busy = asyncio.Event()
     counts.disconnects = 1
     assert await observed.metrics() == b"left 0"
     hub.busy.set()
-    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 20.0)
+    monkeypatch.setattr(hub_link, "INGRESS_SCRAPE_SECONDS", 20.0)
     assert await observed.metrics() == b"left 1"
 
-    monkeypatch.setattr(hub_link, "SCRAPE_SECONDS", 0.001)
-    monkeypatch.setattr(hub_link, "YOUNG_SECONDS", 0.0)  # too old a text is none
+    monkeypatch.setattr(hub_link, "INGRESS_SCRAPE_SECONDS", 0.001)
+    monkeypatch.setattr(hub_link, "SCRAPE_AGE_SECONDS", 0.0)  # too old a text is none
     hub.busy = asyncio.Event()
     counts.disconnects = 2
     scrape = asyncio.create_task(observed.metrics())

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rayfin.actors.errors import RequestHandedBack, RequestQuarantined
-from rayfin.actors.scheduler.faults.quarantine import BLOCKED_SECONDS, MAX_ENGINE_DEATHS
+from rayfin.actors.scheduler.faults.quarantine import MAX_ENGINE_DEATHS
+from rayfin.actors.timing import BLOCKED_PROMPT_SECONDS
 
 Make = Callable[..., Any]
 
@@ -100,7 +101,7 @@ def test_prompt_of_the_convicted_is_refused_for_a_while(harness: Make) -> None:
         h.add([1, 2, 3], 5)
     h.add([1, 2, 4], 5)
     h.run()
-    h.executor.clock += BLOCKED_SECONDS
+    h.executor.clock += BLOCKED_PROMPT_SECONDS
     h.add([1, 2, 3], 5)
     h.run()
     h.check()

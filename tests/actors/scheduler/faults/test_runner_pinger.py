@@ -58,7 +58,7 @@ def test_death_is_told(clock: Time) -> None:
 
 def test_idle_runner_that_does_not_answer_is_hung(clock: Time) -> None:
     assert deaths(Runners(*[None] * 100), Engine()) == ["the idle runner hangs"]
-    assert clock.now > keeper.IDLE_PATIENCE_SECONDS
+    assert clock.now > keeper.PING_PATIENCE_SECONDS
 
 
 def test_busy_runner_may_take_its_time(clock: Time) -> None:

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from rayfin.actors.messages import SchedulerInfo
-from rayfin.actors.scheduler.faults.watchdog import (
-    AGAIN_SECONDS,
-    FIRST_SECONDS,
-    FIRST_STEPS,
-    FLOOR_SECONDS,
-    MAX_BACKOFF_SECONDS,
-    MULTIPLE,
-    Watchdog,
+from rayfin.actors.scheduler.faults.watchdog import FIRST_STEPS, MULTIPLE, Watchdog
+from rayfin.actors.timing import (
+    FIRST_STEPS_LIMIT_SECONDS,
+    LATER_FIRST_STEPS_LIMIT_SECONDS,
+    MAX_RESTART_PAUSE_SECONDS,
+    MIN_STEP_LIMIT_SECONDS,
 )
 
 
@@ -56,13 +54,14 @@ def trained() -> Watchdog:
 def test_first_steps_get_time_to_compile() -> None:
     watchdog = Watchdog()
     for _ in range(FIRST_STEPS):
-        assert watchdog.patience(step(1)) == FIRST_SECONDS
+        assert watchdog.patience(step(1)) == FIRST_STEPS_LIMIT_SECONDS
         watchdog.observe(step(1), 1.0)
     assert watchdog.patience(step(1)) == MULTIPLE * 1.0
 
 
 @pytest.mark.parametrize(
-    ("slowest", "patience"), [(0.01, AGAIN_SECONDS), (1.0, MULTIPLE * 1.0), (9.0, MULTIPLE * 9.0)]
+    ("slowest", "patience"),
+    [(0.01, LATER_FIRST_STEPS_LIMIT_SECONDS), (1.0, MULTIPLE * 1.0), (9.0, MULTIPLE * 9.0)],
 )
 def test_first_steps_of_the_next_runners_get_what_those_before_took(
     slowest: float, patience: float
@@ -81,12 +80,12 @@ def test_runners_that_died_in_their_first_steps_have_told_nothing() -> None:
     watchdog = Watchdog()
     watchdog.observe(step(1), 0.01)
     watchdog.restart()
-    assert watchdog.patience(step(1)) == FIRST_SECONDS
+    assert watchdog.patience(step(1)) == FIRST_STEPS_LIMIT_SECONDS
 
 
 def test_short_steps_get_the_floor(trained: Watchdog) -> None:
-    assert trained.patience(step(8)) == FLOOR_SECONDS
-    assert trained.patience(step(8, (50,))) == FLOOR_SECONDS
+    assert trained.patience(step(8)) == MIN_STEP_LIMIT_SECONDS
+    assert trained.patience(step(8, (50,))) == MIN_STEP_LIMIT_SECONDS
 
 
 def test_long_prompts_get_time_by_their_tokens_and_depth(trained: Watchdog) -> None:
@@ -109,7 +108,7 @@ def test_slowest_pace_counts_and_is_forgotten_slowly(trained: Watchdog) -> None:
     assert after * 0.8 < trained.patience(step(8)) < after
     for _ in range(10_000):
         trained.observe(step(8), 0.01)
-    assert trained.patience(step(8)) == FLOOR_SECONDS
+    assert trained.patience(step(8)) == MIN_STEP_LIMIT_SECONDS
 
 
 def test_backoff_doubles_until_a_step_is_done() -> None:
@@ -118,6 +117,6 @@ def test_backoff_doubles_until_a_step_is_done() -> None:
     for _ in range(12):
         waits.append(watchdog.backoff())
         watchdog.restart()
-    assert waits[:6] == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0] and waits[-1] == MAX_BACKOFF_SECONDS
+    assert waits[:6] == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0] and waits[-1] == MAX_RESTART_PAUSE_SECONDS
     watchdog.observe(replace(step(1)), 0.1)
     assert watchdog.backoff() == 0.0

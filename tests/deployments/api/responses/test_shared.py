@@ -11,11 +11,12 @@ import httpx
 import pytest
 
 from rayfin.actors.errors import EngineUnavailable, Overloaded
+from rayfin.actors.timing import RESPONSE_OWNER_SECONDS
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses import store_actor as keeper_module
 from rayfin.deployments.api.responses.shared import SharedResponseStore
 from rayfin.deployments.api.responses.store import ResponseStore
-from rayfin.deployments.api.responses.store_actor import OWNER_SECONDS, ResponseStoreActor
+from rayfin.deployments.api.responses.store_actor import ResponseStoreActor
 from rayfin.deployments.generation.service import OpenAIService
 
 pytestmark = pytest.mark.anyio
@@ -260,7 +261,7 @@ async def test_a_replica_that_ends_takes_its_responses_along(
     shared: list[SharedResponseStore],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper_module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(keeper_module, "RESPONSE_STORE_POLL_SECONDS", 0.01)
     here, there = replicas
     kept = await create(there, ASK)
     engine.pause_after = (4, asyncio.Event())
@@ -271,7 +272,7 @@ async def test_a_replica_that_ends_takes_its_responses_along(
     await until(lambda: engine.taken >= 4)
     shared[0].close()
     await asyncio.sleep(0.02)
-    clock.now += OWNER_SECONDS + 1
+    clock.now += RESPONSE_OWNER_SECONDS + 1
     assert "response.failed" in (await following).text.splitlines()[-2]
     found = await retrieve(there, lost["id"])
     assert found["status"] == "failed" and "ended" in found["error"]["message"]

@@ -1,0 +1,177 @@
+"""Every timeout, lease and period of the product, in seconds, grouped by mechanism.
+
+Eight mechanisms notice that a process has died, hangs or is unwanted:
+
+    ingress ----- 7 heartbeat -----> scheduler ----- 1 step limit ------> runner
+       ^                             |  ^  ^  |                           ^  |
+       +-------- 8 client lease -----+  |  |  +----- 2 ping --------------+  |
+                                        |  +-------- 3 runner lease ---------+
+                                        |
+    supervisor -- 4 pulse --------------+-- 5 claim, by another supervisor
+       ^                                |
+       +----------- 6 supervisor lease -+
+
+      who watches whom           what it notices              after           what it does
+    1 scheduler, a busy runner   a step over its limit        5 s or more     kills it, recomputes
+    7 ingress, the scheduler     no message, no heartbeat     4 s             replays elsewhere
+    5 new supervisor, the old    no pulse                     5 s             claims the engine
+    2 scheduler, an idle runner  no answer to a ping          10 s            kills it
+    8 scheduler, a client        lease not renewed            15 s            aborts its requests
+    4 supervisor, the scheduler  3 pulses missed              18 s            replaces it
+                                 its loop does not turn       20 s            replaces it
+    3 runner, any scheduler      no step, no ping             20 s            exits
+    6 scheduler, any supervisor  no pulse                     60 s            stops runners, exits
+
+A process that dies, or that a signal has stopped, is noticed at once: Ray or /proc reports it. The
+table is for processes that hang and for networks that are cut.
+
+The order matters. Clients leave a hung scheduler (7) long before it is replaced (4), so that their
+streams go on elsewhere. It is replaced before its runners exit (4 < 3), so that the next scheduler
+adopts them with their weights. Serve replaces a hung supervisor before its engine leaves (< 6).
+Each lease is several times the period that renews it, so that one lost message ends nothing.
+``tests/actors/test_timing.py`` asserts all of this.
+"""
+
+# 1. The limit of a step (scheduler/faults/watchdog.py). The first steps of new runners compile
+# kernels, capture graphs and touch memory. Their successors' limit follows from that.
+
+MIN_STEP_LIMIT_SECONDS = 5.0
+FIRST_STEPS_LIMIT_SECONDS = 120.0
+LATER_FIRST_STEPS_LIMIT_SECONDS = 15.0
+FIRST_RESTART_PAUSE_SECONDS = 0.5  # doubles with each restart that fails ...
+MAX_RESTART_PAUSE_SECONDS = 30.0  # ... up to this
+
+# A step whose call was lost is sent again for this long, then its runner is replaced.
+STEP_RESEND_SECONDS = 1.0
+STEP_RESEND_PAUSE_SECONDS = 0.02
+
+# A rank waits this long for a peer within a step. The scheduler's limit is shorter: this one is for
+# ranks that have lost their scheduler as well.
+PEER_STEP_SECONDS = 180.0
+
+# 2. and 3. Idle runners: pings (scheduler/faults/runner_pinger.py), and the lease that they renew.
+
+RUNNER_PING_SECONDS = 2.0
+PING_PATIENCE_SECONDS = 10.0
+RUNNER_LEASE_SECONDS = 20.0
+
+# Starting, adopting and ending processes.
+
+WAIT_SLICE_SECONDS = 1.0  # one turn of waiting for runners; the loop ticks in between
+MODEL_LOAD_SECONDS = 1800.0  # a model that loads, or a node that the cluster has yet to start
+RUNNER_PROCESS_SECONDS = 60.0  # a replacement's process; on a full disk Ray may report no failure
+RUNNER_ADOPTION_SECONDS = 15.0  # a runner finishes its last step before it is adopted
+PROCESS_KILL_SECONDS = 10.0  # from SIGKILL until the process is gone
+PROCESS_POLL_SECONDS = 0.02
+PROCESS_GONE_SECONDS = 20.0  # the same on another node, and until Ray frees an actor's name
+NAME_POLL_SECONDS = 0.05
+LIFELINE_POLL_SECONDS = 0.5  # how often a process looks at its own lease
+
+# 4. A supervisor's pulse (supervision/). A scheduler is hung when it has missed so many pulses in a
+# row, or when its loop has not turned for so long; the loop turns while it waits for runners.
+
+PULSE_SECONDS = 1.0
+PULSE_ANSWER_SECONDS = 5.0
+MISSED_PULSES = 3
+LOOP_STUCK_SECONDS = 20.0
+MAX_REPAIR_PAUSE_SECONDS = 30.0  # the pause after a failed repair doubles up to this
+
+# An engine has stalled when it has work and finished no step for this long, or for so many steps.
+ENGINE_STALL_SECONDS = 60.0
+ENGINE_STALL_STEPS = 100
+
+# Serve's own check of a supervisor's replica.
+SERVE_HEALTH_PERIOD_SECONDS = 2.0
+SERVE_HEALTH_TIMEOUT_SECONDS = 10.0
+
+# 5. and 6. A scheduler without a pulse may be claimed by another supervisor, and then leaves.
+
+SUPERVISOR_CLAIM_SECONDS = 5.0
+SUPERVISOR_LEASE_SECONDS = 60.0
+
+# 7. An ingress' connection to an engine (deployments/client/).
+
+HEARTBEAT_SECONDS = 1.0
+SILENCE_TICK_SECONDS = 0.5  # how often silence is measured
+ENGINE_SILENT_SECONDS = 4.0
+RECONNECT_SECONDS = 0.25
+REGISTRY_REFRESH_SECONDS = 2.0  # between looks for engines ...
+REGISTRY_SEARCH_SECONDS = 0.25  # ... and while there is none
+APPLICATION_END_SECONDS = 1.0  # between questions whether there will be one again
+REPLAY_PAUSE_SECONDS = (0.1, 2.0)  # first and longest pause of a replay that a full queue refuses
+WAITING_ROOM_PAUSE_SECONDS = 1.0  # between two waiting calls
+
+# 8. A client's lease on an engine. A thread renews it while the event loop is busy, but not for
+# an event loop that is stuck.
+
+LEASE_RENEWAL_SECONDS = 4.0
+CLIENT_LEASE_SECONDS = 15.0
+CLIENT_STUCK_SECONDS = 60.0
+
+# What is kept of requests: the tokens of one that has ended, for clients that resume its stream,
+# and the digest of a prompt that killed runners.
+TOKEN_LOG_SECONDS = 60.0
+BLOCKED_PROMPT_SECONDS = 600.0
+
+# Calls to an engine: how long they wait in the scheduler, and how long the caller waits. A command
+# may allocate the memory of all pages.
+
+LOOP_ANSWER_SECONDS = 5.0
+CLIENT_ANSWER_SECONDS = 5.0
+LOOP_COMMAND_SECONDS = 60.0
+CLIENT_COMMAND_SECONDS = 90.0
+OPERATION_POLL_SECONDS = 0.5  # of the command line, while an operation runs
+STATUS_LINE_SECONDS = 10.0
+
+# Leaving. An engine that an update replaces by another model's takes requests until the ingresses
+# of the new one are there (handover). After the drain its requests are moved, and clients read the
+# rest. An ingress stays until its streams have ended, because a connection cannot be handed over.
+
+HANDOVER_SECONDS = 5.0
+DRAIN_POLL_SECONDS = 0.1
+EVICTION_SECONDS = 3.0
+CLIENT_LEAVE_SECONDS = 10.0
+ENGINE_STOP_SECONDS = 20.0  # all that follows the drain
+INGRESS_DRAIN_SECONDS = 3600.0
+ADMIN_BIND_SECONDS = 20.0  # an update's new admin port waits for the old one ...
+ADMIN_BIND_PAUSE_SECONDS = 1.0
+ADMIN_STOP_SECONDS = 5.0  # ... which ends in this time
+UPSCALE_SECONDS = 10.0  # more engines must be wanted for this long: a model takes time to load
+
+# The metrics hub: ingresses report to it, and it pulls from schedulers. A scrape waits a moment for
+# new numbers, then gets the last ones.
+
+HUB_REPORT_SECONDS = 2.0
+HUB_REPORT_ANSWER_SECONDS = 3.0
+HUB_PULL_SECONDS = 2.0
+HUB_PULL_ANSWER_SECONDS = 1.0
+HUB_SCRAPE_SECONDS = 0.03
+INGRESS_SCRAPE_SECONDS = 0.06
+SCRAPE_AGE_SECONDS = 3.0  # the oldest text that an ingress gives instead of the hub's
+HUB_SILENT_SECONDS = 10.0  # gauges of a silent ingress or engine are dropped
+HUB_LEASE_SECONDS = 15.0
+HUB_IDLE_SECONDS = 30.0  # a connection without a request
+
+# The store of responses. An owner that has not asked for orders for so long is gone.
+
+RESPONSE_STORE_POLL_SECONDS = 10.0
+RESPONSE_STORE_CALL_SECONDS = 3 * RESPONSE_STORE_POLL_SECONDS
+RESPONSE_STORE_RETRY_SECONDS = 1.0
+RESPONSE_OWNER_SECONDS = 30.0
+
+# HTTP clients: until headers and body are there, until ``100 Continue`` is sent in any case, and
+# how long a client may read nothing, or send after a refusal.
+
+HEADER_SECONDS = 10.0
+BODY_SECONDS = 30.0
+CONTINUE_SECONDS = 1.0
+STALLED_SECONDS = 30.0
+SLOW_READER_SECONDS = 0.5  # a message took longer than this: report the bytes read at once
+LINGER_SECONDS = 2.0
+SSE_COMMENT_SECONDS = 10.0  # proxies close connections that are silent for longer
+RETRY_AFTER_SECONDS = 1  # the Retry-After header, if no better value is known
+
+# Chat templates: processor time, and the part of it that the event loop may spend itself.
+
+TEMPLATE_SECONDS = 2.0
+INLINE_TEMPLATE_SECONDS = 0.1
