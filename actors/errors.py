@@ -1,29 +1,47 @@
-"""Every error that Rayfin raises on purpose.
+"""Every exception that Rayfin raises on purpose, in one tree.
 
     RayfinError                        500  internal_error
-    ├── InvalidRequest                 400  invalid_request_error   the caller's mistake
+    ├── InvalidRequest                 400  invalid_value            the caller's mistake
     │   ├── ContextLengthExceeded      400  context_length_exceeded
+    │   ├── TemplateTooSlow            400  template_too_slow
+    │   ├── TemplateTooLong            400  template_too_long
+    │   ├── NotPermitted               403  permission_denied        not for this tenant
     │   ├── ModelNotFound              404  model_not_found
-    │   ├── NotPermitted               403  permission_denied       not to this tenant
-    │   └── NotFound                   404  not_found               anything else that is named
-    ├── InvalidConfig                   -   a flag or a model that cannot be served
-    │   └── UnsupportedModel            -   an architecture outside what Rayfin serves
-    ├── RequestFailed                  500  engine_error            this request alone failed
-    │   ├── NumericalError             500  numerical_error         its logits were not finite
-    │   └── RequestQuarantined         500  request_quarantined     it killed its runners
+    │   └── NotFound                   404  not_found                any other named object
     ├── Overloaded                     429  queue_full
-    │   └── RateLimited                429  rate_limit_exceeded     the tenant's tokens are used up
-    ├── DeadlineExceeded               408  deadline_exceeded       its time ran out
-    └── EngineUnavailable              503  engine_unavailable      starting, draining or dead
-        ├── EngineAsleep               503  engine_asleep           until an operator wakes it
-        └── RequestHandedBack          503  moved                   to be sent again, no death
+    │   └── RateLimited                429  rate_limit_exceeded      the tenant's quota is used up
+    ├── DeadlineExceeded               408  deadline_exceeded        the request's time limit passed
+    ├── RequestFailed                  500  engine_error             this request alone failed
+    │   ├── NumericalError             500  numerical_error          its logits were not finite
+    │   └── RequestQuarantined         500  request_quarantined      it killed its runners
+    ├── EngineUnavailable              503  engine_unavailable       starting, draining or dead
+    │   ├── EngineAsleep               503  engine_asleep            until an operator wakes it
+    │   ├── EngineLost                  -   the connection to an engine broke
+    │   ├── RequestHandedBack           -   an engine that drains returns the request
+    │   └── NotOwner                    -   another supervisor has claimed the engine
+    ├── InvalidConfig                   -   a flag or a model that cannot be served
+    │   └── UnsupportedModel            -   an architecture that Rayfin does not serve
+    ├── RunnerGroupFailed               -   the runners are gone or broken
+    │   └── CallLost                    -   a call to a runner, or its answer, was lost
+    ├── Fenced                          -   the runners belong to a later scheduler
+    ├── StepMissing                     -   the step before this one was lost
+    ├── PeerLost                        -   a rank waits for another one that does not answer
+    ├── ServerError                     -   of a client command: the server failed
+    └── PeerFailed                      -   of the benchmark: another engine failed
 
-An error crosses actors by pickle, so each one keeps its arguments in ``args``.
+    outside of it, because no caller may take them for an error of a request:
+    UnrecognizedModule (Exception)      a module that no fast implementation fits
+    ClientGone (Exception)              the HTTP client has left
+    PageCorrupted (RuntimeError)        a page has changed in memory
+    InjectedFault (RuntimeError)        a failpoint's ``raise``
+
+The columns are the HTTP status and the ``code`` of the body; "-" stands for errors that are handled
+before there is an answer. An error crosses actors by pickle, so each one keeps its arguments in ``args``.
 """
 
 
 class RayfinError(Exception):
-    """Base of all; ``status`` is the HTTP status, ``code`` comes from a closed set of words."""
+    """Base class; ``status`` is the HTTP status, ``type`` and ``code`` belong to closed sets."""
 
     status = 500
     type = "internal_error"
@@ -36,6 +54,9 @@ class RayfinError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+# Requests that are refused.
 
 
 class InvalidRequest(RayfinError):
@@ -53,65 +74,46 @@ class InvalidRequest(RayfinError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt cannot fit: longer than the context, or needs more pages than exist."""
+    """The prompt is longer than the context, or needs more pages than the engine has."""
 
     code = "context_length_exceeded"
 
 
+class TemplateTooSlow(InvalidRequest):
+    """The chat template has used up its processor time."""
+
+    code = "template_too_slow"
+
+
+class TemplateTooLong(InvalidRequest):
+    """The chat template has rendered too much text."""
+
+    code = "template_too_long"
+
+
 class NotPermitted(InvalidRequest):
-    """The request asks for what its tenant may not have."""
+    """The tenant may not use what the request asks for."""
 
     status = 403
     code = "permission_denied"
 
 
 class ModelNotFound(InvalidRequest):
-    """The request names a model that is not served here."""
+    """The request names a model that is not served."""
 
     status = 404
     code = "model_not_found"
 
 
 class NotFound(InvalidRequest):
-    """The request names something that is not there, or is not this caller's to see."""
+    """The request names an object that does not exist, or that belongs to another tenant."""
 
     status = 404
     code = "not_found"
 
 
-class InvalidConfig(RayfinError):
-    """A flag, or a model folder, that cannot be served. Raised at start, never by a request."""
-
-    code = "invalid_config"
-
-
-class UnsupportedModel(InvalidConfig):
-    """The architecture is not one that a paged decoder can serve (encoder-decoder, state space)."""
-
-    code = "unsupported_model"
-
-
-class RequestFailed(RayfinError):
-    """One request failed inside the engine; the others went on."""
-
-    type = "server_error"
-    code = "engine_error"
-
-
-class NumericalError(RequestFailed):
-    """The model's logits for this request were not finite: there is no token to sample."""
-
-    code = "numerical_error"
-
-
-class RequestQuarantined(RequestFailed):
-    """The request killed its runners more than once, or has the prompt of one that did."""
-
-    code = "request_quarantined"
-
-
 class Overloaded(RayfinError):
-    """The queue is full; the client may retry after so many seconds, None if nobody knows."""
+    """The queue is full. The client may retry after ``retry_after`` seconds, or None if unknown."""
 
     status = 429
     type = "rate_limit_error"
@@ -126,7 +128,7 @@ class Overloaded(RayfinError):
 
 
 class RateLimited(Overloaded):
-    """The caller has used up what it may; ``headers`` tell how much that is."""
+    """The tenant has used up its quota; ``headers`` state limit, rest and reset."""
 
     code = "rate_limit_exceeded"
 
@@ -142,12 +144,37 @@ class RateLimited(Overloaded):
         self.headers = headers or {}
 
 
+# Requests that fail.
+
+
 class DeadlineExceeded(RayfinError):
-    """The request's own time limit passed before it was done."""
+    """The request's own time limit passed before it finished."""
 
     status = 408
     type = "timeout_error"
     code = "deadline_exceeded"
+
+
+class RequestFailed(RayfinError):
+    """One request failed inside the engine; all others continue."""
+
+    type = "server_error"
+    code = "engine_error"
+
+
+class NumericalError(RequestFailed):
+    """The model's logits for this request were not finite, so no token can be sampled."""
+
+    code = "numerical_error"
+
+
+class RequestQuarantined(RequestFailed):
+    """The request killed its runners more than once, or has the prompt of one that did."""
+
+    code = "request_quarantined"
+
+
+# Engines that cannot take a request.
 
 
 class EngineUnavailable(RayfinError):
@@ -159,24 +186,58 @@ class EngineUnavailable(RayfinError):
 
 
 class EngineAsleep(EngineUnavailable):
-    """Every engine has been put to sleep, and takes requests again when an operator wakes it."""
+    """Every engine sleeps; requests are accepted again when an operator wakes one."""
 
     code = "engine_asleep"
 
 
-class RequestHandedBack(EngineUnavailable):
-    """The engine hands the request back unfinished (it drains): another one may go on with it.
+class EngineLost(EngineUnavailable):
+    """The connection to an engine broke; ``crashed`` if the engine has died."""
 
-    No client sees it: whoever sent the request sends it again, with the tokens told so far.
+    def __init__(self, message: str, param: str | None = None, crashed: bool = False) -> None:
+        super().__init__(message, param)
+        self.args = (message, param, crashed)
+        self.crashed = crashed
+
+
+class RequestHandedBack(EngineUnavailable):
+    """A draining engine returns the request unfinished.
+
+    No HTTP client sees this: the sender submits the request to another engine, with the tokens
+    received so far.
     """
 
     code = "moved"
 
 
-class RunnerGroupFailed(RayfinError):
-    """The runners are gone or broken; what ran on them must be recomputed on new ones.
+class NotOwner(EngineUnavailable):
+    """A supervisor's pulse reached an engine that another supervisor has claimed."""
 
-    ``caused_by_step``: a runner said that a step did it; nobody else can have.
+    code = "not_owner"
+
+
+# Start.
+
+
+class InvalidConfig(RayfinError):
+    """A flag or a model folder that cannot be served. Raised at start, never by a request."""
+
+    code = "invalid_config"
+
+
+class UnsupportedModel(InvalidConfig):
+    """The architecture does not fit a paged decoder (encoder-decoder, state space)."""
+
+    code = "unsupported_model"
+
+
+# Between a scheduler and its runners.
+
+
+class RunnerGroupFailed(RayfinError):
+    """The runners are gone or broken; their requests must be recomputed on new ones.
+
+    ``caused_by_step``: a runner reported that a step raised, so one of its requests is to blame.
     """
 
     code = "runner_failed"
@@ -189,74 +250,53 @@ class RunnerGroupFailed(RayfinError):
         self.caused_by_step = caused_by_step
 
 
+class CallLost(RunnerGroupFailed):
+    """A call or its answer was lost on its way; the runner may be alive."""
+
+
 class Fenced(RayfinError):
-    """The runners belong to a later scheduler: this one was taken for dead, and must not go on."""
+    """The runners belong to a later scheduler, so this one has been replaced and must stop."""
 
     code = "fenced"
 
 
 class StepMissing(RayfinError):
-    """A step has come before the one that it follows, which was lost on its way."""
+    """A step arrived before its predecessor, which was lost on its way."""
 
     code = "runner_failed"
 
 
 class PeerLost(RayfinError):
-    """A runner waits in vain for another one of its group: somebody has died, or is stuck."""
+    """A rank waited too long for another one of its group, which has died or hangs."""
 
     code = "runner_failed"
 
 
+# Client commands.
+
+
+class ServerError(RayfinError):
+    """The server could not be reached, refused the request, or broke the stream off."""
+
+
+class PeerFailed(RayfinError):
+    """Another engine that is measured beside this one died or gave a wrong answer."""
+
+
+# Outside of the tree.
+
+
 class UnrecognizedModule(Exception):
-    """A module is not of the form that can be fused; the message names it."""
-
-
-class PageCorrupted(RuntimeError):
-    """A page's bits are not those that were computed: memory, or a kernel, is at fault."""
-
-
-class InjectedFault(RuntimeError):
-    """What ``raise`` raises: no error of Rayfin's, as a bug would not be one."""
-
-
-class NotOwner(EngineUnavailable):
-    """A supervisor's pulse at an engine that another one has claimed meanwhile."""
-
-    code = "not_owner"
-
-
-class CallLost(RunnerGroupFailed):
-    """A call or its answer was lost on its way; the runner may well live."""
-
-
-class EngineLost(EngineUnavailable):
-    """The connection to an engine broke; ``crashed`` if the engine has died."""
-
-    def __init__(self, message: str, param: str | None = None, crashed: bool = False) -> None:
-        super().__init__(message, param)
-        self.args = (message, param, crashed)
-        self.crashed = crashed
+    """A module does not have the form that can be fused; the message names it."""
 
 
 class ClientGone(Exception):
     """The client closed its connection before the answer."""
 
 
-class TemplateTooSlow(InvalidRequest):
-    """The template has used up its time."""
-
-    code = "template_too_slow"
+class PageCorrupted(RuntimeError):
+    """A page's bits differ from those that were computed: memory or a kernel is at fault."""
 
 
-class TemplateTooLong(InvalidRequest):
-    """The template has written too much."""
-
-    code = "template_too_long"
-
-
-class PeerFailed(RayfinError):
-    """A peer died, or answered something else than was asked for."""
-
-
-class ServerError(RayfinError):
-    """The server could not be reached, or refused, or broke off."""
+class InjectedFault(RuntimeError):
+    """A failpoint's ``raise``. It is no RayfinError, as an exception from a bug would be none."""

@@ -1,6 +1,8 @@
 """The folders form a chain, the package is exactly the folders it links, and files stay small."""
 
 import ast
+import builtins
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +27,12 @@ MAY_IMPORT_RAY = {
 }
 NO_TORCH = {f"actors/{name}.py" for name in ("config", "messages", "sampling_params", "errors")}
 MAX_LINES = 600
+ERRORS = "actors/errors.py"
+ERRORS_ELSEWHERE = {
+    "cache/errors.py": "cache imports nothing",
+    "kernels/cpu/library.py": "kernels import nothing",
+    "deployments/cli/group.py": "subclasses of click's",
+}
 
 
 def _paths(*folders: str) -> list[Path]:
@@ -132,3 +140,32 @@ def test_no_mixins_and_no_globals() -> None:
             assert not isinstance(node, ast.Global), f"{_name(path)}:{node.lineno} says global"
             if isinstance(node, ast.ClassDef):
                 assert not node.name.endswith("Mixin"), f"{_name(path)} has {node.name}"
+
+
+def test_errors_are_one_tree() -> None:
+    """Exceptions are defined in one file, whose docstring draws each below its base."""
+    bases = {}
+    for path in _paths(*MAY_IMPORT):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = ([ast.unparse(base) for base in node.bases], _name(path))
+
+    def is_error(name: str) -> bool:
+        short = name.rpartition(".")[2]
+        if short in bases:
+            return any(is_error(base) for base in bases[short][0])
+        builtin = getattr(builtins, short, None)
+        known = isinstance(builtin, type) and issubclass(builtin, BaseException)
+        return known or short.endswith(("Error", "Exception"))
+
+    homes = {name: home for name, (_, home) in bases.items() if is_error(name)}
+    strays = {name: home for name, home in homes.items() if home not in {ERRORS, *ERRORS_ELSEWHERE}}
+    assert not strays
+    drawn = re.findall(
+        r"^    [│├└─ ]*([A-Z]\w+) ", ast.get_docstring(_tree(ERRORS), False) or "", re.M
+    )
+    assert sorted(drawn) == sorted(name for name, home in homes.items() if home == ERRORS)
+
+
+def _tree(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text())
