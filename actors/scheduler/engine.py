@@ -60,8 +60,8 @@ MAX_RESTARTS_WITHOUT_PROGRESS = 8
 class Engine:
     """All requests of one model replica, and the loop over them.
 
-    Single-threaded: one caller drives ``add``, ``abort`` and ``step``. ``clock`` tells seconds; a
-    simulator gives its own.
+    Single-threaded: one caller drives ``add``, ``abort`` and ``step``. ``clock`` returns seconds; a
+    simulator passes a fake one.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Engine:
 
     @property
     def state(self) -> Literal["serving", "draining", "asleep"]:
-        """What it does with requests: all, only those that it has, or none until it wakes.
+        """A draining engine accepts no requests and finishes those it has; an asleep one runs none.
 
-        An engine that drains when it is put to sleep drains again when it wakes.
+        An engine that was draining before it slept drains again when it wakes.
         """
         return "asleep" if self._asleep else "draining" if self._draining else "serving"
 
@@ -108,22 +108,22 @@ class Engine:
         return bool(self.lifecycle.state.live or self._pipeline) and not self._asleep
 
     def add(self, source: EngineRequest) -> None:
-        """Takes a request in; refused at the door if it could never run.
+        """Puts a request into the queue.
 
         Raises:
-            InvalidRequest: its tokens do not fit, its key is in use, its timeout is no time, or it
-                is a sibling of a request that has another prompt.
+            InvalidRequest: its tokens do not fit, its key is in use, its timeout is not positive,
+                or its fork parent has another prompt.
             Overloaded: the queue is full.
             RequestHandedBack: the engine drains or sleeps.
-            RequestQuarantined: runners died of its prompt.
+            RequestQuarantined: its prompt has killed runners.
         """
         try:
-            self._take_in(source)
+            self._validate_and_enqueue(source)
         except RayfinError as error:
             self.lifecycle.state.counters.refused(error)
             raise
 
-    def _take_in(self, source: EngineRequest) -> None:
+    def _validate_and_enqueue(self, source: EngineRequest) -> None:
         if self.state != "serving":
             raise RequestHandedBack("this engine takes no more requests")
         state, key = self.lifecycle.state, (source.client, source.key)
@@ -164,9 +164,10 @@ class Engine:
         state.counters.prompt_tokens += len(source.prompt)
 
     def abort(self, client: str, key: int, reason: str = "abort") -> None:
-        """Ends a request now; its pages are free before the next step. Unknown keys are ignored.
+        """Ends a request; its pages are free before the next step. Unknown keys are ignored.
 
-        It is counted under ``reason``: "stop" where its client has found a stop string.
+        Args:
+            reason: what it is counted under; "stop" if its client has found a stop string.
         """
         request = self.lifecycle.state.live.pop((client, key), None)
         if request is not None:
@@ -176,13 +177,13 @@ class Engine:
             self._logs.keep(request)
 
     def abort_client(self, client: str) -> None:
-        """Ends all requests of a client that is gone."""
+        """Aborts all requests of a client."""
         for owner, key in list(self.lifecycle.state.live):
             if owner == client:
                 self.abort(owner, key)
 
     def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
-        """What the tenant's requests have been told so far; those that still run end as aborted."""
+        """Returns the delivered tokens of the tenant's requests; aborts those that still run."""
         wanted = set(request_ids)
         for request in list(self.lifecycle.state.live.values()):
             if request.source.request_id in wanted and request.source.tenant == tenant:
@@ -208,22 +209,22 @@ class Engine:
                 self.wake()
 
     def drain(self) -> None:
-        """Takes no more requests; what is here may finish."""
+        """Accepts no more requests; those that it has may finish."""
         self._draining = True
 
     def admit_again(self) -> None:
-        """The end of a drain."""
+        """Ends a drain."""
         self._draining = False
 
     def forget_prefixes(self) -> None:
-        """What newcomers ask for is computed anew, whatever the pages hold."""
+        """Resets the prefix cache."""
         self.lifecycle.state.tables.forget()
 
     def sleep(self) -> None:
-        """Gives up all pages, and the runners their memory; what is here waits for ``wake``.
+        """Frees all pages and the runners' memory of them; all requests wait for ``wake``.
 
         Raises:
-            EngineUnavailable: the runners have died, and were replaced; it is awake.
+            EngineUnavailable: the runners died and were replaced; the engine is awake.
         """
         if self._asleep:
             return
@@ -238,7 +239,7 @@ class Engine:
         self._asleep = True
 
     def wake(self) -> None:
-        """Takes pages again, and goes on with all that waits."""
+        """Allocates pages again and resumes all requests."""
         if not self._asleep:
             return
         self._asleep = False
@@ -249,18 +250,18 @@ class Engine:
             self._recover(failure)
 
     def replace_runners(self, failure: RunnerGroupFailed) -> None:
-        """New runners, before the next step finds that the old ones are gone.
+        """Replaces runners that died while the engine was idle.
 
         Raises:
-            RunnerGroupFailed: they cannot be started.
+            RunnerGroupFailed: the new ones cannot be started.
         """
         self._recover(failure)
 
     def step(self) -> dict[str, TokenDeltas]:
-        """Schedule, run, update: keeps the pipeline full, takes in its oldest result.
+        """Schedules and submits until the pipeline is full, then processes its oldest result.
 
         Returns:
-            News by client; empty when nothing was sampled or nothing is left to do.
+            Output by client; empty if nothing was sampled and no request ended.
         """
         self._expire()
         if self._asleep:
@@ -278,7 +279,7 @@ class Engine:
         return self._drain_outbox()
 
     def fail_all(self, error: RayfinError) -> dict[str, TokenDeltas]:
-        """Ends every request with ``error``: the engine cannot go on, or must not."""
+        """Ends every request with ``error``; returns the output by client."""
         for request in list(self.lifecycle.state.live.values()):
             self._end(request, "error", error=error)
         return self._drain_outbox()
@@ -302,7 +303,7 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """The cache's own check, and: no request, no page.
+        """Checks the cache's invariants, and that an idle engine holds no pages.
 
         Raises:
             CacheError: an invariant is broken.
@@ -334,16 +335,16 @@ class Engine:
         streams = current & ~running.lockstep[record.slots]
         if record.info.prefill_batch:
             self._note_first_tokens(record, current)
-        for row, told in result.prompt_logprobs.items():
+        for row, logprobs in result.prompt_logprobs.items():
             if streams[row]:
-                self._tell_prompt(running.request(int(record.slots[row])), told)
+                self._deliver_prompt(running.request(int(record.slots[row])), logprobs)
         sampled = []
-        for number, column in enumerate(result.tokens.T):  # one for each step of the lease
+        for number, column in enumerate(result.tokens.T):  # one for each step of the call
             rows = streams & (column >= 0)
             tokens = column[rows]
-            self._take(record.slots[rows], tokens, column_logprobs(result, number, rows))
+            self._append(record.slots[rows], tokens, column_logprobs(result, number, rows))
             sampled.append(len(tokens))
-        for row, error in result.errors.items():  # what a row said before it failed is good
+        for row, error in result.errors.items():  # tokens of the steps before it failed are good
             slot = int(record.slots[row])
             if running.admission[slot] == record.admissions[row]:
                 self._end(running.request(slot), "error", error=error)
@@ -365,13 +366,13 @@ class Engine:
         self.lifecycle.state.counters.first_tokens(requests, self._clock())
 
     def _expire(self) -> None:
-        """Ends those whose time is up, before anything more is scheduled for them."""
+        """Ends requests whose deadline has passed."""
         now = self._clock()
         for request in self._deadlines.take_due(now):
             self._end(request, "error", error=exceeded(request, now))
 
-    def _take(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
-        """Takes in a token [N] of each slot [N]: logs it, hands it out, ends who ends with it."""
+    def _append(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
+        """Appends a token [N] to each slot [N], delivers it, ends requests that end with it."""
         running = self.lifecycle.state.running
         running.append(slots, tokens)
         self.lifecycle.state.waiting.sampled(slots)
@@ -385,17 +386,17 @@ class Engine:
         owners = running.client[slots]
         for owner in np.flatnonzero(np.bincount(owners)).tolist():
             rows = owners == owner
-            own = None if logprobs is None else logprobs.renumbered(compacted(rows))
+            picked = None if logprobs is None else logprobs.renumbered(compacted(rows))
             client = running.request(int(slots[rows.argmax()])).source.client
-            self._outbox.tokens(client, running.key[slots[rows]], tokens[rows], own)
+            self._outbox.tokens(client, running.key[slots[rows]], tokens[rows], picked)
 
-    def _tell_prompt(self, request: Request, logprobs: Logprobs) -> None:
-        """Hands out what was not told before: a preempted request computes its prompt again."""
+    def _deliver_prompt(self, request: Request, logprobs: Logprobs) -> None:
+        """Delivers what was not delivered yet: a preempted request computes its prompt again."""
         source = request.source
         numbers = np.arange(len(source.prompt))
-        fresh = logprobs.renumbered(np.where(numbers >= request.prompt_told, numbers, -1))
+        fresh = logprobs.renumbered(np.where(numbers >= request.next_prompt_logprob, numbers, -1))
         if len(fresh.at):
-            request.prompt_told = int(fresh.at[-1]) + 1
+            request.next_prompt_logprob = int(fresh.at[-1]) + 1
             self._outbox.prompt(source.client, source.key, fresh)
 
     def _end(
@@ -437,10 +438,10 @@ class Engine:
         self._end(request, hypotheses[0].finish_reason, hypotheses=hypotheses)
 
     def _recover(self, failure: RunnerGroupFailed) -> None:
-        """New runners, new epoch; everything that ran is recomputed from its token log.
+        """Replaces the runners, and requeues all that ran to recompute it from its token log.
 
         Raises:
-            RunnerGroupFailed: they fail again and again without finishing a step.
+            RunnerGroupFailed: they failed ``MAX_RESTARTS_WITHOUT_PROGRESS`` times without a step.
         """
         blocked = self._quarantine.died(
             self._pipeline.requests(), caused_by_step=failure.caused_by_step

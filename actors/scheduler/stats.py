@@ -1,4 +1,4 @@
-"""Takes an engine's ``EngineStats``: reads counters, changes nothing; from any thread."""
+"""Builds ``EngineStats``, from any thread, and ``EngineSnapshot``, between two steps."""
 
 import heapq
 from collections.abc import Sequence
@@ -49,13 +49,11 @@ def take_stats(
     )
 
 
-# Takes an ``EngineSnapshot``: reads the lifecycle between two steps, changes nothing.
-
 MOST_SHOWN = 64
-"""Requests of each kind in a snapshot: a page of them, however many there are."""
+"""Most running and most waiting requests in a snapshot."""
 
 MOST_PAGES = 8192
-"""Pages in a snapshot's map; the pool hands out low numbers first."""
+"""Most pages in a snapshot's map; the pool allocates low numbers first."""
 
 
 def take_snapshot(
@@ -65,17 +63,17 @@ def take_snapshot(
     step: SchedulerInfo | None,
     now: float,
 ) -> EngineSnapshot:
-    """What goes on, on the engine's clock ``now``; for the thread that steps.
+    """The engine at ``now`` on its clock; for the thread that steps.
 
-    O(live requests + pages shown): some milliseconds at ten thousand, while somebody watches.
+    O(live requests + pages shown): some milliseconds at ten thousand.
     """
     running, tables = state.running, state.tables
     holders = running.holders()
     shown = holders[:MOST_SHOWN]
-    queue = (own for own in state.live.values() if own.slot is None)
+    queue = (request for request in state.live.values() if request.slot is None)
     waiting = [
-        WaitingView(own.order, len(own.source.prompt), now - own.arrival)
-        for own in heapq.nsmallest(MOST_SHOWN, queue, key=lambda own: own.order)
+        WaitingView(request.order, len(request.source.prompt), now - request.arrival)
+        for request in heapq.nsmallest(MOST_SHOWN, queue, key=lambda request: request.order)
     ]
     return EngineSnapshot(
         name=name,
@@ -83,13 +81,15 @@ def take_snapshot(
         steps=stats.steps,
         num_running=len(holders),
         num_waiting=len(state.waiting),
-        running=[_view(state, own) for own in shown],
+        running=[_view(state, request) for request in shown],
         waiting=waiting,
         step=_step(step, stats),
         pages=PagesView(
             stats.pages_total,
             tables.page_size,
-            page_map(tables, [own.slots for own in shown], [own.slots for own in holders]),
+            page_map(
+                tables, [request.slots for request in shown], [request.slots for request in holders]
+            ),
         ),
         totals={
             "prompt_tokens": stats.prompt_tokens,
@@ -106,8 +106,9 @@ def page_map(
 ) -> list[tuple[int, int]]:
     """The first MOST_PAGES pages by owner, run-length encoded.
 
-    ``shown`` are the slots of each request that may be named; pages of the others of ``holders``
-    count as shared.
+    Args:
+        shown: slots of each request that is named in the snapshot.
+        holders: slots of all requests; pages of those not shown count as shared.
     """
     count = min(tables.pool.num_pages, MOST_PAGES)
     owners = np.full(tables.pool.num_pages, FREE, np.int64)

@@ -8,8 +8,9 @@ from rayfin.actors.scheduler.state.request import Request
 class AdmissionGate(Protocol):
     """One reason to hold a request back. ``Engine`` lists the gates; all must admit.
 
-    A request that is held back stays at the head of its queue and holds back those behind it. A
-    gate must therefore admit it in the end: at the latest when nothing else runs.
+    A request that is held back stays at the head of its queue, in front of all others, until the
+    gate admits it. A gate must not hold back a request while nothing runs, unless its owner runs
+    the request otherwise, as ``Quarantine`` does.
     """
 
     def may_admit(self, request: Request) -> bool:

@@ -1,15 +1,14 @@
-"""Where an admission starts: with nothing, with pages of the prefix index, or beside a sibling.
+"""What an admission need not compute: pages of the prefix index, or a fork of the same prompt.
 
-The choices of one prompt (``n`` > 1) are siblings: all but the first name it as their elder. One
-that is admitted while its elder runs *forks* from it: it shares the prompt's full pages, gets a
-copy of the page in which the prompt's last token lies, and computes that token only (copy-on-write
-of vLLM's paper, arXiv:2309.06180). That needs no prefix index.
+The choices of one prompt (``n`` > 1) name the first one as their fork parent. A choice that is
+admitted while its parent runs *forks* from it: it shares the prompt's full pages, gets a copy of
+the page with the prompt's last token, and computes that token only (copy-on-write of vLLM's paper,
+arXiv:2309.06180). Forks need no prefix index.
 
-A sibling waits while its elder is in the middle of their prompt. The wait is bounded: an elder that
-holds a slot in its prompt gets at least a token of every step until it is through (decoding rows
-never fill a step's tokens, since the elder's slot is not among them), and one that holds none, be
-it preempted, aborted, failed or done, is not waited for: then the sibling is admitted like any
-other request.
+A choice waits while its parent computes their prompt. The wait is bounded: a parent with a slot
+gets at least one prompt token of every step, since decoding rows never fill a step's tokens. A
+parent without a slot (preempted, aborted, failed or finished) is not waited for; then the choice is
+admitted like any other request.
 """
 
 from collections.abc import Mapping
@@ -25,15 +24,15 @@ from rayfin.actors.scheduler.state.request import Request
 
 @dataclass(slots=True, frozen=True)
 class CachedPrefix:
-    """What of a request's tokens is in the cache already, before it is admitted."""
+    """The tokens of a waiting request that are in the cache already."""
 
-    pages: list[int]  # full ones, to be shared with whoever holds them
+    pages: list[int]  # full pages to share
     num_tokens: int
     fork_parent: int | None = None  # the slot to fork from
 
 
 class PrefixLookup:
-    """Finds and makes the starts of admissions."""
+    """Finds cached prefixes of waiting requests, and enters them into page tables."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._running = state.running
@@ -42,19 +41,16 @@ class PrefixLookup:
         self._runner_diff = state.runner_diff
 
     def find(self, request: Request) -> CachedPrefix | None:
-        """The most that is to be had for the waiting request; None: its elder is about to have it.
-
-        The elder must have it from steps before the next one, since page copies are made before
-        everything else of a step; one that is new in the next step may share pages of the index
-        that are computed in just that step.
-        """
+        """Returns the longest cached prefix, or None if the fork parent still computes it."""
         size = self._tables.page_size
         hits = self._hits(request)
-        found = CachedPrefix(hits, len(hits) * size)
+        indexed = CachedPrefix(hits, len(hits) * size)
         prompt_less_one = len(request.source.prompt) - 1
         fork_parent = _fork_source(request)
-        if fork_parent is None or found.num_tokens >= prompt_less_one:
-            return found
+        if fork_parent is None or indexed.num_tokens >= prompt_less_one:
+            return indexed
+        # Page copies run before all else of a step, so the parent's pages must come from earlier
+        # steps. Shared pages of the index may be computed in the very step that shares them.
         if (
             fork_parent in self._runner_diff
             or self._running.num_computed[fork_parent] < prompt_less_one
@@ -64,15 +60,15 @@ class PrefixLookup:
         return CachedPrefix(pages, prompt_less_one, fork_parent)
 
     def _hits(self, request: Request) -> list[int]:
-        """Pages of the prefix index; none while the prompt itself has yet to be scored."""
+        """Pages of the prefix index; none while the prompt must still be scored."""
         return [] if request.scoring else self._tables.match(request.chain, request.tokens())
 
-    def make(self, start: CachedPrefix, slot: int) -> None:
-        """The slot's empty page table begins with it."""
-        if start.fork_parent is None:
-            self._tables.share(slot, start.pages)
+    def install(self, prefix: CachedPrefix, slot: int) -> None:
+        """Puts the prefix at the start of the slot's empty page table."""
+        if prefix.fork_parent is None:
+            self._tables.share(slot, prefix.pages)
             return
-        copies = self._tables.fork(start.fork_parent, slot, start.num_tokens)
+        copies = self._tables.fork(prefix.fork_parent, slot, prefix.num_tokens)
         assert copies is not None, "admitted without pages"
         for page, copy in copies:
             self._moves.add(COPY, [page], [copy])
@@ -81,10 +77,13 @@ class PrefixLookup:
 def find_fork_parent(
     source: EngineRequest, live: Mapping[tuple[str, int], Request]
 ) -> Request | None:
-    """The choice that ``source`` names as its elder, if that lives; ``live`` is by (client, key).
+    """Returns the live choice that ``source`` names as its parent, or None.
+
+    Args:
+        live: requests by (client, key).
 
     Raises:
-        InvalidRequest: it is a choice of another prompt, or of other ``extra_keys``.
+        InvalidRequest: the parent has another prompt or other ``extra_keys``.
     """
     if source.parent_key is None:
         return None
@@ -97,7 +96,7 @@ def find_fork_parent(
 
 
 def _fork_source(request: Request) -> int | None:
-    """The slot of the elder, at a first admission that may skip the prompt; else None."""
+    """Returns the parent's slot if the first admission may skip the prompt, or None."""
     if request.fork_parent is None or request.admitted:
         return None
     if request.source.sampling.prompt_logprobs is not None:

@@ -34,7 +34,7 @@ class Lifecycle:
         self._clock = clock
 
     def enqueue(self, request: Request) -> None:
-        """A new request waits from now on."""
+        """Puts a new request into the queue."""
         self.state.queue_limits.joined(request)
         self.state.waiting.push(request)
 
@@ -43,50 +43,47 @@ class Lifecycle:
         return all(gate.may_admit(request) for gate in self.gates) and self.has_room(request, spare)
 
     def has_room(self, request: Request, spare: int) -> bool:
-        """Whether slots are free, and pages for its tokens and one more, with ``spare`` left.
+        """Whether there are slots, and pages for the request's tokens and one more per beam.
 
-        One more of each of its beams, where it is a beam search.
-
-        And whether there is nothing to wait for (``PrefixLookup.find``).
+        ``spare`` pages must remain free. False while its fork parent computes their prompt.
         """
         if self.state.running.num_free_slots < request.width:
             return False
-        start = self._prefixes.find(request)
-        if start is None:
+        prefix = self._prefixes.find(request)
+        if prefix is None:
             return False
         pages = self.state.tables.pages_for(request.num_tokens + 1) + request.width - 1
-        missing = pages - len(start.pages)
-        return missing + spare <= self.state.tables.num_free_without(start.pages)
+        missing = pages - len(prefix.pages)
+        return missing + spare <= self.state.tables.num_free_without(prefix.pages)
 
     def num_to_compute(self, request: Request) -> int:
         """Tokens of the waiting request that are neither cached nor in host memory."""
-        start = self._prefixes.find(request)
-        cached = 0 if start is None else start.num_tokens
+        prefix = self._prefixes.find(request)
+        cached = 0 if prefix is None else prefix.num_tokens
         return request.num_tokens - max(cached, self.preemption.num_saved(request))
 
     def admit(self) -> int:
-        """The first waiting request starts to run, with pages for all its known tokens.
+        """Starts the first waiting request, with pages for all its known tokens; returns its slot.
 
-        Tokens of its cached prefix (``PrefixLookup``) count as computed, and so do those that come
-        back from host memory.
+        Tokens of its cached prefix and those swapped in from host memory count as computed.
         """
         request = self.state.waiting.pop()
-        start = self._prefixes.find(request)
-        assert start is not None, "admitted before its time"
-        cached = start.num_tokens
+        prefix = self._prefixes.find(request)
+        assert prefix is not None, "admitted before its fork parent computed the prompt"
+        cached = prefix.num_tokens
         slot = self.state.running.enter(request, self._client_number(request), cached)
-        self._prefixes.make(start, slot)
+        self._prefixes.install(prefix, slot)
         if not request.admitted:
             self.state.queue_limits.left(request)
             request.admitted_at = self._clock()
             request.cached_tokens = cached
             self.state.counters.admitted(request)
-            if start.fork_parent is None:
+            if prefix.fork_parent is None:
                 self.state.counters.prefix_queries += request.num_tokens
                 self.state.counters.prefix_hits += cached
         grown = self.state.tables.grow(slot, request.num_tokens)
         assert grown, "admitted without pages"
-        self.preemption.restore(slot, len(start.pages))
+        self.preemption.restore(slot, len(prefix.pages))
         for _ in range(request.width - 1):
             self.state.running.reserve(request, self._client_number(request))
         self.state.waiting.entered(request)
@@ -94,7 +91,7 @@ class Lifecycle:
         return slot
 
     def introduce(self, slot: int) -> None:
-        """The runners shall hear of the slot's request as soon as a step has a row of it."""
+        """Sends the slot's request to the runners with the first step that has a row of it."""
         running, source = self.state.running, self.state.running.request(slot).source
         known = running.tokens[slot, : running.num_known[slot]]
         self.state.runner_diff.enter(
@@ -109,7 +106,7 @@ class Lifecycle:
         )
 
     def publish(self, slot: int, num_tokens: int) -> None:
-        """The slot's first ``num_tokens`` tokens are known and scheduled: others may share them."""
+        """Lets others share the pages of the slot's first ``num_tokens`` tokens."""
         if self.state.tables.index is not None:
             request = self.state.running.request(slot)
             tokens = self.state.running.tokens[slot, :num_tokens]
@@ -117,12 +114,11 @@ class Lifecycle:
             self.state.tables.publish(slot, request.chain, tokens)
 
     def preempt(self, slot: int) -> None:
-        """Frees slot and pages of the slot's request, keeps its tokens: it is resumed later.
+        """Frees slots and pages of the slot's request and puts it back into the queue.
 
-        A beam search gives up all of its slots, and starts again from its prompt.
-
-        Tokens of steps in flight are dropped when they come and sampled again: sampling depends on
-        (seed, position) alone, and nobody has seen them.
+        Its tokens are kept, but a beam search starts again from its prompt. Tokens of steps in
+        flight are dropped and sampled again: sampling depends on (seed, position) alone, and they
+        were not delivered.
         """
         request = self.state.running.request(slot)
         self.preemption.keep(slot)
@@ -132,7 +128,7 @@ class Lifecycle:
         self.state.counters.preemptions += 1
 
     def finish(self, request: Request, reason: str, *, spoiled: bool = False) -> None:
-        """The request ends, wherever it is; if ``spoiled``, nobody may use what it computed."""
+        """Ends the request, running or waiting; no other reuses what it computed if ``spoiled``."""
         request.ended = True
         search = request.search
         if request.slot is None:
@@ -146,12 +142,12 @@ class Lifecycle:
             self._leave(request, share=not spoiled)
         self.state.counters.finished[reason] += 1
         if reason != "moved":
-            found = search.hypotheses if search is not None else []
-            generated = sum(len(own.tokens) for own in found) or len(request.output)
+            hypotheses = search.hypotheses if search is not None else []
+            generated = sum(len(one.tokens) for one in hypotheses) or len(request.output)
             self.state.counters.ended(request, generated, reason, self._clock())
 
     def requeue(self, request: Request) -> None:
-        """What the running request has computed cannot be trusted: it computes it again."""
+        """Puts the running request back into the queue; what it computed is discarded."""
         for slot in request.slots:
             self.state.tables.invalidate(slot)
         self._leave(request, share=False)
@@ -159,7 +155,7 @@ class Lifecycle:
         self.state.counters.requeued_by_restart += 1
 
     def restart(self) -> None:
-        """The runners are new and empty: everything that ran is recomputed."""
+        """Requeues all that ran: the runners are new and their caches empty."""
         for request in self.state.running.holders():
             self.requeue(request)
         self.state.tables.forget()
@@ -168,7 +164,7 @@ class Lifecycle:
         self.preemption.clear()
 
     def victim(self) -> int:
-        """The slot to preempt, by the policy's order, of which the first always advances."""
+        """The slot to preempt: the last request by the policy's order, so the first advances."""
         running = self.state.running
         requests = [running.request(slot) for slot in running.slots()]
         return self.state.waiting.victim(requests).slots[0]
@@ -188,7 +184,7 @@ class Lifecycle:
         request.search = None
 
     def clear(self, slot: int) -> None:
-        """Gives back the slot's pages; the runners shall forget it."""
+        """Frees the slot's pages, and removes it from the runners."""
         self.state.tables.release(slot)
         self.state.runner_diff.leave(slot)
 

@@ -1,9 +1,9 @@
-"""Which decoding rows go in the next step: all of them, or in a pipeline some after the others.
+"""Which decoding rows go in the next step: all of them, or one microbatch of a pipeline.
 
-A token leaves the last stage before the first one can begin the next of the same request. If all
-rows went in every step, a pipeline would compute one stage at a time. So the rows take turns, as
-many as there are stages, and while one share of them is in the second stage, the next is in the
-first (GPipe's micro-batches, of requests).
+The first stage can begin a request's next token only after the last stage has sampled the one
+before. If all rows went in every step, one stage would compute at a time. So the rows are divided
+into as many microbatches as there are stages, and each stage computes another one (GPipe's
+micro-batches, of requests).
 """
 
 import numpy as np
@@ -13,10 +13,10 @@ from rayfin.actors.scheduler.state.running_table import RunningTable
 
 
 class DecodeMicrobatcher:
-    """Shares the decoding rows among ``turns`` steps; those that have waited longest go first.
+    """Divides the decoding rows among ``turns`` steps; those that have waited longest go first.
 
-    A row that has just gone rests until all the others have: its next token is known to the first
-    stage by then, or about to be.
+    A row decodes again only after the other microbatches: by then its token has been sampled, or is
+    about to be.
     """
 
     def __init__(self, running: RunningTable, turns: int) -> None:
@@ -25,12 +25,12 @@ class DecodeMicrobatcher:
         self._now = 0
         self._went: Int64Array = np.full(len(running.requests), -turns, np.int64)  # by slot
         self.alternate = False
-        """Whether the rows of the last turn were not all that could decode."""
+        """Whether the last step left out rows that could decode."""
 
     def next_rows(self) -> Int64Array:
         """The slots [N] that decode in the next step.
 
-        All at once where there are fewer than turns, and where some must stay in lockstep.
+        All of them if they are fewer than ``turns``, or if some must stay in lockstep.
         """
         running, turns = self._running, self._turns
         slots = running.decodable()

@@ -1,11 +1,10 @@
-"""What becomes of a preempted request's pages: thrown away, or kept in host memory.
+"""What becomes of a preempted request's pages: they are freed, or kept in host memory.
 
     preempt:   pages  ──SWAP_OUT──► host pages   (as many as hold tokens that need not be computed)
     admit:     prefix hits, then ◄──SWAP_IN── host pages, then new pages
 
-Recomputing costs arithmetic, swapping costs the way to host memory and back: the choice that the
-PagedAttention paper describes (Kwon et al., 2023, section 4.5). Where host pages are short, a
-request is recomputed after all.
+Recomputing costs arithmetic, swapping costs two copies: the choice that the PagedAttention paper
+describes (Kwon et al., 2023, section 4.5). A request is recomputed if host pages are short.
 """
 
 from collections import Counter
@@ -21,7 +20,7 @@ from rayfin.cache.page_pool import PagePool
 
 
 class PreemptionPolicy(Protocol):
-    """``Lifecycle``'s hook: hears of every request that loses its pages, and gets them back."""
+    """``Lifecycle``'s hook, called when a request loses its pages and when it gets pages again."""
 
     @property
     def num_held(self) -> int:
@@ -29,15 +28,15 @@ class PreemptionPolicy(Protocol):
         ...
 
     def keep(self, slot: int) -> None:
-        """The slot's request is preempted: its pages are given back right after this."""
+        """The slot's request is preempted; its pages are freed right after this call."""
         ...
 
     def num_saved(self, request: Request) -> int:
         """Tokens of the waiting request that need not be computed again."""
         ...
 
-    def restore(self, slot: int, num_found: int) -> None:
-        """The slot's request is admitted again, with all its pages; ``num_found`` are cached."""
+    def restore(self, slot: int, num_cached_pages: int) -> None:
+        """The slot's request is admitted with all its pages, the first of them cached."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -45,11 +44,11 @@ class PreemptionPolicy(Protocol):
         ...
 
     def clear(self) -> None:
-        """The runners are new: host memory is empty."""
+        """Forgets all saved pages: the runners are new."""
         ...
 
     def check_integrity(self) -> None:
-        """Host pages add up.
+        """Checks the accounting of host pages.
 
         Raises:
             CacheError: an invariant is broken.
@@ -58,7 +57,7 @@ class PreemptionPolicy(Protocol):
 
 
 class Recompute:
-    """Keeps nothing: prompt and output are computed again, but for what the prefix index knows."""
+    """Keeps nothing: prompt and output are computed again, except for prefix cache hits."""
 
     @property
     def num_held(self) -> int:
@@ -69,7 +68,7 @@ class Recompute:
     def num_saved(self, request: Request) -> int:
         return 0
 
-    def restore(self, slot: int, num_found: int) -> None: ...
+    def restore(self, slot: int, num_cached_pages: int) -> None: ...
 
     def forget(self, request: Request) -> None: ...
 
@@ -80,21 +79,20 @@ class Recompute:
 
 @dataclass(slots=True, frozen=True)
 class _Saved:
-    """What host memory holds of a waiting request."""
+    """The host pages of a waiting request."""
 
     pages: list[int]  # host pages, in the order of its table
     num_tokens: int  # in them
 
 
 class Swap:
-    """Keeps the pages of preempted requests in ``num_pages`` of host memory, while there is room.
+    """Keeps pages of preempted requests in ``num_pages`` pages of host memory, while they last.
 
-    A request's last known token is computed again whatever is saved, since its logits are wanted,
-    so only the tokens before it count: those were written by steps whose results are here, or by
-    steps that run before the move. A page that holds none of them stays behind.
+    Only tokens before the last known one are saved: the last is computed again for its logits. They
+    were written by steps whose results are here, or by steps that run before the move.
 
-    Some requests are recomputed whatever room there is: a beam search starts again from its prompt,
-    and what steps in flight tell of a prompt's log probabilities is dropped.
+    Beam searches are always recomputed, since they start again from their prompt. So are requests
+    whose prompt log probabilities are incomplete, since those of steps in flight are dropped.
     """
 
     def __init__(self, num_pages: int, state: SchedulerState) -> None:
@@ -128,25 +126,25 @@ class Swap:
         saved = self._saved.get(request)
         return 0 if saved is None else saved.num_tokens
 
-    def restore(self, slot: int, num_found: int) -> None:
+    def restore(self, slot: int, num_cached_pages: int) -> None:
         saved = self._saved.pop(self._running.request(slot), None)
         if saved is None:
             return
-        self._give_back(saved)
-        sources = saved.pages[num_found:]
+        self._free(saved)
+        sources = saved.pages[num_cached_pages:]
         if sources:
-            targets = self._tables.pages_since(slot, num_found)[: len(sources)]
+            targets = self._tables.pages_since(slot, num_cached_pages)[: len(sources)]
             self._moves.add(SWAP_IN, sources, targets)
             self._running.num_computed[slot] = saved.num_tokens
             self._counters.swapped_in += len(sources)
 
     def forget(self, request: Request) -> None:
         if saved := self._saved.pop(request, None):
-            self._give_back(saved)
+            self._free(saved)
 
     def clear(self) -> None:
         for saved in self._saved.values():
-            self._give_back(saved)
+            self._free(saved)
         self._saved.clear()
 
     def check_integrity(self) -> None:
@@ -161,11 +159,9 @@ class Swap:
             if saved.num_tokens >= request.num_tokens:
                 raise CacheError(f"{saved.num_tokens} of {request.num_tokens} tokens are saved")
 
-    def _give_back(self, saved: _Saved) -> None:
-        """Frees host pages, in order, so that they are taken, and copied, in strings of ids.
-
-        Moves from them may still be on their way; whoever takes them moves something there later.
-        """
+    def _free(self, saved: _Saved) -> None:
+        # In order, so that they are allocated, and copied, in runs of ids. Moves from them may
+        # still be pending; moves to them by a later request come after those.
         for page in saved.pages:
             self._pool.free(page)
 

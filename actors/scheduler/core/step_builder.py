@@ -17,7 +17,7 @@ from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 
 @dataclass(slots=True, frozen=True)
 class Chunk:
-    """``length`` tokens of one slot's prompt, from where it stands."""
+    """The next ``length`` tokens of one slot's prompt."""
 
     slot: int
     length: int
@@ -25,16 +25,16 @@ class Chunk:
 
 @dataclass(slots=True, frozen=True)
 class StepRecord:
-    """What the scheduler must remember of a step until its result comes."""
+    """A step in flight, as its result is matched with it."""
 
     info: SchedulerInfo
     slots: Int64Array  # [R]
-    admissions: Int64Array  # [R] who held each slot then: results for anyone else are dropped
+    admissions: Int64Array  # [R] results for other admissions are dropped
 
 
 @dataclass(slots=True, frozen=True)
 class _Shape:
-    """The columns of a SchedulerInfo that say how its rows lie; shared, never written to."""
+    """The layout columns of a SchedulerInfo; shared between steps, never written to."""
 
     chunk_idx: Int32Array  # [R]
     chunk_len: Int32Array  # [R]
@@ -43,7 +43,7 @@ class _Shape:
 
 
 class StepBuilder:
-    """Builds one step after another; advances the requests' counters as it does.
+    """Builds steps, and advances the requests' counters.
 
     Counters advance when a step is scheduled, not when its result comes, so that the next step can
     be scheduled from counts alone (asynchronous scheduling).
@@ -54,23 +54,23 @@ class StepBuilder:
         self._state = state
         self._step = 0
         self._shapes: dict[int, _Shape] = {}  # by rows, of steps that only decode
-        self._told: Int32Array = np.zeros_like(state.tables.held)  # pages the runners know
+        self._sent_pages: Int32Array = np.zeros_like(
+            state.tables.held
+        )  # by slot; page table entries sent to the runners
 
     def restart(self, epoch: int) -> None:
-        """From now on steps are for a new group of runners."""
+        """Starts the steps of a new group of runners."""
         self.epoch = epoch
         self._step = 0
-        self._told[:] = 0
+        self._sent_pages[:] = 0
 
     def build(
         self, decoding: Int64Array, chunks: list[Chunk], num_steps: int = 1
     ) -> StepRecord | None:
-        """The step that gives each slot of ``decoding`` [D] one token, then runs the chunks.
+        """Returns the step that decodes ``decoding`` [D], then computes the chunks.
 
-        A ``num_steps`` over 1 goes with no chunks; it gives each slot up to so many tokens.
-
-        Returns:
-            The step; None if it would be empty: then news and page moves wait for the next one.
+        Each slot of ``decoding`` gets up to ``num_steps`` tokens; over 1 only without chunks.
+        Returns None if the step is empty: then the runner diff and page moves wait.
         """
         if not len(decoding) and not chunks:
             return None
@@ -80,12 +80,12 @@ class StepBuilder:
             slots = np.concatenate([decoding, np.array([c.slot for c in chunks], np.int64)])
         new_requests, finished = self._state.runner_diff.drain(slots.tolist())
         if new_requests:
-            self._told[[new.handle for new in new_requests]] = 0
+            self._sent_pages[[new.handle for new in new_requests]] = 0
         kv_len, held = running.num_computed[slots], tables.held[slots]
         shape = self._decode_shape(len(decoding))
         if chunks:
             shape = self._mixed_shape(slots, kv_len, decoding, chunks)
-        new_pages_len = held - self._told[slots]
+        new_pages_len = held - self._sent_pages[slots]
         info = SchedulerInfo(
             epoch=self.epoch,
             step=self._step,
@@ -107,12 +107,12 @@ class StepBuilder:
             moves=self._state.moves.drain(),
         )
         self._advance(slots, shape, len(decoding), num_steps)
-        self._told[slots] = held
+        self._sent_pages[slots] = held
         self._step += 1
         return StepRecord(info, slots, running.admission[slots])
 
     def _decode_shape(self, rows: int) -> _Shape:
-        """Of a step that only decodes: the same for every such step of so many rows."""
+        """The layout of a step of ``rows`` decoding rows."""
         if (shape := self._shapes.get(rows)) is None:
             zeros = np.zeros(rows, np.int32)
             shape = _Shape(
@@ -139,7 +139,7 @@ class StepBuilder:
         )
 
     def _advance(self, slots: Int64Array, shape: _Shape, decoding: int, num_steps: int) -> None:
-        """The counters, once the step has run."""
+        """Advances the counters to where the step leaves them."""
         running = self._state.running
         if num_steps > 1:
             granted = np.minimum(num_steps, running.room(slots))
@@ -153,13 +153,15 @@ class StepBuilder:
             running.start_decoding(slots[decoding:][sampling[decoding:]].tolist())
 
     def _merge(self, decoding: Int64Array, computed: Int64Array, chunks: list[Chunk]) -> Int32Array:
-        """All chunks in one string; a token that no result has shown yet is a placeholder."""
+        """The input tokens of all rows; those not known yet are placeholders."""
         running = self._state.running
         known = computed < running.num_known[decoding]
-        own = np.where(known, running.tokens[decoding, computed], np.int32(SAMPLED_LAST_STEP))
+        decode_tokens = np.where(
+            known, running.tokens[decoding, computed], np.int32(SAMPLED_LAST_STEP)
+        )
         if not chunks:
-            return own
-        parts = [own]
+            return decode_tokens
+        parts = [decode_tokens]
         for chunk in chunks:
             start = int(running.num_computed[chunk.slot])
             parts.append(running.tokens[chunk.slot, start : start + chunk.length])
@@ -167,8 +169,8 @@ class StepBuilder:
 
     def _pages(self, slots: Int64Array, new_pages_len: Int32Array) -> Int32Array:
         rows = np.flatnonzero(new_pages_len)
-        told = self._told[slots[rows]].tolist()
+        sent = self._sent_pages[slots[rows]].tolist()
         pages: list[int] = []
-        for slot, count in zip(slots[rows].tolist(), told, strict=True):
+        for slot, count in zip(slots[rows].tolist(), sent, strict=True):
             pages += self._state.tables.pages_since(slot, count)
         return np.array(pages, np.int32)

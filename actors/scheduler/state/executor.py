@@ -1,4 +1,4 @@
-"""What the engine runs its steps on: runner actors, a runner in this process, or a fake."""
+"""What runs the engine's steps: runner actors, a runner in this process, or a fake."""
 
 from typing import Protocol
 
@@ -6,25 +6,25 @@ from rayfin.actors.messages import SchedulerInfo, StepResult
 
 
 class PendingStep(Protocol):
-    """A step on its way."""
+    """A submitted step."""
 
     def result(self) -> StepResult:
         """Waits for the step.
 
         Raises:
             RunnerGroupFailed: it will never finish.
-            Fenced: it was refused.
+            Fenced: it was refused, since a later scheduler drives the runners.
         """
         ...
 
 
 class Executor(Protocol):
-    """Runs steps in the order in which they are submitted."""
+    """Runs steps in order of submission."""
 
     epoch: int
 
     def submit(self, info: SchedulerInfo) -> PendingStep:
-        """Hands over a step without waiting for it."""
+        """Submits a step without waiting for it."""
         ...
 
     def restart(self) -> None:
@@ -36,7 +36,7 @@ class Executor(Protocol):
         ...
 
     def sleep(self) -> None:
-        """The runners forget all requests and give back the memory of their pages.
+        """The runners drop all requests and free the memory of their pages.
 
         Raises:
             RunnerGroupFailed: they have died.
@@ -44,9 +44,9 @@ class Executor(Protocol):
         ...
 
     def wake(self) -> None:
-        """They take new, empty pages; raises ``epoch``.
+        """The runners allocate new, empty pages; raises ``epoch``.
 
         Raises:
-            RunnerGroupFailed: they have died, or there is no memory.
+            RunnerGroupFailed: they have died, or memory is short.
         """
         ...

@@ -1,4 +1,4 @@
-"""A request as the scheduler knows it while it lives."""
+"""A live request of the scheduler."""
 
 from dataclasses import dataclass, field
 
@@ -14,26 +14,25 @@ class Request:
     """One prompt and its output. Its tokens are in the RunningTable while it holds a slot.
 
     ``output`` [tokens] is the token log up to the last preemption; with the prompt it is all that a
-    recomputation needs. An array: as a list, a token takes forty bytes, and all that run become
-    lists at once when their runner dies.
+    recomputation needs. It is an array because a list takes forty bytes for a token.
     """
 
     source: EngineRequest
     order: int  # arrival number in this engine
-    arrival: float  # when it came, seconds of the engine's clock
-    chain: HashChain  # hashes of its full pages, as far as they were needed
+    arrival: float  # seconds of the engine's clock
+    chain: HashChain  # hashes of its full pages, computed on demand
     output: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
-    slots: list[int] = field(default_factory=list)  # that it holds; none while it waits
-    prompt_told: int = 1  # first prompt position whose log probability has yet to be handed out
+    slots: list[int] = field(default_factory=list)  # none while it waits
+    next_prompt_logprob: int = 1  # prompt position whose log probability is delivered next
     cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
-    admitted_at: float | None = None  # when it first left the queue to run, same clock
-    first_token_at: float | None = None  # when its prompt had come to its end, same clock
+    admitted_at: float | None = None  # first admission, same clock
+    first_token_at: float | None = None  # end of its prompt, same clock
     preemptions: int = 0  # for want of pages
     ended: bool = False
-    deaths: int = 0  # of runners that had it in flight, since it was last cleared of suspicion ...
-    deaths_on_trial: int = 0  # ... and of those, while it was on trial
+    deaths: int = 0  # of runners that had it in flight, since it was last cleared ...
+    deaths_on_trial: int = 0  # ... and of those, during its trials
     fork_parent: "Request | None" = None  # an earlier choice of the same prompt
-    search: BeamSearch | None = None  # of a beam search that has begun
+    search: BeamSearch | None = None  # of a running beam search
 
     @property
     def admitted(self) -> bool:
@@ -42,19 +41,19 @@ class Request:
 
     @property
     def slot(self) -> int | None:
-        """Its slot, the first one where it holds several; None while it waits."""
+        """Its first slot, or None while it waits."""
         return self.slots[0] if self.slots else None
 
     @property
     def width(self) -> int:
-        """Slots that it takes to run."""
+        """Slots that it needs to run."""
         return 1 if self.source.beams is None else self.source.beams.width
 
     @property
     def scoring(self) -> bool:
-        """Whether log probabilities of the prompt are missing: it must be computed for them."""
+        """Whether prompt log probabilities are missing, so that the prompt must be computed."""
         wanted = self.source.sampling.prompt_logprobs is not None
-        return wanted and self.prompt_told < len(self.source.prompt)
+        return wanted and self.next_prompt_logprob < len(self.source.prompt)
 
     @property
     def num_tokens(self) -> int:

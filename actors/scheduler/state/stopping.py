@@ -1,4 +1,4 @@
-"""When a request ends: end of sequence, a stop token, its length. Stop strings are the ingress'."""
+"""When a request ends: end of sequence, a stop token, its length. The ingress has stop strings."""
 
 import numpy as np
 
@@ -13,8 +13,8 @@ def ended_requests(
     """The requests of ``slots`` [N] that end with the tokens [N] just appended.
 
     Returns:
-        (request, finish reason, stop reason) each. A stop token goes before the length, as in vLLM;
-        the stop reason is the token's id unless it was end of sequence.
+        (request, finish reason, stop reason) of each. A stop token takes precedence over the
+        length, as in vLLM; the stop reason is its id, or None for end of sequence.
     """
     stopped, full = running.stops.ended(slots, tokens, running.num_known[slots])
     ended: list[tuple[Request, str, int | None]] = []
