@@ -54,9 +54,8 @@ class StepBuilder:
         self._state = state
         self._step = 0
         self._shapes: dict[int, _Shape] = {}  # by rows, of steps that only decode
-        self._sent_pages: Int32Array = np.zeros_like(
-            state.tables.held
-        )  # by slot; page table entries sent to the runners
+        # Page table entries of each slot that the runners have.
+        self._sent_pages: Int32Array = np.zeros_like(state.tables.held)
 
     def restart(self, epoch: int) -> None:
         """Starts the steps of a new group of runners."""
