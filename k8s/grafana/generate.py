@@ -24,7 +24,7 @@ WIDTH, HEIGHT = 8, 8  # of a panel; a dashboard is 24 wide
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture; ``queries`` are legend -> PromQL."""
+    """One panel; ``queries`` map legends to PromQL."""
 
     title: str
     queries: Mapping[str, str]
@@ -35,13 +35,13 @@ class Panel:
 
 
 def rate(name: str, labels: str = ENGINE, by: str = "", window: str = "$__rate_interval") -> str:
-    """What the counter grows by in a second."""
+    """Returns the growth of a counter per second."""
     total = f"sum by ({by})" if by else "sum"
     return f"{total} (rate(rayfin_{name}{{{labels}}}[{window}]))"
 
 
 def grown(name: str, labels: str = ENGINE) -> str:
-    """What the counter has grown by between two points of the picture."""
+    """Returns the growth of a counter between two points of the panel."""
     return f"sum (increase(rayfin_{name}{{{labels}}}[$__rate_interval]))"
 
 
@@ -54,8 +54,8 @@ def quantile(q: float, name: str, labels: str = ENGINE, by: str = "") -> str:
 
 
 def quantiles(name: str, labels: str = ENGINE) -> dict[str, str]:
-    told = {f"p{round(100 * q)}": quantile(q, name, labels) for q in (0.5, 0.9, 0.95, 0.99)}
-    return {**told, "mean": mean(name, labels)}
+    lines = {f"p{round(100 * q)}": quantile(q, name, labels) for q in (0.5, 0.9, 0.95, 0.99)}
+    return {**lines, "mean": mean(name, labels)}
 
 
 def mean(name: str, labels: str = ENGINE) -> str:
@@ -77,7 +77,7 @@ def heatmap(title: str, name: str, labels: str = ENGINE, unit: str = "short") ->
 
 
 def each(name: str, label: str, labels: str = ENGINE) -> dict[str, str]:
-    """The rate of a counter by one of its labels."""
+    """Returns the rate of a counter by one of its labels."""
     return {f"{{{{{label}}}}}": rate(name, labels, label)}
 
 
@@ -135,12 +135,12 @@ LATENCY = [
         "Between ingress and engine",
         "request_transport_seconds",
         MODEL,
-        "There, until the engine's loop takes the request in, and back with the first token.",
+        "To the engine, until its loop accepts the request, and back with the first token.",
     ),
     latency(
         "Between scheduler and runner",
         "step_transport_seconds",
-        help="Of a step, as far as the step before did not hide it.",
+        help="Transport of a step, as far as the step before did not hide it.",
     ),
     latency("Queue", "request_queue_time_seconds"),
     latency("Prefill", "request_prefill_time_seconds"),
@@ -158,7 +158,7 @@ CACHE = [
         "Pages by state",
         {"{{state}}": total("kv_cache_pages_by_state", by="state")},
         stacked=True,
-        help="Held by requests; free, with content that can be found again; free.",
+        help="Held by requests, free with reusable content, free.",
     ),
     Panel("Pages", {BY_ENGINE: f"rayfin_kv_cache_pages{{{ENGINE}}}"}, kind="stat"),
     Panel("Prompt tokens found in the cache", {"share": HIT_RATIO}, "percentunit"),
@@ -176,7 +176,7 @@ CACHE = [
         "tokens/s",
         stacked=True,
     ),
-    Panel("Pages given up for new content", {"evictions": rate("kv_cache_evictions_total")}, "ops"),
+    Panel("Evicted pages", {"evictions": rate("kv_cache_evictions_total")}, "ops"),
     Panel(
         "Prompt tokens that were not in the cache, of a request",
         quantiles("request_prefill_kv_computed_tokens"),
@@ -232,7 +232,7 @@ SCHEDULER = [
 
 RELIABILITY = [
     Panel("Failures", each("request_failures_total", "code"), "reqps"),
-    Panel("Requests not taken", each("admission_rejections_total", "reason"), "reqps"),
+    Panel("Refused requests", each("admission_rejections_total", "reason"), "reqps"),
     Panel(
         "Answers by route and status",
         {"{{handler}} {{status}}": rate("http_requests_total", MODEL, "handler, status")},
@@ -248,7 +248,7 @@ RELIABILITY = [
     Panel("Epoch", {BY_ENGINE: f"rayfin_engine_epoch{{{ENGINE}}}"}),
     Panel("Replays", each("request_replays_total", "reason", MODEL), "reqps"),
     Panel(
-        "Put back and handed over",
+        "Requeued and handed back",
         {
             "requeued": rate("num_requests_requeued_total"),
             "moved": rate("requests_moved_total"),
@@ -257,7 +257,7 @@ RELIABILITY = [
     ),
     Panel("Suspects on trial", {BY_ENGINE: f"rayfin_quarantine_suspects{{{ENGINE}}}"}),
     Panel("Logits that were not finite", {"requests": rate("corrupted_requests_total")}, "reqps"),
-    Panel("Clients that left", {"requests": rate("client_disconnects_total", MODEL)}, "reqps"),
+    Panel("Disconnected clients", {"requests": rate("client_disconnects_total", MODEL)}, "reqps"),
     Panel("No step finished for", {BY_ENGINE: f"rayfin_engine_stalled_seconds{{{ENGINE}}}"}, "s"),
     Panel("Draining", {BY_ENGINE: f"rayfin_engine_draining{{{ENGINE}}}"}),
     Panel("Awake or asleep", {"{{sleep_state}}": total("engine_sleep_state", by="sleep_state")}),
@@ -380,7 +380,7 @@ def dashboard(name: str, panels: Sequence[Panel]) -> dict[str, Any]:
 
 
 def files() -> dict[Path, str]:
-    """All that is generated, by path."""
+    """Returns the text of every generated file, by path."""
     written = {
         HERE / f"{name}.json": json.dumps(dashboard(name, panels), indent=1) + "\n"
         for name, panels in DASHBOARDS.items()

@@ -19,11 +19,11 @@ INSTALL = ("apt-get", "install", "--yes", "--no-install-recommends", "prometheus
 
 
 def find_prometheus() -> str:
-    """The program; installed from Debian's package where there is none."""
-    if (found := shutil.which("prometheus")) is not None:
-        return found
+    """Returns the path of the program; installs Debian's package if it is missing."""
+    if (path := shutil.which("prometheus")) is not None:
+        return path
     if shutil.which("apt-get") is None:
-        sys.exit("There is no prometheus here, and no apt-get to install it with.")
+        sys.exit("prometheus is not installed, and there is no apt-get to install it.")
     sudo = [] if os.geteuid() == 0 else ["sudo"]
     print("Installing Debian's prometheus ...", flush=True)
     policy = {**os.environ, "RUNLEVEL": "1", "DEBIAN_FRONTEND": "noninteractive"}
@@ -33,7 +33,7 @@ def find_prometheus() -> str:
 
 
 def write_config(folder: Path, targets: list[str], interval: str | None = None) -> Path:
-    """The shipped configuration, with other targets and another interval if any are given."""
+    """Returns the shipped configuration, with other targets and interval if given."""
     config = yaml.safe_load(CONFIG.read_text())
     config["rule_files"] = [str(CONFIG.parent / path) for path in config["rule_files"]]
     if targets:
@@ -72,7 +72,7 @@ def main() -> int:
         )
         try:
             return process.wait()
-        except KeyboardInterrupt:  # the terminal has told it as well
+        except KeyboardInterrupt:  # the terminal has sent SIGINT to Prometheus too
             process.terminate()
             process.wait()
             return 0

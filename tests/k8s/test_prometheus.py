@@ -83,20 +83,20 @@ def test_panels_have_places_and_names_of_their_own() -> None:
 
 def test_every_alert_is_explained() -> None:
     rules = yaml.safe_load((PROMETHEUS / "rules" / "rayfin.yaml").read_text())
-    told = (ROOT / "docs" / "observability.md").read_text()
+    page = (ROOT / "docs" / "observability.md").read_text()
     tested = (Path(__file__).parent / "prometheus" / "rules_test.yaml").read_text()
     for group in rules["groups"]:
         for rule in group["rules"]:
             if "alert" in rule:
-                assert f"| `{rule['alert']}` |" in told
+                assert f"| `{rule['alert']}` |" in page
                 assert f'"{rule["alert"]}"' in tested or f"alertname: {rule['alert']}" in tested
                 assert rule["labels"]["severity"] in ("critical", "warning")
 
 
 def test_every_series_is_explained() -> None:
-    told = (ROOT / "docs" / "observability.md").read_text()
+    page = (ROOT / "docs" / "observability.md").read_text()
     for family in FAMILIES:
-        assert f"`{family.name}`" in told, family.name
+        assert f"`{family.name}`" in page, family.name
 
 
 @needs_promtool
