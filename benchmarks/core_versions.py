@@ -139,8 +139,8 @@ def _write_stalls(report: Report, outcomes: dict[str, Outcome]) -> None:
     )
     name = list(outcomes)[1]
     report.text(f"""A long prompt stops every stream of V0 for {milliseconds(max(gaps["V0"]))} ms;
-        under {name} tokens a step no stream waits longer than {milliseconds(max(gaps[name]))} ms, and
-        the prompt itself starts to answer {_later(outcomes, streams, name)}.""")
+        under {name} tokens a step no stream waits longer than {milliseconds(max(gaps[name]))} ms,
+        and the prompt itself starts to answer {_later(outcomes, streams, name)}.""")
 
 
 def _later(outcomes: dict[str, Outcome], streams: int, name: str) -> str:
