@@ -1,7 +1,7 @@
-"""The fault matrix: what is broken, when, and what a client may see of it.
+"""The fault matrix: what breaks, when, and which failures clients may see.
 
-A case is a function that breaks things while a load runs. Whatever it does, the history checker
-holds (history.py); the case only says which requests may fail, and with which words.
+A case is a function that injects faults under a load. The history checker (history.py) always
+applies; a case only states which requests may fail, and with which error codes.
 """
 
 import json
@@ -17,7 +17,7 @@ from nemesis import Nemesis
 ONE = Layout()
 TWO = Layout(engines=2)
 ROOMY = Layout(spare=1)
-HASTY = Layout(server=(("shutdown_timeout", 2.0),))  # streams last longer
+HASTY = Layout(server=(("shutdown_timeout", 2.0),))  # shorter than the streams
 NODES = Layout(engines=2, ingresses=2, workers=2)
 HEAD_APART = replace(NODES, driver_apart=True)
 REDIS = Layout(engines=1, redis=True)
@@ -32,9 +32,9 @@ REFUSED = ("engine_unavailable", "rate_limit_exceeded", "queue_full", "unavailab
 
 
 def rpc_failures(method: str, percent: int, kinds: tuple[str, ...], count: int) -> Layout:
-    """Ray's own failures of calls: of the request, of the answer, of one that is under way.
+    """Makes Ray fail calls: the request, the reply, or both in flight.
 
-    Of processes that start once ``Cluster.lose_calls`` was called.
+    It applies to processes that start after ``Cluster.lose_calls``.
     """
     failures = {"num_failures": count} | {f"{kind}_failure_prob": percent for kind in kinds}
     return Layout(variables=(("CHAOS_RPC", json.dumps({method: failures})),))
@@ -50,22 +50,22 @@ class Case:
     """One row of the matrix."""
 
     name: str
-    row: str  # in the fault matrix
-    fault: str  # what the table calls it
+    row: str  # number in the fault matrix
+    fault: str  # description in the table
     act: Callable[[Nemesis], Awaitable[None]]
     layout: Layout = ONE
-    may_fail: tuple[str, ...] = ()  # error codes; "broken": the connection breaks off
-    may_fail_asks: str = ""  # only requests whose names begin so may fail
+    may_fail: tuple[str, ...] = ()  # error codes; "broken": the connection breaks
+    may_fail_asks: str = ""  # prefix of the names of requests that may fail
     streams: int = 16
     rate: float = 8.0
-    after: float = 4.0  # seconds that the load goes on for after the last fault
-    idle: bool = False  # the fault comes while nothing runs
-    renews: bool = False  # the cluster is of no use afterwards
-    resumes: bool = False  # clients go on with streams that broke off (Last-Event-ID)
-    long: bool = False  # it takes the minutes that it is told
+    after: float = 4.0  # seconds that the load continues after the last fault
+    idle: bool = False  # the fault comes before the load
+    renews: bool = False  # the cluster is unusable afterwards
+    resumes: bool = False  # clients resume broken streams (Last-Event-ID)
+    long: bool = False  # it takes --minutes
 
     def allows(self, ask: Ask, record: Record) -> bool:
-        """Whether the failure of a request is one of those that this fault may cost."""
+        """Whether this fault may make the request fail in this way."""
         if not ask.name.startswith(self.may_fail_asks):
             return False
         why = "broken" if record.broken else record.error
@@ -79,7 +79,7 @@ def with_a_node(
     act: Callable[[Nemesis], Awaitable[None]],
     layout: Layout = NODES,
 ) -> Case:
-    """A fault that takes all of a node with it: its engine, and its ingress' connections."""
+    """A fault that ends a whole node: its engine and its ingress' connections."""
     return Case(
         name,
         row,
@@ -261,7 +261,7 @@ CASES = [
         LOST_CALLS,
         renews=True,
     ),
-    Case(  # what was spilled may stay on the disk when its owner is dead
+    Case(  # spilled objects may stay on disk after their owner's death
         "object-store",
         "33",
         "object store full",
@@ -362,7 +362,7 @@ CASES = [
 
 
 def headlines(minutes: float) -> list[Case]:
-    """The promise itself: a runner killed every 20 seconds, for long."""
+    """The promise of the README: a runner is killed every 20 seconds for a long time."""
 
     async def kill_on(nemesis: Nemesis) -> None:
         await nemesis.kill_every("runner", 20, 60 * minutes)
@@ -377,5 +377,5 @@ def headlines(minutes: float) -> list[Case]:
 
 
 def all_cases(minutes: float = 1.0) -> list[Case]:
-    """Every case; the headlines take so long."""
+    """Returns every case; each headline case takes ``minutes``."""
     return [*CASES, *headlines(minutes)]

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on one machine, with Rayfin on it, all of it ours to break.
+"""A Ray cluster of several nodes on one machine that runs Rayfin, to be broken.
 
-Every raylet, GCS and Redis is a child of this process and known by its id; nothing is ever found
-by name among the machine's processes.
+Every raylet, GCS and Redis is a child of this process and known by its id. Processes are never
+looked up by name.
 """
 
 import os
@@ -35,7 +35,7 @@ from rayfin.deployments.serve.server_args import ServerArgs
 APP = "chaos"
 NAMESPACE = "rayfin"
 PATIENCE = 120.0
-FRESH_SECONDS = 10.0  # that metrics of now are waited for
+FRESH_SECONDS = 10.0  # to wait for current metrics
 NODE_TRIES = 3
 WORKER = Path(__file__).parent / "worker"
 SOURCE = Path(__file__).parents[2] / "src"
@@ -48,28 +48,28 @@ CLASSES = {
     "controller": "ServeController",
     "proxy": "ProxyActor",
 }
-"""Our words for actors -> how their classes are called in Ray's table of them."""
+"""Kinds of actors -> the names of their classes in Ray's table."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a case needs of its cluster; cases with equal layouts share one."""
+    """The cluster that a case needs. Cases with equal layouts share one."""
 
     engines: int = 1
-    spare: int = 0  # engines more that there is room for
-    ranks: int = 1  # runners of an engine, which share each layer
+    spare: int = 0  # room for this many more engines
+    ranks: int = 1  # tensor-parallel runners per engine
     ingresses: int = 1
-    workers: int = 0  # raylets beside the head's
-    driver_apart: bool = False  # this process belongs to the last worker's node, not to the head
-    runner: str = "hash"  # or "model": the demo model itself, for ranks one of its like
+    workers: int = 0  # nodes besides the head
+    driver_apart: bool = False  # this process connects to the last worker's node, not to the head
+    runner: str = "hash"  # or "model": the demo model, or a similar one for ranks
     redis: bool = False  # GCS fault tolerance
-    pages: int | None = None  # of an engine's cache
-    engine: tuple[tuple[str, Any], ...] = ()  # further settings of engines ...
-    server: tuple[tuple[str, Any], ...] = ()  # ... and of the server
-    variables: tuple[tuple[str, str], ...] = ()  # of the environment of all processes
-    temp_bytes: int | None = None  # Ray's folder is a file system of this size
+    pages: int | None = None  # in an engine's cache
+    engine: tuple[tuple[str, Any], ...] = ()  # further engine arguments
+    server: tuple[tuple[str, Any], ...] = ()  # further server arguments
+    variables: tuple[tuple[str, str], ...] = ()  # environment of all processes
+    temp_bytes: int | None = None  # size of the file system with Ray's folder
     object_store: int = 100 * 1024**2
 
 
@@ -78,7 +78,7 @@ class Unavailable(RuntimeError):
 
 
 class Cluster:
-    """One layout, running. ``close`` ends all that it started."""
+    """A running layout. ``close`` ends everything that it started."""
 
     def __init__(self, layout: Layout, folder: str) -> None:
         self.layout = layout
@@ -86,18 +86,18 @@ class Cluster:
         self.failpoints = Path(self.folder, "failpoints")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.model = "demo"  # its name
-        self.weights = "demo"  # where it is
+        self.model = "demo"  # served name
+        self.weights = "demo"  # folder or name
         self.redis: subprocess.Popen[bytes] | None = None
         self.nodes: list[Node] = []  # the head first
-        self.ray_folder = ""  # of the sessions of this start
+        self.ray_folder = ""  # of this start's sessions
         self._mounted = False
 
     def start(self) -> None:
-        """Starts it, and deploys the application; returns when requests can come.
+        """Starts the cluster and deploys the application; returns when it accepts requests.
 
         Raises:
-            Unavailable: what the layout needs is not here.
+            Unavailable: this machine lacks what the layout needs.
         """
         layout = self.layout
         ray_folder = self.ray_folder = tempfile.mkdtemp(prefix="r", dir=self.folder)
@@ -107,7 +107,7 @@ class Cluster:
         runners = layout.engines * layout.ranks
         cpus = runners + layout.spare * layout.ranks if not layout.workers else 0
         if layout.ranks > 1:
-            import ranked_model  # torch loads only where it is used
+            import ranked_model  # imports torch
 
             self.weights = str(Path(self.folder, "ranked"))
             ranked_model.make(Path(self.weights))
@@ -115,7 +115,7 @@ class Cluster:
         for _ in range(layout.workers):
             if layout.driver_apart:  # Ray finds a driver's node by its folder
                 ray_folder = tempfile.mkdtemp(prefix="r", dir=self.folder)
-            self.add_node(ray_folder, runners)  # room for all where one node is lost
+            self.add_node(ray_folder, runners)  # so that the others suffice if one node is lost
         ray.init(
             address=self.nodes[0].gcs_address,
             namespace="chaos",
@@ -130,11 +130,11 @@ class Cluster:
         self.deploy()
 
     def deploy(self, engines: int | None = None, **settings: Any) -> None:
-        """Deploys the application, anew if it runs.
+        """Deploys or redeploys the application.
 
         Args:
-            engines: how many; None: as the layout has it.
-            settings: more of its engines'.
+            engines: number of engines; default: the layout's.
+            settings: further engine arguments.
         """
         layout = self.layout
         engine: dict[str, Any] = {"model": self.weights, "threads": 1, **dict(layout.engine)}
@@ -149,7 +149,7 @@ class Cluster:
         serve.run(app, name=APP, route_prefix="/")
 
     def add_node(self, folder: str, cpus: int, redis_port: int | None = None) -> Node:
-        """One more raylet; the first one is the head, and has the GCS."""
+        """Starts a node; the first one is the head, with the GCS."""
         head = not self.nodes
         params = RayParams(
             num_cpus=cpus,
@@ -169,14 +169,14 @@ class Cluster:
             try:
                 node = Node(params, head=head, shutdown_at_exit=False, spawn_reaper=False)
                 break
-            except Exception as error:  # Ray's own: its agent has 30 s, which a busy machine takes
+            except Exception as error:  # a busy machine can exceed the 30 s that Ray's agent has
                 if head or tries == NODE_TRIES - 1:
-                    raise Unavailable(f"a node of Ray did not start ({error})"[:80]) from error
+                    raise Unavailable(f"a Ray node did not start ({error})"[:80]) from error
         self.nodes.append(node)
         return node
 
     def close(self) -> None:
-        """Ends everything, stopped processes included."""
+        """Ends everything, including stopped processes."""
         pids = [row["Pid"] for row in self._table()] if ray.is_initialized() else []
         for pid in filter(None, pids):
             with suppressed():
@@ -186,7 +186,7 @@ class Cluster:
         for node in reversed(self.nodes):
             with suppressed():
                 node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-        for pid in filter(None, pids):  # what a dead raylet has left behind
+        for pid in filter(None, pids):  # orphans of a dead raylet
             with suppressed():
                 if belongs_to(pid, self.folder):
                     os.kill(pid, signal.SIGKILL)
@@ -197,7 +197,7 @@ class Cluster:
             subprocess.run(["umount", "-l", self.ray_folder], check=False)
 
     def pids(self, what: str) -> list[int]:
-        """Process ids of the living actors of a kind: one of CLASSES."""
+        """Process ids of the living actors of a kind (a key of CLASSES)."""
         return [row["Pid"] for row in self._table(CLASSES[what]) if row["Pid"]]
 
     def nodes_of(self, what: str) -> list[str]:
@@ -205,7 +205,7 @@ class Cluster:
         return [row["Address"]["NodeID"] for row in self._table(CLASSES[what])]
 
     def living_nodes(self) -> int:
-        """How many the GCS knows."""
+        """Number of living nodes in the GCS."""
         return sum(node["Alive"] for node in ray.nodes())
 
     def workers_of(self, node: Node) -> list[int]:
@@ -215,17 +215,17 @@ class Cluster:
         return [row["Pid"] for row in rows if row["Pid"]]
 
     def plant(self, text: str) -> None:
-        """Plants failpoints in all processes (actors/failpoints.py); an empty text pulls them."""
+        """Sets all processes' failpoints (actors/failpoints.py); an empty text clears them."""
         fresh = self.failpoints.with_suffix(".new")
         fresh.write_text(text)
         fresh.rename(self.failpoints)
 
     def lose_calls(self) -> None:
-        """From now on, processes that start have Ray fail calls as CHAOS_RPC says (worker/)."""
+        """Makes Ray fail calls, as CHAOS_RPC says, in processes that start from now on."""
         Path(self.folder, "rpc").touch()
 
     def loses_calls(self, pid: int) -> bool:
-        """Whether a process has started since."""
+        """Whether a process fails calls."""
         return Path(self.folder, f"rpc-{pid}").exists()
 
     def schedulers(self) -> list[Any]:
@@ -237,7 +237,7 @@ class Cluster:
         ]
 
     def stats(self) -> list[EngineStats]:
-        """Counters of the engines that answer."""
+        """Statistics of the engines that answer."""
         found: list[EngineStats] = []
         for scheduler in self.schedulers():
             with suppressed():
@@ -245,7 +245,7 @@ class Cluster:
         return found
 
     def pages_left(self, seconds: float = 20.0) -> int:
-        """Pages that idle engines still hold; -1: they do not get idle, or do not answer."""
+        """Pages that idle engines still hold; -1 if they do not become idle or do not answer."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             stats = self.stats()
@@ -259,29 +259,29 @@ class Cluster:
         return sum(each.pages_held for each in self.stats()) or -1
 
     def samples(self) -> dict[str, float]:
-        """What /metrics says, summed over engines: name, or name/reason, to number.
+        """Values of /metrics by name or name/reason, summed over engines.
 
-        Of now, unless somebody is too busy to say it for ``FRESH_SECONDS``.
+        They are current unless an engine does not report within ``FRESH_SECONDS``.
         """
-        asked = time.time()
+        start = time.time()
         while True:
             text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
             found: dict[str, float] = {}
-            told = asked
+            oldest = start
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
                     if sample.name.endswith("_reported_timestamp_seconds"):
-                        told = min(told, sample.value)
+                        oldest = min(oldest, sample.value)
                     elif "le" not in sample.labels:
                         reason = sample.labels.get("finished_reason")
                         name = f"{sample.name}/{reason}" if reason else sample.name
                         found[name] = found.get(name, 0.0) + sample.value
-            if told >= asked or time.time() > asked + FRESH_SECONDS:
+            if oldest >= start or time.time() > start + FRESH_SECONDS:
                 return found
             time.sleep(0.2)
 
     def healthy(self) -> bool:
-        """All engines answer, and so does the door."""
+        """Whether all engines and the API answer."""
         with suppressed():
             health = httpx.get(f"{self.url}/health", timeout=5).status_code == 200
             return health and len(self.stats()) == self.layout.engines
@@ -301,14 +301,14 @@ class Cluster:
             check=False,
         )
         if done.returncode:
-            raise Unavailable("mounting a small file system is not allowed here")
+            raise Unavailable("mounting a small file system is not permitted")
         self._mounted = True
 
     def _start_redis(self) -> int:
-        """A Redis of our own: $REDIS_SERVER, or the one on the path (Debian: redis-server)."""
+        """Starts $REDIS_SERVER, or redis-server from the path (Debian: redis-server)."""
         program = os.environ.get("REDIS_SERVER") or shutil.which("redis-server")
         if program is None:
-            raise Unavailable("no redis-server on the path, and REDIS_SERVER names none")
+            raise Unavailable("redis-server is not on the path, and REDIS_SERVER is unset")
         port = free_port()
         options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder]
         self.redis = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
@@ -317,14 +317,14 @@ class Cluster:
 
 
 def environment(layout: Layout, folder: str) -> dict[str, str]:
-    """What a process that runs a Cluster must have in its environment before it imports ray."""
+    """The environment that a process needs before it imports ray to run a Cluster."""
     python_path = [str(WORKER), str(SOURCE), str(FAKES), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         **ENVIRONMENT,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
-        "RAY_TMPDIR": folder,  # of Ray's note of the last cluster, which is not for others
+        "RAY_TMPDIR": folder,  # keeps Ray's record of the last cluster apart from others
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAYFIN_FAILPOINTS": f"@{folder}/failpoints",
         "CHAOS_RUNNER": layout.runner,
@@ -337,7 +337,7 @@ def environment(layout: Layout, folder: str) -> dict[str, str]:
 
 @contextmanager
 def suppressed() -> Iterator[None]:
-    """Lets pass whatever a broken cluster says."""
+    """Suppresses the errors of a broken cluster."""
     try:
         yield
     except Exception:
@@ -345,10 +345,10 @@ def suppressed() -> Iterator[None]:
 
 
 def eventually(probe: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
-    """The first truthy answer of ``probe``.
+    """Waits for a truthy result of ``probe`` and returns it.
 
     Raises:
-        TimeoutError: there was none.
+        TimeoutError: there is none in time.
     """
     deadline = time.monotonic() + seconds
     while not (answer := probe()):

@@ -1,9 +1,9 @@
-"""What Ray keeps of each actor that has died, in the process that created and called it.
+"""Measures the memory that Ray keeps of each dead actor in the process that called it.
 
     python tools/chaos/dead_actors.py
 
-Nothing of Rayfin's runs here: an actor creates others, calls each and kills it, and asks its own
-malloc what is in use. The soak's runners die like these.
+Rayfin does not run here: an actor creates others, calls each, kills it, and asks malloc for the
+memory in use. The soak's runners die in the same way.
 """
 
 import ctypes
@@ -19,25 +19,24 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-DEATHS, SETTLED = 80, 20  # of actors; after the first ones it is measured
+DEATHS, SETTLED = 80, 20  # actors that die; the first ones do not count
 CALLS = 20
 
 
 @ray.remote(num_cpus=0)
 class Victim:
-    """It has nothing to lose."""
+    """An actor without state."""
 
     def process(self) -> int:
-        """Its id."""
         return os.getpid()
 
 
 @ray.remote(num_cpus=0)
 class Caller:
-    """Creates victims one after another."""
+    """Creates and kills victims one after another."""
 
     def deaths(self, count: int) -> list[float]:
-        """KiB in use after each of so many deaths."""
+        """Returns the KiB in use after each of ``count`` deaths."""
         found = []
         for _ in range(count):
             victim = Victim.remote()
@@ -53,7 +52,7 @@ class Caller:
 
 
 def in_use() -> float:
-    """KiB that malloc has given out in this process."""
+    """KiB that this process has allocated through malloc."""
     libc = ctypes.CDLL(None)
     libc.fopen.restype = ctypes.c_void_p
     libc.fclose.argtypes = [ctypes.c_void_p]
@@ -81,7 +80,7 @@ def main() -> int:
         found: list[float] = ray.get(caller.deaths.remote(DEATHS))
         ray.shutdown()
     slope, _ = np.polyfit(np.arange(SETTLED, DEATHS), found[SETTLED:], 1)
-    print(f"Ray {ray.__version__} keeps {slope:.1f} KiB of each actor that has died")
+    print(f"Ray {ray.__version__} keeps {slope:.1f} KiB of each dead actor")
     return 0
 
 

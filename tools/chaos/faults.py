@@ -1,4 +1,4 @@
-"""How each thing of the fault matrix is broken: functions that take a Nemesis and break it."""
+"""The faults of the fault matrix, each a function of a Nemesis."""
 
 import asyncio
 import resource
@@ -9,8 +9,7 @@ from cluster import suppressed
 from nemesis import Nemesis
 
 POISON = 100
-"""A token that is in no other prompt, and that the hash runner never says."""
-
+"""A token that is in no other prompt and that the hash runner never generates."""
 
 JOB = "import ray; ray.init(address='{address}', log_to_driver=False); print('inside', flush=True)"
 NODE = """
@@ -21,7 +20,7 @@ from ray._private.parameter import RayParams
 Node(RayParams(gcs_address="{address}", num_cpus=1, object_store_memory=80 * 1024**2), head=False)
 print("inside", flush=True)
 """
-"""Programs that would join a cluster."""
+"""Programs that try to join a cluster."""
 
 
 async def kill_runner(nemesis: Nemesis) -> None:
@@ -42,7 +41,7 @@ async def kill_runner_before_reply(nemesis: Nemesis) -> None:
 
 
 async def kill_runner_and_its_successor(nemesis: Nemesis) -> None:
-    """While the new one loads, and again."""
+    """Kills the next runner while it loads, and the one after that in its first step."""
     nemesis.plant_once("runner.load=exit", "runner.before_execute=exit")
     nemesis.kill("runner")
     await asyncio.sleep(8)
@@ -68,24 +67,24 @@ async def hang_runner(nemesis: Nemesis) -> None:
 
 
 async def wait_for_ever(nemesis: Nemesis) -> None:
-    """In a step that it has computed, as in a collective to which another rank does not come."""
+    """Blocks a runner after a step, as in a collective that another rank never joins."""
     nemesis.plant_once("runner.before_reply=sleep:60")
     await asyncio.sleep(12)
     nemesis.plant("")
 
 
 async def leave_a_sum_out(nemesis: Nemesis) -> None:
-    """The ranks' numbers differ from then on, or they wait for each other for ever."""
+    """Drops a sum, so that ranks diverge or wait for each other for ever."""
     await _replaces_runners(nemesis, "peers.sum=drop@nth:20")
 
 
 async def flip_a_bit_of_a_page(nemesis: Nemesis) -> None:
-    """Of one that the next request to begin like an earlier one reads."""
+    """Flips a bit of a page that the next request with the same prefix reads."""
     await _replaces_runners(nemesis, "runner.page=flip")
 
 
 async def _replaces_runners(nemesis: Nemesis, fault: str) -> None:
-    """It is found out: nobody goes on with what it has spoiled."""
+    """The fault must be detected, and all runners replaced."""
     runners, before = nemesis.cluster.pids, set(nemesis.cluster.pids("runner"))
     nemesis.plant_once(fault)
     await nemesis.until(lambda: (now := set(runners("runner"))) and not now & before, "new runners")
@@ -93,14 +92,14 @@ async def _replaces_runners(nemesis: Nemesis, fault: str) -> None:
 
 
 async def fail_row(nemesis: Nemesis) -> None:
-    """One request whose row raises; the name of it is ``poison``."""
+    """Sends one request, named ``poison``, whose row raises."""
     nemesis.plant(f"runner.row=raise@token:{POISON}")
     await nemesis.must_fail(nemesis.load.asks.poison(POISON))
     nemesis.plant("")
 
 
 async def spoil_row(nemesis: Nemesis) -> None:
-    """One request whose logits are not numbers."""
+    """Sends one request whose logits are NaN."""
     nemesis.plant(f"runner.row=nan@token:{POISON}")
     await nemesis.must_fail(nemesis.load.asks.poison(POISON))
     nemesis.plant("")
@@ -127,7 +126,7 @@ async def run_out_of_memory(nemesis: Nemesis) -> None:
 
 
 async def limit_memory_of_runner(nemesis: Nemesis) -> None:
-    """It may take no byte more of the address space."""
+    """Forbids the runner more address space."""
     for pid in nemesis.cluster.pids("runner"):
         nemesis.limit(pid, resource.RLIMIT_AS, 2**20)
     await asyncio.sleep(8)
@@ -148,7 +147,7 @@ async def slow_scheduler(nemesis: Nemesis) -> None:
 
 
 async def two_schedulers(nemesis: Nemesis) -> None:
-    """The old one is stopped until it has been replaced, and then wakes up."""
+    """Stops the scheduler until it has been replaced, then wakes it."""
     await nemesis.pause("scheduler", 25)
 
 
@@ -176,13 +175,13 @@ async def kill_raylet_of_runner(nemesis: Nemesis) -> None:
 
 
 async def kill_raylet_of_head(nemesis: Nemesis) -> None:
-    """With it go Serve's controller and what else runs on the head; the GCS stays."""
+    """Ends Serve's controller and all else on the head but the GCS."""
     nemesis.kill_raylet(0)
     await asyncio.sleep(15)
 
 
 async def terminate_raylet_of_runner(nemesis: Nemesis) -> None:
-    """SIGTERM, as a pod gets it."""
+    """Sends SIGTERM, as Kubernetes does to a pod."""
     node = nemesis.cluster.nodes[_index_of(nemesis, "runner")]
     (raylet,) = node.all_processes["raylet"]
     nemesis.signal([raylet.process.pid], signal.SIGTERM)
@@ -209,7 +208,7 @@ async def gcs_away_and_runner_killed(nemesis: Nemesis) -> None:
 
 
 async def cut_off_runner_briefly(nemesis: Nemesis) -> None:
-    """What is sent meanwhile is lost for good, in both directions; then the network is whole."""
+    """Drops all messages in both directions for 2 s."""
     nemesis.plant("group.submit=drop;group.reply=drop")
     await asyncio.sleep(2)
     nemesis.plant("")
@@ -217,9 +216,9 @@ async def cut_off_runner_briefly(nemesis: Nemesis) -> None:
 
 
 async def cut_off_node(nemesis: Nemesis) -> None:
-    """A node that nothing reaches for 10 s, and that is then back with what it was about to say.
+    """Cuts a node off for 10 s; it then sends what it was about to send.
 
-    In place of a cable that is pulled, for which one must be root: its processes are stopped.
+    Its processes are stopped, for cutting the network needs root.
     """
     await nemesis.stop_node(_index_of(nemesis, "runner"), 10)
     await asyncio.sleep(8)
@@ -244,18 +243,18 @@ async def send_steps_twice(nemesis: Nemesis) -> None:
 
 
 async def wait_under_load(nemesis: Nemesis) -> None:
-    """The layout is the fault."""
+    """Waits: the layout is the fault."""
     nemesis.strike()
     await asyncio.sleep(8)
 
 
 async def lose_calls(nemesis: Nemesis) -> None:
-    """Of a scheduler that starts after the others: one whose process has Ray's failures on."""
+    """Replaces the scheduler by one whose process has Ray's RPC failures enabled."""
     nemesis.cluster.lose_calls()
     deadline = time.monotonic() + 90
     while not any(map(nemesis.cluster.loses_calls, nemesis.cluster.pids("scheduler"))):
         if time.monotonic() > deadline:
-            raise TimeoutError("no scheduler loses calls")
+            raise TimeoutError("no scheduler fails calls")
         nemesis.kill("scheduler")
         await asyncio.sleep(6)
     await asyncio.sleep(15)
@@ -275,7 +274,7 @@ async def fill_disk(nemesis: Nemesis) -> None:
 
 
 async def fill_disk_and_kill_runner(nemesis: Nemesis) -> None:
-    """No process can be started until there is room again."""
+    """No process can start until the disk has room again."""
     nemesis.fill_disk()
     await asyncio.sleep(1)
     nemesis.kill("runner")
@@ -285,7 +284,7 @@ async def fill_disk_and_kill_runner(nemesis: Nemesis) -> None:
 
 
 async def run_out_of_files(nemesis: Nemesis) -> None:
-    """The proxy may open no file more, a socket included; then it may again."""
+    """Forbids the proxy more files and sockets for 3 s."""
     (pid, *_) = nemesis.cluster.pids("proxy")
     before, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     nemesis.limit(pid, resource.RLIMIT_NOFILE, 64)
@@ -304,7 +303,7 @@ async def slow_runner_of_two(nemesis: Nemesis) -> None:
 
 
 async def poison(nemesis: Nemesis) -> None:
-    """A request that kills each runner that runs it."""
+    """Sends a request that kills every runner that runs it."""
     nemesis.plant(f"runner.before_execute=exit@token:{POISON}")
     await nemesis.must_fail(nemesis.load.asks.poison(POISON))
     nemesis.plant("")
@@ -313,23 +312,23 @@ async def poison(nemesis: Nemesis) -> None:
 async def poison_again_and_again(nemesis: Nemesis) -> None:
     nemesis.plant(f"runner.before_execute=exit@token:{POISON}")
     ask = nemesis.load.asks.poison(POISON)
-    asked = []
+    tasks = []
     for _ in range(15):
-        asked.append(asyncio.create_task(nemesis.must_fail(ask)))
+        tasks.append(asyncio.create_task(nemesis.must_fail(ask)))
         await asyncio.sleep(1)
-    await asyncio.gather(*asked)
+    await asyncio.gather(*tasks)
     nemesis.plant("")
 
 
 async def update(nemesis: Nemesis) -> None:
-    """The same application again, with another setting: new engines, new ingresses."""
+    """Redeploys with another setting, which replaces engines and ingresses."""
     nemesis.strike()
     await asyncio.to_thread(nemesis.cluster.deploy, max_prefill_batch=8)
     await asyncio.sleep(2)
 
 
 async def scale(nemesis: Nemesis) -> None:
-    """One engine less, and one more again."""
+    """Removes one engine, and adds one again."""
     nemesis.strike()
     await asyncio.to_thread(nemesis.cluster.deploy, 1)
     await asyncio.sleep(3)
@@ -339,7 +338,7 @@ async def scale(nemesis: Nemesis) -> None:
 
 
 async def update_to_a_bad_version(nemesis: Nemesis) -> None:
-    """One whose runners cannot load; then back."""
+    """Deploys a version whose runners cannot load, then the old one."""
     nemesis.plant("runner.load=raise")
     with suppressed():
         await asyncio.wait_for(asyncio.to_thread(nemesis.cluster.deploy, max_prefill_batch=4), 40)
@@ -348,14 +347,14 @@ async def update_to_a_bad_version(nemesis: Nemesis) -> None:
 
 
 async def turn_clocks(nemesis: Nemesis) -> None:
-    """Of all Python of the cluster; monotonic clocks go on as they were."""
+    """Shifts the wall clocks of the cluster's Python processes; monotonic clocks are unchanged."""
     for hours in (1, -1, 0):
         nemesis.set_clock(3600.0 * hours)
         await asyncio.sleep(5)
 
 
 async def knock_with_a_wrong_token(nemesis: Nemesis) -> None:
-    """A job and a node; the job gets in with the right one."""
+    """Tries to join a job and a node; only a job with the right token may."""
     wrong, nodes = "0" * 32, nemesis.cluster.living_nodes()
     right, job, node = await asyncio.gather(
         nemesis.enters(JOB, None), nemesis.enters(JOB, wrong), nemesis.enters(NODE, wrong)
@@ -363,11 +362,11 @@ async def knock_with_a_wrong_token(nemesis: Nemesis) -> None:
     if not right:
         nemesis.complaints.append("the right token was refused")
     if job or node or nemesis.cluster.living_nodes() != nodes:
-        nemesis.complaints.append("a wrong token was let in")
+        nemesis.complaints.append("a wrong token was accepted")
 
 
 async def scrape(nemesis: Nemesis) -> None:
-    """Twenty-one readers of /metrics, each once a second."""
+    """Reads /metrics with 21 clients, each once a second."""
     await nemesis.scrape(21, 8)
 
 
@@ -385,7 +384,7 @@ async def disconnects(nemesis: Nemesis) -> None:
 
 
 def _index_of(nemesis: Nemesis, what: str) -> int:
-    """The index of a worker node on which an actor of a kind runs."""
+    """Index of a worker node that runs an actor of a kind."""
     ids = nemesis.cluster.nodes_of(what)
     nodes = nemesis.cluster.nodes
     return next(i for i, node in enumerate(nodes) if i and node.node_id in ids)

@@ -1,4 +1,4 @@
-"""What processes hold, sampled over time, and whether it grows: slopes by least squares."""
+"""Samples what processes hold over time and fits its growth by least squares."""
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 HOUR = 3600.0
-MOST = 0.01  # that anything may grow in an hour, as a share
-LONG_ENOUGH = 30.0  # minutes: a shorter run's slopes are of noise
+MAX_GROWTH = 0.01  # per hour, as a share
+LONG_ENOUGH = 30.0  # minutes: the slopes of a shorter run are noise
 
 
 @dataclass(slots=True)
 class Series:
-    """One quantity over time, in the *lives* of whatever holds it: a new process holds less."""
+    """One quantity over time. A new process starts a new *life*, with a new level."""
 
     name: str
     times: list[float] = field(default_factory=list)  # seconds
@@ -27,9 +27,9 @@ class Series:
         self.lives.append(life)
 
     def per_hour(self) -> tuple[float, float]:
-        """(its slope, the slope's standard error), as shares of its mean, for an hour.
+        """Returns the slope per hour and its standard error, as shares of the mean.
 
-        By least squares with one slope for all lives and a level for each; zeros of one sample.
+        Least squares with one slope for all lives and a level for each; zeros for one sample.
         """
         times, values = np.array(self.times), np.array(self.values)
         if not np.any(values):
@@ -37,9 +37,9 @@ class Series:
         mean = float(values.mean())
         numbers = np.unique([str(life) for life in self.lives], return_inverse=True)[1]
         for number in range(numbers.max() + 1):
-            own = numbers == number
-            times[own] -= times[own].mean()
-            values[own] -= values[own].mean()
+            life = numbers == number
+            times[life] -= times[life].mean()
+            values[life] -= values[life].mean()
         spread = float((times**2).sum())
         if not spread:
             return 0.0, 0.0
@@ -51,7 +51,7 @@ class Series:
 
 @dataclass(slots=True)
 class Growth:
-    """Series by name; in the first ``skip`` seconds of each life it is warming up."""
+    """Series by name. The first ``skip`` seconds of each life are a warm-up and do not count."""
 
     skip: float = 0.0
     series: dict[str, Series] = field(default_factory=dict)
@@ -60,31 +60,32 @@ class Growth:
     def add(
         self, at: float, values: dict[str, float], lives: Mapping[str, Hashable] | None = None
     ) -> None:
-        """``lives``: by the first word of a name, whose life the value is of."""
+        """Adds values; ``lives`` maps the first word of a name to the current life."""
         for name, value in values.items():
             life = (lives or {}).get(name.split()[0])
             if at - self._began.setdefault((name, life), at) >= self.skip:
                 self.series.setdefault(name, Series(name)).add(at, value, life)
 
     def lines(self, most: float) -> tuple[list[str], list[str]]:
-        """(all of them in words, names of those that grow by more than ``most`` an hour for sure,
-        which is by more than two standard errors)."""
-        told, grown = [], []
+        """Returns a line for each series, and the names of those that grow.
+
+        A series grows if its slope exceeds ``most`` per hour by more than two standard errors.
+        """
+        texts, grown = [], []
         for name, series in sorted(self.series.items()):
             slope, error = series.per_hour()
             first, last, lives = series.values[0], series.values[-1], len(set(series.lives))
-            told.append(
+            texts.append(
                 f"{name:24} {first:8,.1f} -> {last:8,.1f}  {100 * slope:+7.2f} +- {100 * error:.2f}"
                 f" %/h  ({len(series.values)} samples of {lives} lives)"
             )
             if slope - 2 * error > most:
                 grown.append(name)
-        return told, grown
+        return texts, grown
 
 
 def held_by(pids: Sequence[int]) -> dict[str, float]:
-    """What processes hold together: MiB resident and, of those, MiB that are of no file, which may
-    be shared; file descriptors, threads; of those that live."""
+    """Totals of the living processes: resident MiB, anonymous MiB, file descriptors, threads."""
     total = {"RSS MiB": 0.0, "own MiB": 0.0, "fds": 0.0, "threads": 0.0}
     for pid in pids:
         folder = Path(f"/proc/{pid}")

@@ -1,20 +1,20 @@
-"""What clients saw, held against what they had to see. Pure: no clock, no network, no Ray.
+"""Checks what clients saw against the right answers. Pure: no clock, no network, no Ray.
 
-A client writes down every event of a request with its time; ``check`` replays that history against
-the oracle's answer. Source of the idea: Jepsen's and etcd's checkers, whose model here is one list
-of tokens per choice.
+A client records every event of a request with its time; ``check`` compares that history with the
+oracle's answer. The idea is from Jepsen's and etcd's checkers; the model is one list of tokens per
+choice.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 SILENCE = 30.0
-"""Seconds that an open stream may stay without a byte, an error included (docs/reliability.md)."""
+"""Seconds that an open stream may stay silent, until it gets a byte or an error."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of an answer: as the oracle has it, or as a client has put it together."""
+    """One choice of an answer, from the oracle or assembled by a client."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -31,7 +31,7 @@ class Expected:
 
 @dataclass(slots=True, frozen=True)
 class Event:
-    """One event of a stream: what it adds to one choice."""
+    """One event of a stream, with its additions to one choice."""
 
     at: float  # seconds
     choice: int
@@ -42,7 +42,7 @@ class Event:
 
 @dataclass(slots=True)
 class Record:
-    """One request as its client saw it; times in seconds of one clock."""
+    """One request as its client saw it. Times are seconds of one clock."""
 
     name: str
     started: float
@@ -50,30 +50,30 @@ class Record:
     events: list[Event] = field(default_factory=list)
     bytes_at: list[float] = field(default_factory=list)  # every line, comments included
     usage: tuple[int, int] | None = None  # prompt tokens, completion tokens
-    status: int | None = None  # HTTP's; None: no answer
-    error: str | None = None  # the code of an error that the server told
-    broken: str | None = None  # why the connection ended early
+    status: int | None = None  # of HTTP; None: no response
+    error: str | None = None  # the code of the server's error
+    broken: str | None = None  # why the connection broke
     last_id: str = ""  # of the last event
-    again: int = 0  # times that it was asked again, after it broke off
-    done: bool = False  # the end of the stream was told: [DONE]
-    left: bool = False  # the client closed it
+    again: int = 0  # number of resumptions
+    done: bool = False  # the stream ended with [DONE]
+    left: bool = False  # the client disconnected
     ended: float | None = None
 
     @property
     def answered(self) -> bool:
-        """A whole answer came: nothing failed, nothing broke off."""
+        """The answer is complete, without an error."""
         whole = self.status == 200 and self.done and self.ended is not None
         return whole and self.error is None and self.broken is None and not self.left
 
     @property
     def failed(self) -> bool:
-        """The client asked and stayed, and has no whole answer."""
+        """The client stayed connected and has no complete answer."""
         return not self.left and not self.answered
 
 
 @dataclass(slots=True, frozen=True)
 class Violation:
-    """Something that must never be. ``kind`` is one of a closed set of words (see ``check``)."""
+    """A broken promise. ``kind`` is one of the words that ``check`` lists."""
 
     request: str
     kind: str
@@ -84,34 +84,34 @@ class Violation:
 
 
 def check(record: Record, expected: Expected, until: float) -> list[Violation]:
-    """All that is wrong with a history; empty for a right one, failed or not.
+    """Returns all violations of a history. A failed request may have none.
 
-    Kinds: ``lost``, ``duplicated``, ``altered`` tokens or text; wrong ``finish`` reason; wrong
-    ``usage``; an event ``after`` the end; ``silent``: open for over SILENCE seconds without a byte;
-    ``open``: still so at ``until``; ``unclear``: it ended without a word.
+    Kinds: ``lost``, ``duplicated`` or ``altered`` tokens or text; a wrong ``finish`` reason; wrong
+    ``usage``; an event ``after`` the end; ``silent`` (over SILENCE seconds without a byte);
+    ``open`` (not ended at ``until``); ``unclear`` (ended without an error).
     """
     found = [*_check_choices(record, expected), *_check_times(record, until)]
     if record.answered and record.usage is not None:
         counted = sum(len(choice.tokens) for choice in expected.choices)
         if record.usage != (expected.prompt_tokens, counted):
-            told = f"{record.usage}, not {(expected.prompt_tokens, counted)}"
-            found.append(Violation(record.name, "usage", told))
+            text = f"{record.usage}, not {(expected.prompt_tokens, counted)}"
+            found.append(Violation(record.name, "usage", text))
     return found
 
 
 def collected(events: Iterable[Event], count: int) -> list[Choice]:
-    """The choices of an answer, put together from its events."""
+    """Assembles the choices of an answer from its events."""
     choices = [Choice() for _ in range(count)]
     for event in events:
-        own = choices[event.choice]
-        own.tokens += event.tokens
-        own.text += event.text
-        own.finish_reason = event.finish_reason or own.finish_reason
+        choice = choices[event.choice]
+        choice.tokens += event.tokens
+        choice.text += event.text
+        choice.finish_reason = event.finish_reason or choice.finish_reason
     return choices
 
 
 def longest_gap(record: Record) -> tuple[float, float]:
-    """(seconds, when it began) of the longest time without a byte, from the request on."""
+    """Returns (seconds, start) of the longest time without a byte since the request."""
     times = [record.started, *record.bytes_at]
     if record.ended is not None:
         times.append(record.ended)
@@ -121,7 +121,7 @@ def longest_gap(record: Record) -> tuple[float, float]:
 
 
 def difference(got: Sequence[int], expected: Sequence[int]) -> str | None:
-    """How ``got`` differs: ``lost``, ``duplicated`` or ``altered``; None if it is equal."""
+    """Describes how ``got`` differs (``lost``, ``duplicated``, ``altered``), or None if equal."""
     if list(got) == list(expected):
         return None
     same = next(
@@ -143,27 +143,29 @@ def _check_choices(record: Record, expected: Expected) -> list[Violation]:
     ended: set[int] = set()
     for event in record.events:
         if event.choice in ended:
-            found.append(Violation(record.name, "after", f"choice {event.choice} goes on"))
+            found.append(
+                Violation(record.name, "after", f"choice {event.choice} continues after its end")
+            )
         if event.finish_reason is not None:
             ended.add(event.choice)
     choices = collected(record.events, len(expected.choices))
-    for index, (own, right) in enumerate(zip(choices, expected.choices, strict=True)):
-        found += _check_choice(f"{record.name}[{index}]", own, right, record.answered)
+    for index, (got, right) in enumerate(zip(choices, expected.choices, strict=True)):
+        found += _check_choice(f"{record.name}[{index}]", got, right, record.answered)
     return found
 
 
-def _check_choice(name: str, own: Choice, right: Choice, whole: bool) -> list[Violation]:
-    over = whole or own.finish_reason is not None
-    wanted = right.tokens if over else right.tokens[: len(own.tokens)]
-    if (how := difference(own.tokens, wanted)) is not None:
-        return [Violation(name, how.split()[0], how)]
+def _check_choice(name: str, got: Choice, right: Choice, whole: bool) -> list[Violation]:
+    over = whole or got.finish_reason is not None
+    wanted = right.tokens if over else right.tokens[: len(got.tokens)]
+    if (text := difference(got.tokens, wanted)) is not None:
+        return [Violation(name, text.split()[0], text)]
     found: list[Violation] = []
-    if over and own.finish_reason != right.finish_reason:
-        told = f"{own.finish_reason!r}, not {right.finish_reason!r}"
-        found.append(Violation(name, "finish", told))
-    text = right.text if over else right.text[: len(own.text)]
-    if own.text != text:
-        found.append(Violation(name, "altered", f"text {own.text[-20:]!r}, not {text[-20:]!r}"))
+    if over and got.finish_reason != right.finish_reason:
+        reasons = f"{got.finish_reason!r}, not {right.finish_reason!r}"
+        found.append(Violation(name, "finish", reasons))
+    text = right.text if over else right.text[: len(got.text)]
+    if got.text != text:
+        found.append(Violation(name, "altered", f"text {got.text[-20:]!r}, not {text[-20:]!r}"))
     return found
 
 
@@ -174,7 +176,7 @@ def _check_times(record: Record, until: float) -> list[Violation]:
     if record.ended is None:
         found.append(Violation(record.name, "open", f"after {until - record.started:.1f} s"))
     elif record.status is not None and record.failed and not (record.error or record.broken):
-        found.append(Violation(record.name, "unclear", f"status {record.status}, and no word"))
+        found.append(Violation(record.name, "unclear", f"status {record.status} without an error"))
     gap, _ = longest_gap(record)
     if record.ended is None:
         gap = max(gap, until - max([record.started, *record.bytes_at]))

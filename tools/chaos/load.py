@@ -1,6 +1,6 @@
-"""Clients: streams that are always open, and short requests at a steady rate, all written down.
+"""The load of a case: open streams and short requests at a steady rate, all recorded.
 
-Open loop: a short request is sent when its time has come, whatever became of those before it.
+Open loop: a short request is sent at its time, no matter whether earlier ones have ended.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from history import Event, Record
 from rayfin.deployments.bench.endpoint import DONE, event_data
 
 VOCABULARY = range(259, 1999)  # of prompts: ids of the demo model's tokenizer that are whole words
-PATIENCE = 120.0  # seconds, of a client; the checker's is shorter
+PATIENCE = 120.0  # seconds that a client waits; the checker allows less
 STARTS = [[300 + (7 * i + 13 * k) % 1500 for i in range(96)] for k in range(4)]
-"""What prompts begin with: some pages are found in the cache, some are not."""
-RESUME_SECONDS = 0.5  # before a client asks for the rest of a stream that broke off
+"""Common prefixes of prompts: some pages are in the cache, some are not."""
+RESUME_SECONDS = 0.5  # before a client resumes a broken stream
 STOPS = ["ing", " the", "er", "tion"]
 
 
 @dataclass(slots=True, frozen=True)
 class Ask:
-    """One request, and all that an oracle needs to know its answer."""
+    """One request, with everything that determines its answer."""
 
     name: str
     prompt: tuple[int, ...]
@@ -63,7 +63,7 @@ class Ask:
 
 
 class Asks:
-    """Requests of every kind, drawn from one seed."""
+    """Draws requests of every kind from one seed."""
 
     def __init__(self, seed: int, length: tuple[int, int] = (150, 450)) -> None:
         self._random = random.Random(seed)
@@ -71,7 +71,7 @@ class Asks:
         self._count = 0
 
     def stream(self) -> Ask:
-        """A long one: greedy or sampled, with penalties, stops or two choices."""
+        """A long stream: greedy or sampled, with penalties, stops or two choices."""
         draw = self._random
         kind = draw.choice(["greedy", "greedy", "seeded", "penalties", "stop", "two"])
         settings: dict[str, Any] = {"temperature": 0 if kind == "greedy" else 0.9}
@@ -87,37 +87,39 @@ class Asks:
         )
 
     def short(self) -> Ask:
-        """A short one, answered whole."""
+        """A short request without streaming."""
         return self._ask(
             "short", self._random.randint(1, 12), stream=False, settings={"temperature": 0}
         )
 
     def long_prompt(self, tokens: int) -> Ask:
-        """One whose prompt takes several steps."""
-        own = tuple(self._random.choices(VOCABULARY, k=tokens))
-        return self._ask("prefill", 16, prompt=own, settings={"temperature": 0})
+        """A request whose prompt takes several steps."""
+        prompt = tuple(self._random.choices(VOCABULARY, k=tokens))
+        return self._ask("prefill", 16, prompt=prompt, settings={"temperature": 0})
 
     def endless(self) -> Ask:
-        """One whose answer is longer than anybody reads."""
+        """A request with an answer that no client reads to its end."""
         return self._ask("endless", 4000, settings={"temperature": 0})
 
     def poison(self, token: int) -> Ask:
-        """One whose prompt ends with a token that no other has."""
-        own = (*self._random.choices(VOCABULARY, k=8), token)
-        return self._ask("poison", 40, prompt=own, settings={"temperature": 0})
+        """A request whose prompt ends with a token that no other prompt has."""
+        prompt = (*self._random.choices(VOCABULARY, k=8), token)
+        return self._ask("poison", 40, prompt=prompt, settings={"temperature": 0})
 
-    def _ask(self, kind: str, max_tokens: int, prompt: tuple[int, ...] = (), **wishes: Any) -> Ask:
+    def _ask(
+        self, kind: str, max_tokens: int, prompt: tuple[int, ...] = (), **settings: Any
+    ) -> Ask:
         draw = self._random
         self._count += 1
         if not prompt:
             start = draw.choice(STARTS)[: draw.randint(0, 96)]
             prompt = (*start, *draw.choices(VOCABULARY, k=draw.randint(1, 40)))
-        seed = draw.getrandbits(31) * 2  # a second choice takes the next one
-        return Ask(f"{kind}-{self._count}", prompt, max_tokens, seed, **wishes)
+        seed = draw.getrandbits(31) * 2  # the second choice uses seed + 1
+        return Ask(f"{kind}-{self._count}", prompt, max_tokens, seed, **settings)
 
 
 class Load:
-    """Runs asks against a server and writes down what came; ``records`` is in order of start."""
+    """Sends requests to a server; ``records`` holds them in order of their start."""
 
     def __init__(
         self,
@@ -128,19 +130,19 @@ class Load:
         resumes: bool = False,
     ) -> None:
         self.asks = asks
-        self._resumes = resumes  # whether clients go on with streams that broke off
+        self._resumes = resumes  # whether clients resume broken streams
         self.records: list[tuple[Ask, Record]] = []
         self._url = url
         self._model = model
         self._patience = patience
         self._stopping = asyncio.Event()
-        self._over = False  # nobody waits for anything any more
+        self._over = False  # the load has ended, and all clients are cancelled
         self._tasks: list[asyncio.Task[Any]] = []
         self._http: httpx.AsyncClient | None = None
 
     @asynccontextmanager
     async def running(self, streams: int, rate: float) -> AsyncIterator["Load"]:
-        """``streams`` open at all times and ``rate`` short requests each second, meanwhile."""
+        """Keeps ``streams`` streams open and sends ``rate`` short requests per second."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(2 * self._patience, pool=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as http:
@@ -158,36 +160,36 @@ class Load:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def all_streaming(self, streams: int, seconds: float = PATIENCE) -> None:
-        """Until so many streams have had a token, whether or not they have ended since.
+        """Waits until this many streams have received a token; they may have ended since.
 
-        On a machine with more to do than it can, all may never have one at the same time: some
-        always wait for their first.
+        On an overloaded machine, some streams always wait for their first token.
 
         Raises:
-            TimeoutError: they never have.
+            TimeoutError: too few streams received one.
         """
         try:
             async with asyncio.timeout(seconds):
                 while sum(r.stream and bool(r.events) for _, r in self.records) < streams:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise TimeoutError(f"not {streams} streams have had a token: {self._story()}") from None
+            raise TimeoutError(
+                f"fewer than {streams} streams received a token: {self._summary()}"
+            ) from None
 
-    def _story(self) -> str:
-        """What became of all requests so far."""
+    def _summary(self) -> str:
         records = [record for _, record in self.records]
         first = [r.events[0].at - r.started for r in records if r.stream and r.events]
         whole = [r.ended - r.started for r in records if r.stream and r.ended and not r.failed]
         ends = Counter(r.error or r.broken or "answered" for r in records if r.ended is not None)
         waits = [not r.events for r in records if r.stream and r.ended is None]
         return (
-            f"{len(waits)} are open, of which {sum(waits)} have no token yet; {dict(ends)};"
-            f" a stream's first token after {median(first or [0]):.2f} s,"
-            f" its end after {median(whole or [0]):.2f} s (medians)"
+            f"{len(waits)} open, {sum(waits)} of them without a token; {dict(ends)};"
+            f" median time to first token {median(first or [0]):.2f} s,"
+            f" to the end {median(whole or [0]):.2f} s"
         )
 
     async def ask(self, ask: Ask) -> Record:
-        """Sends one request, and reads its answer to the end."""
+        """Sends one request and reads its answer to the end."""
         record = Record(ask.name, time.monotonic(), ask.stream)
         self.records.append((ask, record))
         try:
@@ -199,12 +201,14 @@ class Load:
                 record.again += 1
                 await self._try(ask, record)
         except asyncio.CancelledError:
-            record.left = not self._over  # at the very end it is a stream that never ended
+            record.left = (
+                not self._over
+            )  # cancelled at the end of the load: a stream that never ended
             raise
         return record
 
     async def _try(self, ask: Ask, record: Record) -> None:
-        """Asks, or asks for the rest, until that is over one way or the other."""
+        """Sends the request once, or resumes it."""
         record.ended = None
         try:
             await (self._read_stream if ask.stream else self._read_whole)(ask, record)
@@ -213,7 +217,7 @@ class Load:
         record.ended = time.monotonic()
 
     def start(self, ask: Ask) -> asyncio.Task[Record]:
-        """Sends one more, beside the others."""
+        """Sends another request in the background."""
         task = asyncio.create_task(self.ask(ask))
         self._tasks.append(task)
         return task
@@ -221,7 +225,7 @@ class Load:
     async def _stream_on(self) -> None:
         while not self._stopping.is_set():
             record = await self.ask(self.asks.stream())
-            if record.failed:  # a client that is told to wait waits
+            if record.failed:  # a client backs off after an error
                 await asyncio.sleep(0.5)
 
     async def _send_short(self, rate: float) -> None:
@@ -264,11 +268,11 @@ class Load:
                 elif data is not None:
                     _add_events(record, parsed(data))
         if not record.done and record.error is None:
-            record.broken = "it ended without [DONE]"
+            record.broken = "the stream ended without [DONE]"
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """A JSON object; an empty one for anything else."""
+    """Parses a JSON object; returns an empty one for anything else."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -277,7 +281,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def error_code(answer: dict[str, Any]) -> str | None:
-    """The code of an error body; None: it is no error of Rayfin's."""
+    """Returns the code of an error body, or None if it is not an error."""
     error = answer.get("error")
     return str(error.get("code") or error.get("type")) if isinstance(error, dict) else None
 

@@ -1,7 +1,4 @@
-"""What breaks things: signals, limits, and clients that misbehave. Processes are known by id only.
-
-The nemesis of Jepsen's tests, whose word it is.
-"""
+"""Injects faults: signals, limits, and misbehaving clients. The word is Jepsen's."""
 
 import asyncio
 import os
@@ -22,21 +19,21 @@ from load import Ask, Load
 
 
 class Nemesis:
-    """Breaks one cluster while one load runs, and remembers when."""
+    """Injects faults into one cluster under one load, and records their times."""
 
     def __init__(self, cluster: Cluster, load: Load, seed: int) -> None:
         self.cluster = cluster
         self.load = load
         self.random = random.Random(seed)
         self.struck: list[float] = []  # time.monotonic() of each fault
-        self.complaints: list[str] = []  # what a fault itself saw that must not be
+        self.complaints: list[str] = []  # violations that faults themselves observed
 
     def strike(self) -> None:
-        """A fault happens now."""
+        """Records a fault now."""
         self.struck.append(time.monotonic())
 
     def kill(self, what: str, count: int = 1) -> list[int]:
-        """SIGKILL to processes of actors of a kind, drawn at random."""
+        """Sends SIGKILL to random processes of actors of a kind."""
         pids = self._some(what, count)
         self.strike()
         for pid in pids:
@@ -44,7 +41,7 @@ class Nemesis:
         return pids
 
     def signal(self, pids: list[int], number: signal.Signals) -> None:
-        """Signals what still lives."""
+        """Signals those processes that still live."""
         self.strike()
         for pid in pids:
             try:
@@ -53,7 +50,7 @@ class Nemesis:
                 continue
 
     async def pause(self, what: str, seconds: float, count: int = 1) -> None:
-        """SIGSTOP, and SIGCONT after so long, to whatever is left of them."""
+        """Sends SIGSTOP and, after ``seconds``, SIGCONT."""
         pids = self._some(what, count)
         self.signal(pids, signal.SIGSTOP)
         await asyncio.sleep(seconds)
@@ -64,7 +61,7 @@ class Nemesis:
                 continue
 
     async def slow_down(self, what: str, seconds: float, share: float = 0.2) -> None:
-        """One process gets only this share of the time."""
+        """Lets one process run for only this share of the time."""
         pids, end = self._some(what, 1), time.monotonic() + seconds
         self.strike()
         while time.monotonic() < end:
@@ -74,7 +71,7 @@ class Nemesis:
                 await asyncio.sleep(turn / 10)
 
     async def kill_every(self, what: str, pause: float, seconds: float) -> None:
-        """Kills one, again and again; none that is being started, which has no process yet."""
+        """Kills one actor of a kind every ``pause`` seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if await asyncio.to_thread(self.cluster.pids, what):
@@ -82,18 +79,18 @@ class Nemesis:
             await asyncio.sleep(pause)
 
     def plant(self, text: str) -> None:
-        """Plants failpoints."""
+        """Sets failpoints."""
         self.strike()
         self.cluster.plant(text)
 
     def plant_once(self, *faults: str) -> None:
-        """Plants failpoints that fire once each, in whatever process is there first."""
+        """Sets failpoints that fire once each, in the first process to reach them."""
         marks = [tempfile.mktemp(prefix="once-", dir=self.cluster.folder) for _ in faults]
         pairs = zip(faults, marks, strict=True)
         self.plant(";".join(f"{fault}@once:{mark}" for fault, mark in pairs))
 
     async def must_fail(self, ask: Ask, seconds: float = 40) -> None:
-        """A request that no engine can run: it alone is refused, and soon."""
+        """Sends a request that no engine can run; it must be refused in time."""
         task = self.load.start(ask)
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
@@ -102,16 +99,16 @@ class Nemesis:
             self.complaints.append(f"{ask.name} was not refused")
 
     async def until(self, probe: Callable[[], object], what: str, seconds: float = 60) -> None:
-        """Waits, with the load going on."""
+        """Waits for ``probe`` while the load continues."""
         await asyncio.to_thread(eventually, probe, what, seconds)
 
     def kill_raylet(self, index: int) -> None:
-        """SIGKILL to a node's raylet; the node's actors notice by themselves."""
+        """Sends SIGKILL to a node's raylet; the node's actors notice it themselves."""
         self.strike()
         self.cluster.nodes[index].kill_raylet(check_alive=False)
 
     def lose_node(self, index: int) -> None:
-        """SIGKILL to all processes of a node at once."""
+        """Sends SIGKILL to all processes of a node at once."""
         node = self.cluster.nodes[index]
         workers = self.cluster.workers_of(node)
         self.strike()
@@ -120,16 +117,16 @@ class Nemesis:
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
     async def stop_node(self, index: int, seconds: float) -> None:
-        """SIGSTOP to all processes of a node, and SIGCONT: nothing goes in or out meanwhile."""
+        """Stops all processes of a node for ``seconds``, as if it were cut off."""
         node = self.cluster.nodes[index]
         pids = self.cluster.workers_of(node)
-        pids += [own.process.pid for group in node.all_processes.values() for own in group]
+        pids += [each.process.pid for group in node.all_processes.values() for each in group]
         self.signal(pids, signal.SIGSTOP)
         await asyncio.sleep(seconds)
         self.signal(pids, signal.SIGCONT)
 
     async def restart_gcs(self, after: float) -> None:
-        """SIGKILL to the GCS; a new one after so many seconds, on the same Redis."""
+        """Kills the GCS and starts a new one after ``after`` seconds, on the same Redis."""
         head = self.cluster.nodes[0]
         self.strike()
         await asyncio.to_thread(head.kill_gcs_server, False)
@@ -143,7 +140,7 @@ class Nemesis:
         resource.prlimit(pid, what, (value, hard))
 
     def fill_object_store(self, mebibytes: int) -> "subprocess.Popen[bytes]":
-        """A job of somebody else's that puts more than there is room for, and holds on to it."""
+        """Starts another job that puts and holds more objects than fit."""
         self.strike()
         program = (
             "import ray, numpy as np; ray.init(address='auto', log_to_driver=False); held = []\n"
@@ -169,7 +166,7 @@ class Nemesis:
                 return
 
     def empty_disk(self) -> None:
-        """Gives back what ``fill_disk`` took."""
+        """Frees what ``fill_disk`` wrote."""
         os.unlink(self._filler)
 
     @property
@@ -177,7 +174,7 @@ class Nemesis:
         return os.path.join(self.cluster.ray_folder, "filler")
 
     def set_clock(self, ahead: float) -> None:
-        """The cluster's processes find the wall clock so many seconds ahead (worker/)."""
+        """Sets the cluster's wall clock ``ahead`` seconds ahead (worker/)."""
         self.strike()
         fresh = os.path.join(self.cluster.folder, "clock.new")
         with open(fresh, "w") as file:
@@ -185,31 +182,31 @@ class Nemesis:
         os.rename(fresh, os.path.join(self.cluster.folder, "clock"))
 
     async def enters(self, program: str, token: str | None, seconds: float = 20) -> bool:
-        """Whether a program that asks the cluster to be let in gets there, in so many seconds.
+        """Whether a program can join the cluster within ``seconds``.
 
-        ``token``: what it shows; None: the cluster's own.
+        ``token`` authenticates it; None uses the cluster's.
         """
         self.strike()
-        shown = {} if token is None else {"RAY_AUTH_TOKEN": token}
+        variables = {} if token is None else {"RAY_AUTH_TOKEN": token}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-c", program.format(address=self.cluster.nodes[0].gcs_address)),
-            env={**os.environ, **shown},
+            env={**os.environ, **variables},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
         assert process.stdout is not None
         try:
-            said = await asyncio.wait_for(process.stdout.read(), seconds)
+            output = await asyncio.wait_for(process.stdout.read(), seconds)
         except TimeoutError:
-            said = b""
+            output = b""
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-        return b"inside" in said
+        return b"inside" in output
 
     async def scrape(self, count: int, times: int) -> None:
-        """So many readers of /metrics, each so many times, once a second."""
+        """Reads /metrics ``times`` times per client, once a second."""
         self.strike()
 
         async def read(http: httpx.AsyncClient) -> None:
@@ -222,17 +219,17 @@ class Nemesis:
             await self._together(count, lambda: read(http))
 
     async def slow_readers(self, count: int, seconds: float) -> None:
-        """Clients that ask for long answers and read nothing of them."""
+        """Starts clients that request long answers and read nothing."""
         self.strike()
         await self._together(count, lambda: self._read_nothing(seconds))
 
     async def disconnects(self, count: int, seconds: float) -> None:
-        """Clients that leave, each at some moment of its request."""
+        """Starts clients that disconnect at random times."""
         self.strike()
         await self._together(count, lambda: self._leave(self.random.uniform(0, seconds)))
 
     async def herd(self, count: int) -> dict[int, int]:
-        """So many clients at once, each with one short request; how many got which status."""
+        """Sends ``count`` short requests at once; returns the number of responses by status."""
         self.strike()
         statuses: dict[int, int] = {}
 
@@ -258,7 +255,7 @@ class Nemesis:
             try:
                 async with http.stream("POST", url, json=ask.body(self.cluster.model)):
                     await asyncio.sleep(seconds)
-            except httpx.HTTPError:  # it was given up, as it should be
+            except httpx.HTTPError:  # the server gives the client up, as intended
                 return
 
     async def _together(self, count: int, act: Callable[[], Awaitable[object]]) -> None:

@@ -1,4 +1,4 @@
-"""What every request must be answered with."""
+"""The right answer of every request."""
 
 import zlib
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ FIRST, VOCAB_SIZE = 259, 2048
 
 
 class Oracle(Protocol):
-    """Answers requests as if each ran alone, and nothing ever failed."""
+    """Answers requests as if each ran alone and without faults."""
 
     def expect(self, asks: Sequence[Ask]) -> list[Expected]: ...
 
 
 class HashOracle:
-    """Of the hash runner: the next token is a hash of the context and the choice's seed."""
+    """The hash runner's answers: the next token is a hash of the context and the choice's seed."""
 
     def __init__(self) -> None:
         self._backend = tokenizers.Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
@@ -50,7 +50,7 @@ class HashOracle:
         return Choice(tokens, self._text(ask, tokens), reason)
 
     def _stopped(self, ask: Ask, tokens: list[int]) -> str | None:
-        """The text before the stop string that the last token completes, if it does."""
+        """Returns the text before the stop string that the last token completes, or None."""
         text = self._text(ask, tokens)
         ends = [(at + len(stop), at) for stop in ask.stop if (at := text.find(stop)) >= 0]
         return text[: min(ends)[1]] if ends else None
@@ -60,10 +60,10 @@ class HashOracle:
 
 
 class ModelOracle:
-    """Of a real model: the same engine in this process, with nothing between it and its answers."""
+    """A real model's answers, from the same engine in this process."""
 
     def __init__(self, model: str) -> None:
-        from rayfin import LLM  # torch loads only where it is used
+        from rayfin import LLM  # imports torch
 
         self._llm = LLM(model=model, threads=1, kv_cache_memory=256 * 1024**2)
 
@@ -92,5 +92,5 @@ class ModelOracle:
 
 
 def hashed_token(state: int) -> int:
-    """The token that a hash of the context stands for."""
+    """The token of a context's hash."""
     return FIRST + state % VOCAB_SIZE % (VOCAB_SIZE - FIRST)

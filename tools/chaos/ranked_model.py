@@ -1,4 +1,4 @@
-"""A model whose layers several ranks can share: random weights, the demo model's tokens."""
+"""A model with random weights and the demo model's tokenizer that several ranks can share."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 SPREAD = 0.1
-"""Of the weights. With 0.3 rounding grows from layer to layer, and one sampled token in 2,400 is
-another one where sums are made in another order; with 0.1 none in 36,000 is."""
+"""Standard deviation of the weights. With 0.3, rounding grows with each layer, and another order of
+summation changes one sampled token in 2,400; with 0.1, none in 36,000."""
 
 
 def make(folder: Path) -> None:
-    """Saves it there."""
+    """Saves the model to ``folder``."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=2048,

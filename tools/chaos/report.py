@@ -1,4 +1,4 @@
-"""docs/reliability.md: the table of what was broken and what clients saw of it."""
+"""Writes the table of faults and results in docs/reliability.md."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ HEADER = (
 
 
 def row_of(result: Result) -> list[str]:
-    """A result as the cells of its row."""
+    """The cells of a result's row."""
     cells = [f"{result.fault} (`{result.name}`)"]
     if result.skipped:
         return [*cells, "", "", "", "", "", f"not run: {result.skipped}", "", "", ""]
@@ -35,23 +35,23 @@ def row_of(result: Result) -> list[str]:
 
 
 def first_words(violations: Sequence[str]) -> str:
-    """What was broken, as far as a cell has room for it."""
+    """The first violation, shortened to fit a cell."""
     more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
     return f"{violations[0][:80]}{more}".replace("|", "/").replace("\n", " ").replace("`", "'")
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     lines = [HEADER, ["---"] * len(HEADER), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def merged(page: str, results: Sequence[Result], order: Sequence[str], how: str) -> str:
-    """The page with the rows of ``results`` in place of their old ones; others stay.
+    """Returns the page with the rows of ``results`` replaced.
 
     Args:
-        order: the names of all cases, as they stand in the table.
-        how: what the table was made on and with.
+        order: the names of all cases, in the table's order.
+        how: a sentence on the machine and the versions.
     """
     before, rest = page.split(BEGIN)
     old, after = rest.split(END)
@@ -62,7 +62,7 @@ def merged(page: str, results: Sequence[Result], order: Sequence[str], how: str)
 
 
 def name_in(line: str) -> str:
-    """The name of the case that a row of the table is of."""
+    """The name of a row's case."""
     return line.split("(`")[1].split("`)")[0]
 
 

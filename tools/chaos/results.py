@@ -1,4 +1,4 @@
-"""What a case came to: figures, and whether it kept the promise."""
+"""The figures of a case, and whether it kept the promise."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,30 +9,32 @@ from history import Expected, Record, check, longest_gap
 from load import Ask
 
 LOST_ON_ITS_WAY = "unavailable"
-"""What the proxy says when whoever was answering has died: the answer may have been counted."""
+"""The proxy's error when the answering replica dies: the answer may have been counted."""
 
 WRONG = ("lost", "duplicated", "altered", "after")
 
 
 @dataclass(slots=True)
 class Result:
-    """One row of the table. Times in seconds but for the gap."""
+    """One row of the table. Times are seconds except the gap."""
 
     name: str
     row: str
     fault: str
-    total: int = 0  # requests of clients that stayed
+    total: int = 0  # requests of clients that stayed connected
     failed: int = 0
-    allowed: int = 0  # of those, the ones that the case says may fail
-    recovery: float | None = None  # longest from a fault to the first answer to a later request
-    gap_ms: float = 0.0  # longest time that an open stream had no byte
+    allowed: int = 0  # failures that the case allows
+    recovery: float | None = (
+        None  # longest time from a fault to the first answer of a later request
+    )
+    gap_ms: float = 0.0  # longest silence of an open stream
     wrong: int = 0  # requests with a token lost, duplicated or altered
-    leaked: int = 0  # pages held when nothing runs; -1: nobody answers
+    leaked: int = 0  # pages held when idle; -1: no answer
     violations: list[str] = field(default_factory=list)
-    skipped: str = ""  # why it was not run
+    skipped: str = ""  # why the case did not run
     streams: int = 0  # open at all times
     seed: int = 0
-    load: float = 0.0  # of the machine at its end: processes that run or wait, over a minute
+    load: float = 0.0  # the machine's load average over the last minute
 
     @property
     def held(self) -> bool:
@@ -51,12 +53,12 @@ def judge(
     counted_successes: float | None,
     until: float,
 ) -> Result:
-    """All figures of a case that has run, and all that must not be in them.
+    """Computes the figures and violations of a case.
 
     Args:
-        struck: when faults happened.
-        expected: the oracle's answers to ``asked``, in its order.
-        counted_successes: by how much the server's count of them grew; None: it is not known.
+        struck: the times of faults.
+        expected: the oracle's answers to ``asked``, in the same order.
+        counted_successes: growth of the server's count of successes; None if unknown.
     """
     result = Result(case.name, case.row, case.fault, leaked=leaked)
     stayed = [(ask, record) for ask, record in asked if not record.left]
@@ -81,8 +83,8 @@ def judge(
         result.violations.append(f"{leaked} pages are held" if leaked > 0 else "no engine answers")
     pairs = list(zip((record for _, record in asked), expected, strict=True))
     answered = sum(len(right.choices) for record, right in pairs if record.answered)
-    # Whoever left, or was cut off, may have been answered without knowing it; and whoever asked
-    # again, twice.
+    # Clients that left or were cut off may have been answered without receiving it, and clients
+    # that resumed may have been answered twice.
     unknown = sum(
         len(right.choices)
         for record, right in pairs
@@ -94,7 +96,7 @@ def judge(
 
 
 def recovery(struck: Sequence[float], records: Sequence[Record]) -> float | None:
-    """Seconds from a fault to the first answer to a request that came after it; the longest."""
+    """Returns the longest time from a fault to the first answer of a request sent after it."""
     longest: float | None = None
     for at in struck:
         later = [r.ended for r in records if r.started >= at and r.answered and r.ended is not None]

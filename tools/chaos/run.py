@@ -1,10 +1,10 @@
-"""Breaks a running Rayfin in every way of the fault matrix, and holds every stream to the oracle.
+"""Injects every fault of the fault matrix into a running Rayfin and checks every stream.
 
     python tools/chaos/run.py                          # all cases: make chaos
     python tools/chaos/run.py --cases runner-decode    # some of them
     python tools/chaos/run.py --cases headline-two --minutes 10 --streams 32
 
-Exits with 1 when a promise was broken. ``--write`` puts the rows into docs/reliability.md.
+Exits with 1 if a promise was broken. ``--write`` writes the rows to docs/reliability.md.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from cluster import Layout, environment
 from report import write
 from results import Result
 
-START_SECONDS = 240  # that a cluster may take on a slow machine ...
-CASE_SECONDS = 180  # ... and a case beside its own length
+START_SECONDS = 240  # for a cluster to start on a slow machine
+CASE_SECONDS = 180  # for a case, beyond its length
 OPTIONS = ("seed", "streams", "minutes")
 
 
 def main() -> int:
     options = parser().parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started goes with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends what it started
     cases = chosen(all_cases(options.minutes), options.cases)
     if options.child:
         import session
@@ -44,7 +44,7 @@ def main() -> int:
         for layout in dict.fromkeys(case.layout for case in cases):
             group = [case for case in cases if case.layout == layout]
             run_apart(layout, group, options, results)
-    finally:  # of a run that is stopped, what it has found out
+    finally:  # also if the run is interrupted
         if options.write:
             write(results, [case.name for case in all_cases()], circumstances())
     broken = [result.name for result in results if result.violations]
@@ -55,32 +55,36 @@ def main() -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Faults in a running Rayfin, and a checker.")
-    parser.add_argument("--cases", default="", help="names, with commas (default: all)")
+    parser = argparse.ArgumentParser(
+        description="Inject faults into a running Rayfin and check all streams."
+    )
+    parser.add_argument("--cases", default="", help="comma-separated names of cases (default: all)")
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     parser.add_argument("--minutes", type=float, default=1.0, help="length of the headline cases")
-    parser.add_argument("--streams", type=int, help="open at all times (default: the case's own)")
-    parser.add_argument("--write", action="store_true", help="rows into docs/reliability.md")
+    parser.add_argument("--streams", type=int, help="number of open streams (default: the case's)")
+    parser.add_argument(
+        "--write", action="store_true", help="write the rows to docs/reliability.md"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
     return parser
 
 
 def chosen(cases: list[Case], names: str) -> list[Case]:
-    """The cases of a list of names; all but the long ones if there is none."""
+    """Returns the named cases, or all if no name is given."""
     wanted = list(filter(None, names.split(",")))
     known = {case.name: case for case in cases}
     if unknown := set(wanted) - set(known):
-        raise SystemExit(f"no such case: {sorted(unknown)}; there are: {', '.join(known)}")
+        raise SystemExit(f"unknown cases: {sorted(unknown)}; known: {', '.join(known)}")
     return [known[name] for name in wanted] or cases
 
 
 def run_apart(
     layout: Layout, cases: list[Case], options: argparse.Namespace, results: list[Result]
 ) -> None:
-    """Cases of one layout in a process of their own, which Ray may take down with itself.
+    """Runs the cases of one layout in a separate process, which Ray's failures may kill.
 
-    Adds to ``results``, also when it is stopped half-way.
+    Adds to ``results``, also if it is interrupted.
     """
     with tempfile.NamedTemporaryFile("r", prefix="rc-") as file:
         arguments = ["--cases", ",".join(case.name for case in cases), "--results", file.name]
@@ -91,17 +95,17 @@ def run_apart(
         try:
             run_child(__file__, arguments, layout, START_SECONDS * len(cases) + longest)
         finally:
-            told = [Result(**json.loads(line)) for line in file]
-            results += told
-    for case in cases[len(told) :]:
+            finished = [Result(**json.loads(line)) for line in file]
+            results += finished
+    for case in cases[len(finished) :]:
         results.append(Result(case.name, case.row, case.fault, seed=options.seed))
         results[-1].violations.append("the run died")
 
 
 def run_child(program: str, arguments: list[str], layout: Layout, seconds: float) -> int:
-    """``program`` again, with --child and the environment of a layout; its exit status.
+    """Runs ``program`` with --child in a layout's environment and returns its exit status.
 
-    After so many seconds, and at this process' own end, it is killed with all that it started.
+    It and all that it started are killed after ``seconds``, or when this process ends.
     """
     folder = tempfile.mkdtemp(prefix="rc-")
     child = subprocess.Popen(
@@ -112,7 +116,7 @@ def run_child(program: str, arguments: list[str], layout: Layout, seconds: float
     try:
         return child.wait(seconds)
     except subprocess.TimeoutExpired:
-        print("it did not end, and is killed", flush=True)
+        print("timed out; killing it", flush=True)
         return 1
     finally:
         end_all(child.pid, folder)
@@ -121,19 +125,19 @@ def run_child(program: str, arguments: list[str], layout: Layout, seconds: float
 
 
 def end_all(session: int, folder: str) -> None:
-    """Kills what is left of a session, and what was started with its folder, by their ids."""
+    """Kills the processes of a session and those started with its folder."""
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
         try:
-            ours = f"RAY_TMPDIR={folder}".encode() in (entry / "environ").read_bytes()
-            if ours or os.getsid(pid) == session:
+            belongs = f"RAY_TMPDIR={folder}".encode() in (entry / "environ").read_bytes()
+            if belongs or os.getsid(pid) == session:
                 os.kill(pid, signal.SIGKILL)
-        except OSError:  # it has ended, or is not ours to look at
+        except OSError:  # it has ended, or belongs to another user
             continue
 
 
 def circumstances() -> str:
-    """What the table was made on, for those who compare."""
+    """Describes the machine and the versions of the table."""
     return (
         f"Rayfin {version('rayfin')} with Ray {version('ray')} on {os.cpu_count()} CPUs; *load*: "
         "of that machine (runnable processes, mean of the last minute), where other work went on."

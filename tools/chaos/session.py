@@ -1,7 +1,7 @@
-"""One layout's cluster and the cases that run on it: the child process of run.py.
+"""The child process of run.py: runs the cases of one layout on its cluster.
 
-Its environment is the layout's, which Ray reads when it is imported. Each result is a line of JSON
-at the end of the file that the last argument names, so that what has run counts if this one dies.
+Its environment is the layout's, which Ray reads when it is imported. Each result is appended to a
+file as a line of JSON at once, so that finished cases count if this process dies.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ SUCCESSES = ("stop", "length")
 
 @dataclass(slots=True)
 class Session:
-    """Runs cases one after another, on a fresh cluster where the last one was broken."""
+    """Runs cases one after another, on a new cluster if the last one is broken."""
 
     layout: Layout
     folder: str
     seed: int
-    streams: int | None  # None: as each case says
+    streams: int | None  # None: each case's
     cluster: Cluster | None = None
     oracle: Oracle | None = None
 
     def run(self, case: Case) -> Result:
-        """One case.
+        """Runs one case.
 
         Raises:
-            Unavailable: it cannot run on this machine.
+            Unavailable: the case cannot run on this machine.
         """
         cluster = self._cluster()
         before = self._successes(cluster)
@@ -46,7 +46,7 @@ class Session:
         until = time.monotonic()
         leaked = cluster.pages_left()
         after = self._successes(cluster)
-        # A count that fell is an engine that was replaced, and says nothing of these requests.
+        # A lower count means that an engine was replaced, and says nothing about these requests.
         grown = None if before is None or after is None or after < before else after - before
         expected = self._expect([ask for ask, _ in load.records])
         result = judge(case, nemesis.struck, load.records, expected, leaked, grown, until)
@@ -72,7 +72,7 @@ class Session:
         return self.cluster
 
     async def _drive(self, case: Case, cluster: Cluster) -> tuple[Load, Nemesis]:
-        """The load with the faults in it."""
+        """Runs the load and injects the faults."""
         load = Load(cluster.url, cluster.model, Asks(self.seed), resumes=case.resumes)
         nemesis = Nemesis(cluster, load, self.seed)
         streams = self._streams(case)
@@ -108,7 +108,7 @@ class Session:
 
 
 def main(cases: list[Case], folder: str, seed: int, streams: int | None, path: str) -> None:
-    """Runs cases of one layout."""
+    """Runs the cases of one layout and appends their results to ``path``."""
     session = Session(cases[0].layout, folder, seed, streams)
     try:
         for case in cases:
@@ -124,13 +124,12 @@ def main(cases: list[Case], folder: str, seed: int, streams: int | None, path: s
                 session.close()
             with open(path, "a") as file:
                 print(json.dumps(result.as_dict()), file=file)
-            tell(result, time.monotonic() - started)
+            print_result(result, time.monotonic() - started)
     finally:
         session.close()
 
 
-def tell(result: Result, seconds: float) -> None:
-    """A result on the terminal."""
+def print_result(result: Result, seconds: float) -> None:
     state = f"not run: {result.skipped}" if result.skipped else "held" if result.held else "BROKEN"
     recovery = "-" if result.recovery is None else f"{result.recovery:.1f} s"
     print(

@@ -1,17 +1,16 @@
-"""Faults at random for as long as you like, and what grows meanwhile.
+"""Injects random faults for a long time and measures what grows.
 
     python tools/chaos/soak.py --minutes 60 --seed 7       # make soak MINUTES=60 SEED=7
 
-Between faults the system comes to rest, and what its processes hold is measured: memory, file
-descriptors, threads, pages, series of metrics. In the first third of the time one fault follows
-another. After that they come two minutes apart under load, no crowds come, and the only processes
-that faults replace are runners: what is measured lives for long enough to tell what grows from what
-warms up, and from what Ray keeps of each actor that has died (dead_actors.py). malloc keeps a
-little of what each thread gave back (tcache, up to 230 KiB, which fill for an hour), and at its
-heaps' ends what the largest burst so far took; here it keeps neither, so that what grows is
-somebody's. Exits with 1 when a promise was broken or when something surely grows by more than a
-percent an hour within the lives of its processes (runs of over half an hour; shorter ones only
-tell). ``--cases``: only these.
+Between faults the system becomes idle, and what its processes hold is measured: memory, file
+descriptors, threads, pages, metric series. In the first third of the time, faults follow each
+other at once. After that they come two minutes apart under load, without crowds of clients, and
+faults replace runners only: the measured processes live long enough to separate growth from warm-up
+and from what Ray keeps of each dead actor (dead_actors.py). malloc is set to keep neither what
+threads freed (tcache, up to 230 KiB per thread, which fills for an hour) nor free memory at the
+ends of its heaps, so that growth is in use. Exits with 1 if a promise was broken, or if something
+significantly grows by more than one percent per hour within the lives of its processes (in runs of
+over half an hour; shorter ones only report). ``--cases`` limits the faults.
 """
 
 import argparse
@@ -24,27 +23,27 @@ import traceback
 from dataclasses import replace
 
 from cases import ONE, TWO, Case, all_cases
-from growth import LONG_ENOUGH, MOST, Growth, held_by
+from growth import LONG_ENOUGH, MAX_GROWTH, Growth, held_by
 from results import Result
 from run import chosen, parser, run_child
-from session import Session, tell
+from session import Session, print_result
 
 KINDS = ("ingress", "engine", "scheduler", "runner", "proxy", "controller")
 WARM_UP = 360.0  # seconds of a life before the first measurement that counts
-CALM = 100.0  # seconds that the load goes on for after a fault, once faults are rare
+CALM = 100.0  # seconds of load after a fault, once faults are rare
 PAGES = 1024
-"""Of an engine's cache: so few that its index is soon as large as it gets, and again after a
+"""Pages of an engine's cache: few, so that its index soon reaches its full size, also after a
 runner's death, which empties it."""
 
 KEEP_LITTLE = "glibc.malloc.tcache_count=0:glibc.malloc.trim_threshold=131072"
 CROWDS = ("herd", "slow-readers", "disconnects", "runner-hangs")
-"""Cases with hundreds of clients at once: memory that was needed once is not given back to the
-system, so the lives of processes are counted anew from there."""
+"""Cases with hundreds of clients at once. Memory that they needed is not returned to the system, so
+each starts a new life of all processes."""
 
 REPLACES = (
     "controller", "scale", "scheduler", "scheduler-two", "scheduler-zombie", "supervisor", "update"
 )  # fmt: skip
-"""Cases that end processes which are measured, runners aside."""
+"""Cases that end measured processes other than runners."""
 
 
 def main() -> int:
@@ -60,22 +59,22 @@ def main() -> int:
 
 
 def soak_parser() -> argparse.ArgumentParser:
-    own = parser()
-    own.description = __doc__
-    own.add_argument("--two", action="store_true", help="two engines")
-    own.add_argument(
-        "--samples", help="file for what is measured after each case, as lines of JSON"
-    )
-    return own
+    options = parser()
+    options.description = __doc__
+    options.add_argument("--two", action="store_true", help="run two engines")
+    options.add_argument("--samples", help="file for the measurements, as JSON lines")
+    return options
 
 
 def soak(options: argparse.Namespace) -> int:
-    """The run itself, in a process with its cluster's environment."""
+    """Runs the soak, in a process with the cluster's environment."""
     layout = TWO if options.two else ONE
     draw, growth = random.Random(options.seed), Growth(skip=WARM_UP)
     session = Session(replace(layout, pages=PAGES), options.child, options.seed, options.streams)
     wanted = chosen(all_cases(), options.cases)
-    fits = [case for case in wanted if replace(case.layout, spare=0) == layout]  # none has room
+    fits = [
+        case for case in wanted if replace(case.layout, spare=0) == layout
+    ]  # no room for a spare engine
     cases = [case for case in fits if usable(case)]
     gentle = [case for case in cases if case.name not in CROWDS + REPLACES] or cases
     wild = time.monotonic() + 20 * options.minutes
@@ -90,12 +89,12 @@ def soak(options: argparse.Namespace) -> int:
             result = attempt(session, case)
             count += 1
             broken += not result.held
-            tell(result, time.monotonic() - started)
+            print_result(result, time.monotonic() - started)
             if session.cluster is None:
                 continue
             try:
                 values = measured(session)
-            except Exception:  # this sample is missing; the next case finds what is wrong
+            except Exception:  # skip this sample; the next case reports what is wrong
                 traceback.print_exc()
                 continue
             pids = {kind: session.cluster.pids(kind) for kind in KINDS}
@@ -106,14 +105,14 @@ def soak(options: argparse.Namespace) -> int:
                 note(options.samples, case, values, pids)
     finally:
         session.close()
-    lines, grown = growth.lines(MOST)
+    lines, grown = growth.lines(MAX_GROWTH)
     print("\n".join([f"{count} faults, {broken} broke the promise (seed {options.seed})", *lines]))
     counts = options.minutes >= LONG_ENOUGH
     return int(bool(broken or (counts and grown)))
 
 
 def attempt(session: Session, case: Case) -> Result:
-    """One case; what it raises breaks it, and the next one has a fresh cluster."""
+    """Runs one case. If it raises, it is broken, and the next one gets a new cluster."""
     try:
         return session.run(case)
     except Exception as error:
@@ -125,19 +124,19 @@ def attempt(session: Session, case: Case) -> Result:
 
 
 def note(path: str, case: Case, values: dict[str, float], pids: dict[str, list[int]]) -> None:
-    """One measurement into a file, with the ids of the processes."""
+    """Appends a measurement and the process ids to a file."""
     line = {"at": time.monotonic(), "case": case.name, "values": values, "pids": pids}
     with open(path, "a") as file:
         print(json.dumps(line), file=file)
 
 
 def usable(case: Case) -> bool:
-    """Faults after which the same cluster goes on."""
+    """Whether the cluster survives the case."""
     return not case.renews and not case.long
 
 
 def measured(session: Session) -> dict[str, float]:
-    """What the system holds at rest, by kind of process."""
+    """Returns what the idle system holds, by kind of process."""
     cluster = session.cluster
     assert cluster is not None
     found: dict[str, float] = {}

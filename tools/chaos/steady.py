@@ -1,12 +1,12 @@
-"""Steady load without a fault, and what grows meanwhile.
+"""Runs a steady load without faults and measures what grows.
 
     rayfin serve
     python tools/chaos/steady.py http://127.0.0.1:8000 --minutes 40
 
-Keeps streams open against a server that runs on this machine, and measures what its processes
-hold: memory, file descriptors, threads; and pages and series of metrics. The slopes are of the
-second half: caches fill in the first one. Exits with 1 when something surely grows by more than a
-percent an hour (runs of over half an hour; shorter ones only tell), or when a request fails.
+Keeps streams open on a server of this machine, and measures what its processes hold: memory, file
+descriptors, threads, pages and metric series. Slopes are of the second half, for caches fill in the
+first. Exits with 1 if something significantly grows by more than one percent per hour (in runs of
+over half an hour; shorter ones only report), or if a request fails.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 import httpx
-from growth import LONG_ENOUGH, MOST, Growth, held_by
+from growth import LONG_ENOUGH, MAX_GROWTH, Growth, held_by
 from prometheus_client.parser import text_string_to_metric_families
 
 KINDS = {
@@ -37,14 +37,14 @@ KINDS = {
     "controller": "ray::ServeController",
     "raylet": r"\S*/raylet ",
     "gcs": r"\S*/gcs_server ",
-    "command": r"\S*python.* serve ",  # what the user has called
+    "command": r"\S*python.* serve ",  # the command that the user started
 }
-"""How their command lines begin; what a process does at the moment may follow."""
+"""Prefixes of their command lines; a process may append its current activity."""
 
 SAMPLE_SECONDS = 5.0
 WORDS = (4, 48)
 TOKENS = (16, 160)
-"""Of a prompt, and of its answer: least and most."""
+"""Minimum and maximum number of words in a prompt, and of tokens in its answer."""
 
 
 def main() -> int:
@@ -52,8 +52,8 @@ def main() -> int:
     parser.add_argument("url")
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0, help="of prompts")
-    parser.add_argument("--samples", help="file for what is measured, as lines of JSON")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
+    parser.add_argument("--samples", help="file for the measurements, as JSON lines")
     options = parser.parse_args()
     samples = int(60 * options.minutes / SAMPLE_SECONDS)
     with open(options.samples or os.devnull, "w") as file:
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 async def steady(url: str, samples: int, streams: int, seed: int, file: TextIO) -> int:
-    """The run itself; prints a line for each quantity."""
+    """Runs the load and prints a line for each quantity."""
     growth, pids = Growth(skip=samples // 2 * SAMPLE_SECONDS), of_server(urlsplit(url).port or 80)
     asks = bodies(seed)
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
@@ -79,7 +79,7 @@ async def steady(url: str, samples: int, streams: int, seed: int, file: TextIO) 
             one.cancel()
         await asyncio.wait(clients)
     steps, tokens, requests = (int(now - then) for now, then in zip(after, before, strict=True))
-    lines, grown = growth.lines(MOST)
+    lines, grown = growth.lines(MAX_GROWTH)
     minutes = samples * SAMPLE_SECONDS / 60
     print(f"{minutes:g} minutes, {streams} streams: {requests:,} requests, {tokens:,} tokens,")
     print(f"{steps:,} steps; first -> last, and slopes, of the second half", *lines, sep="\n")
@@ -87,7 +87,7 @@ async def steady(url: str, samples: int, streams: int, seed: int, file: TextIO) 
 
 
 def bodies(seed: int) -> Iterator[dict[str, object]]:
-    """Requests that have nothing in common: each takes pages of its own."""
+    """Yields requests without common prefixes, so that none shares pages."""
     draw = random.Random(seed)
     while True:
         words = (str(draw.getrandbits(30)) for _ in range(draw.randint(*WORDS)))
@@ -96,10 +96,10 @@ def bodies(seed: int) -> Iterator[dict[str, object]]:
 
 
 async def client(http: httpx.AsyncClient, asks: Iterator[dict[str, object]]) -> None:
-    """Streams one answer after the other.
+    """Streams one answer after another.
 
     Raises:
-        httpx.HTTPError: one failed.
+        httpx.HTTPError: a request failed.
     """
     for ask in asks:
         async with http.stream("POST", "/v1/completions", json=ask) as answer:
@@ -109,7 +109,7 @@ async def client(http: httpx.AsyncClient, asks: Iterator[dict[str, object]]) -> 
 
 
 async def counted(http: httpx.AsyncClient) -> tuple[float, float, float]:
-    """(steps, tokens, requests) so far."""
+    """Returns (steps, tokens, requests) so far."""
     found = await samples_of(http)
     return (
         found["rayfin_iteration_tokens_total_count"],
@@ -119,7 +119,7 @@ async def counted(http: httpx.AsyncClient) -> tuple[float, float, float]:
 
 
 async def measured(http: httpx.AsyncClient, pids: dict[str, list[int]]) -> dict[str, float]:
-    """What is held now, by kind of process."""
+    """Returns what the server holds now, by kind of process."""
     found = {
         f"{kind} {name}": value for kind in pids for name, value in held_by(pids[kind]).items()
     }
@@ -131,7 +131,7 @@ async def measured(http: httpx.AsyncClient, pids: dict[str, list[int]]) -> dict[
 
 
 async def samples_of(http: httpx.AsyncClient) -> dict[str, float]:
-    """What /metrics says, by name (pages by name/state), summed; and how many series it has."""
+    """Values of /metrics by name (pages by name/state), summed, and the number of series."""
     found = {"series": 0.0}
     for family in text_string_to_metric_families((await http.get("/metrics")).text):
         for sample in family.samples:
@@ -143,10 +143,10 @@ async def samples_of(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 def of_server(port: int) -> dict[str, list[int]]:
-    """Process ids of whoever belongs to the server on a port of this machine, by kind."""
+    """Process ids of the server on a port of this machine, by kind."""
     parent_of = dict(parents())
     raylet = parent_of[listener(port, parent_of)]
-    start = parent_of[raylet]  # that has started Ray; 1: it has ended
+    start = parent_of[raylet]  # the process that started Ray; 1: it has ended
     found: dict[str, list[int]] = {kind: [] for kind in KINDS}
     for pid, parent in parent_of.items():
         if raylet in (pid, parent) or start in (pid, parent) and start != 1:
@@ -157,27 +157,29 @@ def of_server(port: int) -> dict[str, list[int]]:
 
 
 def parents() -> Iterator[tuple[int, int]]:
-    """(process, its parent) of all on this machine."""
+    """Yields (process, parent) for all processes of this machine."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
 
 
 def listener(port: int, pids: Iterable[int]) -> int:
-    """Which of the processes listens on a port.
+    """Returns the process that listens on a port.
 
     Raises:
-        ProcessLookupError: none of them.
+        ProcessLookupError: no process does.
     """
     tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-    own = [row for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "0A"]
-    sockets = {f"socket:[{row[9]}]" for row in own}
+    listening = [
+        row for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "0A"
+    ]
+    sockets = {f"socket:[{row[9]}]" for row in listening}
     for pid in pids:
         with suppress(OSError):  # it has ended, or its file has
             if any(os.readlink(file) in sockets for file in Path(f"/proc/{pid}/fd").iterdir()):
                 return pid
-    raise ProcessLookupError(f"nobody listens on port {port} of this machine")
+    raise ProcessLookupError(f"no process listens on port {port} of this machine")
 
 
 if __name__ == "__main__":

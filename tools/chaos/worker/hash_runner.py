@@ -1,7 +1,7 @@
-"""A ModelRunner without a model: its next token is a hash of the context that its pages hold.
+"""A ModelRunner without a model: the next token is a hash of the context in its pages.
 
-A model forgives much: a repeating text goes on as before with a token missing. A hash forgives
-nothing. And it starts in a second, so that a run meets hundreds of faults.
+A model can hide a missing token, for example in a repeating text; a hash cannot. It starts in a
+second, so that a run has time for hundreds of faults.
 """
 
 import mmap
@@ -23,7 +23,7 @@ from rayfin.actors.config import (
 from rayfin.actors.errors import EngineUnavailable, NumericalError, RequestFailed
 from rayfin.actors.messages import NO_TOKEN, Int32Array, NewRequest, SchedulerInfo, StepResult
 
-FIRST, VOCAB_SIZE = 259, 2048  # the demo model's tokenizer, without bytes and control tokens
+FIRST, VOCAB_SIZE = 259, 2048  # the demo model's vocabulary without bytes and control tokens
 STEP_SECONDS = float(os.environ.get("CHAOS_STEP_SECONDS", "0.01"))
 MODEL_LEN = 8192
 PAGE_BYTES = 1024
@@ -31,7 +31,7 @@ ACTIVATION_BYTES = 2**20
 
 
 class PatientExecutor(FakeExecutor):
-    """The scheduler's tests' fake, which also holds a request's history against its pages."""
+    """The scheduler tests' fake, which also checks a request's history against its pages."""
 
     def _sample(self, info: SchedulerInfo, row: int, column: int, result: StepResult) -> None:
         super()._sample(info, row, column, result)
@@ -41,12 +41,12 @@ class PatientExecutor(FakeExecutor):
         token = FIRST + mirror.sampled % (self.config.vocab_size - FIRST)
         context = self._memory[mirror.pages].reshape(-1)[: mirror.num_tokens]
         if mirror.new.sampling.penalises and not history_is_right(mirror.new, context):
-            token = FIRST  # a client's oracle sees that it is wrong
+            token = FIRST  # a wrong token, which the oracle detects
         mirror.sampled = result.tokens[row, column] = token
 
 
 def history_is_right(new: NewRequest, context: Int32Array) -> bool:
-    """What a request's penalties go by is what was computed, and is split at its prompt."""
+    """Whether the history for penalties is the computed context, split at the prompt's end."""
     if new.history is None:
         return False
     known = min(len(new.history), len(context))
@@ -56,8 +56,8 @@ def history_is_right(new: NewRequest, context: Int32Array) -> bool:
 
 
 def planted(info: SchedulerInfo) -> dict[int, RequestFailed]:
-    """Passes the point ``runner.row`` for each row; returns those that fail by it, alone, as the
-    real runner's do (actors/runner/failed_rows.py)."""
+    """Hits the failpoint ``runner.row`` for each row and returns the rows that fail, as the real
+    runner does."""
     active = failpoints.ACTIVE
     if active is None:
         return {}
@@ -72,10 +72,10 @@ def planted(info: SchedulerInfo) -> dict[int, RequestFailed]:
     return failed
 
 
-def take_memory() -> None:
-    """As a model takes some for its activations: from the system, whose limits are felt.
+def allocate_activations() -> None:
+    """Allocates memory from the system, as a model does for activations, so that limits apply.
 
-    (An allocator may have kept what it had before.)
+    An allocator might reuse memory that it kept.
     """
     try:
         mmap.mmap(-1, ACTIVATION_BYTES).close()
@@ -84,7 +84,7 @@ def take_memory() -> None:
 
 
 class ModelRunner:
-    """In place of the ModelRunner of actors/runner/model_runner.py, with its life and its doors."""
+    """Replaces actors/runner/model_runner.py's ModelRunner, with the same interface."""
 
     def __init__(self, args: EngineArgs, place: None = None) -> None:
         self._args = args
@@ -112,7 +112,7 @@ class ModelRunner:
         if executor is None or (info.epoch, info.step) != (executor.epoch, executor._next_step):
             raise EngineUnavailable(f"step {info.epoch}.{info.step} refused")
         failed = planted(info)
-        take_memory()
+        allocate_activations()
         result = executor.run(info)
         for row, error in failed.items():
             executor.live[int(info.ids[row])].over_since = executor.num_run

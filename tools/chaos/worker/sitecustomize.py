@@ -1,9 +1,8 @@
-"""Read by every Python of a chaos run's cluster, whose PYTHONPATH begins with this folder.
+"""Imported by every Python process of a chaos cluster, whose PYTHONPATH begins with this folder.
 
-With CHAOS_CLOCK set, its wall clock is ahead by the seconds that the cluster's file ``clock`` has.
-With CHAOS_RPC set, Ray fails calls as it says in processes that start once there is a file ``rpc``.
-With CHAOS_RUNNER=hash, the model runner of a worker is hash_runner.py's: the product has no door
-for a fake model, so it is put under it from outside, where all that is Ray stays as it is.
+CHAOS_CLOCK shifts the wall clock by the seconds in the cluster's file ``clock``. CHAOS_RPC makes
+Ray fail calls, as it says, in processes that start once there is a file ``rpc``. CHAOS_RUNNER=hash
+replaces the model runner by hash_runner.py's from outside, for the product has no option for fakes.
 """
 
 import importlib.abc
@@ -30,13 +29,13 @@ class HashRunnerFinder(importlib.abc.MetaPathFinder):
 
 
 def shift_clock(path: Path) -> None:
-    """Makes ``time.time`` and ``time.time_ns`` go by a file."""
+    """Shifts ``time.time`` and ``time.time_ns`` by the seconds in a file."""
     real = time.time
 
     def shifted() -> float:
         try:
             return real() + float(path.read_text())
-        except (OSError, ValueError):  # nobody has touched the clock
+        except (OSError, ValueError):  # the clock is not shifted
             return real()
 
     time.time = shifted
@@ -48,7 +47,7 @@ if os.environ.get("CHAOS_CLOCK"):
 
 
 def fail_calls(how: str) -> None:
-    """Has Ray, which is yet to be imported, fail calls; leaves a mark."""
+    """Makes Ray fail calls, before it is imported, and creates a marker file."""
     folder = Path(os.environ["RAY_TMPDIR"])
     if (folder / "rpc").exists():
         os.environ["RAY_testing_rpc_failure"] = how
