@@ -1,4 +1,4 @@
-"""One process' connection to one scheduler actor: requests out, one message per step back."""
+"""A connection of one process to one scheduler actor: requests out, one message per step back."""
 
 import asyncio
 import contextvars
@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from ray.exceptions import ActorDiedError, RayError
 
@@ -37,21 +37,123 @@ from rayfin.deployments.client.routing import Candidate
 
 logger = logging.getLogger(__name__)
 
-News = asyncio.Queue[TokenDelta | Exception]
+Deltas = asyncio.Queue[TokenDelta | Exception]
+"""What one request receives: its deltas, or the error that ends it."""
+
+
+class Seat(NamedTuple):
+    """What the scheduler knows this connection by."""
+
+    client: str
+    group: str  # the concurrency group that serves its subscription
+
+
+class _Streams:
+    """The open requests of a connection, by key."""
+
+    def __init__(self) -> None:
+        self.request_ids: dict[int, str] = {}
+        self._deltas: dict[int, Deltas] = {}
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def __getitem__(self, key: int) -> Deltas:
+        return self._deltas[key]
+
+    def open(self, request: EngineRequest) -> Deltas:
+        self.request_ids[request.key] = request.request_id
+        deltas: Deltas = asyncio.Queue()
+        self._deltas[request.key] = deltas
+        return deltas
+
+    def pop(self, key: int) -> Deltas | None:
+        self.request_ids.pop(key, None)
+        return self._deltas.pop(key, None)
+
+    def fail(self, error: Exception) -> None:
+        """Ends all of them."""
+        for key in list(self._deltas):
+            if (deltas := self.pop(key)) is not None:
+                deltas.put_nowait(error)
+
+
+class _Outbox:
+    """Requests, aborts and stops of one event loop turn, sent to the scheduler in one call."""
+
+    def __init__(self, send: Callable[[list[EngineRequest], list[int], list[int]], None]) -> None:
+        self._send = send
+        self._requests: dict[int, EngineRequest] = {}
+        self._aborts: list[int] = []
+        self._stopped: list[int] = []  # by a stop string
+        self._planned = False
+        # Ray cancels the calls that a cancelled request has made. One call carries messages of many
+        # requests, the abort of a cancelled one included, so it runs in a context of no request.
+        self._context = contextvars.copy_context()
+
+    def add(self, request: EngineRequest) -> None:
+        self._requests[request.key] = request
+        self._plan()
+
+    def drop(self, key: int, *, stopped: bool) -> None:
+        """Aborts a request, or says that a stop string ended it; one not yet sent is removed."""
+        if self._requests.pop(key, None) is None:
+            (self._stopped if stopped else self._aborts).append(key)
+            self._plan()
+
+    def clear(self) -> None:
+        self._requests, self._aborts, self._stopped = {}, [], []
+
+    def _plan(self) -> None:
+        if not self._planned:
+            self._planned = True
+            asyncio.get_running_loop().call_soon(self._flush, context=self._context)
+
+    def _flush(self) -> None:
+        self._planned = False
+        requests, aborts, stopped = list(self._requests.values()), self._aborts, self._stopped
+        self.clear()
+        if requests or aborts or stopped:
+            self._send(requests, aborts, stopped)
+
+
+class _Silence:
+    """How long a subscription has been silent, and whether this process' event loop turns."""
+
+    def __init__(self) -> None:
+        self._received = False
+        self._seconds = 0.0
+        self._turned = time.monotonic()
+
+    def received(self) -> None:
+        self._received = True
+
+    def tick(self) -> bool:
+        """Called every SILENCE_TICK_SECONDS; True once the engine has been silent for too long.
+
+        Time in which this process itself stood still counts as one tick.
+        """
+        self._turned = time.monotonic()
+        self._seconds = 0.0 if self._received else self._seconds + SILENCE_TICK_SECONDS
+        self._received = False
+        return self._seconds >= ENGINE_SILENT_SECONDS
+
+    @property
+    def loop_is_stuck(self) -> bool:
+        return time.monotonic() - self._turned >= CLIENT_STUCK_SECONDS
 
 
 class EngineConnection:
-    """Connects to ``scheduler``, and again whenever the connection is lost, until it is closed.
+    """Connects to ``scheduler``, and again after each loss, until it is closed.
 
-    Each connection has a client name of its own, and streams end with their connection: what an
-    engine that was given up still says, and what it still holds for the old name, is nobody's. No
-    Serve handle, no call per token.
+    Each connection has a client name of its own, and streams end with their connection: output of
+    an engine that was given up, and requests that it still holds for the old name, are dropped. No
+    Serve handle is involved, and no call is made per token.
 
     Args:
-        clients: client names, none of which was used before.
+        clients: fresh client names.
         changed: called after every change of ``ready``.
-        identity: of the engine (``EngineArgs.identity``): one of another is not connected to. None:
-            any will do.
+        identity: the ``EngineArgs.identity`` to connect to; None connects to any engine.
     """
 
     def __init__(
@@ -66,29 +168,26 @@ class EngineConnection:
         self.scheduler = scheduler
         self.info: EngineInfo | None = None  # of the last connection
         self.stats = EngineStats()  # of the last heartbeat
-        self.connected = False
-        self.foreign = False  # it gives other tokens than those who ask here want
+        self.state: Literal["connecting", "connected", "foreign"] = "connecting"
         self._clients = clients
-        self._client = ""
-        self._group = ""  # of the scheduler's, that the client's news come from
+        self._seat = Seat("", "")
         self._changed = changed
         self._identity = identity
-        self._suspect = False  # it has refused to work, and no heartbeat came since
-        self._heard = False
+        self._suspect = False  # it refused a request, and no heartbeat came since
         self._refusal = ""  # of the last attempts to connect
-        self._streams: dict[int, News] = {}
-        self._request_ids: dict[int, str] = {}
+        self._streams = _Streams()
         self._sent: list[int] = []  # prompt lengths, since the last heartbeat
-        self._outgoing: dict[int, EngineRequest] = {}
-        self._aborts: list[int] = []
-        self._stopped: list[int] = []  # by a stop string
-        self._flush_planned = False
-        self._turned = 0.0  # when the event loop was last seen to turn
-        self._renewal: Renewal | None = None
-        # Ray cancels the calls that a cancelled request has made. What is sent belongs to all
-        # requests, the abort of a cancelled one included: it is sent in a context that is nobody's.
-        self._context = contextvars.copy_context()
+        self._outbox = _Outbox(self._submit)
         self._task = asyncio.create_task(self._run())
+
+    @property
+    def connected(self) -> bool:
+        return self.state == "connected"
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the engine has another identity than the one to connect to."""
+        return self.state == "foreign"
 
     @property
     def ready(self) -> bool:
@@ -102,42 +201,36 @@ class EngineConnection:
         return self.connected and self.stats.asleep
 
     def candidate(self) -> Candidate:
+        """The engine's load, as the router compares it."""
         stats, sent = self.stats, self._sent
-        own = Candidate(
+        candidate = Candidate(
             self.name, stats.running, stats.waiting, stats.waiting_tokens, len(sent), sum(sent)
         )
         if (info := self.info) is None:
-            return own
-        return replace(own, page_size=info.page_size, num_pages=info.num_pages)
+            return candidate
+        return replace(candidate, page_size=info.page_size, num_pages=info.num_pages)
 
-    def open(self, request: EngineRequest) -> News:
-        """Sends the request; its deltas come in, or the error that ends it.
+    def open(self, request: EngineRequest) -> Deltas:
+        """Sends the request; the queue receives its deltas, or the error that ends it.
 
-        Requests of one event loop turn travel in one call. ``EngineLost`` ends it with the
-        connection.
+        Requests of one event loop turn travel in one call. A lost connection ends the request with
+        ``EngineLost``.
         """
-        news: News = asyncio.Queue()
-        self._streams[request.key] = news
-        self._request_ids[request.key] = request.request_id
+        deltas = self._streams.open(request)
         self._sent.append(len(request.prompt))
-        self._outgoing[request.key] = replace(request, client=self._client)
-        self._plan_flush()
-        return news
+        self._outbox.add(replace(request, client=self._seat.client))
+        return deltas
 
     def drop(self, key: int, *, stopped: bool = False) -> None:
-        """Nobody listens any more; a request that has not ended is aborted, or ``stopped``."""
-        if key not in self._streams:
-            return
-        self._forget(key)
-        if self._outgoing.pop(key, None) is None:
-            (self._stopped if stopped else self._aborts).append(key)
-            self._plan_flush()
+        """Stops listening; a request that has not ended is aborted, or ``stopped``."""
+        if self._streams.pop(key) is not None:
+            self._outbox.drop(key, stopped=stopped)
 
     async def manage(self, command: Command) -> EngineStats:
-        """The counters after the command.
+        """Sends an operator's command, and returns the counters after it.
 
         Raises:
-            EngineUnavailable: it was not carried out, or nobody knows.
+            EngineUnavailable: the command failed, or its answer was lost.
         """
         try:
             async with asyncio.timeout(CLIENT_COMMAND_SECONDS):
@@ -160,7 +253,7 @@ class EngineConnection:
         return self.stats
 
     async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
-        """See ``SchedulerActor.recall``; nothing is known where nobody answers."""
+        """See ``SchedulerActor.recall``; an engine that does not answer knows no request."""
         if self.connected:
             try:
                 async with asyncio.timeout(CLIENT_ANSWER_SECONDS):
@@ -173,7 +266,7 @@ class EngineConnection:
         return [None] * len(request_ids)
 
     async def snapshot(self) -> EngineSnapshot | None:
-        """What the engine is doing; None where nobody answers."""
+        """What the engine is doing, or None if it does not answer."""
         if self.connected:
             try:
                 async with asyncio.timeout(CLIENT_ANSWER_SECONDS):
@@ -184,12 +277,10 @@ class EngineConnection:
         return None
 
     def close(self) -> None:
-        """Leaves the engine; what is still open is lost here and aborted there."""
+        """Leaves the engine: open requests end here with ``EngineLost``, and are aborted there."""
         self._task.cancel()
-        if self._renewal is not None:
-            self._renewal.close()
-        if self._client:
-            self.scheduler.unsubscribe.remote(self._client)
+        if self._seat.client:
+            self.scheduler.unsubscribe.remote(self._seat.client)
         self._lose(EngineLost(f"engine {self.name} was left"))
 
     async def _run(self) -> None:
@@ -197,120 +288,106 @@ class EngineConnection:
             try:
                 await self._connect()
                 await self._receive()
-                self.scheduler.unsubscribe.remote(self._client)  # all is read
+                self.scheduler.unsubscribe.remote(self._seat.client)  # all is read
                 lost = EngineLost(f"engine {self.name} closed the connection")
             except EngineLost as error:
-                self.scheduler.unsubscribe.remote(self._client)  # should it come back to life
+                self.scheduler.unsubscribe.remote(self._seat.client)  # it may be frozen only
                 lost = error
             except (RayError, EngineUnavailable) as error:
                 crashed = isinstance(error, ActorDiedError)
                 reason = f"engine {self.name} is gone: {type(error).__name__}"
                 lost = EngineLost(reason, crashed=crashed)
                 if isinstance(error, EngineUnavailable) and not self.connected:
-                    self._say_refused(error)
+                    self._log_refusal(error)
             self._lose(lost)
             await asyncio.sleep(RECONNECT_SECONDS)
 
-    def _say_refused(self, error: EngineUnavailable) -> None:
-        """Once for each reason, for a connection is tried four times a second."""
+    def _log_refusal(self, error: EngineUnavailable) -> None:
+        # Once for each reason: a connection is tried four times a second.
         refusal = str(getattr(error, "cause", error))  # Ray's copy has a traceback in its text
         if refusal != self._refusal:
             self._refusal = refusal
-            logger.warning("engine %s does not let this client in: %s", self.name, refusal)
+            logger.warning("engine %s refuses this client: %s", self.name, refusal)
 
     async def _connect(self) -> None:
         info: EngineInfo = await self.scheduler.info.remote()
-        self.foreign = self._identity not in (None, info.identity)
-        if self.foreign:
+        if self._identity not in (None, info.identity):
+            self.state = "foreign"
             raise EngineUnavailable(f"it serves {info.identity}, not {self._identity}")
         self.info = info
-        self._client = next(self._clients)
-        self._group = await self.scheduler.attach.remote(self._client)
+        client = next(self._clients)
+        self._seat = Seat(client, await self.scheduler.attach.remote(client))
         self._refusal = ""
         self._suspect = False
-        self.connected = True
+        self.state = "connected"
         self._changed()
 
     async def _receive(self) -> None:
-        """Reads the subscription to its end, while the lease is renewed.
+        """Reads the subscription to its end, while a thread renews the lease.
 
         Raises:
-            EngineLost: nothing came for too long. Time in which this process itself stood still
-                counts as one tick.
-            RayError, EngineUnavailable: the engine's own end.
+            EngineLost: the engine was silent for too long.
+            RayError, EngineUnavailable: the engine ended the subscription.
         """
-        reading = asyncio.create_task(self._read())
-        self._turned = time.monotonic()
-        self._renewal = Renewal(self._renew)
+        silence = _Silence()
+        reading = asyncio.create_task(self._read(silence))
+        renewal = Renewal(lambda: self._renew(silence))
         try:
-            silence = 0.0
             while not (await asyncio.wait({reading}, timeout=SILENCE_TICK_SECONDS))[0]:
-                self._turned = time.monotonic()
-                silence = 0.0 if self._heard else silence + SILENCE_TICK_SECONDS
-                self._heard = False
-                if silence >= ENGINE_SILENT_SECONDS:
+                if silence.tick():
                     raise EngineLost(f"engine {self.name} is silent")
             reading.result()
         finally:
-            self._renewal.close()
+            renewal.close()
             reading.cancel()
 
-    def _renew(self) -> None:
-        if time.monotonic() - self._turned < CLIENT_STUCK_SECONDS:
-            self.scheduler.submit.remote(self._client, [], [])
+    def _renew(self, silence: _Silence) -> None:
+        """Runs in the renewal's thread; an ingress that is stuck for long loses its lease."""
+        if not silence.loop_is_stuck:
+            self.scheduler.submit.remote(self._seat.client, [], [])
 
-    async def _read(self) -> None:
-        options = {"num_returns": "streaming", "concurrency_group": self._group}
-        subscribe = self.scheduler.subscribe.options(**options)
+    async def _read(self, silence: _Silence) -> None:
+        client, group = self._seat
+        subscribe = self.scheduler.subscribe.options(
+            num_returns="streaming", concurrency_group=group
+        )
         count, again = MESSAGES_PER_CALL, False
         while count == MESSAGES_PER_CALL:
             count = 0
-            async for ref in subscribe.remote(self._client, HEARTBEAT_SECONDS, again):
+            async for ref in subscribe.remote(client, HEARTBEAT_SECONDS, again):
                 count += 1
-                self._dispatch(await ref)
+                message = await ref
+                silence.received()
+                self._dispatch(message)
             again = True
 
     def _dispatch(self, message: TokenDeltas) -> None:
-        self._heard = True
         if message.stats is not None:
             self.stats, self._sent, self._suspect = message.stats, [], False
             self._changed()
-        for key, delta in split_deltas(message, self._request_ids):
-            news = self._streams[key]
+        for key, delta in split_deltas(message, self._streams.request_ids):
+            deltas = self._streams[key]
             if delta.finish_reason is not None:
-                self._forget(key)
-            news.put_nowait(delta)
+                self._streams.pop(key)
+            deltas.put_nowait(delta)
         for ended in message.ended:
-            if ended.error is not None and (stream := self._streams.get(ended.key)) is not None:
-                self._forget(ended.key)
+            if ended.error is None:
+                continue
+            if (failed := self._streams.pop(ended.key)) is not None:
                 if isinstance(ended.error, EngineUnavailable):
                     self._suspect = True
                     self._changed()
-                stream.put_nowait(ended.error)
+                failed.put_nowait(ended.error)
 
     def _lose(self, error: EngineLost) -> None:
         if self.connected:
             logger.warning("%s, with %d streams", error, len(self._streams))
-        self.connected = False
-        self._outgoing, self._aborts, self._stopped, self._sent = {}, [], [], []
-        for key, news in list(self._streams.items()):
-            self._forget(key)
-            news.put_nowait(error)
+            self.state = "connecting"
+        self._sent = []
+        self._outbox.clear()
+        self._streams.fail(error)
         self._changed()
 
-    def _forget(self, key: int) -> None:
-        self._streams.pop(key, None)
-        self._request_ids.pop(key, None)
-
-    def _plan_flush(self) -> None:
-        if not self._flush_planned:
-            self._flush_planned = True
-            asyncio.get_running_loop().call_soon(self._flush, context=self._context)
-
-    def _flush(self) -> None:
-        """One call for all that came up in this turn of the event loop."""
-        self._flush_planned = False
-        requests, aborts, stopped = list(self._outgoing.values()), self._aborts, self._stopped
-        self._outgoing, self._aborts, self._stopped = {}, [], []
-        if self.connected and (requests or aborts or stopped):
-            self.scheduler.submit.remote(self._client, requests, aborts, stopped)
+    def _submit(self, requests: list[EngineRequest], aborts: list[int], stopped: list[int]) -> None:
+        if self.connected:
+            self.scheduler.submit.remote(self._seat.client, requests, aborts, stopped)

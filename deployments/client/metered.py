@@ -1,4 +1,4 @@
-"""An engine client that keeps the ingress' books: when each token reached the edge."""
+"""An engine client that counts for the ingress: when each token arrived, and what was lost."""
 
 import asyncio
 import time
@@ -26,10 +26,11 @@ if TYPE_CHECKING:  # its packages are an extra
 
 
 class MeteredEngineClient:
-    """The ``EngineClient`` of an ingress: a EnginePool, its health, and its metrics.
+    """The ``EngineClient`` of an ingress: an ``EnginePool``, its health, and its metrics.
 
     Args:
-        hub: where the metrics of all are gathered; None: only this ingress' own are told.
+        hub: gathers the metrics of all processes; without one, only those of this ingress are
+            rendered.
         alias: further names of the series, "vllm" or None; for when the hub is gone.
     """
 
@@ -49,8 +50,8 @@ class MeteredEngineClient:
         self._alias = alias
         self._tracing = tracing
         self._own = Ledger()  # without a hub
-        client.on_replay = self._replayed
-        client.on_transit = counts.transit.observe
+        client.events.replayed = self._replayed
+        client.events.transported = counts.transit.observe
 
     def close(self) -> None:
         self._client.close()

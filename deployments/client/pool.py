@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +33,7 @@ from rayfin.actors.timing import (
     REGISTRY_SEARCH_SECONDS,
     REPLAY_PAUSE_SECONDS,
 )
-from rayfin.deployments.client.connection import EngineConnection, News
+from rayfin.deployments.client.connection import Deltas, EngineConnection
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.replay import Replay
 from rayfin.deployments.client.request_overhead import RequestOverheadTimer
@@ -51,15 +51,61 @@ class Patience:
     stream: float = 120.0  # one that has lost its engine
 
 
-class EnginePool:
-    """One process' connections to the engines of an application.
+class EngineSource:
+    """Where the pool finds engines, and how it connects to them; see ``EnginePool``."""
 
-    ``find`` returns the schedulers' handles by name; it is asked again and again, in a thread. A
-    request goes to the engine that ``router`` picks, or waits in ``room`` for one. When that is
-    lost, the request goes on at the next one as prompt + tokens so far: whoever reads its stream
-    sees a pause and nothing else. Engines that are not of ``identity`` get no request: while a new
-    version with another model takes over, engines of both are there. Nobody waits for an engine any
-    more when ``is_over`` says that none will come; it is asked in a thread while there is none.
+    def __init__(
+        self,
+        client: str,
+        find: Callable[[], Mapping[str, Any]],
+        identity: str | None,
+        is_over: Callable[[], bool],
+    ) -> None:
+        self.find = find
+        self.identity = identity
+        self.is_over = is_over
+        self.client_names = (f"{client}.{number}" for number in itertools.count())
+
+
+@dataclass(slots=True)
+class PoolEvents:
+    """Functions that the pool calls; each does nothing unless it is set."""
+
+    replayed: Callable[[str], None] = lambda reason: None  # one of REPLAY_REASONS
+    transported: Callable[[float], None] = lambda seconds: None  # RequestOverheadTimer's seconds
+    limits_changed: Callable[[EngineInfo], None] = lambda limits: None  # what `info` returns now
+
+
+class _Labels:
+    """A short label of each engine for metrics, kept while the engine is there."""
+
+    def __init__(self) -> None:
+        self._labels: dict[str, str] = {}
+
+    def get(self, name: str, present: Container[str]) -> str:
+        """The end of the engine's name if it is a number, else the first free number."""
+        if name not in self._labels:
+            self._labels = {engine: n for engine, n in self._labels.items() if engine in present}
+            last = name.rpartition("/")[2]
+            used = set(self._labels.values())
+            free = next(str(n) for n in range(len(used) + 1) if str(n) not in used)
+            self._labels[name] = last if last.isdecimal() else free
+        return self._labels[name]
+
+
+class EnginePool:
+    """The connections of one process to the engines of an application.
+
+    A request goes to the engine that ``router`` picks, or waits in ``room`` for one. When that
+    engine is lost, the request continues at the next one as prompt + tokens so far: the reader of
+    its stream sees a pause and nothing else.
+
+    Args:
+        find: returns the schedulers' handles by name; called again and again, in a thread.
+        identity: engines of another one get no request: while a new version takes over, engines
+            of both are there. None: any engine.
+        is_over: whether no engine will come any more, so that waiting requests end; called in a
+            thread while there is no engine.
     """
 
     def __init__(
@@ -72,24 +118,19 @@ class EnginePool:
         identity: str | None = None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._identity = identity
-        self._clients = (f"{client}.{number}" for number in itertools.count())
-        self._find = find
+        self._source = EngineSource(client, find, identity, is_over)
         self._router: Router = PrefixAware() if router is None else router
         self._patience = Patience() if patience is None else patience
         self._room = WaitingRoom() if room is None else room
-        self._is_over = is_over
         self._over = False
-        self._in_vain = False  # a request has waited for its time, and there is still no engine
-        self._links: dict[str, EngineConnection] = {}
-        self._labels: dict[str, str] = {}  # in metrics, by engine
+        self._gave_up = False  # a request waited for its time, and there is still no engine
+        self._connections: dict[str, EngineConnection] = {}
+        self._labels = _Labels()
         self._limits: EngineInfo | None = None
-        self._homes: dict[int, EngineConnection] = {}  # of elders that run: siblings go there too
+        self._homes: dict[int, EngineConnection] = {}  # by key of a running request: forks join it
         self._any_ready = asyncio.Event()
-        self.on_replay: Callable[[str], None] = lambda reason: None  # of REPLAY_REASONS
-        self.on_transit: Callable[[float], None] = lambda seconds: None
-        self.on_limits: Callable[[EngineInfo], None] = lambda limits: None  # what `info` says now
-        self._watching = [
+        self.events = PoolEvents()
+        self._tasks = [
             asyncio.create_task(work) for work in (self._refresh(), self._watch_for_the_end())
         ]
 
@@ -107,27 +148,32 @@ class EnginePool:
         return self._limits
 
     async def stats(self) -> dict[str, EngineStats]:
-        """The counters of the engines that are connected, by a short name that metrics can bear."""
-        links = [link for link in self._links.values() if link.connected]
-        stats = await asyncio.gather(*(link.fresh_stats() for link in links))
-        return {self._label(link.name): own for link, own in zip(links, stats, strict=True)}
+        """The counters of the connected engines, by their labels in metrics."""
+        connections = [
+            connection for connection in self._connections.values() if connection.connected
+        ]
+        stats = await asyncio.gather(*(connection.fresh_stats() for connection in connections))
+        return {
+            self._label(connection.name): counters
+            for connection, counters in zip(connections, stats, strict=True)
+        }
 
     async def check_health(self) -> None:
         """See ``EngineClient.check_health``; never waits for an engine.
 
-        Where engines are started on demand, that there is none is no fault.
+        Having no engine is healthy where engines are started on demand.
         """
         reason = EngineUnavailable("no engine is ready")
-        for link in self._links.values():
-            if not link.connected:
+        for connection in self._connections.values():
+            if not connection.connected:
                 continue
             try:
-                check_progress(link.stats)
+                check_progress(connection.stats)
                 return
             except EngineUnavailable as error:
                 reason = error
-        connected = any(link.connected for link in self._links.values())
-        if connected or self._in_vain or not self._room.starts_engines:
+        connected = any(connection.connected for connection in self._connections.values())
+        if connected or self._gave_up or not self._room.starts_engines:
             raise reason
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -135,21 +181,21 @@ class EnginePool:
         replay = Replay(request, _now())
         failures = 0  # in a row
         refused: set[str] = set()  # engines whose queues are full
-        link: EngineConnection | None = None
+        connection: EngineConnection | None = None
         key = request.key
         try:
             while True:
-                link = await self._place(request, replay, refused)
+                connection = await self._place(request, replay, refused)
                 attempt = replay.attempt(_now())
                 key = attempt.key
-                self._homes[request.key] = link
-                news, overhead = link.open(attempt), RequestOverheadTimer(_now())
+                self._homes[request.key] = connection
+                deltas, overhead = connection.open(attempt), RequestOverheadTimer(_now())
                 try:
                     while True:
-                        delta = await _next(news)
+                        delta = await _next(deltas)
                         delta = replay.accept(delta, now := _now())
                         if (seconds := overhead.observe(delta, now)) is not None:
-                            self.on_transit(seconds)
+                            self.events.transported(seconds)
                         failures = 0
                         refused.clear()
                         yield delta
@@ -159,23 +205,25 @@ class EnginePool:
                     replay.lost(_now())
                     self._note_loss(request, replay, error)
                 except Overloaded:
-                    refused.add(link.name)
+                    refused.add(connection.name)
                     if self._ready(refused):
                         continue
-                    if replay.attempts == len(refused):  # it is new: the queue limits are for it
+                    if replay.attempts == len(
+                        refused
+                    ):  # a new request: the queue limits apply to it
                         raise
                     refused.clear()
                     failures += 1
                     await self._pause(replay, failures)
         finally:
             self._homes.pop(request.key, None)
-            if link is not None:
-                link.drop(key, stopped=request.satisfied)
+            if connection is not None:
+                connection.drop(key, stopped=request.satisfied)
 
     async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
-        """See ``EngineClient.recall``; of engines that know a request, the one that has most."""
+        """See ``EngineClient.recall``; of several logs of a request, the longest."""
         known = await asyncio.gather(
-            *(link.recall(tenant, request_ids) for link in self._links.values())
+            *(connection.recall(tenant, request_ids) for connection in self._connections.values())
         )
         if not known:
             return [None] * len(request_ids)
@@ -186,59 +234,67 @@ class EnginePool:
 
     async def snapshots(self) -> list[EngineSnapshot]:
         """See ``EngineClient.snapshots``; in the order of the engines' names."""
-        links = [self._links[name] for name in sorted(self._links)]
-        taken = await asyncio.gather(*(link.snapshot() for link in links))
+        connections = [self._connections[name] for name in sorted(self._connections)]
+        taken = await asyncio.gather(*(connection.snapshot() for connection in connections))
         return [snapshot for snapshot in taken if snapshot is not None]
 
     async def engines(self) -> list[EngineReport]:
         """See ``EngineClient.engines``; in the order of their labels."""
-        return await self._report(self._own)
+        return await self._report(self._native)
 
     async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
         """See ``EngineClient.manage``."""
-        links = [own for own in self._own if engine in (None, self._label(own.name))]
-        if engine is not None and not links:
+        connections = [
+            connection
+            for connection in self._native
+            if engine in (None, self._label(connection.name))
+        ]
+        if engine is not None and not connections:
             raise NotFound(f"There is no engine {engine[:64]!r}.", "engine")
-        await asyncio.gather(*(link.manage(command) for link in links))
-        return await self._report(links)
+        await asyncio.gather(*(connection.manage(command) for connection in connections))
+        return await self._report(connections)
 
-    async def _report(self, links: Iterable[EngineConnection]) -> list[EngineReport]:
-        labelled = sorted((self._label(link.name), link) for link in links)
-        taken = await asyncio.gather(*(link.fresh_stats() for _, link in labelled))
+    async def _report(self, connections: Iterable[EngineConnection]) -> list[EngineReport]:
+        labelled = sorted((self._label(connection.name), connection) for connection in connections)
+        taken = await asyncio.gather(*(connection.fresh_stats() for _, connection in labelled))
         return [
-            EngineReport.of(label, link.name, stats if link.connected else None)
-            for (label, link), stats in zip(labelled, taken, strict=True)
+            EngineReport.of(label, connection.name, stats if connection.connected else None)
+            for (label, connection), stats in zip(labelled, taken, strict=True)
         ]
 
     def close(self) -> None:
         """See ``EngineClient.close``."""
-        for work in self._watching:
+        for work in self._tasks:
             work.cancel()
-        for link in self._links.values():
-            link.close()
+        for connection in self._connections.values():
+            connection.close()
 
     @property
-    def _own(self) -> list[EngineConnection]:
-        """Those of this application's version, connected or not."""
-        return [link for link in self._links.values() if not link.foreign]
+    def _native(self) -> list[EngineConnection]:
+        """Connections to engines of this identity, connected or not."""
+        return [connection for connection in self._connections.values() if not connection.foreign]
 
     @property
     def _all_asleep(self) -> bool:
-        return bool(self._own) and all(link.asleep for link in self._own)
+        return bool(self._native) and all(connection.asleep for connection in self._native)
 
     def _ready(self, refused: Iterable[str] = ()) -> list[EngineConnection]:
-        return [link for link in self._links.values() if link.ready and link.name not in refused]
+        return [
+            connection
+            for connection in self._connections.values()
+            if connection.ready and connection.name not in refused
+        ]
 
     async def _place(
         self, request: EngineRequest, replay: Replay, refused: Iterable[str]
     ) -> EngineConnection:
-        """The engine to run the request; waits until there is one.
+        """The engine to run the request; waits until one is ready.
 
         Raises:
-            EngineAsleep: an operator has put them all to sleep.
-            Overloaded: too many wait.
-            EngineUnavailable: there was none for too long, or none will come.
-            DeadlineExceeded: for longer than the request has time.
+            EngineAsleep: an operator has put all engines to sleep.
+            Overloaded: too many requests wait.
+            EngineUnavailable: no engine was ready for too long, or none will come.
+            DeadlineExceeded: the request's own time is over.
         """
         waited = False
         while not (ready := self._ready(refused) or self._ready()):
@@ -255,19 +311,19 @@ class EnginePool:
         home = self._homes.get(request.parent_key) if request.parent_key is not None else None
         if home in ready:
             return home
-        picked = self._router.pick(request, [link.candidate() for link in ready])
-        return self._links[picked.name]
+        picked = self._router.pick(request, [connection.candidate() for connection in ready])
+        return self._connections[picked.name]
 
     def _note_loss(self, request: EngineRequest, replay: Replay, error: EngineUnavailable) -> None:
-        """The engine has not finished the request, and that was no fault of the request's."""
+        """Notes that an engine did not finish the request, for a reason outside of the request."""
         moved = isinstance(error, RequestHandedBack)
         if not moved and (not isinstance(error, EngineLost) or error.crashed):
             replay.died()
-        self.on_replay("moved" if moved else "lost")
+        self.events.replayed("moved" if moved else "lost")
         logger.info("request %s is sent again: %s", request.request_id, error)
 
     async def _pause(self, replay: Replay, failures: int) -> None:
-        """Before a queue that was full is asked again."""
+        """Waits before a full queue is tried again."""
         first, longest = REPLAY_PAUSE_SECONDS
         seconds = min(longest, first * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
         await asyncio.sleep(min(seconds, self._seconds_left(replay)))
@@ -276,22 +332,22 @@ class EnginePool:
         """How long the request may wait for an engine.
 
         Raises:
-            EngineUnavailable: no longer.
-            DeadlineExceeded: no longer, by its own deadline.
+            EngineUnavailable: the patience for it has run out.
+            DeadlineExceeded: its own deadline has passed.
         """
         now = _now()
         patience = self._patience.stream if replay.attempts else self._patience.newcomer
         left = replay.waiting_since + patience - now
-        own = replay.left(now)
+        own_left = replay.left(now)
         if left <= 0:
-            self._in_vain = True
+            self._gave_up = True
             raise EngineUnavailable(f"no engine has taken the request for {patience:g} s")
-        return left if own is None else min(left, own)
+        return left if own_left is None else min(left, own_left)
 
     async def _until_ready(self, seconds: float) -> None:
         """Returns when an engine is ready, or after so many seconds."""
         if not self._ready():
-            self._any_ready.clear()  # it is also set where all sleep: the next change is waited for
+            self._any_ready.clear()  # also set where all engines sleep: wait for the next change
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):  # wait_for may lose a cancellation (3.11)
                 await self._any_ready.wait()
@@ -299,70 +355,63 @@ class EnginePool:
     async def _refresh(self) -> None:
         while True:
             try:
-                found = await asyncio.to_thread(self._find)
-            except Exception as error:  # Ray's own, whatever it is: the registry is away
+                found = await asyncio.to_thread(self._source.find)
+            except Exception as error:  # any error of Ray's: the registry is away
                 logger.warning("cannot look for engines: %s", error)
             else:
-                self._update_links(found)
+                self._update_connections(found)
             searching = not self._any_ready.is_set() and not self._room.is_quiet
             await asyncio.sleep(REGISTRY_SEARCH_SECONDS if searching else REGISTRY_REFRESH_SECONDS)
 
     async def _watch_for_the_end(self) -> None:
-        """A task of its own: nobody may answer for long, and engines are looked for meanwhile."""
+        """A separate task: Serve may take long to answer, and ``_refresh`` goes on meanwhile."""
         while True:
             await asyncio.sleep(APPLICATION_END_SECONDS)
-            if self._links or self._room.is_quiet:
+            if self._connections or self._room.is_quiet:
                 self._over = False
                 continue
             try:
-                self._over = await asyncio.to_thread(self._is_over)
-            except Exception as error:  # Ray's or Serve's own, whatever it is
-                logger.warning("nobody knows whether an engine will come: %s", error)
+                self._over = await asyncio.to_thread(self._source.is_over)
+            except Exception as error:  # any error of Ray's or Serve's
+                logger.warning("cannot ask Serve whether an engine will come: %s", error)
             self._changed()
 
-    def _update_links(self, found: Mapping[str, Any]) -> None:
-        for name, link in list(self._links.items()):
-            gone = name not in found and not link.connected
-            if gone or (name in found and link.scheduler != found[name]):
-                del self._links[name]
-                link.close()
+    def _update_connections(self, found: Mapping[str, Any]) -> None:
+        for name, connection in list(self._connections.items()):
+            gone = name not in found and not connection.connected
+            if gone or (name in found and connection.scheduler != found[name]):
+                del self._connections[name]
+                connection.close()
         for name, scheduler in found.items():
-            if name not in self._links:
-                self._links[name] = EngineConnection(
-                    self._clients, name, scheduler, self._changed, self._identity
+            if name not in self._connections:
+                self._connections[name] = EngineConnection(
+                    self._source.client_names, name, scheduler, self._changed, self._source.identity
                 )
         self._changed()
 
     def _changed(self) -> None:
-        """A link is ready now, or no longer is."""
+        """A connection became ready, or stopped being so."""
         ready = self._ready()
-        infos = [link.info for link in ready if link.info is not None]
+        infos = [connection.info for connection in ready if connection.info is not None]
         if infos:
-            self._in_vain = False
+            self._gave_up = False
             self._limits = replace(
                 infos[0],
                 max_model_len=min(info.max_model_len for info in infos),
                 num_pages=min(info.num_pages for info in infos),
             )
-            self.on_limits(self._limits)
-        if infos or self._all_asleep or self._over:  # nobody need wait, for an engine or in vain
+            self.events.limits_changed(self._limits)
+        if infos or self._all_asleep or self._over:  # waiting requests can go on, or must end
             self._any_ready.set()
         else:
             self._any_ready.clear()
 
     def _label(self, name: str) -> str:
-        """The end of the engine's name if that is a number, else the first number not taken."""
-        if name not in self._labels:
-            self._labels = {own: n for own, n in self._labels.items() if own in self._links}
-            last = name.rpartition("/")[2]
-            taken = set(self._labels.values())
-            free = next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
-            self._labels[name] = last if last.isdecimal() else free
-        return self._labels[name]
+        return self._labels.get(name, self._connections)
 
 
-async def _next(news: News) -> TokenDelta:
-    item = await news.get()
+async def _next(deltas: Deltas) -> TokenDelta:
+    item = await deltas.get()
     if isinstance(item, Exception):
         raise item
     return item

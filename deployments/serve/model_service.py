@@ -88,7 +88,7 @@ async def model_service(
     def limit(info: EngineInfo) -> None:  # engines of other settings may replace the first ones
         service.max_model_len = info.max_model_len
 
-    client.on_limits = limit
+    client.events.limits_changed = limit
     return service
 
 

@@ -142,7 +142,7 @@ class Scheduler:
     def hand_back(self) -> None:
         """A drain: whatever runs ends as moved."""
         self.draining = True
-        for request in list(self.engine._live.values()):
+        for request in list(self.engine.lifecycle.state.live.values()):
             self.engine._end(request, "error", error=RequestHandedBack("the engine drains"))
         self._post(self.engine._outbox.drain(0, 0))
 
@@ -151,7 +151,7 @@ class Scheduler:
         self.alive = False
         self._task.cancel()
         for client, messages in self._readers.items():
-            keys = [key for owner, key in self.engine._live if owner == client]
+            keys = [key for owner, key in self.engine.lifecycle.state.live if owner == client]
             error = EngineUnavailable("the engine cannot go on")
             ended = [Ended(key, "error", error=error) for key in keys]
             messages.put_nowait(TokenDeltas.only(*ended))

@@ -174,7 +174,7 @@ async def test_frozen_engine_that_wakes_up_is_not_believed(world: Any, client: E
     await until(lambda: second.taken)
     second.steps_left = 3
     first.frozen = False
-    await until(lambda: client._links["app/engine/0"].ready)
+    await until(lambda: client._connections["app/engine/0"].ready)
     await until(lambda: not first.engine.has_work)
     assert first.engine.stats().finished == {"abort": 1}
     second.steps_left = -1
@@ -204,7 +204,7 @@ async def test_nobody_waits_when_all_is_over(world: Any, client: EnginePool) -> 
     newcomer = Reader(client, request())
     await asyncio.sleep(0.05)
     assert not reader.task.done() and not newcomer.task.done()
-    client._is_over = lambda: True
+    client._source.is_over = lambda: True
     for waiting in (reader, newcomer):
         with pytest.raises(EngineUnavailable, match="being stopped"):
             await waiting.task
@@ -249,7 +249,7 @@ async def test_full_queue(world: Any, client: EnginePool) -> None:
     readers = [Reader(client, request(60)) for _ in range(4)]
     await until(lambda: all(reader.tokens for reader in readers))
     world.kill("app/engine/1")
-    await until(lambda: not client._links["app/engine/0"]._streams)
+    await until(lambda: not client._connections["app/engine/0"]._streams)
     await asyncio.sleep(0.05)
     assert free.taken and not full.taken and not any(reader.task.done() for reader in readers)
     full.refusal = None
@@ -318,7 +318,7 @@ async def test_stream_whose_engine_is_replaced_waits_beside_one_that_sleeps(
     reader = Reader(client, request(40))
     await until(lambda: not first.steps_left)
     world.kill("app/engine/1")
-    await until(lambda: list(client._links) == ["app/engine/0"])
+    await until(lambda: list(client._connections) == ["app/engine/0"])
     assert client._all_asleep and not reader.task.done() and reader.tokens
     world.start("app/engine/1")
     await reader.check()
@@ -337,14 +337,14 @@ async def test_engine_that_sleeps_unseen_sends_newcomers_away(
 
 async def test_another_model_s_engine_gets_no_request(world: Any, client: EnginePool) -> None:
     """A stream whose engine goes waits for one that gives the same tokens."""
-    client._identity = "model=a"
+    client._source.identity = "model=a"
     first, foreign = world.start("app/engine/0"), world.start("app/engine/1")
     first.identity, foreign.identity = "model=a", "model=b"
     readers = [Reader(client, request(60)) for _ in range(4)]
     await until(lambda: all(len(reader.tokens) > 5 for reader in readers))
     assert [own.engine for own in await client.engines()] == ["0"]
     world.kill("app/engine/0")
-    await until(lambda: "app/engine/0" not in client._links)
+    await until(lambda: "app/engine/0" not in client._connections)
     world.start("app/engine/2").identity = "model=a"
     for reader in readers:
         await reader.check()
@@ -411,7 +411,7 @@ async def test_registry_that_is_away_costs_nothing(
         asked += 1
         raise ActorUnavailableError("no registry", None)
 
-    monkeypatch.setattr(client, "_find", fail)
+    monkeypatch.setattr(client._source, "find", fail)
     await until(lambda: asked > 2)
     await Reader(client, request()).check()
 
@@ -420,11 +420,13 @@ async def test_engines_have_short_names_in_metrics(world: Any, client: EnginePoo
     """The number at the end of the name, or the first one that is free."""
     for name in ("app/engine/k3x9", "app/engine/1", "app/engine/zz"):
         world.start(name)
-        await until(lambda name=name: name in client._links and client._links[name].ready)
+        await until(
+            lambda name=name: name in client._connections and client._connections[name].ready
+        )
         assert set(await client.stats()) <= {"0", "1", "2"}
     assert set(await client.stats()) == {"0", "1", "2"}
     world.kill("app/engine/k3x9")
-    await until(lambda: "app/engine/k3x9" not in client._links)
+    await until(lambda: "app/engine/k3x9" not in client._connections)
     world.start("app/engine/new")
     await until(lambda: len(client._ready()) == 3)
     assert set(await client.stats()) == {"0", "1", "2"}
@@ -433,7 +435,7 @@ async def test_engines_have_short_names_in_metrics(world: Any, client: EnginePoo
 async def test_each_whole_answer_tells_its_time_on_the_way(client: EnginePool, world: Any) -> None:
     """Also after a replay: of the attempt that came to its end."""
     told: list[float] = []
-    client.on_transit = told.append
+    client.events.transported = told.append
     one = world.start("one")
     readers = [Reader(client, request()) for _ in range(3)]
     await until(lambda: all(reader.tokens for reader in readers))

@@ -12,6 +12,7 @@ from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.messages import EngineRequest, EngineStats, Sampling, StopRules, TokenDelta
 from rayfin.actors.metrics.families import FINISH_REASONS
 from rayfin.deployments.client.metered import MeteredEngineClient
+from rayfin.deployments.client.pool import PoolEvents
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
 pytestmark = pytest.mark.anyio
@@ -31,6 +32,7 @@ class FakeClient:
         self.deltas = [TokenDelta("r", [1]), TokenDelta("r", [2]), TokenDelta("r", [3], "length")]
         self.current: EngineStats | None = EngineStats(incarnation="one")
         self.closed = 0
+        self.events = PoolEvents()
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         try:
@@ -198,9 +200,9 @@ async def test_every_engine_has_its_own(observed: MeteredEngineClient, engine: F
 
 async def test_replays_are_counted(observed: MeteredEngineClient, engine: FakeClient) -> None:
     client: Any = engine
-    client.on_replay("lost")
-    client.on_replay("moved")
-    client.on_replay("lost")
+    client.events.replayed("lost")
+    client.events.replayed("moved")
+    client.events.replayed("lost")
     text = (await observed.metrics()).decode()
     lines = [line for line in text.splitlines() if line.startswith("rayfin_request_replays_total")]
     assert sorted(line[-3:] for line in lines) == ["1.0", "2.0"]

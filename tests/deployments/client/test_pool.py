@@ -330,7 +330,7 @@ async def test_no_engine(client: EnginePool, engines: list[FakeScheduler]) -> No
     assert await client.info() == INFO
     lost = engines.pop()
     lost.die()
-    await until(lambda: not client._links)
+    await until(lambda: not client._connections)
     assert await client.info() == INFO  # what is asked for is checked, and then waits
     with pytest.raises(EngineUnavailable, match="no engine has taken the request for 0.2 s"):
         await read(client, "a")
@@ -348,7 +348,7 @@ async def test_there_never_was_an_engine(anyio_backend: str) -> None:
 
 async def test_health_is_progress(client: EnginePool, engines: list[FakeScheduler]) -> None:
     await client.info()
-    (link,) = client._links.values()
+    (link,) = client._connections.values()
 
     async def beat(stats: EngineStats) -> None:
         engines[0].current = stats

@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError
 
 from rayfin.actors.metrics.ledger import INGRESSES, CounterReport, Ledger
 from rayfin.deployments.client.metered import MeteredEngineClient
+from rayfin.deployments.client.pool import PoolEvents
 from rayfin.deployments.telemetry import hub_client as hub_link
 from rayfin.deployments.telemetry.hub_client import MISSES, HubClient
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
@@ -75,6 +76,9 @@ class Registry:
 
 class FakeEngines:
     """The engines' client, with none."""
+
+    def __init__(self) -> None:
+        self.events = PoolEvents()
 
     async def stats(self) -> dict[str, Any]:
         return {}
