@@ -6,18 +6,16 @@ the same prompt: if their logits differ, the fused one is dropped and the model 
 A model that is to be quantised is held to that with its exact weights first.
 """
 
-import logging
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from rayfin.actors.config import Quantization
-from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, Tables, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, norm_weight
 from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.actors.runner.models.replace import verified_replacement
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
@@ -62,8 +60,6 @@ class CpuDecoder:
         return self._decoder.run(input_ids, batch, sampled)
 
 
-logger = logging.getLogger(__name__)
-
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """How far logits may be apart, as a share of the largest one."""
 
@@ -79,20 +75,13 @@ def build_cpu_decoder(
 
     With ``quantization``, results are what rounding makes of them.
     """
-    name = type(paged.transformer).__name__
-    try:
-        fused = _build(paged, kernels, None)
-    except UnrecognizedModule as reason:
-        logger.info("%s is not fused: %s", name, reason)
-        return None
-    difference = _difference(paged, fused)
-    if difference > TOLERANCE[paged.dtype]:
-        logger.warning("%s is not fused: logits would differ by %.1e", name, difference)
-        return None
-    if quantization:
-        del fused  # its memory is needed
-        return _build(paged, kernels, WEIGHTS[quantization])
-    return fused
+    decoder = verified_replacement(
+        paged, lambda: [_build(paged, kernels, None)], TOLERANCE[paged.dtype]
+    )
+    if decoder is None or not quantization:
+        return decoder
+    del decoder  # frees its memory for the quantized one
+    return _build(paged, kernels, WEIGHTS[quantization])
 
 
 def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) -> CpuDecoder:
@@ -172,11 +161,3 @@ def _bias(linears: list[nn.Linear]) -> torch.Tensor | None:
 
 def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().float().contiguous()
-
-
-def _difference(paged: PagedModel, fused: CpuDecoder) -> float:
-    """How far apart both models' logits are on one prompt, as a share of the largest."""
-    logits = [probe_logits(model, paged) for model in (paged, fused)]
-    scale = logits[0].abs().max().clamp(min=1e-6)
-    difference = ((logits[0] - logits[1]).abs().max() / scale).item()
-    return difference if difference == difference else float("inf")

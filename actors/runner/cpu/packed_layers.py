@@ -3,7 +3,6 @@
 Small products of few rows are most of a decode step, and where torch on a CPU is slowest.
 """
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +15,9 @@ from rayfin.actors.runner.cpu.decoder import TOLERANCE, WEIGHTS
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.inspect_layers import is_experts
 from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.actors.runner.models.replace import verified_replacement
 from rayfin.kernels.cpu.experts import PackedExperts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
-
-logger = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Module):
@@ -72,25 +69,21 @@ def pack_linears(
     A model that then computes something else, or reads a weight that is no longer there, gets its
     own layers back: False. That is tried with exact weights, also if others are wanted.
     """
-    expected = probe_logits(paged, paged)
     config = paged.transformer.config.get_text_config(decoder=True)
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
     originals = list(_packable(paged.transformer, activation))
-    for owner, name, module in originals:
-        setattr(owner, name, _packed(kernels, module, activation, None))
-    try:
-        actual = probe_logits(paged, paged)
-        difference = ((actual - expected).abs().max() / expected.abs().max()).item()
-    except (AttributeError, RuntimeError) as error:
-        logger.info("linear layers are not packed: %s", error)
-        difference = float("inf")
-    same = difference <= TOLERANCE[paged.dtype]
-    for owner, name, module in originals:
-        if not same:
-            setattr(owner, name, module)
-        elif quantization:
+
+    def build() -> Iterator[PagedModel]:
+        for owner, name, module in originals:
+            setattr(owner, name, _packed(kernels, module, activation, None))
+        yield paged
+
+    if verified_replacement(paged, build, TOLERANCE[paged.dtype]) is None:
+        return False
+    if quantization:
+        for owner, name, module in originals:
             setattr(owner, name, _packed(kernels, module, activation, WEIGHTS[quantization]))
-    return same
+    return True
 
 
 def _packable(

@@ -1,13 +1,11 @@
 """A recognised decoder on the Triton kernels: merged projections, one kernel for each gap."""
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.gpu.experts import NAMES, TOLERANCE, GroupedExperts
 from rayfin.actors.runner.gpu.weights import (
     GatedMlp,
@@ -19,14 +17,12 @@ from rayfin.actors.runner.gpu.weights import (
 from rayfin.actors.runner.models.inspect_decoder import DecoderSpec, Tables, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import LayerParts
 from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.actors.runner.models.replace import verified_replacement
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, rope_and_write_kv
 from rayfin.kernels.triton.products import FEW_ROWS, add_product, gated_product, product
-
-logger = logging.getLogger(__name__)
 
 
 class GpuDecoder:
@@ -263,31 +259,17 @@ def build_gpu_decoder(paged: PagedModel, attention: PagedAttention) -> "GpuDecod
     there twice. That its norms are within them is then the same but for rounding: of weights, once,
     where there was one of each activation.
     """
-    name = type(paged.transformer).__name__
     if paged.dtype not in TOLERANCE:
         return None
-    try:
+
+    def build() -> Iterator[GpuDecoder]:
         parts = inspect_decoder(paged, GroupedExperts)
-    except UnrecognizedModule as reason:
-        logger.info("%s is not fused: %s", name, reason)
-        return None
-    wanted = probe_logits(paged, paged)
-    fused = GpuDecoder(parts, attention, paged.layouts, paged.dtype)
+        decoder = GpuDecoder(parts, attention, paged.layouts, paged.dtype)
+        decoder.few_rows = 0
+        yield decoder  # before norms are folded: until then the transformers model is unchanged
+        decoder.fold_norms(parts.layers)
+        yield decoder
+        decoder.few_rows = FEW_ROWS
+        yield decoder
 
-    def differs() -> bool:
-        apart = (probe_logits(fused, paged) - wanted).abs().max()
-        difference = float(apart / wanted.abs().max().clamp(min=1e-6))
-        if difference <= TOLERANCE[paged.dtype]:
-            return False
-        logger.warning("%s is not fused: logits would differ by %.1e", name, difference)
-        return True
-
-    fused.few_rows = 0
-    if differs():  # before norms are folded: then the transformers model is as it came
-        return None
-    fused.fold_norms(parts.layers)
-    for few_rows in (0, FEW_ROWS):  # both ways through a layer
-        fused.few_rows = few_rows
-        if differs():
-            return None
-    return fused
+    return verified_replacement(paged, build, TOLERANCE[paged.dtype])

@@ -4,7 +4,6 @@ The model's router, and what experts share beside them, stay as they are. Only t
 which asks the device who was chosen, is replaced: by kernels that find out for themselves.
 """
 
-import logging
 from collections.abc import Iterator
 
 import torch
@@ -13,11 +12,9 @@ from torch import nn
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.inspect_layers import is_experts
 from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import probe_logits
+from rayfin.actors.runner.models.replace import verified_replacement
 from rayfin.kernels.cpu.kernels import Activation
 from rayfin.kernels.triton.experts import run_experts
-
-logger = logging.getLogger(__name__)
 
 NAMES = {
     Activation.SILU: "silu",
@@ -61,18 +58,15 @@ def group_experts(paged: PagedModel) -> bool:
     originals = list(_experts(paged.transformer))
     if not originals or activation is None or paged.dtype not in TOLERANCE:
         return False
-    expected = probe_logits(paged, paged)
-    for owner, name, module in originals:
-        weights = dict(module.named_parameters(recurse=False))
-        gate_up, down = weights["gate_up_proj"], weights["down_proj"]
-        setattr(owner, name, GroupedExperts(gate_up, down, NAMES[activation]))
-    difference = (probe_logits(paged, paged) - expected).abs().max() / expected.abs().max()
-    if difference <= TOLERANCE[paged.dtype]:
-        return True
-    logger.warning("experts are left alone: logits would differ by %.1e", difference)
-    for owner, name, module in originals:
-        setattr(owner, name, module)
-    return False
+
+    def build() -> Iterator[PagedModel]:
+        for owner, name, module in originals:
+            weights = dict(module.named_parameters(recurse=False))
+            gate_up, down = weights["gate_up_proj"], weights["down_proj"]
+            setattr(owner, name, GroupedExperts(gate_up, down, NAMES[activation]))
+        yield paged
+
+    return verified_replacement(paged, build, TOLERANCE[paged.dtype]) is not None
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

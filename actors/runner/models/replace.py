@@ -1,24 +1,77 @@
-"""Replacing a model or its modules by faster ones: both compute the same probe, and must agree."""
+"""Replaces a model or its modules by faster ones, if both give the same logits for a probe."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.paged_model import PagedModel, StepModel
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.shapes import PagedBatch
 
-CHECKED_TOKENS = 24
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = 24
+
+Model = TypeVar("Model", bound=StepModel)
+
+
+def verified_replacement(
+    paged: PagedModel, build: Callable[[], Iterable[Model]], tolerance: float
+) -> Model | None:
+    """Returns the last model that ``build`` yields, or None if ``paged`` has to stay as it is.
+
+    ``build`` yields its model once for each path through it, and each time the model's logits are
+    compared. A build may replace modules of ``paged`` in place and yield ``paged``. The modules
+    are put back if logits differ by more than ``tolerance`` (a share of the largest logit), if
+    ``build`` raises UnrecognizedModule, or if the model then needs a weight that is gone.
+    """
+    name = type(paged.transformer).__name__
+    originals = [
+        (owner, child_name, child)
+        for owner in paged.transformer.modules()
+        for child_name, child in owner.named_children()
+    ]
+    expected = probe_logits(paged, paged)
+    model: Model | None = None
+    try:
+        for model in build():
+            difference = logit_difference(model, paged, expected)
+            if not difference <= tolerance:
+                logger.warning("%s is not replaced: logits would differ by %.1e", name, difference)
+                break
+        else:
+            return model
+    except UnrecognizedModule as error:
+        logger.info("%s is not replaced: %s", name, error)
+    except (AttributeError, RuntimeError) as error:
+        if model is not paged:
+            raise
+        logger.info("%s keeps its modules: %s", name, error)
+    for owner, child_name, child in originals:
+        if getattr(owner, child_name, None) is not child:
+            setattr(owner, child_name, child)
+    return None
+
+
+def logit_difference(model: StepModel, paged: PagedModel, expected: torch.Tensor) -> float:
+    """How far the model's probe logits are from ``expected``, as a share of the largest one."""
+    difference = (probe_logits(model, paged) - expected).abs().max()
+    return float(difference / expected.abs().max().clamp(min=1e-6))
 
 
 def probe_logits(model: StepModel, paged: PagedModel) -> torch.Tensor:
-    """The logits of all tokens of a chunk after half a prompt, on pages of its own."""
-    page_size, half = 8, CHECKED_TOKENS // 2
-    pages = CHECKED_TOKENS // page_size
+    """Logits [PROBE_TOKENS, V] fp32 of a prompt in two chunks, on pages of the probe's own."""
+    page_size, half = 8, PROBE_TOKENS // 2
+    pages = PROBE_TOKENS // page_size
     cache = KVTensors(paged.layouts, pages, page_size, paged.dtype, paged.device)
     model.bind(cache)
     vocabulary = paged.transformer.config.get_text_config(decoder=True).vocab_size
     device = paged.device
-    tokens = (torch.arange(CHECKED_TOKENS, device=device) * 7919 + 11) % vocabulary
+    tokens = (torch.arange(PROBE_TOKENS, device=device) * 7919 + 11) % vocabulary
     logits = []
     for start in (0, half):
         positions = torch.arange(start, start + half, device=device)

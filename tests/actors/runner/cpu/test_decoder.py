@@ -9,11 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfin.actors.errors import UnrecognizedModule
-from rayfin.actors.runner.cpu import decoder as module
 from rayfin.actors.runner.cpu.decoder import CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import PackedExpertsModule, PackedLinear, pack_linears
 from rayfin.actors.runner.models.inspect_layers import norm_weight
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
+from rayfin.actors.runner.models.replace import logit_difference, probe_logits
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 
@@ -48,7 +48,7 @@ def test_logits_agree(family: str, tiny_model: Make, kernels: CpuKernels) -> Non
         paged = load(tiny_model(family).folder, dtype)
         fused = build_cpu_decoder(paged, kernels)
         assert fused is not None
-        assert module._difference(paged, fused) < tolerance
+        assert logit_difference(fused, paged, probe_logits(paged, paged)) < tolerance
 
 
 def test_a_difference_is_noticed(
@@ -97,11 +97,11 @@ def test_norms_of_both_kinds() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "deepseek_v3", "gpt_neox"])
 def test_linear_layers_are_packed(family: str, tiny_model: Make, kernels: CpuKernels) -> None:
     paged = load(tiny_model(family).folder)
-    expected = module.probe_logits(paged, paged)
+    expected = probe_logits(paged, paged)
     pack_linears(paged, kernels)
     kinds = {type(part) for part in paged.transformer.modules()}
     assert PackedLinear in kinds and torch.nn.Linear not in kinds
-    torch.testing.assert_close(module.probe_logits(paged, paged), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(probe_logits(paged, paged), expected, rtol=1e-4, atol=1e-5)
 
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -127,11 +127,11 @@ def test_experts_are_packed(family: str, kernels: CpuKernels) -> None:
         config, dtype=torch.float32, attn_implementation=ATTENTION
     )
     paged = PagedModel(model.eval().requires_grad_(False), paged_attention)
-    expected = module.probe_logits(paged, paged)
+    expected = probe_logits(paged, paged)
     assert pack_linears(paged, kernels)
     packed = [m for m in paged.transformer.modules() if isinstance(m, PackedExpertsModule)]
     assert len(packed) == (1 if family == "qwen2_moe" else 2)
-    torch.testing.assert_close(module.probe_logits(paged, paged), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(probe_logits(paged, paged), expected, rtol=1e-4, atol=1e-5)
 
 
 def tiny_sizes() -> dict[str, Any]:
@@ -148,10 +148,10 @@ def tiny_sizes() -> dict[str, Any]:
 
 def test_experts_of_another_form_stay(tiny_model: Make, kernels: CpuKernels) -> None:
     paged = load(tiny_model("gpt_oss").folder)  # other layout, biases, limits
-    expected = module.probe_logits(paged, paged)
+    expected = probe_logits(paged, paged)
     assert pack_linears(paged, kernels)
     assert not any(isinstance(m, PackedExpertsModule) for m in paged.transformer.modules())
-    torch.testing.assert_close(module.probe_logits(paged, paged), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(probe_logits(paged, paged), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_linear_layers_come_back(tiny_model: Make, kernels: CpuKernels) -> None:
