@@ -28,13 +28,13 @@ WORKERS := -n 2 --dist loadgroup
 SANITIZERS := -fsanitize=address,undefined:-fno-sanitize-recover=all -fsanitize=thread
 SANITIZED_ISAS := "" "-mavx2 -mfma" $(if $(shell grep -sm1 amx_int8 /proc/cpuinfo),"-mavx512f -mavx512bw -mavx512dq \
 	-mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8 -mavx2 -mfma")
-KERNELS := $(filter-out %/api.cpp,$(wildcard kernels/cpu/*.cpp))
+KERNELS := $(wildcard kernels/cpu/*/*.cpp)
 
 sanitize:  ## run every CPU kernel under the address, undefined behaviour and thread sanitizers
 	for flags in $(SANITIZERS); do for isa in $(SANITIZED_ISAS); do \
 		program=$$(mktemp) && \
 		$(CXX) -std=c++17 -O1 -g -Wall -Wextra -Wno-psabi $$isa $$(echo $$flags | tr : ' ') -pthread \
-			tests/kernels/cpu/driver.cpp $(KERNELS) -o $$program && $$program || exit 1; rm -f $$program; \
+			-Ikernels/cpu tests/kernels/cpu/driver.cpp $(KERNELS) -o $$program && $$program || exit 1; rm -f $$program; \
 	done; done
 
 serve: $(INSTALLED)  ## serve the built-in model (ARGS="--port 8001 ...")

@@ -1,8 +1,8 @@
 """Builds the CPU kernels, once per instruction set; everything else is in pyproject.toml.
 
-Each library is optional: without a C++ compiler, or with one that does not know an instruction set
-(AMX: GCC 11, Clang 12), the installation goes on without it. They are plain shared libraries loaded
-by ctypes, and use nothing of Python's C interface.
+Each library is optional: the installation skips it without a C++ compiler, or with one that does
+not know the instruction set (AMX needs GCC 11 or Clang 12). The libraries are plain shared
+libraries for ctypes and do not use Python's C interface.
 """
 
 import copy
@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("kernels/cpu")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden"]
-FLAGS += ["-g0"]  # Python's own flags ask for debug information: half of the build's time
+FLAGS += ["-g0"]  # Python's flags ask for debug information, which is half of the build time
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-pthread"]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
@@ -26,24 +26,27 @@ if platform.machine() in ("x86_64", "AMD64"):
     ISAS |= {"avx2": AVX2, "avx512": AVX512, "amx": AMX}
 
 
+def files(*suffixes: str) -> list[Path]:
+    """The C++ files of all folders, in the order of their names."""
+    paths = (path for path in FOLDER.rglob("*") if path.suffix in suffixes)
+    return sorted(paths, key=lambda path: path.name)
+
+
 def source_hash() -> str:
-    """As kernels/cpu/library.py makes it."""
+    """Returns the hash that kernels/cpu/library.py compares."""
     digest = hashlib.sha256()
-    for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]):
+    for path in files(".cpp", ".h"):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 class BuildExt(build_ext):
-    """Gives each extension a folder for its objects.
-
-    Their sources have the same names, and side by side one would link the objects of another.
-    """
+    """Gives each extension its own folder for objects: all are built from the same sources."""
 
     def build_extension(self, ext: Extension) -> None:
-        own = copy.copy(self)
-        own.build_temp = str(Path(self.build_temp, ext.name))
-        build_ext.build_extension(own, ext)
+        builder = copy.copy(self)
+        builder.build_temp = str(Path(self.build_temp, ext.name))
+        build_ext.build_extension(builder, ext)
 
 
 setup(
@@ -52,8 +55,9 @@ setup(
     ext_modules=[
         Extension(
             f"rayfin.kernels.cpu._{isa}",
-            sources=sorted(str(path) for path in FOLDER.glob("*.cpp")),
-            depends=sorted(str(path) for path in FOLDER.glob("*.h")),
+            sources=[str(path) for path in files(".cpp")],
+            depends=[str(path) for path in files(".h")],
+            include_dirs=[str(FOLDER)],
             define_macros=[("RAYFIN_SOURCES", f'"{source_hash()}"')],
             extra_compile_args=[*FLAGS, *WARNINGS, *flags],
             extra_link_args=["-pthread"],

@@ -1,4 +1,4 @@
-"""The one error of the cache: a broken invariant, never a user's mistake."""
+"""The error of the cache. It means a broken invariant, never a mistake of the user."""
 
 
 class CacheError(AssertionError):

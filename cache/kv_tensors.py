@@ -1,4 +1,4 @@
-"""The memory behind the page ids: one tensor of keys and one of values per layer."""
+"""The memory of the pages: one tensor of keys and one of values per layer."""
 
 import mmap
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 HUGE_BYTES = 8 << 20
-"""Tensors of at least so much lie on huge pages where the system has them."""
+"""Tensors of at least this size are put on huge pages if the system has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class KVLayout:
 class KVTensors:
     """Paged keys [num_pages, page_size, kv_heads, key_dim] and values of every layer.
 
-    Allocated once, zeroed (memory that was never written must not hold a NaN), never resized. On a
-    CPU the zero pages take no physical memory until they are written or ``PagePrefaulter`` comes
-    near (2 MiB at a time), unless they are ``pinned`` for copies to and from a GPU.
+    The tensors are allocated once, zeroed (unwritten memory must not hold a NaN) and never resized.
+    On a CPU they take no physical memory until pages are written or ``PagePrefaulter`` touches them
+    (2 MiB at a time), unless they are ``pinned`` for copies to and from a GPU.
     """
 
     def __init__(
@@ -55,20 +55,19 @@ class KVTensors:
 
 
 def page_bytes(layouts: list[KVLayout], page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page of all layers (DESIGN 6's formula, with key and value sizes apart)."""
+    """Bytes of one page of all layers."""
     return sum(layout.page_bytes(page_size, dtype) for layout in layouts)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """``torch.zeros`` on huge pages: a step reads small pieces all over the cache, and each would
-    miss the TLB (attention is a tenth to a fifth faster).
-    """
+    # A step reads small pieces all over the cache, and each would miss the TLB. On huge pages
+    # attention is a tenth to a fifth faster.
     size = torch.Size(shape).numel() * dtype.itemsize
     if size < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except (OSError, OverflowError):  # no huge pages, or no memory: torch says it in its way
+    except (OSError, OverflowError):  # no huge pages, or no memory: then torch raises
         return torch.zeros(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps `memory`
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # the tensor keeps `memory`

@@ -1,4 +1,4 @@
-"""The free list of pages: which page ids are free, and how many tables hold each of the others."""
+"""The pool of page ids: a free list, and a reference count for each page."""
 
 from collections import Counter
 
@@ -8,10 +8,10 @@ from rayfin.cache.errors import CacheError
 class PagePool:
     """Preallocated page ids ``0 .. num_pages - 1`` with reference counts.
 
-    Free pages form an intrusive doubly linked list (vLLM's free block queue): taking one, giving
-    one back and pulling one out of the middle are O(1) and allocate nothing. ``num_pages`` itself
-    is the list's sentinel. Pages are given back at the tail and taken at the head, so the page that
-    has been free for longest is reused first.
+    Free pages form an intrusive doubly linked list (vLLM's free block queue): allocating a page,
+    freeing one and removing one from the middle are O(1) and allocate no memory. ``num_pages`` is
+    the list's sentinel. Pages are freed at the tail and allocated at the head, so the page that has
+    been free for longest is reused first.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -24,7 +24,7 @@ class PagePool:
         self._previous = [num_pages, *range(num_pages)]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Returns ``count`` pages, referenced once each; None, with no effect, if too few."""
+        """Returns ``count`` pages with one reference each, or None, with no effect, if too few."""
         if count > self.num_free:
             return None
         pages = []
@@ -36,18 +36,18 @@ class PagePool:
         return pages
 
     def share(self, page: int) -> None:
-        """One more table holds the page; a free one leaves the free list."""
+        """Adds a reference to the page; a free page leaves the free list."""
         if self.references[page] == 0:
             self._unlink(page)
         self.references[page] += 1
 
     def free(self, page: int, *, reuse_first: bool = False) -> None:
-        """One table less holds the page; at none it is free.
+        """Removes a reference; a page without references becomes free.
 
-        ``reuse_first`` puts it at the head of the list: nobody can want its content again.
+        ``reuse_first`` puts it at the head of the list, for a page whose content is of no use.
 
         Raises:
-            CacheError: nobody holds it (a double free).
+            CacheError: The page has no references (a double free).
         """
         if self.references[page] == 0:
             raise CacheError(f"page {page} is freed twice")
@@ -58,7 +58,7 @@ class PagePool:
             )
 
     def free_pages(self) -> list[int]:
-        """The free pages, next one to be taken first. For tests and integrity checks: O(free)."""
+        """The free pages in the order of allocation, in O(free), for tests and integrity checks."""
         pages = []
         page = self._next[self.num_pages]
         while page != self.num_pages:
@@ -67,10 +67,10 @@ class PagePool:
         return pages
 
     def check_integrity(self, holders: Counter[int]) -> None:
-        """Every page is free or held, ``holders[page]`` times as it was counted. O(pages).
+        """Checks in O(pages) that each page is free or has ``holders[page]`` references.
 
         Raises:
-            CacheError: with the first broken rule.
+            CacheError: A rule is broken; the message names the first one.
         """
         free = self.free_pages()
         if len(free) != self.num_free or len(set(free)) != len(free):

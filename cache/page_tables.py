@@ -1,4 +1,4 @@
-"""Which pages each running request holds: the ledger that the scheduler decides by."""
+"""The page table of each running request, which the scheduler decides by."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from rayfin.cache.prefix_index import HashChain, PrefixIndex, Tokens
 
 
 class PageTables:
-    """One append-only page table for each slot of the engine.
+    """One append-only page table for each slot of the engine. (A page is vLLM's block.)
 
         slot 3:  [ 17 | 4 | 9 ]          held[3] = 3
                    │    │   └── tokens 32..47 (page_size 16)
                    │    └────── tokens 16..31
                    └─────────── tokens  0..15
 
-    Ids live here; tensors live in the runner, which follows by the ``new_pages`` of each step and
-    never allocates. Full pages may be known to the prefix index: then other tables share them, and
-    they keep their content while they are free, until they are taken again (least recently used
-    first).
+    The ids live here. The tensors live in the runner, which gets the ``new_pages`` of each step and
+    never allocates pages. Full pages may be in the prefix index: other tables can then share them,
+    and they keep their content while they are free, until they are allocated again (least recently
+    used first).
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class PageTables:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.held: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # pages of each slot
-        self.published: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # in the index, or
-        # shared without it: the slot's first pages, which it need not publish any more
+        self.published: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # pages
+        # at the start of the slot that are in the index, or shared, and need not be published again
         self.index = PrefixIndex(num_pages, page_size) if prefix_caching else None
-        self.num_cached = 0  # free pages that the index knows
-        self.num_evicted = 0  # of those, pages that were taken for something else, so far
+        self.num_cached = 0  # free pages in the index
+        self.num_evicted = 0  # pages that left the index because they were allocated again
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
 
     def pages_for(self, num_tokens: int) -> int:
@@ -47,7 +47,7 @@ class PageTables:
         missing = self.pages_for(num_tokens) - len(self._pages[slot])
         if missing <= 0:
             return True
-        pages = self._take(missing)
+        pages = self._allocate(missing)
         if pages is None:
             return False
         self._pages[slot].extend(pages)
@@ -55,8 +55,8 @@ class PageTables:
         return True
 
     def append_pages(self, slots: npt.NDArray[np.int64]) -> bool:
-        """One more page for each of the slots [N]; False, with no effect, if that is too many."""
-        pages = self._take(len(slots))
+        """Adds a page to each of the slots [N], or returns False, with no effect, if too few."""
+        pages = self._allocate(len(slots))
         if pages is None:
             return False
         for slot, page in zip(slots.tolist(), pages, strict=True):
@@ -65,18 +65,18 @@ class PageTables:
         return True
 
     def match(self, chain: HashChain, tokens: Tokens) -> list[int]:
-        """Pages that hold the head of ``tokens``; never the last token, whose logits are needed."""
+        """Pages that hold a prefix of ``tokens``, without the last one: its logits are needed."""
         if self.index is None:
             return []
-        most = (len(tokens) - 1) // self.page_size
-        return self.index.match(chain.hashes[:most], tokens)
+        max_pages = (len(tokens) - 1) // self.page_size
+        return self.index.match(chain.hashes[:max_pages], tokens)
 
     def num_free_without(self, pages: Sequence[int]) -> int:
         """Free pages once ``pages`` are held."""
         return self.pool.num_free - sum(self.pool.references[page] == 0 for page in pages)
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
-        """The empty table starts with ``pages``, shared with whoever holds them."""
+        """Starts the empty table with ``pages``, which other tables may hold as well."""
         for page in pages:
             if self.pool.references[page] == 0:
                 self.num_cached -= 1
@@ -85,21 +85,21 @@ class PageTables:
         self.held[slot] = self.published[slot] = len(pages)
 
     def fork(self, source: int, target: int, num_tokens: int) -> list[tuple[int, int]] | None:
-        """The empty table of ``target`` starts with the first ``num_tokens`` tokens of ``source``.
+        """Starts the empty table of ``target`` with the first ``num_tokens`` tokens of ``source``.
 
-        Full pages are shared. The page that those tokens end in is one that both will write to, so
-        the target gets its own (copy-on-write of vLLM's paper, arXiv:2309.06180, done at once).
+        Full pages are shared. Both will write to a page that is not full, so the target gets a copy
+        of it (copy-on-write of vLLM's paper, arXiv:2309.06180, done at once).
 
         Returns:
-            The (page, copy) that must be carried out before either of them writes: one or none.
-            None instead, with no effect, if no page is free.
+            At most one (page, copy), to be copied before either slot writes; or None, with no
+            effect, if no page is free.
         """
         full, rest = divmod(num_tokens, self.page_size)
         copies = []
         if rest:
-            if (taken := self._take(1)) is None:
+            if (pages := self._allocate(1)) is None:
                 return None
-            copies = [(self._pages[source][full], taken[0])]
+            copies = [(self._pages[source][full], pages[0])]
         self.share(target, self._pages[source][:full])
         self.published[source] = max(full, int(self.published[source]))
         self._pages[target].extend(page for _, page in copies)
@@ -107,10 +107,10 @@ class PageTables:
         return copies
 
     def publish(self, slot: int, chain: HashChain, tokens: Tokens) -> None:
-        """Makes the slot's pages that ``tokens`` fill known; the chain must reach as far.
+        """Adds the slot's pages that ``tokens`` fill to the index; the chain must cover them.
 
-        ``tokens`` are the slot's first ones, scheduled or computed: a step runs after those before
-        it, so whoever shares the page reads it after it was written.
+        ``tokens`` are the slot's first ones, scheduled or computed. Steps run in order, so a
+        request that shares the page reads it after it is written.
         """
         if self.index is None:
             return
@@ -121,17 +121,17 @@ class PageTables:
         self.published[slot] = max(full, int(self.published[slot]))
 
     def invalidate(self, slot: int) -> None:
-        """Forgets what the slot's pages hold: something went wrong in writing them."""
+        """Removes the slot's pages from the index, after an error in writing them."""
         if self.index is not None:
             for page in self._pages[slot]:
                 self.index.drop(page)
 
     def pages_since(self, slot: int, count: int) -> list[int]:
-        """The slot's pages after the first ``count``: news for a runner that knows those."""
+        """The slot's pages after the first ``count``, which the runner has already."""
         return self._pages[slot][count:]
 
     def release(self, slot: int) -> None:
-        """Gives back all of the slot's pages, tail first, so that heads of prompts live longest."""
+        """Frees all of the slot's pages, tail first, so that heads of prompts stay longest."""
         for page in reversed(self._pages[slot]):
             known = self.index is not None and page in self.index
             self.pool.free(page, reuse_first=self.index is not None and not known)
@@ -140,8 +140,8 @@ class PageTables:
         self._pages[slot].clear()
         self.held[slot] = self.published[slot] = 0
 
-    def _take(self, count: int) -> list[int] | None:
-        """Free pages, whose old content is forgotten; None, with no effect, if too few."""
+    def _allocate(self, count: int) -> list[int] | None:
+        """Allocates pages and removes them from the index, or returns None, with no effect."""
         pages = self.pool.allocate(count)
         if pages is not None and self.index is not None:
             evicted = sum(self.index.drop(page) for page in pages)
@@ -149,8 +149,8 @@ class PageTables:
             self.num_evicted += evicted
         return pages
 
-    def forget(self) -> None:
-        """What the pages hold is not to be found any more."""
+    def reset_prefix_cache(self) -> None:
+        """Removes all pages from the prefix index."""
         if self.index is not None:
             self.index.clear()
         self.num_cached = 0
@@ -161,12 +161,10 @@ class PageTables:
         return self.pool.num_pages - self.pool.num_free
 
     def check_integrity(self) -> None:
-        """Every page is free or held, counts agree, no page twice in a table, the index is right.
-
-        O(pages).
+        """Checks in O(pages) the pool, the counts, the tables and the index against each other.
 
         Raises:
-            CacheError: with the first broken rule.
+            CacheError: A rule is broken; the message names the first one.
         """
         self.pool.check_integrity(Counter(page for pages in self._pages for page in pages))
         for slot, pages in enumerate(self._pages):

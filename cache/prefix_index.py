@@ -1,9 +1,9 @@
-"""Which page holds which tokens: full pages by the hash of everything up to their end.
+"""Finds full pages by the hash of all tokens up to their end.
 
-A page's hash is SHA-256(hash of the page before it, the page's tokens); the first page's parent is
-the hash of the request's *extra keys* (adapter, image, ``cache_salt``), so two requests share a
-page only if everything that its keys and values depend on is equal (vLLM's hash chain, with its
-advisories read: no weak hash, and the page's tokens are compared on a hit).
+A page's hash is SHA-256(hash of the page before it, the page's tokens). The first page's parent is
+the hash of the request's *extra keys* (adapter, image, ``cache_salt``). So two requests share a
+page only if everything that its keys and values depend on is equal. This is vLLM's hash chain with
+the fixes of its advisories: no weak hash, and the page's tokens are compared on a hit.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 class HashChain:
-    """The page hashes of one growing token string. Only full pages have one."""
+    """The hashes of the full pages of one growing token sequence."""
 
     def __init__(self, page_size: int, extra_keys: Sequence[str] = ()) -> None:
         self._page_size = page_size
@@ -30,7 +30,7 @@ class HashChain:
         self.hashes: list[bytes] = []
 
     def extend(self, tokens: Tokens) -> None:
-        """Hashes the pages that have become full; ``tokens`` is the whole string so far."""
+        """Hashes the pages that have become full; ``tokens`` is the whole sequence so far."""
         size = self._page_size
         parent = self.hashes[-1] if self.hashes else self._root
         for index in range(len(self.hashes), len(tokens) // size):
@@ -40,10 +40,10 @@ class HashChain:
 
 
 class PrefixIndex:
-    """Full pages that can be shared, free or held. One page per hash: the first one to come.
+    """Full pages that can be shared, free or held; for each hash the first page that had it.
 
-    What it holds of the tokens is one array [num_pages, page_size] of int32, however many pages
-    are known: a small object for each would leave holes all over the heap when all are forgotten.
+    The tokens are one array [num_pages, page_size] of int32: a small object for each page would
+    fragment the heap when all are dropped.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -58,7 +58,7 @@ class PrefixIndex:
         return len(self._page_of)
 
     def match(self, hashes: Sequence[bytes], tokens: Tokens) -> list[int]:
-        """The pages of the longest known prefix, in order; O(pages matched)."""
+        """The pages of the longest prefix in the index, in order; O(pages matched)."""
         pages: list[int] = []
         for page_hash in hashes:
             page = self._page_of.get(page_hash)
@@ -72,7 +72,7 @@ class PrefixIndex:
         return pages[: other[0] // known.shape[1]] if len(other) else pages
 
     def add(self, page: int, page_hash: bytes, tokens: Tokens) -> bool:
-        """Makes a full page known; False if its tokens are known under another page already."""
+        """Adds a full page, or returns False if another page with its tokens is in the index."""
         if page_hash in self._page_of:
             return False
         self._page_of[page_hash] = page
@@ -81,7 +81,7 @@ class PrefixIndex:
         return True
 
     def drop(self, page: int) -> bool:
-        """Forgets a page whose memory is about to be written anew; False if it was not known."""
+        """Removes a page, for instance before it is overwritten; False if it was not there."""
         page_hash = self._hash_of[page]
         if page_hash is None:
             return False
@@ -90,15 +90,15 @@ class PrefixIndex:
         return True
 
     def clear(self) -> None:
-        """Forgets everything: the memory behind the pages is gone."""
+        """Removes all pages, whose memory is gone."""
         for page in list(self._page_of.values()):
             self.drop(page)
 
     def check_integrity(self) -> None:
-        """Both directions agree. O(pages).
+        """Checks in O(pages) that both directions agree.
 
         Raises:
-            CacheError: with the first broken rule.
+            CacheError: A rule is broken; the message names the first one.
         """
         for page, page_hash in enumerate(self._hash_of):
             if page_hash is not None and self._page_of.get(page_hash) != page:

@@ -58,7 +58,7 @@ class ModelRunnerActor:
     def open_store(self) -> Address:
         """Where the ranks of a new group will find each other; of rank 0, before any loads."""
         with self._lifeline.work():
-            from rayfin.actors.runner.parallel.process_groups import open_store
+            from rayfin.actors.runner.parallel.groups import open_store
 
             self._store = open_store()
             return _host(), self._store.port

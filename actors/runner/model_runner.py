@@ -26,8 +26,8 @@ from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.models.weights import load_config, load_model, max_position, page_type
+from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
-from rayfin.actors.runner.parallel.process_groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler
@@ -263,7 +263,7 @@ class ModelRunner:
         if self._graphs is None or failpoints.ACTIVE:
             return None
         rules = self._sampler.row_token_rules(info)
-        if not self._graphs.takes(info, rules):
+        if not self._graphs.supports(info, rules):
             return None
         try:
             return self._graphs.run(info, rules)

@@ -218,7 +218,7 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """Resets the prefix cache."""
-        self.lifecycle.state.tables.forget()
+        self.lifecycle.state.tables.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Frees all pages and the runners' memory of them; all requests wait for ``wake``.

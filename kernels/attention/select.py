@@ -54,5 +54,5 @@ def select_attention(
 
 def page_types(attention: PagedAttention) -> tuple[torch.dtype, ...]:
     """What pages a backend reads, whatever the type of its queries."""
-    own: tuple[torch.dtype, ...] = getattr(attention, "page_types", FLOATS)
-    return own
+    types: tuple[torch.dtype, ...] = getattr(attention, "page_types", FLOATS)
+    return types

@@ -3,7 +3,7 @@
 import torch
 
 FP8 = torch.float8_e4m3fn
-FP8_MOST = torch.finfo(FP8).max
+FP8_MAX = torch.finfo(FP8).max
 
 
 def write_kv(
@@ -27,7 +27,7 @@ def write_kv(
     for pages, tokens in ((k_pages, key), (v_pages, value)):
         flat = pages.view(-1, *pages.shape[2:])  # [num_pages * page_size, Hkv, D], never a copy
         if pages.dtype == FP8:  # torch may not saturate it, and does not copy it by index
-            rounded = tokens.clamp(-FP8_MOST, FP8_MOST).to(FP8)
+            rounded = tokens.clamp(-FP8_MAX, FP8_MAX).to(FP8)
             flat.view(torch.uint8).index_copy_(0, slots, rounded.view(torch.uint8))
         else:
             flat.index_copy_(0, slots, tokens.to(pages.dtype))

@@ -1,16 +1,16 @@
-// The C interface: what library.py declares to ctypes. Pointers are the caller's, sizes are checked there.
+// The C interface, as library.py declares it to ctypes. The Python callers own the memory and check the sizes.
 #include <new>
 
-#include "attention.h"
-#include "decoder.h"
-#include "experts.h"
-#include "heads.h"
-#include "highest.h"
-#include "isa.h"
-#include "matmul.h"
-#include "matmul_int8.h"
-#include "measure.h"
-#include "norms.h"
+#include "paged_attention/attention.h"
+#include "layers/decoder.h"
+#include "layers/experts.h"
+#include "layers/heads.h"
+#include "layers/highest.h"
+#include "common/isa.h"
+#include "matmul/matmul.h"
+#include "matmul/matmul_int8.h"
+#include "matmul/measure.h"
+#include "layers/norms.h"
 
 using namespace rayfin;
 
@@ -18,7 +18,7 @@ using namespace rayfin;
 
 namespace {
 
-// The operation's turn of the pool.
+// Holds the pool for one operation.
 struct Turn {
   explicit Turn(Pool* pool) : guard(pool->entry) {}
   std::lock_guard<std::mutex> guard;
@@ -26,16 +26,16 @@ struct Turn {
 
 }  // namespace
 
-// Of all source files, so that a library built from others is not loaded.
+// The hash of all source files: library.py refuses a library that was built from others.
 RAYFIN_API const char* rayfin_sources() { return RAYFIN_SOURCES; }
 
-// The best instruction set of this machine: what the library of that name was compiled for.
+// The widest instruction set of this machine, which is the name of the library to load.
 RAYFIN_API const char* rayfin_best_isa() { return best_isa(); }
 
 RAYFIN_API Pool* rayfin_pool_create(int threads) { return new (std::nothrow) Pool(threads); }
 RAYFIN_API void rayfin_pool_destroy(Pool* pool) { delete pool; }
 
-// Whether products of bytes use the machine's own instruction, if it has one; they do from the beginning.
+// Sets whether int8 products use the VNNI instruction, if the machine has it. They do by default.
 RAYFIN_API void rayfin_pool_use_vnni(Pool* pool, int use) {
   Turn turn(pool);
   pool->vnni = use && has_vnni();
@@ -65,7 +65,7 @@ RAYFIN_API void rayfin_matrix_rows(const Matrix* matrix, const int64_t* outputs,
   for (int64_t i = 0; i < count; ++i) matrix->read_row(outputs[i], out + i * stride);
 }
 
-// Whether all floats have the precision of a BFloat16 and no more.
+// Whether every value is exactly a BFloat16.
 RAYFIN_API int rayfin_fits_bfloat16(const float* values, int64_t count) {
   uint32_t rest = 0;
   for (int64_t i = 0; i < count; ++i) rest |= bit_cast<uint32_t>(values[i]) & 0xffff;

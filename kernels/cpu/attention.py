@@ -1,4 +1,4 @@
-"""Paged attention by the compiled CPU kernels (kernels/cpu/attention*.cpp)."""
+"""Paged attention by the compiled CPU kernels (kernels/cpu/paged_attention)."""
 
 import ctypes
 

@@ -1,7 +1,7 @@
-"""A whole decoder of the Llama form in one call of the compiled kernels (kernels/cpu/decoder.h).
+"""Runs a Llama-like decoder in one call of the compiled kernels (kernels/cpu/layers/decoder.h).
 
-Between two steps of Python there is one C call, in which the threads stay awake: no operator is
-dispatched, nothing is allocated, and small operations cost what their arithmetic costs.
+A step is one C call in which the threads stay awake: no operator is dispatched, nothing is
+allocated, and small operations cost what their arithmetic costs.
 """
 
 import ctypes

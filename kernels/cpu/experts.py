@@ -1,4 +1,4 @@
-"""A mixture of experts in one call of the compiled kernels (kernels/cpu/experts.h)."""
+"""A mixture of experts in one call of the compiled kernels (kernels/cpu/layers/experts.h)."""
 
 import ctypes
 

@@ -56,8 +56,9 @@ class LibraryUnavailable(Exception):
 
 
 def source_hash(folder: Path = FOLDER) -> str:
-    """A fingerprint of the C++ sources, built into the library; "" where there are none."""
-    sources = sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
+    """Returns the hash of the C++ sources that a library is built from, "" if there are none."""
+    paths = (path for path in folder.rglob("*") if path.suffix in (".cpp", ".h"))
+    sources = sorted(paths, key=lambda path: path.name)
     digest = hashlib.sha256()
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -70,16 +71,16 @@ def load(isa: str | None = None) -> ctypes.CDLL:
     Raises:
         LibraryUnavailable: not built, built from other sources, or not for this machine.
     """
-    wanted = isa or os.environ.get("RAYFIN_CPU_ISA")
+    name = isa or os.environ.get("RAYFIN_CPU_ISA")
     best = (_open("portable").rayfin_best_isa() or b"").decode()
-    if wanted is None:
+    if name is None:
         built = [name for name in ISAS[: ISAS.index(best) + 1] if path_of(name).exists()]
         return _open(built[-1])
-    if wanted not in ISAS:
-        raise LibraryUnavailable(f"no CPU kernels {wanted!r}: choose one of {', '.join(ISAS)}")
-    if ISAS.index(wanted) > ISAS.index(best):
-        raise LibraryUnavailable(f"this machine has {best}, not {wanted}")
-    return _open(wanted)
+    if name not in ISAS:
+        raise LibraryUnavailable(f"no CPU kernels {name!r}: choose one of {', '.join(ISAS)}")
+    if ISAS.index(name) > ISAS.index(best):
+        raise LibraryUnavailable(f"this machine has {best}, not {name}")
+    return _open(name)
 
 
 def try_load() -> ctypes.CDLL | None:

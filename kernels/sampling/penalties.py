@@ -27,7 +27,7 @@ def apply_penalties(logits: torch.Tensor, used: UsedTokens) -> None:
     Repetition divides positive logits and multiplies negative ones (Keskar et al., 2019, "CTRL").
     Presence is subtracted once from a generated token, frequency once for each time.
     """
-    found = logits[used.row, used.token]
-    repeated = torch.where(found > 0, found / used.repetition, found * used.repetition)
+    values = logits[used.row, used.token]
+    repeated = torch.where(values > 0, values / used.repetition, values * used.repetition)
     once = used.presence * (used.count > 0)
     logits[used.row, used.token] = repeated - used.frequency * used.count - once

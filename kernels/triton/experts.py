@@ -51,15 +51,15 @@ def run_experts(
     if not assignments:
         return out.zero_()
     shape = shape_for(assignments, experts)
-    most = most_tiles(assignments, experts, shape.rows)
+    max_tiles = max_tiles_for(assignments, experts, shape.rows)
     order = torch.empty(assignments, dtype=torch.int32, device=x.device)
-    tiles = torch.empty(most, 3, dtype=torch.int32, device=x.device)
+    tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=x.device)
     kernels.map_tiles[(experts,)](
         chosen,
         order,
         tiles,
         assignments,
-        most,
+        max_tiles,
         EXPERTS=experts,
         BINS=triton.next_power_of_2(experts + 1),
         ROWS=shape.rows,
@@ -67,19 +67,19 @@ def run_experts(
         num_warps=4,
     )
     sizes = {"HIDDEN": hidden, "INTERMEDIATE": intermediate}
-    how = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
-    how |= {"num_warps": shape.warps, "num_stages": shape.stages}
+    launch = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
+    launch |= {"num_warps": shape.warps, "num_stages": shape.stages}
     inner = x.new_empty(assignments, intermediate)
-    kernels.gate_up_tiles[(triton.cdiv(intermediate, shape.columns), most)](
+    kernels.gate_up_tiles[(triton.cdiv(intermediate, shape.columns), max_tiles)](
         *(x, gate_up, order, tiles, inner),
         CHOICES=choices,
         ACTIVATION=ACTIVATIONS[activation],
         **sizes,
-        **how,
+        **launch,
     )
     parts = x.new_empty(assignments, hidden)
-    kernels.down_tiles[(triton.cdiv(hidden, shape.columns), most)](
-        *(inner, down, weights, order, tiles, parts), **sizes, **how
+    kernels.down_tiles[(triton.cdiv(hidden, shape.columns), max_tiles)](
+        *(inner, down, weights, order, tiles, parts), **sizes, **launch
     )
     kernels.add_choices[(tokens, triton.cdiv(hidden, SUM_BLOCK))](
         *(parts, chosen, out),
@@ -97,6 +97,6 @@ def shape_for(assignments: int, experts: int) -> ExpertTileShape:
     return FEW if assignments <= 32 * experts else MANY
 
 
-def most_tiles(assignments: int, experts: int, rows: int) -> int:
+def max_tiles_for(assignments: int, experts: int, rows: int) -> int:
     """Tiles that no choice of experts goes over: each expert's last may be filled with one row."""
     return (assignments + min(experts, assignments) * (rows - 1)) // rows

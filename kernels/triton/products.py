@@ -58,7 +58,7 @@ def gated_product(
     outputs = len(gate_up) // 2
     assert x.is_contiguous() and gate_up.is_contiguous()
     out = x.new_empty(len(x), outputs)
-    grid, how = _tiles(len(x), outputs, x.dtype)
+    grid, launch = _tiles(len(x), outputs, x.dtype)
     kernels.gated_product[grid](
         x,
         gate_up,
@@ -72,7 +72,7 @@ def gated_product(
         ACTIVATION=ACTIVATIONS[activation],
         NORM=gain is not None,
         BIAS=bias is not None,
-        **how,
+        **launch,
     )
     return out
 
@@ -89,7 +89,7 @@ def _launch(
     add: bool,
 ) -> None:
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    grid, how = _tiles(len(x), len(weight), x.dtype)
+    grid, launch = _tiles(len(x), len(weight), x.dtype)
     kernels.product[grid](
         x,
         weight,
@@ -104,7 +104,7 @@ def _launch(
         NORM=gain is not None,
         BIAS=bias is not None,
         ADD=add,
-        **how,
+        **launch,
     )
 
 
@@ -112,6 +112,12 @@ def _tiles(rows: int, outputs: int, dtype: torch.dtype) -> tuple[tuple[int, int]
     """The grid, and what each program takes: narrower ones where there would be too few of them."""
     columns = 64 if outputs >= 16384 else 32 if outputs >= 4096 else 16
     depth = 256 // dtype.itemsize  # 256 bytes of each weight row: whole cache lines
-    taken = min(max(triton.next_power_of_2(rows), 16), FEW_ROWS)
-    how = {"ROWS": taken, "COLUMNS": columns, "DEPTH": depth, "num_warps": 4, "num_stages": 4}
-    return (triton.cdiv(outputs, columns), triton.cdiv(rows, taken)), how
+    tile_rows = min(max(triton.next_power_of_2(rows), 16), FEW_ROWS)
+    launch = {
+        "ROWS": tile_rows,
+        "COLUMNS": columns,
+        "DEPTH": depth,
+        "num_warps": 4,
+        "num_stages": 4,
+    }
+    return (triton.cdiv(outputs, columns), triton.cdiv(rows, tile_rows)), launch

@@ -130,7 +130,7 @@ def _round_up(values: Int64Array, multiple: int) -> Int64Array:
     return -(-values // multiple) * multiple
 
 
-def make_lease_map(
+def make_multi_step_map(
     kv_len: npt.ArrayLike,
     steps: npt.ArrayLike,
     *,
@@ -148,11 +148,11 @@ def make_lease_map(
         Items of one query each. A part may end behind the keys of an early step, or begin before
         the window of a late one: whoever attends cuts it down to what the query sees.
     """
-    taken = np.asarray(steps, np.int64)
-    starts = np.append(0, np.cumsum(taken))
-    lengths = np.asarray(kv_len, np.int64) + taken
-    longest = int(taken.max(initial=1))
-    made = make_tile_map(
+    counts = np.asarray(steps, np.int64)
+    starts = np.append(0, np.cumsum(counts))
+    lengths = np.asarray(kv_len, np.int64) + counts
+    longest = int(counts.max(initial=1))
+    tile_map = make_tile_map(
         starts,
         lengths,
         tile_queries=longest,
@@ -160,6 +160,6 @@ def make_lease_map(
         programs=programs,
         window=window,
     )
-    made.items[:, ITEM_FIELDS.index("token")] = made.items[:, 0]
-    made.items[:, ITEM_FIELDS.index("queries")] = 1
-    return made
+    tile_map.items[:, ITEM_FIELDS.index("token")] = tile_map.items[:, 0]
+    tile_map.items[:, ITEM_FIELDS.index("queries")] = 1
+    return tile_map

@@ -286,7 +286,7 @@ class SharedPagesMachine(RuleBasedStateMachine):
     def crash(self) -> None:
         for slot in range(self.slots):
             self._release(slot)
-        self.tables.forget()
+        self.tables.reset_prefix_cache()
         self.known.clear()
         self.memory = [[None] * self.size for _ in self.memory]
 

@@ -55,8 +55,8 @@ class CpuDecoder:
         """The logits [S, V] of the tokens at ``sampled``; the cache gets all T tokens."""
         longest = int(max(batch.kv_len_cpu, default=0))
         if longest > self._decoder.positions:
-            wanted = max(FIRST_POSITIONS, 2 * self._decoder.positions, longest)
-            self._decoder.set_rope_tables(self._rotate(wanted))
+            positions = max(FIRST_POSITIONS, 2 * self._decoder.positions, longest)
+            self._decoder.set_rope_tables(self._rotate(positions))
         return self._decoder.run(input_ids, batch, sampled)
 
 
@@ -87,8 +87,8 @@ def build_cpu_decoder(
 def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) -> CpuDecoder:
     parts = inspect_decoder(paged)
     packed = [
-        _pack_layer(kernels, part, how, parts.rotary[index], storage)
-        for index, (part, how) in enumerate(zip(parts.layers, parts.attending, strict=True))
+        _pack_layer(kernels, part, spec, parts.rotary[index], storage)
+        for index, (part, spec) in enumerate(zip(parts.layers, parts.attending, strict=True))
     ]
     embedding, lm_head = parts.embedding, parts.head
     head = kernels.pack([lm_head.weight], storage=storage)
@@ -112,7 +112,7 @@ def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) 
 def _pack_layer(
     kernels: CpuKernels,
     part: LayerParts,
-    how: AttentionSpec,
+    spec: AttentionSpec,
     rotary: int,
     storage: torch.dtype | None,
 ) -> DecoderLayer:
@@ -130,7 +130,7 @@ def _pack_layer(
         attention_out=pack([part.attention_out]),
         gate_up=pack(part.mlp.gate_up, paired=True),
         down=pack([part.mlp.down]),
-        scale=how.scale,
+        scale=spec.scale,
         attention_norm=vector(part.attention_norm),
         attention_out_norm=vector(part.attention_out_norm),
         mlp_norm=vector(part.mlp_norm),
@@ -141,9 +141,9 @@ def _pack_layer(
         down_bias=_bias([part.mlp.down]),
         query_norm=vector(part.query_norm),
         key_norm=vector(part.key_norm),
-        sinks=_float(how.sinks),
-        window=how.window,
-        softcap=how.softcap,
+        sinks=_float(spec.sinks),
+        window=spec.window,
+        softcap=spec.softcap,
         rotary=rotary,
     )
 

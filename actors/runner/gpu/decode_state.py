@@ -24,17 +24,17 @@ from rayfin.kernels.triton.device.decode_kernels import (
     place_items,
     prepare_rows,
 )
-from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap, make_lease_map
+from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap, make_multi_step_map
 
-MOST_ROWS = 512
+MAX_GRAPH_ROWS = 512
 """Of a recorded step: a larger one takes long enough to be launched kernel by kernel."""
 
 
-def bucket_sizes(most: int) -> list[int]:
+def bucket_sizes(max_rows: int) -> list[int]:
     """Batch sizes that get a graph, smallest first: close together where a step is short."""
-    most = min(most, MOST_ROWS)
-    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, MOST_ROWS, 32)]
-    return [*(size for size in sizes if size < most), most]
+    max_rows = min(max_rows, MAX_GRAPH_ROWS)
+    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, MAX_GRAPH_ROWS, 32)]
+    return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 def bucket_of(rows: int, sizes: list[int]) -> int | None:
@@ -54,55 +54,55 @@ def max_steps_per_row(info: SchedulerInfo, slots: RequestSlots, page_size: int) 
 
 
 @dataclass(slots=True)
-class _Kept:
+class _GraphLaunch:
     """The launch of all layers that are alike, at the size of the largest bucket."""
 
     shape: TileShape
     launch: Launch
 
 
-class KeptLaunches:
+class GraphLaunches:
     """Attention's launches at fixed addresses; a lease fills in its map."""
 
-    def __init__(self, most_rows: int) -> None:
-        self._most = most_rows
-        self._kept: dict[Sizes, _Kept] = {}
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._graph_launches: dict[Sizes, _GraphLaunch] = {}
 
     def __call__(self, attention: TritonAttention, batch: PagedBatch, sizes: Sizes) -> list[Launch]:
         """What `PagedBatch.scratch` wants: the launch for the rows of ``batch``."""
-        if sizes not in self._kept:
+        if sizes not in self._graph_launches:
             shape = attention.decode_shape(sizes)
-            places = self._most + shape.programs
-            nothing = TileMap(np.zeros((places, len(ITEM_FIELDS)), np.int32), places)
-            launch = make_launch(shape, sizes, nothing, batch.kv_len.device)
-            self._kept[sizes] = _Kept(shape, launch)
-        return [self._of(self._kept[sizes], batch.rows)]
+            places = self._max_rows + shape.programs
+            empty = TileMap(np.zeros((places, len(ITEM_FIELDS)), np.int32), places)
+            launch = make_launch(shape, sizes, empty, batch.kv_len.device)
+            self._graph_launches[sizes] = _GraphLaunch(shape, launch)
+        return [self._for_rows(self._graph_launches[sizes], batch.rows)]
 
     def fill(self, rows: int, kv_len: Int32Array, steps: Int32Array) -> None:
         """The maps of a lease into the launches for ``rows`` rows."""
-        for sizes, kept in self._kept.items():
-            launch = self._of(kept, rows)
-            made = make_lease_map(
+        for sizes, graph_launch in self._graph_launches.items():
+            launch = self._for_rows(graph_launch, rows)
+            tile_map = make_multi_step_map(
                 kv_len,
                 steps,
-                key_block=kept.shape.keys,
-                programs=kept.shape.programs,
+                key_block=graph_launch.shape.keys,
+                programs=graph_launch.shape.programs,
                 window=sizes.window,
             ).padded(len(launch.items))
-            launch.items.copy_(staged(made.items, launch.items.device), non_blocking=True)
+            launch.items.copy_(staged(tile_map.items, launch.items.device), non_blocking=True)
 
     def place(self, rows: int, positions: torch.Tensor) -> None:
         """Tells the items where their rows stand."""
-        for kept in self._kept.values():
-            items = self._of(kept, rows).items
+        for graph_launch in self._graph_launches.values():
+            items = self._for_rows(graph_launch, rows).items
             place_items[(len(items),)](items, positions)
 
     @staticmethod
-    def _of(kept: _Kept, rows: int) -> Launch:
-        whole = kept.launch
+    def _for_rows(graph_launch: _GraphLaunch, rows: int) -> Launch:
+        whole = graph_launch.launch
         return Launch(
-            kept.shape,
-            whole.items[: rows + kept.shape.programs],
+            graph_launch.shape,
+            whole.items[: rows + graph_launch.shape.programs],
             whole.part_out,
             whole.part_lse,
             whole.arrived,
@@ -110,47 +110,52 @@ class KeptLaunches:
 
 
 class DecodeState:
-    """Inputs and outputs of a decode step for up to ``most_rows`` rows, at fixed addresses."""
+    """Inputs and outputs of a decode step for up to ``max_rows`` rows, at fixed addresses."""
 
     def __init__(
         self,
         slots: RequestSlots,
-        most_rows: int,
+        max_rows: int,
         pages_per_request: int,
         page_size: int,
         device: torch.device,
     ) -> None:
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(shape or (most_rows,), dtype=dtype, device=device)
+            return torch.zeros(shape or (max_rows,), dtype=dtype, device=device)
 
         self._page_size = page_size
         self._slots = slots
         self._on_device = DeviceSlots(slots, pages_per_request, device)
-        self.launches = KeptLaunches(most_rows)
-        self._given = zeros(torch.int64, 4, most_rows)  # what a lease brings along, see enter_rows
+        self.launches = GraphLaunches(max_rows)
+        self._new_rows = zeros(torch.int64, 4, max_rows)  # input of enter_rows
         self.tokens, self.positions = zeros(torch.int64), zeros(torch.int64)
-        self._integers = zeros(torch.int64, 2, most_rows)
-        self._numbers = zeros(torch.float32, 3, most_rows)
+        self._integers = zeros(torch.int64, 2, max_rows)
+        self._numbers = zeros(torch.float32, 3, max_rows)
         self.top_k, self.seed = self._integers
         self.temperature, self.top_p, self.min_p = self._numbers
         self.remaining = zeros(torch.int32)
-        self.tables = zeros(torch.int32, most_rows, pages_per_request)
+        self.tables = zeros(torch.int32, max_rows, pages_per_request)
         self.slots = zeros(torch.int64)
         self.sampled, self.drawn = zeros(torch.int64), zeros(torch.int64)
-        self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
     def load(self, info: SchedulerInfo, steps: Int32Array, bucket: int) -> None:
         """The rows of a lease; those of the bucket behind them compute for nobody."""
         slots = self._slots
         ids, rows = info.ids, len(info.ids)
         first = info.merge_prompt[info.chunk_idx]
-        given = np.zeros(self._given.shape, np.int64)
-        given[0, rows:] = -1
-        given[:, :rows] = ids, np.where(first < 0, slots.last_token[ids], first), info.kv_len, steps
-        self._given.copy_(staged(given, self._given.device), non_blocking=True)
+        new_rows = np.zeros(self._new_rows.shape, np.int64)
+        new_rows[0, rows:] = -1
+        new_rows[:, :rows] = (
+            ids,
+            np.where(first < 0, slots.last_token[ids], first),
+            info.kv_len,
+            steps,
+        )
+        self._new_rows.copy_(staged(new_rows, self._new_rows.device), non_blocking=True)
         self._on_device.update(ids)
         enter_rows[(bucket,)](
-            self._given,
+            self._new_rows,
             self._on_device.tables,
             self._on_device.integers,
             self._on_device.numbers,

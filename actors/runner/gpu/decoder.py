@@ -62,8 +62,8 @@ class GpuDecoder:
         self._final_norm = parts.final_norm
         self._rotate: Callable[[int], Tables] = parts.rotate
         self._layers = [
-            merge_layer(part, how, rotary)
-            for part, how, rotary in zip(parts.layers, parts.attending, parts.rotary, strict=True)
+            merge_layer(part, spec, rotary)
+            for part, spec, rotary in zip(parts.layers, parts.attending, parts.rotary, strict=True)
         ]
         self._tables: Tables = []
         self._pages: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -237,15 +237,15 @@ class GpuDecoder:
             eps=shape.eps,
             behind=behind,
         )
-        how = layer.how
+        spec = layer.spec
         out = self._attention(
             query,
             *pages,
             batch,
-            scale=how.scale,
-            window=how.window,
-            softcap=how.softcap,
-            sinks=how.sinks,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
         )
         return out.flatten(1)
 

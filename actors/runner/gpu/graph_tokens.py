@@ -24,16 +24,16 @@ class SideStream:
 
 
 class GraphTokens:
-    """What the steps of one lease sampled, for up to ``most_rows`` rows.
+    """What the steps of one lease sampled, for up to ``max_rows`` rows.
 
     With a ``side`` each step's tokens leave the device as soon as they are known, in the order of
     steps; without one, all of them at the end.
     """
 
     def __init__(
-        self, max_num_steps: int, most_rows: int, device: torch.device, side: SideStream | None
+        self, max_num_steps: int, max_rows: int, device: torch.device, side: SideStream | None
     ) -> None:
-        self._tokens = torch.zeros(max_num_steps, most_rows, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(max_num_steps, max_rows, dtype=torch.int64, device=device)
         self._side = side
         self._host = self._tokens
         if side is not None:
@@ -44,12 +44,12 @@ class GraphTokens:
         """Steps that there is room for."""
         return len(self._tokens)
 
-    def keep(self, step: int, sampled: torch.Tensor) -> None:
+    def store(self, step: int, sampled: torch.Tensor) -> None:
         """Puts a step's tokens [B] int64 aside: the next step overwrites them."""
-        kept = self._tokens[step, : len(sampled)]
-        kept.copy_(sampled)
+        stored = self._tokens[step, : len(sampled)]
+        stored.copy_(sampled)
         if self._side is not None:
-            self._side.copy(self._host[step, : len(sampled)], kept)
+            self._side.copy(self._host[step, : len(sampled)], stored)
 
     def collect(self, num_steps: int, rows: int) -> Int32Array:
         """[lease, R] of the first steps and rows, copied: the next lease writes to the same place.
@@ -58,5 +58,5 @@ class GraphTokens:
         """
         if self._side is not None:
             self._side.wait()
-        taken: Int32Array = self._host[:num_steps, :rows].to("cpu", torch.int32, copy=True).numpy()
-        return taken
+        tokens: Int32Array = self._host[:num_steps, :rows].to("cpu", torch.int32, copy=True).numpy()
+        return tokens

@@ -57,13 +57,13 @@ class MultiStepOutput:
     """What a lease gave."""
 
     tokens: Int32Array  # [lease, R]; -1 where a row could not be sampled
-    told: GraphLogprobs | None
+    graph_logprobs: GraphLogprobs | None
 
     def logprobs(self, step: int, rows: Int64Array) -> Logprobs | None:
         """Of a step's ``rows`` [N], numbered 0 .. N - 1; None if none of them asks."""
-        if self.told is None:
+        if self.graph_logprobs is None:
             return None
-        return self.told.logprobs(step, rows, self.tokens[step, rows])
+        return self.graph_logprobs.logprobs(step, rows, self.tokens[step, rows])
 
 
 class DecodeGraphs:
@@ -84,21 +84,21 @@ class DecodeGraphs:
         self._slots = slots
         self._page_size = page_size
         self._sizes = bucket_sizes(rows)
-        most = self._sizes[-1]
-        self._state = DecodeState(slots, most, pages_per_request, page_size, device)
-        self._extras = GraphExtras(most, max_num_steps, device)
-        self._rows = torch.arange(most, device=device)
+        max_rows = self._sizes[-1]
+        self._state = DecodeState(slots, max_rows, pages_per_request, page_size, device)
+        self._extras = GraphExtras(max_rows, max_num_steps, device)
+        self._rows = torch.arange(max_rows, device=device)
         on_gpu = device.type == "cuda"
         side = SideStream(device) if on_gpu else None
-        self._tokens = GraphTokens(max_num_steps, most, device, side)
-        record = CudaRecorder() if on_gpu else _as_it_is
+        self._tokens = GraphTokens(max_num_steps, max_rows, device, side)
+        record = CudaRecorder() if on_gpu else _run_once
         self._replay = {
             (size, extras): record(self._step(size, extras))
             for size in reversed(self._sizes)
             for extras in (False, True)
         }  # the largest first: the others find their memory in its
 
-    def takes(self, info: SchedulerInfo, rules: RowTokenRules | None) -> bool:
+    def supports(self, info: SchedulerInfo, rules: RowTokenRules | None) -> bool:
         """Whether these are rows that decode one token each, not too many, with rules for it."""
         rows = len(info.ids)
         return (
@@ -120,20 +120,22 @@ class DecodeGraphs:
         bucket = bucket_of(rows, self._sizes)
         assert bucket is not None
         self._state.load(info, max_steps_per_row(info, self._slots, self._page_size), bucket)
-        asked = self._slots.logprobs[info.ids]
-        telling = bool((asked != NO_LOGPROBS).any())
-        if extras := telling or rules is not None:
-            self._extras.load(rules, asked, bucket)
+        num_logprobs = self._slots.logprobs[info.ids]
+        any_logprobs = bool((num_logprobs != NO_LOGPROBS).any())
+        if extras := any_logprobs or rules is not None:
+            self._extras.load(rules, num_logprobs, bucket)
         for step in range(info.num_steps):
             self._replay[bucket, extras]()
-            self._tokens.keep(step, self._state.sampled[:bucket])
-            if telling:
-                self._extras.keep(step)
+            self._tokens.store(step, self._state.sampled[:bucket])
+            if any_logprobs:
+                self._extras.store(step)
         tokens = self._tokens.collect(info.num_steps, rows)  # the lease's only wait
         if rules is not None and (tokens < 0).any():
             return None
-        told = self._extras.told(info.num_steps, asked) if telling else None
-        return MultiStepOutput(tokens, told)
+        graph_logprobs = (
+            self._extras.collect(info.num_steps, num_logprobs) if any_logprobs else None
+        )
+        return MultiStepOutput(tokens, graph_logprobs)
 
     def _step(self, bucket: int, extras: bool) -> Callable[[], None]:
         state, rows = self._state, self._rows[:bucket]
@@ -153,6 +155,6 @@ class DecodeGraphs:
         return step
 
 
-def _as_it_is(work: Callable[[], None]) -> Callable[[], None]:
+def _run_once(work: Callable[[], None]) -> Callable[[], None]:
     work()  # as recording does: then the launches are known that a lease fills
     return work

@@ -50,11 +50,11 @@ class GpuLayer:
     mlp_out_norm: torch.Tensor | None
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    how: AttentionSpec
+    spec: AttentionSpec
     rotary: int
 
 
-def merge_layer(part: LayerParts, how: AttentionSpec, rotary: int) -> GpuLayer:
+def merge_layer(part: LayerParts, spec: AttentionSpec, rotary: int) -> GpuLayer:
     def vector(norm: nn.Module | None) -> torch.Tensor | None:
         weight = norm_weight(norm)
         return None if weight is None else weight[0]
@@ -70,7 +70,7 @@ def merge_layer(part: LayerParts, how: AttentionSpec, rotary: int) -> GpuLayer:
         mlp_out_norm=vector(part.mlp_out_norm),
         query_norm=vector(part.query_norm),
         key_norm=vector(part.key_norm),
-        how=how,
+        spec=spec,
         rotary=rotary,
     )
 
@@ -92,24 +92,26 @@ def fold_norms(layer: GpuLayer, part: LayerParts) -> GpuLayer:
 def _fold(projection: Projection, norm: nn.Module | None) -> Projection:
     if norm is None or projection.norm is None:
         return projection
-    own: torch.Tensor = norm.weight.data  # type: ignore[assignment]
-    beside_one = not torch.equal(own.float(), projection.norm)  # Gemma's 1 + weight
+    norm_weights: torch.Tensor = norm.weight.data  # type: ignore[assignment]
+    adds_one = not torch.equal(norm_weights.float(), projection.norm)  # Gemma's 1 + weight
     gain = _gain(projection.weight, projection.norm)
     projection.weight.data.mul_(projection.norm / gain)
-    own.fill_(gain - 1.0 if beside_one else gain)
+    norm_weights.fill_(gain - 1.0 if adds_one else gain)
     return replace(projection, norm=None, gain=gain)
 
 
 def _gain(weight: torch.Tensor, norm: torch.Tensor) -> float:
     """What products of rows that are not yet divided are made smaller by: a power of two.
 
-    No output of a row is over its root mean square times ``most`` (Cauchy and Schwarz).
+    No output of a row is over its root mean square times ``largest_output`` (Cauchy and Schwarz).
     """
     if weight.dtype != torch.float16:
         return 1.0
     lengths = torch.linalg.vector_norm(weight * norm, dim=1)
-    most = float(lengths.max()) * math.sqrt(weight.shape[1])
-    return 2.0 ** max(0, math.ceil(math.log2(max(most, 1.0) * LARGEST_ROW / LARGEST_FLOAT16)))
+    largest_output = float(lengths.max()) * math.sqrt(weight.shape[1])
+    return 2.0 ** max(
+        0, math.ceil(math.log2(max(largest_output, 1.0) * LARGEST_ROW / LARGEST_FLOAT16))
+    )
 
 
 def _project(linears: list[nn.Linear], norm: torch.Tensor | None) -> Projection:

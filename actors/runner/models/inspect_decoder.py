@@ -176,10 +176,10 @@ def _observe(
     return observer.seen, 1.0 if abs(scale - 1.0) < 1e-6 else scale
 
 
-def _has_whole_norm(part: LayerParts, how: AttentionSpec) -> bool:
+def _has_whole_norm(part: LayerParts, spec: AttentionSpec) -> bool:
     """Whether the query norm runs over all heads at once (OLMo 2) and not over each (Qwen 3)."""
     query_norm = norm_weight(part.query_norm)
-    return query_norm is not None and len(query_norm[0]) != how.key_dim
+    return query_norm is not None and len(query_norm[0]) != spec.key_dim
 
 
 def _intermediate(parts: list[LayerParts]) -> int:
@@ -192,8 +192,13 @@ def _require_alike(
     parts: list[LayerParts], attending: list[AttentionSpec], shape: DecoderShape
 ) -> None:
     shared = (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim)
-    for part, how in zip(parts, attending, strict=True):
-        sizes = (how.heads, how.kv_heads, how.key_dim, how.value_dim)
+    for part, spec in zip(parts, attending, strict=True):
+        sizes = (
+            spec.heads,
+            spec.kv_heads,
+            spec.key_dim,
+            spec.value_dim,
+        )
         width = part.mlp.down.in_features if isinstance(part.mlp, GatedParts) else None
         if sizes != shared or width not in (None, shape.intermediate):
             raise UnrecognizedModule("its layers are of several sizes")
@@ -205,12 +210,12 @@ def _require_alike(
 
 
 def rotary_tables(
-    rotary: nn.Module, config: Any, most: int | None
+    rotary: nn.Module, config: Any, limit: int | None
 ) -> tuple[list[int], Callable[[int], Tables]]:
-    """Which table each layer turns by, and what makes the tables of so many positions.
+    """The index of each layer's table, and a function from a number of positions to the tables.
 
-    The cosines and sines are the model's own module's, scaled as it likes, never for more than
-    ``most`` positions: a module that looks at the longest position then sees none that change it.
+    The cosines and sines come from the model's rotary module, including its scaling. They are never
+    computed for more than ``limit`` positions, since some modules change with the longest position.
     """
     layers = config.num_hidden_layers
     by_type = "layer_type" in inspect.signature(rotary.forward).parameters
@@ -218,7 +223,7 @@ def rotary_tables(
     distinct = sorted(set(types), key=str)
 
     def rotate(count: int) -> Tables:
-        positions = torch.arange(count if most is None else min(count, most)).unsqueeze(0)
+        positions = torch.arange(count if limit is None else min(count, limit)).unsqueeze(0)
         like = torch.empty(0)
         tables = []
         for kind in distinct:

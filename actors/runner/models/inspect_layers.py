@@ -88,8 +88,8 @@ def inspect_layer(layer: nn.Module, experts: type[nn.Module] | None = None) -> L
     query_norm, key_norm = projections.pop("q_norm", None), projections.pop("k_norm", None)
     return LayerParts(
         attention,
-        _take(attention, projections, ("qkv_proj",), ("q_proj", "k_proj", "v_proj")),
-        _take(attention, projections, ("o_proj",))[0],
+        _pop_linears(attention, projections, ("qkv_proj",), ("q_proj", "k_proj", "v_proj")),
+        _pop_linears(attention, projections, ("o_proj",))[0],
         _read_mlp(mlp, experts),
         attention_norm=norms[0],
         attention_out_norm=norms[1],
@@ -106,8 +106,8 @@ def _read_mlp(mlp: nn.Module, experts: type[nn.Module] | None) -> GatedParts | n
     gates = _children(mlp)
     for idle in ("act_fn", "activation_fn"):
         gates.pop(idle, None)
-    gate_up = _take(mlp, gates, ("gate_up_proj",), ("gate_proj", "up_proj"))
-    return GatedParts(gate_up, _take(mlp, gates, ("down_proj",))[0])
+    gate_up = _pop_linears(mlp, gates, ("gate_up_proj",), ("gate_proj", "up_proj"))
+    return GatedParts(gate_up, _pop_linears(mlp, gates, ("down_proj",))[0])
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -126,16 +126,16 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in module.named_children() if not isinstance(child, _IDLE)}
 
 
-def _take(
-    owner: nn.Module, found: dict[str, nn.Module], *choices: tuple[str, ...]
+def _pop_linears(
+    owner: nn.Module, children: dict[str, nn.Module], *choices: tuple[str, ...]
 ) -> list[nn.Linear]:
     """The linear layers of the first choice that is there; the last ones must be all there are."""
     for names in choices:
-        if all(type(found.get(name)) is nn.Linear for name in names):
-            taken = [found.pop(name) for name in names]
-            if found and not any(name in found for name in ("o_proj", "down_proj")):
+        if all(type(children.get(name)) is nn.Linear for name in names):
+            linears = [children.pop(name) for name in names]
+            if children and not any(name in children for name in ("o_proj", "down_proj")):
                 break
-            return taken  # type: ignore[return-value]
+            return linears  # type: ignore[return-value]
     raise UnrecognizedModule(f"{type(owner).__name__} has {', '.join(_children(owner))}")
 
 

@@ -188,21 +188,21 @@ PAGE_TYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m
 
 
 def page_type(
-    asked: KVCacheDtype, model_dtype: torch.dtype, attention: PagedAttention
+    name: KVCacheDtype, model_dtype: torch.dtype, attention: PagedAttention
 ) -> torch.dtype:
     """The pages' type: the model's, unless another is asked for.
 
     Raises:
         InvalidConfig: the attention does not read such pages.
     """
-    if asked == "auto":
+    if name == "auto":
         return model_dtype
     readable = page_types(attention)
-    if PAGE_TYPES[asked] not in readable:
+    if PAGE_TYPES[name] not in readable:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in readable)
         raise InvalidConfig(
-            f"kv_cache_dtype {asked!r} is not for this device and attention backend, "
+            f"kv_cache_dtype {name!r} is not for this device and attention backend, "
             f"whose pages are {names}",
             "kv_cache_dtype",
         )
-    return PAGE_TYPES[asked]
+    return PAGE_TYPES[name]

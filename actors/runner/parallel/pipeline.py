@@ -11,7 +11,7 @@ import torch
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo
-from rayfin.actors.runner.parallel.process_groups import ProcessGroups
+from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.request_slots import RequestSlots

@@ -20,9 +20,8 @@ from rayfin.actors.runner.models.weights import (
     resolve_dtype,
     why_not_loaded,
 )
-from rayfin.actors.runner.parallel.process_groups import ProcessGroups
-from rayfin.actors.runner.parallel.shard_model import check_sizes, checkpoint_name, shard_model
-from rayfin.actors.runner.parallel.weight_slices import (
+from rayfin.actors.runner.parallel.groups import ProcessGroups
+from rayfin.actors.runner.parallel.plans import (
     AnyCut,
     Cuts,
     ExpertsSlice,
@@ -33,6 +32,7 @@ from rayfin.actors.runner.parallel.weight_slices import (
     read_experts,
     stored_name,
 )
+from rayfin.actors.runner.parallel.shard_model import check_sizes, checkpoint_name, shard_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -158,7 +158,7 @@ class Lifecycle:
         """Requeues all that ran: the runners are new and their caches empty."""
         for request in self.state.running.holders():
             self.requeue(request)
-        self.state.tables.forget()
+        self.state.tables.reset_prefix_cache()
         self.state.runner_diff.clear()
         self.state.moves.clear()
         self.preemption.clear()

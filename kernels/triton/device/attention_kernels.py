@@ -30,7 +30,7 @@ def merge_parts(
     for part in range(0, parts):
         place = places + part * (KV_HEADS * ROWS)
         lse = tl.load(part_lse + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
-        own = tl.load(
+        partial_out = tl.load(
             part_out + place[:, None] * VALUE_DIM + dv[None, :],
             mask=written,
             other=0.0,
@@ -40,7 +40,7 @@ def merge_parts(
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         share = tl.exp2(lse - shift)
         shrink = tl.exp2(highest - shift)
-        summed = summed * shrink[:, None] + own * share[:, None]
+        summed = summed * shrink[:, None] + partial_out * share[:, None]
         total = total * shrink + share
         highest = new_highest
     return summed / tl.where(total == 0.0, 1.0, total)[:, None]

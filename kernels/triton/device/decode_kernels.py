@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows", "slot_count", "slot_stride", "table_stride", "widest"])
 def enter_rows(
-    given,  # [4, B] int64: slot or -1, input token, position, steps
+    new_rows,  # [4, B] int64: slot or -1, input token, position, steps
     slot_tables,  # [S, P] int32
     slot_integers,  # [2, S] int64
     slot_numbers,  # [3, S] float32
@@ -25,12 +25,12 @@ def enter_rows(
 ):
     """Program (row): a lease's row from its slot. Rows of no slot compute for nobody."""
     row = tl.program_id(0)
-    slot = tl.load(given + row)
+    slot = tl.load(new_rows + row)
     used = slot >= 0
     slot = tl.maximum(slot, 0)
-    tl.store(tokens + row, tl.load(given + rows + row))
-    tl.store(positions + row, tl.load(given + 2 * rows + row))
-    tl.store(remaining + row, tl.load(given + 3 * rows + row).to(tl.int32))
+    tl.store(tokens + row, tl.load(new_rows + rows + row))
+    tl.store(positions + row, tl.load(new_rows + 2 * rows + row))
+    tl.store(remaining + row, tl.load(new_rows + 3 * rows + row).to(tl.int32))
     for i in tl.static_range(2):
         value = tl.load(slot_integers + i * slot_count + slot)
         tl.store(integers + i * rows + row, tl.where(used, value, 0))

@@ -6,13 +6,13 @@ import triton.language as tl
 from rayfin.kernels.triton.device.activation import activated
 
 
-@triton.jit(do_not_specialize=["assignments", "most_tiles"])
+@triton.jit(do_not_specialize=["assignments", "max_tiles"])
 def map_tiles(
     chosen,  # [A] int64, the expert of each assignment; one that does not exist counts for nothing
     order,  # [A] int32, written: assignments, those of an expert side by side, else as they were
     tiles,  # [N, 3] int32, written: expert (-1: none), first place in ``order``, assignments
     assignments,
-    most_tiles,
+    max_tiles,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,  # a power of two over EXPERTS
     ROWS: tl.constexpr,  # of a tile
@@ -28,9 +28,9 @@ def map_tiles(
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, assignments, BLOCK):
         known = start + i < assignments
-        own = tl.load(chosen + start + i, mask=known, other=EXPERTS)
-        exists = (own >= 0) & (own < EXPERTS)
-        counts += tl.histogram(tl.where(exists, own, EXPERTS).to(tl.int32), BINS)
+        expert_ids = tl.load(chosen + start + i, mask=known, other=EXPERTS)
+        exists = (expert_ids >= 0) & (expert_ids < EXPERTS)
+        counts += tl.histogram(tl.where(exists, expert_ids, EXPERTS).to(tl.int32), BINS)
     counts = tl.where(bins < EXPERTS, counts, 0)
     filled = (counts + ROWS - 1) // ROWS
     place = tl.sum(tl.where(bins < expert, counts, 0))
@@ -43,15 +43,15 @@ def map_tiles(
         tl.store(target + 1, place + done)
         tl.store(target + 2, tl.minimum(count - done, ROWS))
     if expert == 0:
-        for first in range(tl.sum(filled), most_tiles, BLOCK):
-            tl.store(tiles + (first + i) * 3, -1, mask=first + i < most_tiles)
+        for first in range(tl.sum(filled), max_tiles, BLOCK):
+            tl.store(tiles + (first + i) * 3, -1, mask=first + i < max_tiles)
 
     for start in range(0, assignments, BLOCK):
         known = start + i < assignments
-        own = tl.load(chosen + start + i, mask=known, other=-1) == expert
-        rank = tl.cumsum(own.to(tl.int32), 0)
-        tl.store(order + place + rank - 1, start + i, mask=own)
-        place += tl.sum(own.to(tl.int32))
+        is_chosen = tl.load(chosen + start + i, mask=known, other=-1) == expert
+        rank = tl.cumsum(is_chosen.to(tl.int32), 0)
+        tl.store(order + place + rank - 1, start + i, mask=is_chosen)
+        place += tl.sum(is_chosen.to(tl.int32))
 
 
 @triton.jit

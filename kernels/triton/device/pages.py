@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-MOST = tl.constexpr(448.0)  # the largest number of e4m3
+E4M3_MAX = tl.constexpr(448.0)  # the largest number of e4m3
 SMALLEST_NORMAL = tl.constexpr(0.015625)  # 2**-6; numbers below it are 2**-9 apart
 SHIFT = tl.constexpr(1572864.0)  # 1.5 * 2**20: fp32 beside it has three bits behind the first
 
@@ -16,7 +16,7 @@ def to_page(x, pages):
     whether a machine's saturates is its own affair. A NaN stays one.
     """
     if pages.dtype.element_ty == tl.float8e4nv:
-        x = tl.clamp(x, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
         power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         shift = tl.maximum(power, SMALLEST_NORMAL) * SHIFT
         x = (x + shift) - shift

@@ -64,9 +64,9 @@ def scaled(row, start, vocabulary, highest, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def search(
-    row, vocabulary, highest, temperature, floor, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr
+    row, vocabulary, highest, temperature, floor, needed, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The highest order t >= floor with as much as is ``wanted`` at t or above, else ``floor``.
+    """The highest order t >= floor with as much as is ``needed`` at t or above, else ``floor``.
 
     Of mass (weights) or of tokens. Three guesses at a time: reading the logits is what it costs.
     """
@@ -90,9 +90,9 @@ def search(
             above_a += tl.sum(tl.where(order >= a, amount, 0))
             above_b += tl.sum(tl.where(order >= b, amount, 0))
             above_c += tl.sum(tl.where(order >= c, amount, 0))
-        enough_a = above_a.to(tl.float64) >= wanted
-        enough_b = above_b.to(tl.float64) >= wanted
-        enough_c = above_c.to(tl.float64) >= wanted
+        enough_a = above_a.to(tl.float64) >= needed
+        enough_b = above_b.to(tl.float64) >= needed
+        enough_c = above_c.to(tl.float64) >= needed
         new_low = tl.where(enough_c, c, tl.where(enough_b, b, tl.where(enough_a, a, low)))
         high = tl.where(
             enough_c, high, tl.where(enough_b, c, tl.where(enough_a, b, tl.maximum(a, low + 1)))
@@ -163,11 +163,11 @@ def draw(row, vocabulary, highest, temperature, top_k, top_p, min_p, u, BLOCK: t
         x = scaled(row, start, vocabulary, highest, temperature, BLOCK)
         total += tl.sum(tl.where(order_of(x) >= floor, weight_of(x), 0))
     equals = tl.zeros([], tl.int64)
-    own = tl.zeros([], tl.int64)  # weight of a token at the floor
+    floor_weight = tl.zeros([], tl.int64)  # weight of a token at the floor
     if top_p < 1:
-        wanted = total.to(tl.float64) * top_p.to(tl.float64)
-        floor = search(row, vocabulary, highest, temperature, floor, wanted, True, BLOCK)
-        own = weight_of(value_of(floor))
+        needed = total.to(tl.float64) * top_p.to(tl.float64)
+        floor = search(row, vocabulary, highest, temperature, floor, needed, True, BLOCK)
+        floor_weight = weight_of(value_of(floor))
         above = tl.zeros([], tl.int64)
         count = tl.zeros([], tl.int64)
         for start in range(0, vocabulary, BLOCK):
@@ -175,37 +175,37 @@ def draw(row, vocabulary, highest, temperature, top_k, top_p, min_p, u, BLOCK: t
             order = order_of(x)
             above += tl.sum(tl.where(order > floor, weight_of(x), 0))
             count += tl.sum((order == floor).to(tl.int64))
-        missing = wanted - above.to(tl.float64)
-        equals = tl.ceil(missing / tl.maximum(own, 1).to(tl.float64)).to(tl.int64)
+        missing = needed - above.to(tl.float64)
+        equals = tl.ceil(missing / tl.maximum(floor_weight, 1).to(tl.float64)).to(tl.int64)
         equals = tl.minimum(tl.maximum(equals, (above == 0).to(tl.int64)), count)
-        total = above + equals * own
+        total = above + equals * floor_weight
     else:
         floor -= 1  # all that are at it are above now
 
     target = (u * total.to(tl.float64)).to(tl.int64)
     before = tl.zeros([], tl.int64)  # weight of the blocks so far
     seen = tl.zeros([], tl.int64)  # tokens at the floor in them
-    found = tl.full([], -1, tl.int32)
-    found_before = before
-    found_seen = seen
+    block_start = tl.full([], -1, tl.int32)
+    block_before = before
+    block_seen = seen
     for start in range(0, vocabulary, BLOCK):
         x = scaled(row, start, vocabulary, highest, temperature, BLOCK)
         order = order_of(x)
         here = tl.sum((order == floor).to(tl.int64))
         kept = tl.minimum(tl.maximum(equals - seen, 0), here)
-        weight = tl.sum(tl.where(order > floor, weight_of(x), 0)) + kept * own
-        if (found < 0) & (before + weight > target):
-            found = start
-            found_before = before
-            found_seen = seen
+        weight = tl.sum(tl.where(order > floor, weight_of(x), 0)) + kept * floor_weight
+        if (block_start < 0) & (before + weight > target):
+            block_start = start
+            block_before = before
+            block_seen = seen
         before += weight
         seen += here
-    start = tl.maximum(found, 0)
+    start = tl.maximum(block_start, 0)
     x = scaled(row, start, vocabulary, highest, temperature, BLOCK)
     order = order_of(x)
     at_floor = order == floor
-    kept = at_floor & (found_seen + tl.cumsum(at_floor.to(tl.int64), 0) <= equals)
+    kept = at_floor & (block_seen + tl.cumsum(at_floor.to(tl.int64), 0) <= equals)
     weights = tl.where((order > floor) | kept, weight_of(x), 0)
     index = start + tl.arange(0, BLOCK)
-    hit = found_before + tl.cumsum(weights, 0) > target
+    hit = block_before + tl.cumsum(weights, 0) > target
     return tl.min(tl.where(hit & (index < vocabulary), index, vocabulary - 1))

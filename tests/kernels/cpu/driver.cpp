@@ -11,13 +11,13 @@
 #include <thread>
 #include <vector>
 
-#include "../../../kernels/cpu/attention.h"
-#include "../../../kernels/cpu/decoder.h"
-#include "../../../kernels/cpu/experts.h"
-#include "../../../kernels/cpu/highest.h"
-#include "../../../kernels/cpu/isa.h"
-#include "../../../kernels/cpu/matmul.h"
-#include "../../../kernels/cpu/norms.h"
+#include "paged_attention/attention.h"
+#include "layers/decoder.h"
+#include "layers/experts.h"
+#include "layers/highest.h"
+#include "common/isa.h"
+#include "matmul/matmul.h"
+#include "layers/norms.h"
 
 using namespace rayfin;
 

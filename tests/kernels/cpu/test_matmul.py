@@ -103,7 +103,7 @@ def test_no_rows(kernels: CpuKernels) -> None:
 @pytest.mark.parametrize("half", [False, True])
 def test_a_row_is_the_same_in_any_company(kernels: CpuKernels, half: bool) -> None:
     weight, x = normal(70, 700), normal(600, 700)
-    x[15:17] *= 2.0**-124  # parts of these are too small for tiles (kernels/cpu/matmul_amx_few.cpp)
+    x[15:17] *= 2.0**-124  # parts of these are too small for tiles (amx/matmul_amx_few.cpp)
     matrix = kernels.pack([weight.bfloat16() if half else weight])
     every = kernels.matmul(x, matrix)
     for rows in range(1, 201):
@@ -129,7 +129,7 @@ def test_as_exact_as_float32(kernels: CpuKernels, half: bool, inputs: int, error
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 40])
 def test_nothing_of_a_float_is_left_out(kernels: CpuKernels, half: bool, rows: int) -> None:
-    """Products of parts (kernels/cpu/matmul_amx.cpp) by one give the float back, to the bit."""
+    """Products of parts (kernels/cpu/amx/matmul_amx.cpp) by one give the float back, to the bit."""
     one = torch.eye(70)
     x = normal(rows, 70) * 2.0 ** (torch.arange(70) % 81 - 40)
     assert torch.equal(kernels.matmul(x, kernels.pack([one.bfloat16() if half else one])), x)

@@ -9,7 +9,7 @@ from rayfin.kernels import reference
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import experts as module
-from rayfin.kernels.triton.experts import ExpertTileShape, most_tiles, run_experts
+from rayfin.kernels.triton.experts import ExpertTileShape, max_tiles_for, run_experts
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 Run = Callable[..., torch.Tensor]
@@ -98,4 +98,4 @@ def test_other_activations(run: Run, close: Close) -> None:
 @pytest.mark.parametrize("counts", [[1], [16, 17, 1], [0, 0, 33], [15, 1, 1, 1], [1] * 7])
 def test_no_choice_takes_more_tiles(counts: list[int]) -> None:
     needed = sum(-(-count // 16) for count in counts)
-    assert needed <= most_tiles(sum(counts), len(counts), 16)
+    assert needed <= max_tiles_for(sum(counts), len(counts), 16)

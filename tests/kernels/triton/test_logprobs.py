@@ -14,13 +14,13 @@ V = 300
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 128)
-    monkeypatch.setattr(module, "MOST_TOP", 8)
+    monkeypatch.setattr(module, "MAX_TOP_LOGPROBS", 8)
 
 
 def run(
     logits: torch.Tensor, tokens: list[int], asked: list[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (len(tokens), 1 + module.MOST_TOP)
+    shape = (len(tokens), 1 + module.MAX_TOP_LOGPROBS)
     values = torch.full(shape, 77.0, device=device)
     numbers = torch.full(shape, 77, dtype=torch.int32, device=device)
     wanted = torch.tensor(asked, dtype=torch.int32, device=device)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfin.kernels.triton.tile_map import WHOLE, TileMap, make_lease_map, make_tile_map
+from rayfin.kernels.triton.tile_map import WHOLE, TileMap, make_multi_step_map, make_tile_map
 
 
 def seen_keys(tile_map: TileMap, tokens: int) -> list[list[int]]:
@@ -94,7 +94,7 @@ def test_padding_is_no_work(rows: int) -> None:
 def test_a_lease_needs_one_map(window: int | None) -> None:
     """What any of its steps sees is in it, in one item of each row and key."""
     kv_len, steps = np.array([500, 3, 70]), np.array([4, 1, 16])
-    made = make_lease_map(kv_len, steps, key_block=16, programs=8, window=window)
+    made = make_multi_step_map(kv_len, steps, key_block=16, programs=8, window=window)
     assert (made.items[:, 2] == 1).all() and (made.items[:, 1] == made.items[:, 0]).all()
     for row in range(3):
         own = made.items[made.items[:, 0] == row]

@@ -77,17 +77,17 @@ def test_rows_that_do_not_count_get_no_room() -> None:
 def test_what_the_device_cannot_do() -> None:
     """Bad words of several tokens, lists without end, more log probabilities than it keeps."""
     pytest.importorskip("triton")
-    from rayfin.actors.runner.gpu.graph_extras import MOST_ENTRIES, GraphExtras
-    from rayfin.kernels.triton.logprobs import MOST_TOP
+    from rayfin.actors.runner.gpu.graph_extras import MAX_ENTRIES, GraphExtras
+    from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS
 
     def rules(**sampling: object) -> RowTokenRules:
         own = Sampling(**sampling)  # type: ignore[arg-type]
         return make_row_token_rules(1, [Ruled(0, own, None)], 16)
 
-    none, most = np.array([NO_LOGPROBS]), np.array([MOST_TOP])
+    none, most = np.array([NO_LOGPROBS]), np.array([MAX_TOP_LOGPROBS])
     assert GraphExtras.fits(None, none) and GraphExtras.fits(rules(banned=(3,)), most)
     assert not GraphExtras.fits(None, most + 1)
     assert GraphExtras.fits(rules(bad_words=((1,),)), none)
     assert not GraphExtras.fits(rules(bad_words=((1,), (1, 2))), none)
-    many = tuple(range(MOST_ENTRIES + 1))
+    many = tuple(range(MAX_ENTRIES + 1))
     assert not GraphExtras.fits(rules(allowed=many), none)

@@ -1,0 +1,47 @@
+// Memory for weights and workspaces, aligned to cache lines, on huge pages where the system allows it
+// (a step reads all weights once; with 4 KiB pages each read would miss the TLB).
+#pragma once
+
+#include <cstddef>
+#include <new>
+#include <utility>
+
+namespace rayfin {
+
+void* allocate(size_t bytes);  // zeroed, 64-byte aligned; throws std::bad_alloc
+void release(void* memory, size_t bytes);
+
+// Owns a block of memory.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t bytes) : bytes_(bytes), memory_(bytes ? allocate(bytes) : nullptr) {}
+  Buffer(Buffer&& other) noexcept
+      : bytes_(std::exchange(other.bytes_, 0)), memory_(std::exchange(other.memory_, nullptr)) {}
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(bytes_, other.bytes_);
+    std::swap(memory_, other.memory_);
+    return *this;
+  }
+  ~Buffer() {
+    if (memory_) release(memory_, bytes_);
+  }
+
+  // Returns at least `bytes` of memory; the content is lost when it grows.
+  void* reserve(size_t bytes) {
+    if (bytes > bytes_) *this = Buffer(bytes + bytes / 2);
+    return memory_;
+  }
+
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(memory_);
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  size_t bytes_ = 0;
+  void* memory_ = nullptr;
+};
+
+}  // namespace rayfin

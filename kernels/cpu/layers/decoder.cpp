@@ -1,0 +1,157 @@
+#include "layers/decoder.h"
+
+#include <algorithm>
+
+#include "matmul/epilogue.h"
+
+namespace rayfin {
+
+namespace {
+
+int64_t qkv_size(const Decoder& d) { return (d.heads + d.kv_heads) * d.key_dim + d.kv_heads * d.value_dim; }
+
+// A step's activations, laid out in its workspace.
+struct Activations {
+  float *x, *normed, *qkv, *attended, *gated, *sampled_x, *sampled_attended;
+  int64_t floats;
+
+  Activations(const Decoder& d, int64_t tokens, int64_t sampled, float* memory) {
+    const int64_t rows = std::max(tokens, sampled), attended_size = d.heads * d.value_dim;
+    float* at = memory;
+    auto allocate = [&](int64_t count) {
+      float* start = at;
+      at += (count + 15) / 16 * 16;
+      return start;
+    };
+    x = allocate(tokens * d.hidden);
+    normed = allocate(rows * d.hidden);
+    qkv = allocate(tokens * qkv_size(d));
+    attended = allocate(tokens * attended_size);
+    gated = allocate(rows * d.intermediate);
+    sampled_x = allocate(sampled * d.hidden);
+    sampled_attended = allocate(sampled * attended_size);
+    floats = at - memory;
+  }
+};
+
+void embed(Pool& pool, const Decoder& d, const Step& s, float* x) {
+  const int64_t group = std::max<int64_t>(1, 4096 / d.hidden);
+  pool.run((s.count + group - 1) / group, [&](int64_t tile, int) {
+    for (int64_t i = tile * group; i < std::min(s.count, (tile + 1) * group); ++i) {
+      float* row = x + i * d.hidden;
+      d.embedding->read_row(s.tokens[i], row);
+      if (d.embedding_scale != 1.0f)
+        for (int64_t k = 0; k < d.hidden; ++k) row[k] *= d.embedding_scale;
+    }
+  });
+}
+
+// Returns x, or its norm in `normed` if there is a weight.
+const float* norm_in(Pool& pool, const Decoder& d, const float* x, int64_t rows, const float* weight, float* normed) {
+  if (!weight) return x;
+  rms_norm(pool, x, d.hidden, rows, d.hidden, weight, d.eps, nullptr, 0, 1.0f, normed, d.hidden);
+  return normed;
+}
+
+// x += residual_scale * out_norm(input W^T + bias), in one pass if there is no out_norm.
+void add_projection(Pool& pool, const Decoder& d, const Matrix& weight, const float* bias, const float* out_norm,
+                    const float* input, int64_t rows, float* x, float* normed) {
+  Epilogue epilogue;
+  epilogue.bias = bias;
+  if (!out_norm) {
+    epilogue.residual = x;
+    epilogue.residual_stride = d.hidden;
+    epilogue.alpha = d.residual_scale;
+    matmul(pool, weight, input, weight.inputs, rows, x, d.hidden, epilogue);
+    return;
+  }
+  matmul(pool, weight, input, weight.inputs, rows, normed, d.hidden, epilogue);
+  rms_norm(pool, normed, d.hidden, rows, d.hidden, out_norm, d.eps, x, d.hidden, d.residual_scale, x, d.hidden);
+}
+
+void attend(Pool& pool, const Decoder& d, const Layer& layer, const Step& s, const Activations& a) {
+  Epilogue epilogue;
+  epilogue.bias = layer.qkv_bias;
+  const float* input = norm_in(pool, d, a.x, s.count, layer.attention_norm, a.normed);
+  const int64_t stride = qkv_size(d);
+  matmul(pool, *layer.qkv, input, d.hidden, s.count, a.qkv, stride, epilogue);
+  prepare_heads(pool, {a.qkv, layer.query_norm, layer.key_norm, layer.cos, layer.sin, s.positions, s.slots,
+                       layer.k_pages, layer.v_pages, stride, s.count, d.heads, d.kv_heads, d.key_dim, d.value_dim,
+                       d.rotary_dim, d.storage, d.whole_norm, d.eps});
+  Attention attended{};
+  attended.query = a.qkv;
+  attended.k_pages = layer.k_pages;
+  attended.v_pages = layer.v_pages;
+  attended.page_tables = s.page_tables;
+  attended.query_start = s.query_start;
+  attended.kv_len = s.kv_len;
+  attended.sinks = layer.sinks;
+  attended.out = a.attended;
+  attended.query_stride = stride;
+  attended.table_stride = s.table_stride;
+  attended.rows = s.rows;
+  attended.decoding = s.decoding;
+  attended.page_size = s.page_size;
+  attended.heads = d.heads;
+  attended.kv_heads = d.kv_heads;
+  attended.key_dim = d.key_dim;
+  attended.value_dim = d.value_dim;
+  attended.window = layer.window;
+  attended.storage = d.storage;
+  attended.scale = layer.scale;
+  attended.softcap = layer.softcap;
+  attention(pool, attended);
+}
+
+void gather(const float* x, int64_t size, const int64_t* rows, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) std::copy_n(x + rows[i] * size, size, out + i * size);
+}
+
+void compute_logits(Pool& pool, const Decoder& d, const Step& s, const float* x, float* normed) {
+  Epilogue epilogue;
+  epilogue.bias = d.head_bias;
+  epilogue.alpha = d.logit_scale;
+  const float* input = norm_in(pool, d, x, s.sampled_count, d.final_norm, normed);
+  matmul(pool, *d.head, input, d.hidden, s.sampled_count, s.logits, d.vocabulary, epilogue);
+  if (d.logit_softcap <= 0.0f) return;
+  pool.run(s.sampled_count, [&](int64_t row, int) {
+    float* logits = s.logits + row * d.vocabulary;
+    for (int64_t i = 0; i < d.vocabulary; i += kWidth) {
+      const int64_t count = d.vocabulary - i;
+      store_part(logits + i, tanh(load_part(logits + i, count) / d.logit_softcap) * d.logit_softcap, count);
+    }
+  });
+}
+
+}  // namespace
+
+int64_t workspace_floats(const Decoder& d, int64_t tokens, int64_t sampled) {
+  return Activations(d, tokens, sampled, nullptr).floats;
+}
+
+void run_decoder(Pool& pool, const Decoder& d, const Step& s) {
+  const Activations a(d, s.count, s.sampled_count, s.workspace);
+  embed(pool, d, s, a.x);
+  float *x = a.x, *attended = a.attended;
+  int64_t rows = s.count;
+  for (int64_t i = 0; i < d.layer_count; ++i) {
+    const Layer& layer = d.layers[i];
+    attend(pool, d, layer, s, a);
+    if (i + 1 == d.layer_count) {  // no later layer reads the other tokens
+      gather(x, d.hidden, s.sampled, s.sampled_count, a.sampled_x);
+      gather(attended, d.heads * d.value_dim, s.sampled, s.sampled_count, a.sampled_attended);
+      x = a.sampled_x, attended = a.sampled_attended, rows = s.sampled_count;
+    }
+    add_projection(pool, d, *layer.attention_out, layer.attention_out_bias, layer.attention_out_norm, attended, rows, x,
+                   a.normed);
+    Epilogue epilogue;
+    epilogue.bias = layer.gate_up_bias;
+    epilogue.activation = int(d.activation);
+    const float* input = norm_in(pool, d, x, rows, layer.mlp_norm, a.normed);
+    matmul(pool, *layer.gate_up, input, d.hidden, rows, a.gated, d.intermediate, epilogue);
+    add_projection(pool, d, *layer.down, layer.down_bias, layer.mlp_out_norm, a.gated, rows, x, a.normed);
+  }
+  compute_logits(pool, d, s, x, a.normed);
+}
+
+}  // namespace rayfin

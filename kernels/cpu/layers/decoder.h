@@ -1,0 +1,52 @@
+// Runs a whole decoder in one call: embedding, layers, logits of the sampled tokens.
+//
+//   x = embedding * scale
+//   for each layer:   x += residual_scale * out_norm(attention(in_norm(x)))
+//                     x += residual_scale * out_norm(down(act(gate(in_norm(x))) * up(in_norm(x))))
+//   logits = cap(head(norm(x)) * logit_scale)
+//
+// Every norm, bias and cap may be absent. Llama, Qwen 2 and 3, Mistral, Phi-3, Gemma 2 and 3, OLMo 2
+// and Granite are of this form. decoder.py declares the same structs; keep both in sync.
+#pragma once
+
+#include "paged_attention/attention.h"
+#include "layers/heads.h"
+#include "matmul/matmul.h"
+
+namespace rayfin {
+
+struct Layer {
+  const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;
+  const Matrix *qkv, *attention_out, *gate_up, *down;
+  const float *qkv_bias, *attention_out_bias, *gate_up_bias, *down_bias;
+  const float *query_norm, *key_norm, *sinks;
+  const float *cos, *sin;
+  void *k_pages, *v_pages;
+  int64_t window;
+  float scale, softcap;
+};
+
+struct Decoder {
+  const Layer* layers;
+  const Matrix *embedding, *head;
+  const float *final_norm, *head_bias;
+  int64_t layer_count, hidden, intermediate, vocabulary;
+  int64_t heads, kv_heads, key_dim, value_dim, rotary_dim;
+  int64_t storage, whole_norm, activation;
+  float eps, embedding_scale, residual_scale, logit_scale, logit_softcap;
+};
+
+struct Step {
+  const int64_t *tokens, *positions, *slots;  // [T]
+  const int64_t* sampled;                     // [S], indices in T
+  const int32_t *page_tables, *query_start, *kv_len;
+  float* logits;     // [S, vocabulary]
+  float* workspace;  // workspace_floats floats
+  int64_t count, sampled_count;
+  int64_t table_stride, rows, decoding, page_size;
+};
+
+int64_t workspace_floats(const Decoder& d, int64_t tokens, int64_t sampled);
+void run_decoder(Pool& pool, const Decoder& d, const Step& s);
+
+}  // namespace rayfin

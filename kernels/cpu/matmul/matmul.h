@@ -1,0 +1,31 @@
+// y = x W^T for a packed weight; the epilogue runs while the sums are in cache.
+#pragma once
+
+#include "matmul/matrix.h"
+#include "common/pool.h"
+
+namespace rayfin {
+
+// y = residual + alpha * (x W^T + bias), or for a paired matrix act(gate) * up with bias inside.
+struct Epilogue {
+  const float* bias = nullptr;      // [outputs]
+  const float* residual = nullptr;  // [M, outputs], may be y itself
+  int64_t residual_stride = 0;
+  float alpha = 1.0f;
+  int activation = 0;  // Activation in vmath.h
+};
+
+// x [M, inputs] and y [M, outputs] (outputs / 2 if paired), rows `x_stride`, `y_stride` apart.
+//
+// Each output is one chain of FMAs in the order of its inputs for any M, so a row's result does not depend on the
+// other rows. The same holds for 8-bit weights (matmul_int8.h) and on AMX tiles.
+void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
+            int64_t y_stride, const Epilogue& epilogue);
+
+#if defined(__AMX_TILE__)
+// The same for 16-bit and fp32 weights (matmul_amx.cpp, matmul_amx_float.cpp); rows > 0.
+void matmul_tiles(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y,
+                  int64_t y_stride, const Epilogue& epilogue);
+#endif
+
+}  // namespace rayfin

@@ -1,0 +1,126 @@
+#include "matmul/matrix.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "matmul/matmul_int8.h"
+
+namespace rayfin {
+
+namespace {
+
+constexpr int64_t kLine = 64;
+
+size_t element_size(Storage storage) { return storage == kFloat32 ? 4 : storage == kBFloat16 ? 2 : 1; }
+
+int64_t depth_of(int64_t inputs, Storage storage) {
+  if (storage == kInt8) return (inputs + kLine - 1) / kLine * kLine;
+#if defined(__AMX_TILE__)
+  return (inputs + kStep - 1) / kStep * kStep;
+#else
+  return inputs;
+#endif
+}
+
+int64_t panels_of(int64_t outputs, bool paired) {
+  int64_t columns = paired ? outputs / 2 : outputs;
+  int64_t width = paired ? kWidth : kPanel;
+  return (columns + width - 1) / width;
+}
+
+#if defined(__AMX_TILE__)
+// The row among a panel's tiles that holds depth step k of a lane.
+int64_t tile_row(int lane, int64_t k) { return (k / kStep * 2 + lane / kWidth) * (kStep / 2) + k % kStep / 2; }
+#endif
+
+}  // namespace
+
+Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired)
+    : outputs(outputs),
+      inputs(inputs),
+      depth(depth_of(inputs, storage)),
+      storage(storage),
+      paired(paired),
+      panels(panels_of(outputs, paired)) {
+  data_ = Buffer(size_t(panels * panel_size()) * element_size(storage));
+  if (storage != kInt8) return;
+  scales_ = Buffer(size_t(panels * kPanel) * sizeof(float));
+  offsets_ = Buffer(size_t(panels * kPanel) * sizeof(int32_t));
+}
+
+Matrix::Place Matrix::place(int64_t output) const {
+  if (!paired) return {output / kPanel, int(output % kPanel)};
+  int64_t half = output >= outputs / 2;
+  int64_t column = output - half * (outputs / 2);
+  return {column / kWidth, int(half * kWidth + column % kWidth)};
+}
+
+template <class T>
+void Matrix::fill(int64_t first, int64_t count, const T* weights, int64_t stride) {
+  for (int64_t i = 0; i < count; ++i) {
+    Place at = place(first + i);
+    const T* source = weights + i * stride;
+    if (storage == kFloat32) {
+      for (int64_t k = 0; k < inputs; ++k) *float_at(at, k) = widen(source[k]);
+    } else if (storage == kInt8) {
+      std::vector<float> wide(size_t(inputs), 0.0f);
+      for (int64_t k = 0; k < inputs; ++k) wide[size_t(k)] = widen(source[k]);
+      fill_int8(at, wide.data());
+    } else {
+      for (int64_t k = 0; k < inputs; ++k) narrow(widen(source[k]), half_at(at, k));
+    }
+  }
+}
+
+// The place of depth step k of an output.
+int8_t* Matrix::int8_at(Place at, int64_t k) const {
+  return data_.as<int8_t>() + at.panel * panel_size() + k / 4 * (4 * kPanel) + at.lane * 4 + k % 4;
+}
+
+float* Matrix::float_at(Place at, int64_t k) const {
+  float* panel = data_.as<float>() + at.panel * panel_size();
+#if defined(__AMX_TILE__)
+  return panel + tile_row(at.lane, k) * kPanel + k % 2 * kWidth + at.lane % kWidth;
+#else
+  return panel + k * kPanel + at.lane;
+#endif
+}
+
+BFloat16* Matrix::half_at(Place at, int64_t k) const {
+  BFloat16* panel = data_.as<BFloat16>() + at.panel * panel_size();
+#if defined(__AMX_TILE__)
+  return panel + tile_row(at.lane, k) * kPanel + at.lane % kWidth * 2 + k % 2;
+#else  // in pairs of outputs (load_panel)
+  return panel + k * kPanel + (at.lane < kWidth ? 2 * at.lane : 2 * (at.lane - kWidth) + 1);
+#endif
+}
+
+void Matrix::fill_int8(Place at, const float* weights) {
+  const Int8Scale scale = int8_scale(weights, inputs);
+  int32_t total = 0;
+  for (int64_t k = 0; k < inputs; ++k) {
+    const long value = std::clamp(__builtin_lrintf(weights[k] * scale.inverse), -127l, 127l);
+    *int8_at(at, k) = int8_t(value);
+    total += int32_t(value);
+  }
+  scales_.as<float>()[at.panel * kPanel + at.lane] = scale.scale;
+  offsets_.as<int32_t>()[at.panel * kPanel + at.lane] = 128 * total;
+}
+
+template void Matrix::fill(int64_t, int64_t, const float*, int64_t);
+template void Matrix::fill(int64_t, int64_t, const BFloat16*, int64_t);
+
+void Matrix::read_row(int64_t output, float* weights) const {
+  Place at = place(output);
+  for (int64_t k = 0; k < inputs; ++k) {
+    if (storage == kFloat32) {
+      weights[k] = *float_at(at, k);
+    } else if (storage == kInt8) {
+      weights[k] = float(*int8_at(at, k)) * scales()[at.panel * kPanel + at.lane];
+    } else {
+      weights[k] = widen(*half_at(at, k));
+    }
+  }
+}
+
+}  // namespace rayfin
