@@ -125,7 +125,7 @@ def test_others_find_what_was_swapped_in(harness: Make, scheduler: str) -> None:
     first = h.add(_prompt(17), 12)
     h.step()
     _preempt(h, first)
-    h.engine.lifecycle.state.tables.reset_prefix_cache()  # as if its pages had been taken in between
+    h.engine.lifecycle.state.tables.reset_prefix_cache()  # as if its pages were reused
     second = h.add(_prompt(17), 4)
     h.run()
     h.check()
