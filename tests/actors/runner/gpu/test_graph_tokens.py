@@ -28,14 +28,14 @@ def test_every_step_keeps_its_tokens(aside: bool) -> None:
     tokens = GraphTokens(3, 4, torch.device("cpu"), side)  # type: ignore[arg-type]
     assert len(tokens) == 3
     sampled = torch.empty(4, dtype=torch.int64)
-    tokens = []
+    taken = []
     for num_steps, bucket in ((3, 4), (2, 2)):
         for step in range(num_steps):
             sampled.copy_(torch.arange(4) + 10 * step + 100 * num_steps)
             tokens.store(step, sampled[:bucket])
             assert side is None or len(side.begun) == step + 1
-        tokens.append(tokens.collect(num_steps, bucket - 1))
+        taken.append(tokens.collect(num_steps, bucket - 1))
         assert side is None or not side.begun
-    assert [array.dtype for array in tokens] == ["int32", "int32"]
-    assert tokens[0].tolist() == [[300, 301, 302], [310, 311, 312], [320, 321, 322]]
-    assert tokens[1].tolist() == [[200], [210]]
+    assert [array.dtype for array in taken] == ["int32", "int32"]
+    assert taken[0].tolist() == [[300, 301, 302], [310, 311, 312], [320, 321, 322]]
+    assert taken[1].tolist() == [[200], [210]]
