@@ -223,7 +223,7 @@ class Scheduler:
             self.engine.add(request)
             self.taken.append(request)
             if request.beams is not None:  # the fake model must know what is searched for
-                executor: Any = self.engine._executor
+                executor: Any = self.engine._pipeline._executor
                 executor.streams[request.sampling.seed] = Stream(request, VOCABULARY)
         except RayfinError as error:
             refusal = TokenDeltas.only(Ended(request.key, "error", error=error))
