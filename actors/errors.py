@@ -36,7 +36,8 @@
     InjectedFault (RuntimeError)        a failpoint's ``raise``
 
 The columns are the HTTP status and the ``code`` of the body; "-" stands for errors that are handled
-before there is an answer. An error crosses actors by pickle, so each one keeps its arguments in ``args``.
+before there is an answer. An error crosses actors by pickle, so each one keeps its arguments in
+``args``.
 """
 
 

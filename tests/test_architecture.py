@@ -23,6 +23,8 @@ MAY_IMPORT_RAY = {
     "actors/metrics/hub.py",
     "actors/processes/registry.py",
     "actors/scheduler/runner_group.py",
+    "actors/supervision/adoption.py",
+    "actors/supervision/placement.py",
     "actors/supervision/supervisor.py",
 }
 NO_TORCH = {f"actors/{name}.py" for name in ("config", "messages", "sampling_params", "errors")}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import ray
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.supervision.supervisor import bundles, pick_cluster_device
+from rayfin.actors.supervision.placement import bundles, pick_cluster_device
 
 
 def has_room(args: EngineArgs) -> bool:

@@ -1,0 +1,76 @@
+"""Engines of other supervisors: those that can be claimed, and runners that have no scheduler."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.processes.registry import engine_names, find_actor, runner_name
+from rayfin.actors.runner.parallel.rank import group_size
+from rayfin.actors.scheduler.actor import EngineClaim
+from rayfin.actors.timing import PULSE_ANSWER_SECONDS, PULSE_SECONDS
+
+logger = logging.getLogger(__name__)
+
+
+async def claim_engine(
+    prefix: str, owner: str, args: EngineArgs
+) -> tuple[str, Any, EngineClaim] | None:
+    """Claims an engine of the same settings whose supervisor has fallen silent.
+
+    Waits for one whose supervisor has died recently, until it may be claimed.
+
+    Returns:
+        Its name, its scheduler and the granted claim, or None if there is no such engine.
+    """
+    while True:
+        waiting = False
+        for name in await asyncio.to_thread(engine_names, prefix):
+            scheduler = find_actor(name)
+            claim = None if scheduler is None else await _claim(name, scheduler, owner, args)
+            if claim is not None and claim.granted:
+                return name, scheduler, claim
+            waiting |= claim is not None and claim.compatible and claim.silence > PULSE_SECONDS
+        if not waiting:
+            return None
+        await asyncio.sleep(PULSE_SECONDS / 2)
+
+
+async def _claim(name: str, scheduler: Any, owner: str, args: EngineArgs) -> EngineClaim | None:
+    try:
+        call = scheduler.claim.remote(owner, args, args.identity)
+        claim: EngineClaim = await asyncio.wait_for(call, PULSE_ANSWER_SECONDS)
+    except (RayError, TimeoutError) as error:
+        logger.warning("engine %s cannot be claimed: %s", name, error)
+        return None
+    return claim
+
+
+def engines_without_scheduler(names: list[str], args: EngineArgs) -> Iterator[str]:
+    """Those of ``names`` that have lost their scheduler, but not yet their runners."""
+    for name in names:
+        if find_actor(name) is None and has_runners(name, args):
+            yield name
+
+
+def has_runners(name: str, args: EngineArgs) -> bool:
+    """Whether any runner of the engine ``name`` exists."""
+    ranks = range(group_size(args))
+    return any(find_actor(runner_name(name, rank)) is not None for rank in ranks)
+
+
+async def other_model_exists(name: str, identity: str) -> bool:
+    """Whether an engine of the same Serve deployment serves another model than ``identity``."""
+    prefix = name.rpartition("/")[0] + "/"
+    for other in await asyncio.to_thread(engine_names, prefix):
+        if other != name and (scheduler := find_actor(other)) is not None:
+            with suppress(RayError, EngineUnavailable, TimeoutError):
+                info = await asyncio.wait_for(scheduler.info.remote(), PULSE_ANSWER_SECONDS)
+                if info.identity != identity:
+                    return True
+    return False
