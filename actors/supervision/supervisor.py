@@ -133,7 +133,7 @@ class Supervisor:
             raise EngineUnavailable(f"engine {self.name}: {self._reason}")
 
     async def drain(self, seconds: float) -> None:
-        """Hands new requests back, lets the others finish for ``seconds``, then hands them back too.
+        """Hands new requests back; after ``seconds`` the unfinished ones as well.
 
         Returns when no request is left, or when the engine is dead.
         """
