@@ -8,9 +8,9 @@ import pytest
 from starlette.requests import Request
 
 from rayfin.actors.errors import RequestFailed
-from rayfin.deployments.generation.route import GenerationAdapter, first_of, stream_events
+from rayfin.deployments.generation.generation import chain_first, first_of
 from rayfin.deployments.http import sse
-from rayfin.deployments.http.sse import COMMENT, DONE, EventStream
+from rayfin.deployments.http.sse import COMMENT, DONE, EventStream, closed_by_done
 
 pytestmark = pytest.mark.anyio
 
@@ -76,29 +76,6 @@ class Connected:
     receive = staticmethod(stay)
 
 
-class Adapter:
-    """Writes deltas as they are, and a failure as its message."""
-
-    stream_interval = None
-
-    def opening(self) -> list[str]:
-        return []
-
-    closing = opening
-
-    def is_new(self, choice: Any, delta: Any) -> bool:
-        return True
-
-    def events(self, choice: Any, delta: str) -> list[str]:
-        return [delta]
-
-    def failure(self, error: Exception) -> list[str]:
-        return [f"data: {{{error}}}\n\n", DONE]
-
-
-ADAPTER = cast(GenerationAdapter, Adapter())
-
-
 async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -107,9 +84,9 @@ async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
     told = asyncio.Event()
     bodies: list[bytes] = []
 
-    async def deltas() -> AsyncGenerator[Any, None]:
+    async def deltas() -> AsyncGenerator[str, None]:
         await told.wait()
-        yield None, "data: 1\n\n"
+        yield "data: 1\n\n"
         raise RequestFailed("the engine is gone")
 
     async def send(message: Any) -> None:
@@ -120,7 +97,7 @@ async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
     source = deltas()
     first = await first_of(cast(Request, Connected()), source)
     assert not first.done()
-    events = stream_events(ADAPTER, first, source)
+    events = closed_by_done(chain_first(first, source))
     await EventStream(events, source, first=first)({"type": "http"}, stay, send)
     start, comment, *rest = bodies
     assert (start, comment) == (b"", COMMENT.encode())
@@ -143,11 +120,11 @@ async def test_a_client_that_leaves_before_the_first_event(monkeypatch: pytest.M
     monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
     closed = False
 
-    async def deltas() -> AsyncGenerator[Any, None]:
+    async def deltas() -> AsyncGenerator[str, None]:
         nonlocal closed
         try:
             await asyncio.Event().wait()
-            yield None, ""
+            yield ""
         finally:
             closed = True
 
@@ -159,6 +136,7 @@ async def test_a_client_that_leaves_before_the_first_event(monkeypatch: pytest.M
 
     source = deltas()
     first = await first_of(cast(Request, Connected()), source)
-    events = stream_events(ADAPTER, first, source)
-    await EventStream(events, source, first=first)({"type": "http"}, leave, send)
+    await EventStream(chain_first(first, source), source, first=first)(
+        {"type": "http"}, leave, send
+    )
     assert closed and first.done()
