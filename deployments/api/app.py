@@ -7,14 +7,15 @@ from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
 from rayfin.deployments.api.anthropic.routes import add_message_routes
 from rayfin.deployments.api.models import add_model_routes
 from rayfin.deployments.api.openai.bodies import ChatCompletionRequest, CompletionRequest
-from rayfin.deployments.api.openai.chat import ChatHandler
-from rayfin.deployments.api.openai.completions import CompletionHandler
+from rayfin.deployments.api.openai.chat import ChatAdapter
+from rayfin.deployments.api.openai.completions import TextAdapter
 from rayfin.deployments.api.openai.tokenize import add_tokenize_routes
 from rayfin.deployments.api.openapi import add_openapi
 from rayfin.deployments.api.responses.local_store import LocalResponseStore
 from rayfin.deployments.api.responses.routes import add_response_routes
 from rayfin.deployments.api.status import add_status_routes
 from rayfin.deployments.api.web.routes import add_web_routes
+from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
 from rayfin.deployments.http.errors import add_error_handlers
@@ -69,12 +70,12 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
     async def complete(request: Request, body: CompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
         service = models.resolve_model(request, body.model)
-        return await CompletionHandler(service, body).answer(request, headers)
+        return await GenerationRoute(TextAdapter(service, body)).answer(request, headers)
 
     async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
         service = models.resolve_model(request, body.model)
-        return await ChatHandler(service, body).answer(request, headers)
+        return await GenerationRoute(ChatAdapter(service, body)).answer(request, headers)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

@@ -1,12 +1,10 @@
 """Beam search over HTTP, asked for as of vLLM's server: ``use_beam_search``, with ``n`` beams."""
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 
-from rayfin.actors.errors import InvalidRequest, RequestFailed
+from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import TokenDelta
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
-from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.http.json_body import rename_error_params
@@ -65,27 +63,17 @@ def text_params(body: GenerationBody, search: BeamSearchParams) -> SamplingParam
     )
 
 
-async def run_search(
-    client: EngineClient, choices: Sequence[Choice]
-) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
-    """Runs the one request of a prompt's choices; each gets a hypothesis, best first.
-
-    Raises:
-        RequestFailed: the engine gave up on it.
-    """
+def hypothesis_deltas(
+    choices: Sequence[Choice], delta: TokenDelta
+) -> Iterator[tuple[Choice, TextDelta]]:
+    """Yields the whole text of each choice of a prompt, best first, if the search has ended."""
     request = choices[0].request
-    async with aclosing(client.stream(request)) as deltas:
-        async for delta in deltas:
-            for choice, own in zip(choices, delta.hypotheses, strict=False):
-                told = TokenDelta(request.request_id, own.tokens, own.finish_reason)
-                if own.finish_reason == "stop":
-                    stopping = request.stopping
-                    last = own.tokens[-1]
-                    told.stop_reason = None if last in stopping.eos_token_ids else last
-                told.cached_tokens = delta.cached_tokens
-                news = choice.output.push(told)
-                choice.append(news)
-                yield choice, news
-            if delta.hypotheses:
-                return
-    raise RequestFailed("The engine failed on this request.")
+    for choice, hypothesis in zip(choices, delta.hypotheses, strict=False):
+        last = TokenDelta(request.request_id, hypothesis.tokens, hypothesis.finish_reason)
+        if hypothesis.finish_reason == "stop":
+            token = hypothesis.tokens[-1]
+            last.stop_reason = None if token in request.stopping.eos_token_ids else token
+        last.cached_tokens = delta.cached_tokens
+        text = choice.output.push(last)
+        choice.append(text)
+        yield choice, text

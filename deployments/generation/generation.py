@@ -3,30 +3,21 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from starlette.requests import Request
-
-from rayfin.actors.errors import ClientGone, InvalidRequest, RequestFailed
-from rayfin.actors.messages import EngineRequest
+from rayfin.actors.errors import InvalidRequest, RayfinError, RequestFailed
+from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
-from rayfin.deployments.generation.beams import run_search
+from rayfin.deployments.generation.beams import hypothesis_deltas
 from rayfin.deployments.generation.choice import Choice, Prompt
-from rayfin.deployments.generation.quotas import metered
-from rayfin.deployments.generation.resume import answered
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.generation.usage import PromptTokensDetails, Usage
 from rayfin.deployments.http.caller import NOBODY, Caller
-from rayfin.deployments.http.sse import (
-    cancelled,
-    ended,
-    until_disconnect,
-    wait_for_some_time,
-)
+from rayfin.deployments.http.sse import cancelled
 from rayfin.deployments.requests.beams import build_searches
 from rayfin.deployments.requests.best_of import candidates, likeliest, num_candidates, tell_logprobs
 from rayfin.deployments.requests.build import build_requests
@@ -65,6 +56,7 @@ class Generation:
         self.headers: dict[str, str] = {}  # of the answer: what is left of the tenant's quota
         if self._quotas is not None:
             self.headers = self._quotas.admit(caller.tenant, sum(len(own.ids) for own in prompts))
+        self._started = False  # an engine has sent something
         self._searches = search is not None
         self._wanted, count = params.n, num_candidates(params)  # choices of each prompt
         self.prompts = prompts
@@ -130,19 +122,15 @@ class Generation:
         return cls(service, prompts, requests, params, search, caller)
 
     def run(self) -> Deltas:
-        """The news of all choices as they come; closing it aborts what still runs."""
-        deltas = self._run()
-        if self._quotas is None:
-            return deltas
-        prompt = sum(len(own.ids) for own in self.prompts)
-        return metered(deltas, self._quotas, self._tenant, prompt)
+        """Returns the choice stream: deltas of all choices as they come.
 
-    def _run(self) -> Deltas:
+        Closing it aborts the engine requests that still run.
+        """
         if self._searches:
-            return merged([run_search(self._client, group) for group in self._by_prompt()])
-        if len(self.choices) == 1:
-            return self._run_choice(self.choices[0])
-        return merged([self._run_choice(choice) for choice in self.choices])
+            streams = [self._run_search(group) for group in self._by_prompt()]
+        else:
+            streams = [self._run_choice(choice) for choice in self.choices]
+        return streams[0] if len(streams) == 1 else merged(streams)
 
     async def finish(self, deltas: Deltas) -> None:
         """Runs to the end; the choices hold what came, those of each prompt best first."""
@@ -181,18 +169,56 @@ class Generation:
         return [every[i : i + count] for i in range(0, len(every), count)]
 
     async def _run_choice(self, choice: Choice) -> Deltas:
-        async with aclosing(answered(self._client, choice)) as deltas:
-            async for delta in deltas:
-                if delta.finish_reason == "error":
-                    break
-                news = choice.output.push(delta)
-                choice.append(news)
-                choice.likelihood.add(delta, len(news.token_ids))
-                choice.request.satisfied = choice.output.finished
-                yield choice, news
+        try:
+            for delta in choice.earlier:
+                yield choice, self._append(choice, delta)
                 if choice.output.finished:
                     return
-        raise RequestFailed("The engine failed on this request.")
+            async with aclosing(self._client.stream(choice.request)) as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason == "error":
+                        break
+                    yield choice, self._append(choice, delta)
+                    if choice.output.finished:
+                        return
+            raise RequestFailed("The engine failed on this request.")
+        except RayfinError:
+            self._refund()
+            raise
+
+    def _append(self, choice: Choice, delta: TokenDelta) -> TextDelta:
+        text = choice.output.push(delta)
+        choice.append(text)
+        choice.likelihood.add(delta, len(text.token_ids))
+        choice.request.satisfied = choice.output.finished
+        self._spend(text)
+        return text
+
+    async def _run_search(self, choices: Sequence[Choice]) -> Deltas:
+        """Runs the one engine request of a beam search; its last delta has all hypotheses."""
+        try:
+            async with aclosing(self._client.stream(choices[0].request)) as deltas:
+                async for delta in deltas:
+                    for choice, text in hypothesis_deltas(choices, delta):
+                        self._spend(text)
+                        yield choice, text
+                    if delta.hypotheses:
+                        return
+            raise RequestFailed("The engine failed on this request.")
+        except RayfinError:
+            self._refund()
+            raise
+
+    def _spend(self, delta: TextDelta) -> None:
+        self._started = True
+        if self._quotas is not None:
+            self._quotas.spend(self._tenant, len(delta.token_ids))
+
+    def _refund(self) -> None:
+        """Gives the prompts' tokens back to the quota if no engine took the request."""
+        if not self._started and self._quotas is not None:
+            self._quotas.spend(self._tenant, -sum(len(prompt.ids) for prompt in self.prompts))
+            self._started = True  # of several choices the first failure counts
 
 
 def _check_scores(requests: Sequence[EngineRequest]) -> None:
@@ -242,73 +268,3 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
                 yield item
     finally:
         await cancelled(*tasks)
-
-
-async def first_of(request: Request, events: AsyncGenerator[T, None]) -> asyncio.Task[T]:
-    """The first event, so that an engine's refusal still has a status; closes on failure.
-
-    It is waited for as long as a client may be left without a byte. Then the stream begins, and
-    tells what becomes of it; whether the task is done or not, EventStream ends it.
-
-    Raises:
-        ClientGone: the client left before it came.
-    """
-
-    async def pull() -> T:
-        return await anext(events)
-
-    first = asyncio.create_task(pull())
-    try:
-        await while_connected(request, wait_for_some_time(first))
-        if first.done():
-            first.result()
-    except BaseException:
-        await ended(first)
-        await events.aclose()
-        raise
-    return first
-
-
-async def chain_first(
-    first: asyncio.Task[T], rest: AsyncGenerator[T, None]
-) -> AsyncGenerator[T, None]:
-    """The first event, when it has come, and the rest."""
-    yield await first
-    async for item in rest:
-        yield item
-
-
-def in_groups(deltas: Deltas, interval: int | None) -> Deltas:
-    """Deltas of ``interval`` tokens or more; the first and the last of a choice never wait."""
-    return deltas if (interval or 1) == 1 else _grouped(deltas, interval or 1)
-
-
-async def _grouped(deltas: Deltas, interval: int) -> Deltas:
-    waiting: dict[int, TextDelta] = {}  # by choice
-    async with aclosing(deltas):
-        async for choice, delta in deltas:
-            first = choice.index not in waiting
-            held = waiting.setdefault(choice.index, TextDelta())
-            held.append(delta)
-            if first or len(held.token_ids) >= interval or delta.finish_reason is not None:
-                waiting[choice.index] = TextDelta()
-                yield choice, held
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client leaves.
-
-    Raises:
-        ClientGone: it left. The request's body must have been read.
-    """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(until_disconnect(request.receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        leaving.cancel()
-        if not working.done():
-            await cancelled(working, leaving)

@@ -2,13 +2,10 @@
 
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from rayfin.actors.errors import RateLimited, RayfinError
-from rayfin.deployments.generation.choice import Choice
-from rayfin.deployments.text.output import TextDelta
+from rayfin.actors.errors import RateLimited
 
 MINUTE = 60.0
 NAMES = ("limit", "remaining", "reset")
@@ -68,26 +65,6 @@ class TokenQuotas:
         return {
             f"x-ratelimit-{name}-tokens": value for name, value in zip(NAMES, values, strict=True)
         }
-
-
-async def metered(
-    deltas: AsyncGenerator[tuple[Choice, TextDelta], None],
-    quotas: TokenQuotas,
-    tenant: str,
-    prompt_tokens: int,
-) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
-    """``deltas``, each counted; the prompt is given back where the engine did not take it."""
-    begun = False
-    try:
-        async with aclosing(deltas):
-            async for choice, delta in deltas:
-                begun = True
-                quotas.spend(tenant, len(delta.token_ids))
-                yield choice, delta
-    except RayfinError:
-        if not begun:
-            quotas.spend(tenant, -prompt_tokens)
-        raise
 
 
 def _written(seconds: float) -> str:

@@ -10,8 +10,7 @@ import asyncio
 import hashlib
 import re
 import secrets
-import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,8 +26,6 @@ from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.sse import event
 from rayfin.deployments.requests.build import KEY_BITS
 from rayfin.deployments.text.output import TextDelta
-
-Deltas = AsyncGenerator[tuple[Choice, TextDelta], None]
 
 LAST_EVENT_ID = "last-event-id"
 END = "end"
@@ -63,17 +60,18 @@ class Cursor:
         self._had: list[Mark] = []  # what the client came with
         self._has: list[Mark] = []  # and what it has by now
         self._taken: list[Mark] = []  # what the choices have got
+        self._streamed: list[int] = []  # tokens of each choice that have come
 
     @classmethod
-    def of(cls, request: Request, prefix: str, streamed: bool) -> "Cursor":
-        """Of the request's Last-Event-ID; the start of a new answer if it has none.
+    def of(cls, request: Request, prefix: str, fresh: "Cursor") -> "Cursor":
+        """Returns the cursor of the request's Last-Event-ID, or ``fresh`` if it has none.
 
         Raises:
-            InvalidRequest: it is no id of ours.
+            InvalidRequest: the header is not an event id of this API.
         """
-        written = request.headers.get(LAST_EVENT_ID) if streamed else None
+        written = request.headers.get(LAST_EVENT_ID)
         if written is None:
-            return cls(f"{prefix}-{uuid.uuid4().hex}")
+            return fresh
         found = EVENT_ID.fullmatch(written)
         if found is None or not written.startswith(f"{prefix}-"):
             raise InvalidRequest("Last-Event-ID is no id of an event of this API.", LAST_EVENT_ID)
@@ -101,6 +99,7 @@ class Cursor:
             InvalidRequest: its request was another one.
         """
         self._had = [Mark()] * len(choices)
+        self._streamed = [0] * len(choices)
         if self._asked:
             asked = [choice.request.request_id for choice in choices]
             logs = await client.recall(Caller.of(request).tenant, asked)
@@ -129,15 +128,12 @@ class Cursor:
         """The choices of which the client has had something."""
         return {index for index, mark in enumerate(self._had) if mark.tokens >= 0}
 
-    async def untold(self, deltas: Deltas) -> Deltas:
-        """``deltas`` without those that the client has had."""
-        counts = [0] * len(self._had)
-        async with aclosing(deltas):
-            async for choice, delta in deltas:
-                counts[choice.index] += len(delta.token_ids)
-                mark = Mark(counts[choice.index], delta.finish_reason is not None)
-                if mark > self._had[choice.index]:
-                    yield choice, delta
+    def is_new(self, choice: Choice, delta: TextDelta) -> bool:
+        """Counts ``delta``; returns False if the client already has it."""
+        index = choice.index
+        self._streamed[index] += len(delta.token_ids)
+        mark = Mark(self._streamed[index], delta.finish_reason is not None)
+        return mark > self._had[index]
 
     def advance(self, choice: Choice, delta: TextDelta) -> None:
         """What the next event of ``choice`` tells has this in it."""
@@ -196,17 +192,6 @@ class Cursor:
         finally:
             for task in tasks:
                 task.cancel()
-
-
-async def answered(client: EngineClient, choice: Choice) -> AsyncGenerator[TokenDelta, None]:
-    """The choice's deltas: those of an earlier stream that it goes on from, then the engine's."""
-    for delta in choice.earlier:
-        yield delta
-        if delta.finish_reason is not None:
-            return
-    async with aclosing(client.stream(choice.request)) as deltas:
-        async for delta in deltas:
-            yield delta
 
 
 async def digest_of(request: Request) -> bytes:

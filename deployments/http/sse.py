@@ -1,7 +1,6 @@
 """Server-sent events, and a response that always closes what it streams from."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
@@ -11,9 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rayfin.actors.errors import RayfinError
 from rayfin.actors.timing import SSE_COMMENT_SECONDS, STALLED_SECONDS
-from rayfin.deployments.http.errors import error_body
 
 logger = logging.getLogger("rayfin.http")
 
@@ -25,19 +22,6 @@ FAILURES = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
 def event(chunk: BaseModel, event_id: str | None = None) -> str:
     last = "" if event_id is None else f"id: {event_id}\n"
     return f"data: {chunk.model_dump_json()}\n{last}\n"
-
-
-async def closed_by_done(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """``events``, then an error if they end in one, then [DONE]."""
-    async with aclosing(events):
-        try:
-            async for text in events:
-                yield text
-        except Exception as error:
-            if not isinstance(error, RayfinError):
-                logger.exception("A stream failed")
-            yield f"data: {json.dumps(error_body(error))}\n\n"
-        yield DONE
 
 
 def tells_failure(chunk: bytes) -> bool:

@@ -2,12 +2,10 @@
 
 import logging
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Iterable
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
 
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
@@ -27,18 +25,13 @@ from rayfin.deployments.api.anthropic.replies import (
     TextBlock,
 )
 from rayfin.deployments.generation.choice import Choice, Prompt
-from rayfin.deployments.generation.generation import (
-    Deltas,
-    Generation,
-    chain_first,
-    first_of,
-    while_connected,
-)
+from rayfin.deployments.generation.generation import Generation
 from rayfin.deployments.generation.prompts import chat_ids
+from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import error_event
 from rayfin.deployments.http.caller import Caller
-from rayfin.deployments.http.sse import EventStream
+from rayfin.deployments.text.output import TextDelta
 
 logger = logging.getLogger("rayfin.http")
 
@@ -46,10 +39,10 @@ logger = logging.getLogger("rayfin.http")
 async def prompt_ids(
     service: OpenAIService, body: PromptBody, *, any_length: bool = False
 ) -> list[int]:
-    """The token ids of a conversation; ``any_length`` where they are only counted.
+    """Returns the token ids of a conversation; with ``any_length`` also of one that is too long.
 
     Raises:
-        InvalidRequest: it is malformed, the chat template refuses it, or it cannot fit.
+        InvalidRequest: the body is malformed, the chat template refuses it, or it cannot fit.
     """
     body.check()
     chat = chat_messages(body.messages, body.system)
@@ -57,17 +50,18 @@ async def prompt_ids(
     return await chat_ids(service, chat, continue_final_message=continued, any_length=any_length)
 
 
-class MessagesHandler:
-    """Answers one request for a message."""
+class MessagesAdapter(GenerationAdapter):
+    """One request for a message."""
 
     def __init__(self, service: OpenAIService, body: MessagesRequest) -> None:
         self._service = service
         self._body = body
         self._model = service.served_name(body.model)
         self._id = f"msg_{uuid.uuid4().hex}"
+        self._http_request_id = ""
+        self.streamed = bool(body.stream)
 
-    async def answer(self, request: Request, headers: dict[str, str]) -> Response:
-        """The whole message, or the stream of its events once the first token is there."""
+    async def prepare(self, request: Request) -> Generation:
         params = self._body.sampling_params(self._service.sampling_defaults)
         ids = await prompt_ids(self._service, self._body)
         generation = await Generation.prepare(
@@ -78,28 +72,34 @@ class MessagesHandler:
             priority=0,
             caller=Caller.of(request),
         )
-        headers |= generation.headers
-        deltas = generation.run()
-        if not self._body.stream:
-            await while_connected(request, generation.finish(deltas))
-            reply = self._message(generation.choices[0]).model_dump_json()
-            return Response(reply, 200, headers, "application/json")
-        first = await first_of(request, deltas)
-        events = self._events(generation.choices[0], chain_first(first, deltas))
-        request_id = getattr(request.state, "request_id", "")
-        return EventStream(_closed_by_error(events, request_id), deltas, headers, first)
+        self._choice = generation.choices[0]
+        self._http_request_id = getattr(request.state, "request_id", "")
+        return generation
 
-    async def _events(self, choice: Choice, deltas: Deltas) -> AsyncGenerator[str, None]:
-        empty = AnthropicMessage(id=self._id, model=self._model, content=[], usage=_usage(choice))
+    def reply(self, generation: Generation) -> str:
+        return self._message(generation.choices[0]).model_dump_json()
+
+    def opening(self) -> Iterable[str]:
+        usage = _usage(self._choice)
+        empty = AnthropicMessage(id=self._id, model=self._model, content=[], usage=usage)
         yield _sse(MessageStart(message=empty))
         yield _sse(BlockStart())
         yield _sse(AnthropicEvent(type="ping"))
-        async for _, delta in deltas:
-            if delta.text:
-                yield _sse(BlockDelta(delta=AnthropicTextDelta(text=delta.text)))
+
+    def events(self, choice: Choice, delta: TextDelta) -> list[str]:
+        if not delta.text:
+            return []
+        return [_sse(BlockDelta(delta=AnthropicTextDelta(text=delta.text)))]
+
+    def closing(self) -> Iterable[str]:
         yield _sse(BlockStop())
-        yield _sse(MessageDelta(delta=self._stop(choice), usage=_usage(choice)))
+        yield _sse(MessageDelta(delta=self._stop(self._choice), usage=_usage(self._choice)))
         yield _sse(AnthropicEvent(type="message_stop"))
+
+    def failure(self, error: Exception) -> Iterable[str]:
+        if not isinstance(error, RayfinError):
+            logger.exception("A stream failed")
+        return [error_event(error, self._http_request_id)]
 
     def _message(self, choice: Choice) -> AnthropicMessage:
         stop = self._stop(choice)
@@ -113,10 +113,10 @@ class MessagesHandler:
         )
 
     def _stop(self, choice: Choice) -> Stop:
-        """Why it ended.
+        """Returns why the message ended.
 
         Raises:
-            RequestFailed: the engine gave it up.
+            RequestFailed: the engine aborted the request.
         """
         last = choice.last
         reason: StopReason = "end_turn"
@@ -136,20 +136,6 @@ def _usage(choice: Choice) -> AnthropicUsage:
         cache_read_input_tokens=choice.cached_tokens,
         output_tokens=len(choice.token_ids),
     )
-
-
-async def _closed_by_error(
-    events: AsyncGenerator[str, None], request_id: str
-) -> AsyncGenerator[str, None]:
-    """``events``, then an error if they end in one."""
-    async with aclosing(events):
-        try:
-            async for text in events:
-                yield text
-        except Exception as error:
-            if not isinstance(error, RayfinError):
-                logger.exception("A stream failed")
-            yield error_event(error, request_id)
 
 
 def _sse(event: BaseModel) -> str:

@@ -3,8 +3,9 @@
 from fastapi import FastAPI, Request, Response
 
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
-from rayfin.deployments.api.anthropic.messages import MessagesHandler, prompt_ids
+from rayfin.deployments.api.anthropic.messages import MessagesAdapter, prompt_ids
 from rayfin.deployments.api.anthropic.replies import TokenCount
+from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.json_body import ignored_header, read_body
 
@@ -15,7 +16,7 @@ def add_message_routes(app: FastAPI, models: ServedModels) -> None:
         body = await read_body(request, MessagesRequest)
         headers = ignored_header(body.ignored_fields())
         service = models.resolve_model(request, body.model)
-        return await MessagesHandler(service, body).answer(request, headers)
+        return await GenerationRoute(MessagesAdapter(service, body)).answer(request, headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: Request, response: Response) -> TokenCount:

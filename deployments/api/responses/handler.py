@@ -18,27 +18,21 @@ from rayfin.deployments.api.responses.items import input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
 from rayfin.deployments.api.responses.replies import Response, ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
-from rayfin.deployments.generation.choice import Prompt
-from rayfin.deployments.generation.generation import (
-    Deltas,
-    Generation,
-    chain_first,
-    first_of,
-    while_connected,
-)
+from rayfin.deployments.generation.choice import Choice, Prompt
+from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.logprobs import LogprobsWriter
+from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.http.sse import EventStream
+from rayfin.deployments.text.output import TextDelta
 
 logger = logging.getLogger("rayfin.http")
 
-Ticks = AsyncGenerator[None, None]
 
-
-class ResponseHandler:
-    """Answers one request for a response: while its client waits, or in the background."""
+class ResponseAdapter(GenerationAdapter):
+    """One request for a response, which ends with its client or runs in the background."""
 
     def __init__(self, service: OpenAIService, body: ResponseRequest, tenant: str) -> None:
         self._service = service
@@ -46,39 +40,54 @@ class ResponseHandler:
         self._tenant = tenant
         self._model = service.served_name(body.model)
         self._id = f"resp_{uuid.uuid4().hex}"
+        self._sent = 0  # events
+        self.streamed = bool(body.stream)
 
-    async def answer(self, request: Request, headers: dict[str, str]) -> HttpResponse:
-        """The response when it has ended, or its events once the first token is there.
-
-        A background response is answered at once; its events are those of whoever follows it.
-        """
-        body, store = self._body, self._service.responses
-        state, generation = await self._prepare(Caller.of(request))
+    async def start(self, request: Request, headers: dict[str, str]) -> HttpResponse:
+        """Starts a background response and returns it as it stands, or the stream of its events."""
+        generation = await self.prepare(request)
         headers |= generation.headers
-        if body.stored:
-            await store.add(state)
-        ticks = drive(state, generation.run(), store.settle, self._writer())
-        if body.background:
-            state.task = asyncio.create_task(self._run(ticks))
-            if body.stream:
-                return event_stream(store.follow(state, 0), headers)
-            return reply(state, headers)
-        try:
-            if body.stream:
-                first = await first_of(request, ticks)
-            else:
-                await while_connected(request, _run_out(ticks))
-        except BaseException:
-            if body.stored:
-                store.forget(state)  # nobody has been told its id
-            raise
-        if body.stream:
-            return EventStream(_events(state, first, ticks), ticks, headers, first)
+        await self.open(request, generation)
+        state = self._state
+        state.task = asyncio.create_task(self._run_out(self.run(generation)))
+        if self.streamed:
+            return event_stream(self._service.responses.follow(state, 0), headers)
         return reply(state, headers)
 
-    async def _prepare(self, caller: Caller) -> tuple[ResponseState, Generation]:
-        """The response and what will run it, all of it checked."""
+    async def open(self, request: Request, generation: Generation) -> None:
+        if self._body.stored:
+            await self._service.responses.add(self._state)
+
+    def discard(self) -> None:
+        if self._body.stored:
+            self._service.responses.forget(self._state)  # no client knows its id
+
+    def run(self, generation: Generation) -> Deltas:
+        settle = self._service.responses.settle
+        return drive(self._state, generation.run(), settle, self._writer())
+
+    def reply(self, generation: Generation) -> str:
+        return self._state.response().model_dump_json()
+
+    def opening(self) -> list[str]:
+        return self._new_events()
+
+    def events(self, choice: Choice, delta: TextDelta) -> list[str]:
+        return self._new_events()
+
+    def failure(self, error: Exception) -> list[str]:
+        _log(error)
+        return self._new_events()
+
+    def _new_events(self) -> list[str]:
+        events = list(events_from(self._state, self._sent))
+        self._sent += len(events)
+        return [sse(event) for event in events]
+
+    async def prepare(self, request: Request) -> Generation:
+        """Checks the body, and creates the response and its engine request."""
         body, service = self._body, self._service
+        caller = Caller.of(request)
         body.check()
         params = body.sampling_params(service.sampling_defaults)
         items = input_items(body.input)
@@ -93,8 +102,8 @@ class ResponseHandler:
                 priority=body.priority or 0,
                 caller=caller,
             )
-        state = ResponseState(self._created(params), self._tenant, history, items, len(ids))
-        return state, generation
+        self._state = ResponseState(self._created(params), self._tenant, history, items, len(ids))
+        return generation
 
     def _writer(self) -> LogprobsWriter | None:
         body = self._body
@@ -127,50 +136,27 @@ class ResponseHandler:
             user=body.user,
         )
 
-    async def _run(self, ticks: Ticks) -> None:
-        """A background response to its end, which the state remembers whichever it is."""
+    async def _run_out(self, deltas: Deltas) -> None:
+        """Runs a background response to its end; its state keeps a failure."""
         with self._service.load.one_more():
             try:
-                await _run_out(ticks)
+                async with aclosing(deltas):
+                    async for _ in deltas:
+                        pass
             except Exception as error:
                 _log(error)
 
 
 def reply(state: ResponseState, headers: dict[str, str] | None = None) -> HttpResponse:
-    """The response as it stands, as JSON."""
+    """Returns the response as it stands, as JSON."""
     return HttpResponse(state.response().model_dump_json(), 200, headers, "application/json")
 
 
 def event_stream(
     events: AsyncGenerator[ResponseStreamEvent, None], headers: dict[str, str] | None = None
 ) -> EventStream:
-    """The events of a response that goes on whether or not they are read."""
+    """Returns the events of a response that keeps running if they are not read."""
     return EventStream((sse(event) async for event in events), events, headers)
-
-
-async def _events(
-    state: ResponseState, first: asyncio.Task[None], ticks: Ticks
-) -> AsyncGenerator[str, None]:
-    """The events of a response that ends with its client. ``first`` takes the first tick."""
-    number = 0
-    ended = False
-    ticks = chain_first(first, ticks)
-    async with aclosing(ticks):
-        while not ended:
-            for event in events_from(state, number):
-                yield sse(event)
-                number = event.sequence_number + 1
-            ended = state.done
-            try:
-                await anext(ticks, None)
-            except Exception as error:
-                _log(error)
-
-
-async def _run_out(ticks: Ticks) -> None:
-    async with aclosing(ticks):
-        async for _ in ticks:
-            pass
 
 
 def _log(error: Exception) -> None:
@@ -180,33 +166,30 @@ def _log(error: Exception) -> None:
         logger.error("A response failed", exc_info=error)
 
 
-# From a generation to the state of a response.
-
-
 async def drive(
     state: ResponseState,
     deltas: Deltas,
     ended: Callable[[ResponseState], Awaitable[None]],
     writer: LogprobsWriter | None = None,
-) -> AsyncGenerator[None, None]:
-    """Runs the generation to its end and keeps ``state`` up to date; yields at each change.
+) -> Deltas:
+    """Yields ``deltas`` after it has added each of them to ``state``.
 
-    Closing it early aborts the generation and cancels the response. A failure is written down, then
-    raised. ``ended`` is awaited at the end, whichever it is. With a ``writer``, log probabilities
-    are told too.
+    Closing it early aborts the generation and cancels the response. A failure is kept in the state,
+    then raised. ``ended`` is awaited at the end in any case, and before the last delta is yielded.
+    With a ``writer`` the state gets log probabilities.
     """
     try:
         async with aclosing(deltas):
             async for choice, delta in deltas:
-                told = writer.chat(delta.token_ids, delta.logprobs).content if writer else []
-                state.append(delta.text, len(choice.token_ids), choice.cached_tokens, told)
+                logprobs = writer.chat(delta.token_ids, delta.logprobs).content if writer else []
+                state.append(delta.text, len(choice.token_ids), choice.cached_tokens, logprobs)
                 if delta.finish_reason == "abort":
                     raise RequestFailed("The engine aborted this response.")
                 if delta.finish_reason is not None:
                     length = delta.finish_reason == "length"
                     state.finish("incomplete" if length else "completed")
-                    await ended(state)  # before anybody is told
-                yield
+                    await ended(state)  # the client's next request may reach another replica
+                yield choice, delta
     except Exception as error:
         state.fail(error)
         raise

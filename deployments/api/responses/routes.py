@@ -10,12 +10,13 @@ from rayfin.deployments.api.responses.bodies import (
     ResponseRequest,
     check_include,
 )
-from rayfin.deployments.api.responses.handler import ResponseHandler, event_stream, reply
+from rayfin.deployments.api.responses.handler import ResponseAdapter, event_stream, reply
 from rayfin.deployments.api.responses.items import input_items
 from rayfin.deployments.api.responses.local_store import Responses
 from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
 from rayfin.deployments.api.responses.replies import Deleted, InputTokens, ItemList
 from rayfin.deployments.api.responses.state import ResponseState
+from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.json_body import ignored_header, read_body
 
@@ -35,7 +36,10 @@ def add_response_routes(app: FastAPI, models: ServedModels) -> None:
         body = await read_body(request, ResponseRequest)
         headers = ignored_header(body.ignored_fields())
         service = models.resolve_model(request, body.model)
-        return await ResponseHandler(service, body, _tenant(request)).answer(request, headers)
+        adapter = ResponseAdapter(service, body, _tenant(request))
+        if body.background:
+            return await adapter.start(request, headers)
+        return await GenerationRoute(adapter).answer(request, headers)
 
     @app.post("/v1/responses/input_tokens")
     async def count(request: Request, response: Response) -> InputTokens:

@@ -8,9 +8,9 @@ import pytest
 from starlette.requests import Request
 
 from rayfin.actors.errors import RequestFailed
-from rayfin.deployments.generation.generation import chain_first, first_of
+from rayfin.deployments.generation.route import GenerationAdapter, first_of, stream_events
 from rayfin.deployments.http import sse
-from rayfin.deployments.http.sse import COMMENT, DONE, EventStream, closed_by_done
+from rayfin.deployments.http.sse import COMMENT, DONE, EventStream
 
 pytestmark = pytest.mark.anyio
 
@@ -76,6 +76,29 @@ class Connected:
     receive = staticmethod(stay)
 
 
+class Adapter:
+    """Writes deltas as they are, and a failure as its message."""
+
+    stream_interval = None
+
+    def opening(self) -> list[str]:
+        return []
+
+    closing = opening
+
+    def is_new(self, choice: Any, delta: Any) -> bool:
+        return True
+
+    def events(self, choice: Any, delta: str) -> list[str]:
+        return [delta]
+
+    def failure(self, error: Exception) -> list[str]:
+        return [f"data: {{{error}}}\n\n", DONE]
+
+
+ADAPTER = cast(GenerationAdapter, Adapter())
+
+
 async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -84,9 +107,9 @@ async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
     told = asyncio.Event()
     bodies: list[bytes] = []
 
-    async def deltas() -> AsyncGenerator[str, None]:
+    async def deltas() -> AsyncGenerator[Any, None]:
         await told.wait()
-        yield "data: 1\n\n"
+        yield None, "data: 1\n\n"
         raise RequestFailed("the engine is gone")
 
     async def send(message: Any) -> None:
@@ -97,7 +120,7 @@ async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
     source = deltas()
     first = await first_of(cast(Request, Connected()), source)
     assert not first.done()
-    events = closed_by_done(chain_first(first, source))
+    events = stream_events(ADAPTER, first, source)
     await EventStream(events, source, first=first)({"type": "http"}, stay, send)
     start, comment, *rest = bodies
     assert (start, comment) == (b"", COMMENT.encode())
@@ -120,11 +143,11 @@ async def test_a_client_that_leaves_before_the_first_event(monkeypatch: pytest.M
     monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
     closed = False
 
-    async def deltas() -> AsyncGenerator[str, None]:
+    async def deltas() -> AsyncGenerator[Any, None]:
         nonlocal closed
         try:
             await asyncio.Event().wait()
-            yield ""
+            yield None, ""
         finally:
             closed = True
 
@@ -136,7 +159,6 @@ async def test_a_client_that_leaves_before_the_first_event(monkeypatch: pytest.M
 
     source = deltas()
     first = await first_of(cast(Request, Connected()), source)
-    await EventStream(chain_first(first, source), source, first=first)(
-        {"type": "http"}, leave, send
-    )
+    events = stream_events(ADAPTER, first, source)
+    await EventStream(events, source, first=first)({"type": "http"}, leave, send)
     assert closed and first.done()

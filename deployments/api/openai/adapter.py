@@ -1,0 +1,114 @@
+"""What chat and text completions have in common: sampling settings, resumable streams."""
+
+import json
+import logging
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+from starlette.requests import Request
+
+from rayfin.actors.errors import RayfinError
+from rayfin.actors.messages import Receipt
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from rayfin.deployments.api.openai.replies import ChatChunk, Completion
+from rayfin.deployments.generation.beams import search_params, text_params
+from rayfin.deployments.generation.choice import Choice, Prompt
+from rayfin.deployments.generation.generation import Generation
+from rayfin.deployments.generation.resume import Cursor, digest_of
+from rayfin.deployments.generation.route import GenerationAdapter
+from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.http.caller import Caller
+from rayfin.deployments.http.errors import error_body
+from rayfin.deployments.http.json_body import rename_error_params
+from rayfin.deployments.http.sse import DONE
+from rayfin.deployments.text.output import TextDelta
+
+logger = logging.getLogger("rayfin.http")
+
+
+class CompletionAdapter(GenerationAdapter):
+    """A request of either kind of completion.
+
+    Args:
+        prefix: of the request's id.
+    """
+
+    def __init__(
+        self, service: OpenAIService, body: ChatCompletionRequest | CompletionRequest, prefix: str
+    ) -> None:
+        self._service = service
+        self._settings = body
+        self._prefix = prefix
+        self._model = service.served_name(body.model)
+        self._created = int(time.time())
+        self.streamed = bool(body.stream)
+        self.stream_interval = body.stream_interval
+        # The engine and event ids have the server's own id, whatever label a client gives.
+        self._cursor = Cursor(f"{prefix}-{uuid.uuid4().hex}")
+        self._id = f"{prefix}-{body.request_id}" if body.request_id else self._cursor.request_id
+
+    async def prepare(self, request: Request) -> Generation:
+        body, service = self._settings, self._service
+        with rename_error_params(self.param_names()):
+            if self.streamed:
+                self._cursor = Cursor.of(request, self._prefix, self._cursor)
+            caller = Caller.of(request)
+            search = search_params(body, body.token_limit())
+            params = (
+                body.sampling_params(service.sampling_defaults, body.token_limit())
+                if search is None
+                else text_params(body, search)
+            )
+            self._generation = await Generation.prepare(
+                service,
+                await self.prompts(params),
+                params,
+                request_id=self._cursor.request_id,
+                priority=body.priority or 0,
+                caller=caller,
+                search=search,
+            )
+        return self._generation
+
+    async def open(self, request: Request, generation: Generation) -> None:
+        if not self.streamed:
+            return
+        receipt = await self._cursor.open(
+            request,
+            self._service.client,
+            generation.choices,
+            Receipt(self._id, self._created, await digest_of(request)),
+            seeded=self._settings.seed is not None,
+        )
+        self._id, self._created = receipt.answer_id, receipt.created
+
+    @abstractmethod
+    def param_names(self) -> dict[str, str]:
+        """Returns names of sampling settings that errors replace, and the body's own names."""
+
+    @abstractmethod
+    async def prompts(self, params: SamplingParams) -> Sequence[Prompt]: ...
+
+    def is_new(self, choice: Choice, delta: TextDelta) -> bool:
+        return self._cursor.is_new(choice, delta)
+
+    @abstractmethod
+    def chunk(self) -> ChatChunk | Completion:
+        """Returns an event's object, without choices."""
+
+    def closing(self) -> Iterable[str]:
+        if self._settings.include_usage:
+            chunk = self.chunk()
+            chunk.choices, chunk.usage = [], self._generation.usage()
+            if (last := self._cursor.usage(chunk)) is not None:
+                yield last
+        yield DONE
+
+    def failure(self, error: Exception) -> Iterable[str]:
+        if not isinstance(error, RayfinError):
+            logger.exception("A stream failed")
+        yield f"data: {json.dumps(error_body(error))}\n\n"
+        yield DONE
