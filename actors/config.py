@@ -377,7 +377,7 @@ def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
 def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:
     """Decides the number of pages and the longest request.
 
-    pages = available bytes / page bytes (DESIGN 6), and no more than all slots could ever fill.
+    pages = available bytes / page bytes, and no more than all slots could ever fill.
     Nor is more swap space worth taking: first come, first served, there are no more requests that
     have begun than slots.
 

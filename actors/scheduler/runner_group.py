@@ -3,7 +3,7 @@
 The channel is plain Ray: a SchedulerInfo goes out as the argument of an actor call, whose object
 ref stands for the step until its StepResult is asked for. With two steps in flight the way there
 and back is hidden behind the step before. Several ranks get one shared ref, and the first of the
-last stage answers; for one rank a ``ray.put`` costs more than it saves: docs/architecture.md.
+last stage answers; for one rank a ``ray.put`` costs more than it saves: docs/design.md.
 
 The ranks live and die together: when one is lost, all are replaced under a new epoch.
 """

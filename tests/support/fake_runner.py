@@ -449,7 +449,7 @@ class FakeExecutor:
 
 
 def check_form(info: SchedulerInfo) -> None:
-    """DESIGN 4: shapes, types, and what the fields say of one another."""
+    """Checks shapes, types, and fields against each other."""
     rows = len(info.ids)
     assert rows > 0, "an empty step"
     for name in ("chunk_idx", "chunk_len", "kv_len", "kv_page_len", "last_pos"):

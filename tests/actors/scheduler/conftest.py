@@ -1,4 +1,4 @@
-"""An engine on runners without a model, which hold every step against DESIGN 4's contract."""
+"""An engine on runners without a model, which check every step against the contract of SchedulerInfo."""
 
 from collections.abc import Callable
 from types import ModuleType
