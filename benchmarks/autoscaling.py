@@ -1,9 +1,9 @@
-"""Engines that come and go under load, on a local Ray: one, a second for many users, one again.
+"""Autoscaling on a local Ray cluster: one engine, two under load, and one again.
 
     python benchmarks/autoscaling.py [--users 24] [--staying 2] [--idle-timeout 10]
 
-Some users stay while an engine is taken away. Answers are greedy, and a question asked again must
-be answered as before. The exit status is 1 if one was not, one failed, or no engine followed.
+Some users stay while an engine stops. Answers are greedy, and a repeated question must get the same
+answer. The exit status is 1 if an answer differs, a request fails, or the engines do not follow.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from rayfin.deployments.client.engine_names import find_engines
 from rayfin.deployments.serve.server_args import ServerArgs
 
 APP = "autoscaling"
-PATIENCE = 240.0  # seconds for one change of the number of engines
+PATIENCE = 240.0  # seconds for a change of the number of engines
 LOOK_SECONDS = 0.5
 PAGES_MEMORY = 2 * 1024**2  # bytes: the users' answers fill it
 OUTPUT_TOKENS = 200
-QUESTIONS = 4  # of each user, again and again
+QUESTIONS = 4  # of each user, repeated
 
 
 @dataclass(slots=True)
 class Users:
-    """Each asks, reads the whole answer and asks again, until it is told to leave."""
+    """Users that each ask, read the whole answer and ask again until they leave."""
 
     url: str
     answered: int = 0
@@ -42,22 +42,22 @@ class Users:
     _answers: dict[str, list[int]] = field(default_factory=dict)  # by question
     _users: list[tuple[threading.Event, threading.Thread]] = field(default_factory=list)
 
-    def come(self, count: int) -> None:
+    def start(self, count: int) -> None:
         for number in range(count):
             leave = threading.Event()
-            thread = threading.Thread(target=self._ask_on, args=(number, leave))
+            thread = threading.Thread(target=self._run_user, args=(number, leave))
             self._users.append((leave, thread))
             thread.start()
 
     def leave(self, staying: int = 0) -> None:
-        """Returns when all others have their answers."""
+        """Stops all but ``staying`` users and waits for their answers."""
         leaving, self._users = self._users[staying:], self._users[:staying]
         for leave, _ in leaving:
             leave.set()
         for _, thread in leaving:
             thread.join()
 
-    def _ask_on(self, number: int, leave: threading.Event) -> None:
+    def _run_user(self, number: int, leave: threading.Event) -> None:
         with httpx.Client(base_url=self.url, timeout=PATIENCE) as http:
             for turn in itertools.cycle(range(QUESTIONS)):
                 if leave.is_set():
@@ -66,21 +66,21 @@ class Users:
 
     def _ask(self, http: httpx.Client, prompt: str) -> None:
         body = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
-        asked = {**body, "ignore_eos": True, "return_token_ids": True}
+        body |= {"ignore_eos": True, "return_token_ids": True}
         try:
-            reply = http.post("/v1/completions", json=asked)
+            reply = http.post("/v1/completions", json=body)
             reply.raise_for_status()
         except httpx.HTTPError as error:
             self.failures.append(repr(error))
             return
         tokens = reply.json()["choices"][0]["token_ids"]
         if len(tokens) != OUTPUT_TOKENS or self._answers.setdefault(prompt, tokens) != tokens:
-            self.failures.append(f"{prompt!r}: another answer than before")
+            self.failures.append(f"{prompt!r}: the answer differs from before")
         self.answered += 1
 
 
-class Timeline:
-    """Prints how many engines there are, whenever that changes."""
+class EngineLog:
+    """Prints the number of engines whenever it changes."""
 
     def __init__(self, users: Users) -> None:
         self._users = users
@@ -88,42 +88,42 @@ class Timeline:
         self._last = -1
 
     def until(self, wanted: int) -> None:
-        """Returns when there are so many engines.
+        """Waits for this number of engines.
 
         Raises:
-            TimeoutError: there never were.
+            TimeoutError: it is not reached.
         """
         deadline = time.monotonic() + PATIENCE
         while self._last != wanted:
             engines = len(find_engines(APP))
             if engines != self._last:
                 self._last = engines
-                self.say(f"{engines} engine{'' if engines == 1 else 's'}")
+                self.log(f"{engines} engine{'' if engines == 1 else 's'}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"there were never {wanted} engines")
+                raise TimeoutError(f"never reached {wanted} engines")
             time.sleep(LOOK_SECONDS)
 
-    def say(self, words: str) -> None:
+    def log(self, text: str) -> None:
         seconds = time.monotonic() - self._began
         users = self._users
         counts = f"answered {users.answered}, failed {len(users.failures)}"
-        print(f"{seconds:7.1f} s  {words:20}  {counts}", flush=True)
+        print(f"{seconds:7.1f} s  {text:20}  {counts}", flush=True)
 
 
-def follow(users: Users, timeline: Timeline, count: int, staying: int) -> None:
+def follow(users: Users, timeline: EngineLog, count: int, staying: int) -> None:
     timeline.until(1)
-    users.come(count)
-    timeline.say(f"{count} users come")
+    users.start(count)
+    timeline.log(f"{count} users start")
     try:
         timeline.until(2)
         time.sleep(10 * LOOK_SECONDS)
         users.leave(staying)
-        timeline.say(f"{staying} users stay")
+        timeline.log(f"{staying} users stay")
         timeline.until(1)
         time.sleep(10 * LOOK_SECONDS)
     finally:
         users.leave()
-    timeline.say("all have left")
+    timeline.log("all users left")
 
 
 def main() -> int:
@@ -147,7 +147,7 @@ def main() -> int:
             server = ServerArgs(min_engines=1, max_engines=2, idle_timeout=options.idle_timeout)
             engine = EngineArgs(threads=1, max_model_len=512, kv_cache_memory=PAGES_MEMORY)
             serve.run(bind_app(server, engine), name=APP)
-            follow(users, Timeline(users), options.users, options.staying)
+            follow(users, EngineLog(users), options.users, options.staying)
         finally:
             ray.shutdown()
     for failure in users.failures[:5]:

@@ -1,4 +1,4 @@
-"""What a step costs on its way to a runner actor and back: by value, or as a ``ray.put`` ref.
+"""Measures the cost of sending a step to a runner actor and back, by value or by ``ray.put``.
 
 python benchmarks/channel.py [--calls 300]
 """
@@ -16,7 +16,7 @@ import ray
 from rayfin.actors.messages import SchedulerInfo, StepResult
 
 ROWS = (1, 32, 256)
-ROUNDS = 5  # the two ways take turns, so that what else the machine does hits both
+ROUNDS = 5  # the two ways alternate, so that other load hits both
 
 
 @ray.remote(max_restarts=0, num_cpus=1)

@@ -1,10 +1,9 @@
-"""Benchmarks of the core, written as a document with plots: docs/benchmarks/core.md.
+"""Benchmarks of the core; writes docs/benchmarks/core.md with its plots.
 
     python benchmarks/core.py [--vllm-python PATH]       # make bench-core VLLM_PYTHON=PATH
     python benchmarks/core.py --only scheduler           # one section, printed
 
-Needs the extra "bench" for the plots. vLLM, if it is to stand beside, lives in an environment of
-its own.
+Plots need the extra "bench". vLLM is compared if its environment is given.
 """
 
 import argparse
@@ -28,7 +27,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 
 
 def machine() -> str:
-    """The processor, as far as the system tells."""
+    """Describes the machine."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -55,7 +54,7 @@ def introduction(report: Report) -> None:
 
 
 def sections(vllm_python: str | None) -> dict[str, Callable[[Report], None]]:
-    """What writes each section, by the name that ``--only`` takes."""
+    """The function that writes each section, by the name for ``--only``."""
     return {
         "scheduler": partial(core_scheduler.write, vllm_python=vllm_python),
         "versions": core_versions.write,
@@ -68,7 +67,7 @@ def sections(vllm_python: str | None) -> dict[str, Callable[[Report], None]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=list(sections(None)), help="print one section")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where core.md goes")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of core.md")
     parser.add_argument(
         "--vllm-python",
         default=os.environ.get("VLLM_PYTHON") or None,

@@ -1,7 +1,7 @@
-"""An engine on a virtual clock: a stated model of a step's time instead of a model of language.
+"""Runs an engine on a virtual clock, with a formula for a step's time instead of a model.
 
-What comes out is decided by the scheduler and that formula alone: it is the same on every machine
-and in every run, and takes seconds.
+Results depend on the scheduler and the formula only: they are the same on every machine and in
+every run, and take seconds to compute.
 """
 
 import heapq
@@ -26,14 +26,14 @@ from rayfin.actors.messages import (
 from rayfin.actors.scheduler.engine import Engine
 
 TOKEN = 7
-"""What the stub samples, always."""
+"""The token that the stub always samples."""
 
 VOCABULARY = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step: linear in what it computes and moves."""
+    """The seconds of a step, linear in what it computes and moves."""
 
     step: float  # of any step: the weights are read once
     token: float  # of each token computed
@@ -56,7 +56,7 @@ token at 4.3 TB/s, 50,000 prompt tokens a second, pages of 2 MiB over PCIe at 50
 
 
 def num_swaps(info: SchedulerInfo) -> int:
-    """Pages that a step brings to host memory or back."""
+    """Number of pages that a step moves to host memory or back."""
     return int((info.moves[:, 0] != COPY).sum())
 
 
@@ -70,13 +70,13 @@ class _Pending:
 
 
 class StubExecutor:
-    """An ``Executor`` that samples the same token always, and lets ``time`` pass on ``clock``."""
+    """An ``Executor`` that always samples the same token and advances ``clock`` by ``time``."""
 
     def __init__(self, time: StepTime) -> None:
         self.epoch = 0
         self.clock = 0.0  # seconds
         self.prompt_tokens = 0  # computed, again where they are recomputed
-        self.swapped_pages = 0  # brought to host memory, and back
+        self.swapped_pages = 0  # moved to host memory and back
         self._time = time
 
     def submit(self, info: SchedulerInfo) -> _Pending:
@@ -96,7 +96,7 @@ class StubExecutor:
 
 @dataclass(slots=True)
 class Visit:
-    """One request: when it comes, what it wants, when its tokens came."""
+    """One request, and the times of its tokens."""
 
     at: float  # seconds on the clock
     prompt: Int32Array
@@ -127,12 +127,12 @@ class Visit:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run on the clock gave."""
+    """The results of a run."""
 
     visits: list[Visit]
     seconds: float  # on the clock, to the last token
     prompt_tokens: int  # computed
-    swapped_pages: int  # brought to host memory, and back
+    swapped_pages: int  # moved to host memory and back
     preemptions: int
 
     @property
@@ -168,7 +168,7 @@ def make_config(
     steps_in_flight: int = 2,
     **settings: Any,
 ) -> EngineConfig:
-    """An engine's settings as ``resolve`` would have them; one decode step a call."""
+    """An engine's configuration as from ``resolve``, with one decode step per call."""
     if scheduler == "v0":
         max_batch_tokens = max(max_batch_tokens, max_model_len)
     return EngineConfig(
@@ -190,7 +190,7 @@ def make_config(
 
 
 def make_request(key: int, prompt: Int32Array, max_tokens: int) -> EngineRequest:
-    """A greedy request that ends by its length, though it has a stop token."""
+    """A greedy request that has a stop token and ends by its length."""
     stop = frozenset([2])
     return EngineRequest(str(key), prompt, Sampling(), StopRules(max_tokens, stop, stop), key=key)
 
@@ -202,18 +202,18 @@ def run(
     time: StepTime = EIGHT_BILLION,
     then: Callable[[Visit], Visit | None] = lambda _: None,
 ) -> Outcome:
-    """Serves the visits to the end; ``then`` may make another one of one that ended."""
+    """Serves all visits; ``then`` may return a new visit after one has ended."""
     executor = StubExecutor(time)
     engine = Engine(config, executor)
     served: list[Visit] = []
     numbers = itertools.count()
-    to_come = [(visit.at, next(numbers), visit) for visit in visits]
-    heapq.heapify(to_come)
-    while to_come or engine.has_work:
+    pending = [(visit.at, next(numbers), visit) for visit in visits]
+    heapq.heapify(pending)
+    while pending or engine.has_work:
         if not engine.has_work:
-            executor.clock = max(executor.clock, to_come[0][0])
-        while to_come and to_come[0][0] <= executor.clock:
-            visit = heapq.heappop(to_come)[2]
+            executor.clock = max(executor.clock, pending[0][0])
+        while pending and pending[0][0] <= executor.clock:
+            visit = heapq.heappop(pending)[2]
             engine.add(make_request(len(served), visit.prompt, visit.max_tokens))
             served.append(visit)
         for deltas in engine.step().values():
@@ -222,7 +222,7 @@ def run(
             for ended in deltas.ended:
                 served[ended.key].cached_tokens = ended.cached_tokens
                 if (another := then(served[ended.key])) is not None:
-                    heapq.heappush(to_come, (another.at, next(numbers), another))
+                    heapq.heappush(pending, (another.at, next(numbers), another))
     stats = engine.stats()
     return Outcome(
         served, executor.clock, executor.prompt_tokens, executor.swapped_pages, stats.preemptions
@@ -230,7 +230,7 @@ def run(
 
 
 def random_tokens(random: np.random.Generator, length: int) -> Int32Array:
-    """A prompt that no other begins like."""
+    """A random prompt, which shares no prefix with others."""
     return random.integers(3, VOCABULARY, length, dtype=np.int32)
 
 

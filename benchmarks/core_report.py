@@ -1,4 +1,4 @@
-"""The report that the sections of ``core.py`` write into: Markdown, with plots beside it."""
+"""The Markdown report, with plots, that the sections of ``core.py`` write."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What a plot's axes say, and whether they are logarithmic."""
+    """The labels of a plot's axes, and whether they are logarithmic."""
 
     x: str
     y: str
@@ -23,11 +23,11 @@ class Axes:
 
 
 class Report:
-    """Collects Markdown in the order in which it is written; draws plots into ``folder``.
+    """Collects Markdown in order and draws plots into ``folder``.
 
     Args:
-        folder: where plots go, and where the Markdown is that links to them.
-        draw: without it no plot is drawn, and matplotlib is not needed.
+        folder: the folder of the plots and of the page that links to them.
+        draw: whether to draw plots, which needs matplotlib.
     """
 
     def __init__(self, folder: Path, *, draw: bool = True) -> None:
@@ -43,14 +43,14 @@ class Report:
         self._blocks.append(f"{'#' * level} {text}")
 
     def text(self, text: str) -> None:
-        """A paragraph; line breaks within it do not matter."""
+        """Adds a paragraph; line breaks within it are ignored."""
         self._blocks.append(" ".join(text.split()))
 
     def code(self, text: str) -> None:
         self._blocks.append(f"```\n{text.strip()}\n```")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table; cells are shown as ``str`` shows them.
+        """Adds a table with cells formatted by ``str``.
 
         Raises:
             ValueError: a row is longer or shorter than the header.
@@ -63,7 +63,7 @@ class Report:
     def plot(
         self, name: str, title: str, axes: Axes, lines: Mapping[str, Points], *, dots: bool = True
     ) -> None:
-        """A line for each of ``lines``, in ``core_NAME.svg``; the one named target is dashed."""
+        """Plots ``lines`` to ``core_NAME.svg``; the line named "target" is dashed."""
         if not self._draw:
             return
         import matplotlib
@@ -101,7 +101,7 @@ def middle(values: Sequence[float]) -> float:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """To so many significant digits, with commas and no exponent: 0.0123, 4.5, 1,230."""
+    """Formats a value with significant digits, commas and no exponent: 0.0123, 4.5, 1,230."""
     if value == 0:
         return "0"
     decimals = max(0, digits - 1 - int(np.floor(np.log10(abs(value)))))

@@ -1,12 +1,12 @@
-"""Rayfin and other engines on the same model and the same jobs, taking turns.
+"""Compares Rayfin with other engines on the same model and jobs, in turns.
 
     python benchmarks/engines.py --peer vllm_cpu=/opt/vllm/bin/python [--only W1 W2] [--rounds 3]
-    python benchmarks/engines.py --weights bfloat16 ...     as nearly all published checkpoints are
+    python benchmarks/engines.py --weights bfloat16 ...     # as in most published checkpoints
     python benchmarks/engines.py --shape 0.6b --only W1 W2 ...
 
 Writes docs/benchmarks/engines.md, or engines_bf16.md, engines_0.6b.md. Rayfin runs under this
-Python; a peer is a script of peers/ and the Python of its own environment (``rayfin bench compare
---help``). Rayfin in other settings is a peer, too: --peer int8:rayfin_engine=PYTHON,threads=2,...
+Python; a peer is a script of peers/ with the Python of its environment (``rayfin bench compare
+--help``). With other settings Rayfin can be a peer: --peer int8:rayfin_engine=PYTHON,threads=2,...
 """
 
 import argparse
@@ -42,7 +42,7 @@ OURS = "rayfin"
 VOCABULARY = 2000
 TITLES = {"135m": "The 135M Llama shape", "0.6b": "The shape of Qwen3-0.6B"}
 BATCH = {"135m": 64, "0.6b": 16}
-"""Requests of W1: what a minute is enough for."""
+"""Number of requests of W1, about a minute's work."""
 
 
 def batch(count: int) -> list[Job]:
@@ -51,7 +51,7 @@ def batch(count: int) -> list[Job]:
 
 
 def one_stream() -> list[Job]:
-    """W2: nothing beside it."""
+    """W2: a single stream."""
     return random_jobs(1, Lengths(128, 128), Lengths(128, 128), vocabulary=VOCABULARY)
 
 
@@ -76,14 +76,14 @@ WORKLOADS: dict[str, tuple[str, Callable[[], list[Job]]]] = {
 
 
 def poisson(throughput: Sequence[Figures]) -> list[Job]:
-    """W5: 60 requests of W1's kind, arriving at half of our own saturation."""
-    rate = median([own.requests_per_second for own in throughput]) / 2
+    """W5: 60 requests like W1's that arrive at half of Rayfin's saturation rate."""
+    rate = median([run.requests_per_second for run in throughput]) / 2
     jobs = random_jobs(60, Lengths(50, 400), Lengths(20, 120), vocabulary=VOCABULARY, seed=2)
     return arriving(jobs, arrivals(60, rate, seed=2))
 
 
 def make_model(folder: Path, shape: str, weights: str) -> None:
-    """Random weights in fp32, of values that ``weights`` can hold, and the demo's tokenizer."""
+    """Saves random fp32 weights that ``weights`` can represent, with the demo's tokenizer."""
     torch.manual_seed(0)
     architecture, sizes = SHAPES[shape]
     config = AutoConfig.for_model(
@@ -98,20 +98,20 @@ def make_model(folder: Path, shape: str, weights: str) -> None:
 
 
 def table(runs: Mapping[str, Sequence[Sequence[Timeline]]]) -> list[list[str]]:
-    """A row for each engine: medians over its rounds, and ours / theirs."""
+    """A row for each engine: medians over its rounds, and Rayfin's divided by them."""
     rows = []
     for rounds in runs.values():
-        own = [figures(timelines) for timelines in rounds]
-        failed = sum(run.failed for run in own)
-        assert not failed, f"{failed} requests failed: {own[0].errors}"
+        results = [figures(timelines) for timelines in rounds]
+        failed = sum(run.failed for run in results)
+        assert not failed, f"{failed} requests failed: {results[0].errors}"
         rows.append(
             [
-                median([run.output_per_second for run in own]),
+                median([run.output_per_second for run in results]),
                 *(
-                    1000 * median([getattr(getattr(run, kind), point) or 0.0 for run in own])
+                    1000 * median([getattr(getattr(run, kind), point) or 0.0 for run in results])
                     for kind, point in (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"))
                 ),
-                1000 * median([run.itl.p99 or 0.0 for run in own]),
+                1000 * median([run.itl.p99 or 0.0 for run in results]),
             ]
         )
     first = rows[0]
@@ -145,15 +145,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--peer", action="append", default=[], help="[LABEL:]NAME=PYTHON,key=value")
-    parser.add_argument("--settings", default="threads=2", help="of Rayfin: key=value,...")
+    parser.add_argument("--settings", default="threads=2", help="settings of Rayfin: key=value,...")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--page", type=Path, help="to write; if not given, the one in docs/")
+    parser.add_argument("--page", type=Path, help="page to write; default: the one in docs/")
     options = parser.parse_args()
     if "W5" in options.only and "W1" not in options.only:
-        parser.error("--only: W5 arrives at half of what W1 measures, so it needs W1")
+        parser.error("--only: W5 needs W1, whose throughput sets its rate")
     ours = f"{OURS}:rayfin_engine={sys.executable},max_model_len=4096,{options.settings}"
     specs = [PeerSpec.parse(text, PEERS) for text in (ours, *options.peer)]
     page = options.page or PAGES / page_name(options.shape, options.weights)
@@ -187,9 +187,9 @@ def measured(
     options: argparse.Namespace,
     specs: Sequence[PeerSpec],
     model: Path,
-    say: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> list[tuple[str, list[list[str]]]]:
-    """A title and a table for each workload."""
+    """Runs the workloads; returns a title and a table for each."""
     count = BATCH[options.shape]
     saturated: list[Figures] = []
     kinds = {
@@ -200,16 +200,16 @@ def measured(
     sections = []
     for name in options.only:
         title, jobs = kinds[name]
-        runs = take_turns(specs, model, jobs(), options.rounds, say)
+        runs = take_turns(specs, model, jobs(), options.rounds, report)
         if name == "W1":
-            saturated += [figures(own) for own in runs[OURS]]
+            saturated += [figures(run) for run in runs[OURS]]
         sections.append((f"{name}: {title}", table(runs)))
         print(name, *(" ".join(row) for row in sections[-1][1]), sep="\n", flush=True)
     return sections
 
 
 def page_name(shape: str, weights: str) -> str:
-    """Of the page that holds the figures of a model."""
+    """The name of the page for a model."""
     parts = ["engines"]
     parts += [shape] if shape != "135m" else []
     parts += ["bf16"] if weights == "bfloat16" else []
@@ -217,7 +217,7 @@ def page_name(shape: str, weights: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name, as Linux tells it."""
+    """The processor's name."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

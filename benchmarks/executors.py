@@ -1,4 +1,4 @@
-"""Offline throughput of one engine in this process and as Ray actors, taking turns.
+"""Offline throughput of one engine inline and as Ray actors, in turns.
 
 python benchmarks/executors.py [--shape demo|135m] [--rounds 5]
 """
@@ -21,7 +21,7 @@ OUTPUT_TOKENS = (20, 120)
 
 
 def settings(shape: str, folder: Path) -> dict[str, Any]:
-    """What both executors load."""
+    """The engine arguments of both executors."""
     if shape == "demo":
         return {"model": "demo"}
     make_config: Any = LlamaConfig  # transformers leaves its constructor without types
@@ -42,7 +42,7 @@ def settings(shape: str, folder: Path) -> dict[str, Any]:
 def workload(
     vocabulary: int, *, seed: int = 0, requests: int = REQUESTS
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of random tokens, other ones for each seed, and fixed output lengths; greedy."""
+    """Random prompts that differ by seed, and greedy sampling with fixed output lengths."""
     rng, lengths = random.Random(seed), random.Random(0)
     prompts = [
         [rng.randrange(10, vocabulary) for _ in range(lengths.randint(*PROMPT_TOKENS))]
@@ -63,25 +63,25 @@ def workload(
 def compare(
     shape: str, rounds: int, *, threads: int | None = None, requests: int = REQUESTS
 ) -> dict[str, list[float]]:
-    """Output tokens a second of each round, by executor.
+    """Returns the output tokens per second of each round, by executor.
 
-    Both get the same prompts, new ones in every round, so that none is found in the prefix cache.
+    Both get the same prompts, which change in every round so that the prefix cache does not help.
     """
     with tempfile.TemporaryDirectory() as folder:
         common = settings(shape, Path(folder)) | {"threads": threads}
         engines = {name: LLM(executor=name, **common) for name in ("inline", "ray")}
         rates: dict[str, list[float]] = {name: [] for name in engines}
-        for round_ in range(rounds + 1):  # the first one, a small one, warms up
+        for round_ in range(rounds + 1):  # the first round is small and warms up
             count = requests if round_ else min(8, requests)
             prompts, params = workload(2000, seed=round_, requests=count)
-            tokens = sum(own.max_tokens or 0 for own in params)
+            tokens = sum(each.max_tokens or 0 for each in params)
             for name, llm in engines.items():
                 started = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
                 rates[name].append(tokens / (time.perf_counter() - started))
         for llm in engines.values():
             llm.close()
-    return {name: own[1:] for name, own in rates.items()}
+    return {name: rounds[1:] for name, rounds in rates.items()}
 
 
 def main() -> None:
@@ -92,9 +92,9 @@ def main() -> None:
     options = parser.parse_args()
     rates = compare(options.shape, options.rounds, threads=options.threads)
     print(f"{options.shape}: {REQUESTS} requests, {options.rounds} rounds")
-    for name, own in rates.items():
-        print(f"  {name:7} {', '.join(f'{rate:.0f}' for rate in own)} tokens/s")
-    inline, ray = (statistics.median(own) for own in rates.values())
+    for name, values in rates.items():
+        print(f"  {name:7} {', '.join(f'{rate:.0f}' for rate in values)} tokens/s")
+    inline, ray = map(statistics.median, rates.values())
     print(f"  ray / inline: {ray / inline:.3f}")
 
 

@@ -1,4 +1,4 @@
-"""Where the GPU's benchmarks run, and how one operation is timed."""
+"""The device of the GPU benchmarks, and the timing of one operation."""
 
 import statistics
 import time
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 
 FLUSHED = 256 << 20
-"""Bytes written before an operation is timed: several times an H200's L2 cache."""
+"""Bytes written before an operation is timed, several times an H200's L2 cache."""
 
 BUSY_CYCLES = 1_000_000
-"""For which the device is busy (about half a millisecond) while an operation is queued."""
+"""Cycles that the device is busy, about half a millisecond, while an operation is queued."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how large."""
+    """The device, its limits, and the size of the benchmarks."""
 
     device: torch.device
     dtype: torch.dtype
@@ -25,10 +25,10 @@ class Bench:
     toy: bool
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """The median of some runs, on a GPU of what the device takes for one.
+        """Returns the median time of several runs, on a GPU the device's time.
 
-        There each finds nothing of its own in the L2 cache, as in a model of many layers, and is
-        queued while the device is still busy, so that the time of launching is not in it.
+        On a GPU, the L2 cache is flushed before each run, as in a model of many layers, and the run
+        is queued while the device is busy, so that launch time does not count.
         """
         for _ in range(1 if self.toy else 5):
             run()

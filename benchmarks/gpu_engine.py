@@ -1,4 +1,4 @@
-"""Whole engines on a GPU: shapes of real models with random weights, in tokens a second."""
+"""Whole engines on a GPU: shapes of real models with random weights, in tokens per second."""
 
 import gc
 import random
@@ -41,7 +41,7 @@ def save_config(bench: Bench, folder: Path, shape: str = "0.6b") -> Any:
 
 
 def make_llm(bench: Bench, folder: Path, shape: str = "0.6b", **options: Any) -> LLM:
-    """A shape with random weights, in this process unless told otherwise; prompts are tokens."""
+    """An LLM with random weights and without a tokenizer, inline by default."""
     save_config(bench, folder, shape)
     settings = {"executor": "inline"} | options
     return LLM(
@@ -57,7 +57,7 @@ def make_llm(bench: Bench, folder: Path, shape: str = "0.6b", **options: Any) ->
 
 
 def make_jobs(shapes: list[tuple[int, int]], seed: int = 0) -> list[Job]:
-    """Requests of (prompt, output) tokens, all at once."""
+    """Jobs of (prompt, output) tokens, all at once."""
     rng = random.Random(seed)
     return [Job(tuple(rng.randrange(10, 1000) for _ in range(n)), out) for n, out in shapes]
 
@@ -77,7 +77,7 @@ def timed(llm: LLM, shapes: list[tuple[int, int]], seed: int = 0) -> float:
 
 
 def timed_peer(peer: Peer, shapes: list[tuple[int, int]], seed: int = 0) -> float:
-    """The same, greedily, for a peer."""
+    """Seconds for the same requests, greedily, on a peer."""
     started = time.perf_counter()
     peer.run(make_jobs(shapes, seed))
     return time.perf_counter() - started
@@ -99,11 +99,11 @@ def nano_trace() -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Workloads:
-    """What every engine runs, as (prompt, output) tokens."""
+    """The workloads of every engine, as (prompt, output) tokens."""
 
     single: tuple[int, int]
     nano: list[tuple[int, int]]
-    alike: list[tuple[int, int]]  # outputs of one length, which is all that transformers takes
+    alike: list[tuple[int, int]]  # outputs of one length, as transformers requires
     decodes: list[tuple[int, int]]
     prompt: int
 
@@ -144,7 +144,7 @@ def engine(bench: Bench) -> None:
 
 
 def _floors(bench: Bench, work: Workloads) -> dict[str, str]:
-    """What the chip could do at best."""
+    """The lower bounds of the chip."""
     floors = Floors.of(shape_of(bench)[1], bench.bandwidth, bench.flops)
     prompt, output = work.single
     return {
@@ -170,7 +170,7 @@ def _engine_column(llm: LLM, work: Workloads) -> dict[str, str]:
 
 
 def _peer_column(bench: Bench, work: Workloads) -> tuple[str, dict[str, str]]:
-    """transformers' continuous batching, on the same device in a process of its own."""
+    """transformers' continuous batching, on the same device in another process."""
     script = Path(__file__).parent / "peers" / "transformers_cb.py"
     settings: dict[str, Any] = {
         "device": bench.device.type,
@@ -196,7 +196,7 @@ def _peer_column(bench: Bench, work: Workloads) -> tuple[str, dict[str, str]]:
 
 @contextmanager
 def running(bench: Bench, shape: str = "0.6b", **options: Any) -> Iterator[LLM]:
-    """An engine that has been warmed up, and leaves nothing behind."""
+    """A warmed-up engine, freed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         llm = make_llm(bench, Path(folder), shape, **options)
         timed(llm, [(16, 8)] * 4)
@@ -205,7 +205,7 @@ def running(bench: Bench, shape: str = "0.6b", **options: Any) -> Iterator[LLM]:
 
 
 def prefill(bench: Bench) -> None:
-    """Prompts of a larger model, for which a GPU computes rather than reads."""
+    """Prefill of a larger model, which is bound by computation rather than memory."""
     prompts = [(64 if bench.toy else 8192, 1)] * (2 if bench.toy else 8)
     with running(bench, "8b") as llm:
         timed(llm, prompts)
@@ -222,7 +222,7 @@ def prefill(bench: Bench) -> None:
 
 
 def idle(bench: Bench) -> None:
-    """How long the device has nothing to do while rows only decode, by torch's profiler."""
+    """The share of time that the device is idle during decoding, by torch's profiler."""
     on_gpu = bench.device.type == "cuda"
     print("\n## Idle device in steady decode, 0.6B shape\n")
     print("| rows | share of time without a kernel (under 0.02 wanted) |\n|---|---|")
@@ -230,8 +230,8 @@ def idle(bench: Bench) -> None:
         for rows in (1, 4) if bench.toy else (1, 32, 256):
             shapes = [(16, 16 if bench.toy else 512)] * rows
             timed(llm, shapes)
-            watched = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-            with profile(activities=[watched]) as profiler:
+            activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+            with profile(activities=[activity]) as profiler:
                 timed(llm, shapes)
             spans = [
                 (event.time_range.start, event.time_range.end)

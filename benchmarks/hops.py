@@ -1,9 +1,9 @@
-"""Where the time of one HTTP request goes beside its step: a row for each part of the way.
+"""Breaks down the time of one HTTP request beside its step, with a row for each hop.
 
     python benchmarks/hops.py --model MODEL [--requests 30] [--prompt-tokens 128]
 
-Starts a server, sends prompts one after the other and asks for one token of each. All but what the
-client sees is what the server's histograms on /metrics grow by; milliseconds, means.
+Starts a server and sends prompts one after another, each for one output token. All rows but the
+client's are growths of the server's histograms on /metrics; mean milliseconds.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from server import served
 from rayfin.deployments.bench.client import run_jobs
 from rayfin.deployments.bench.workload import Lengths, random_jobs
 
-PATIENCE = 60.0  # seconds until the hub has heard of all requests
+PATIENCE = 60.0  # seconds until the hub has counted all requests
 TTFT = "time_to_first_token_seconds"
 WARM_UP = 3
 
 
 def totals(metrics: str) -> dict[str, float]:
-    """Sums over labels by series, of those of Rayfin."""
+    """The values of Rayfin's series, summed over labels."""
     found: dict[str, float] = {}
     for line in metrics.splitlines():
         if line.startswith("rayfin_"):
@@ -32,15 +32,15 @@ def totals(metrics: str) -> dict[str, float]:
     return found
 
 
-async def heard(http: httpx.AsyncClient, requests: int) -> dict[str, float]:
-    """The totals once they count so many requests."""
+async def counted(http: httpx.AsyncClient, requests: int) -> dict[str, float]:
+    """Waits until the totals count this many requests, and returns them."""
     deadline = time.monotonic() + PATIENCE
     while True:
         found = totals((await http.get("/metrics")).raise_for_status().text)
         counts = (found.get(f"{name}_count", 0) for name in (TTFT, "request_prefill_time_seconds"))
         if min(counts) >= requests:
             return found
-        assert time.monotonic() < deadline, "the hub has not heard of all requests"
+        assert time.monotonic() < deadline, "the hub has not counted all requests"
         await asyncio.sleep(0.2)
 
 
@@ -58,29 +58,29 @@ async def measure(url: str, requests: int, prompt_tokens: int) -> None:
     ):
         model = (await api.get("/models")).raise_for_status().json()["data"][0]["id"]
         await run_jobs(api, model, jobs[:WARM_UP], max_concurrency=1)
-        before = await heard(http, WARM_UP)
+        before = await counted(http, WARM_UP)
         lines = await run_jobs(api, model, jobs[WARM_UP:], max_concurrency=1)
-        after = await heard(http, WARM_UP + requests)
-    assert not any(own.error for own in lines), [own.error for own in lines]
-    client = 1000 * sum(own.ttft or 0.0 for own in lines) / requests
+        after = await counted(http, WARM_UP + requests)
+    assert not any(line.error for line in lines), [line.error for line in lines]
+    client = 1000 * sum(line.ttft or 0.0 for line in lines) / requests
 
     def each(name: str) -> float:
         return 1000 * (after[name] - before[name]) / requests
 
     flushed, first = each("first_flush_seconds_sum"), each(f"{TTFT}_sum")
-    ingress, way = each("ingress_time_seconds_sum"), each("request_transport_seconds_sum")
-    queue, prefill = (each(f"request_{own}_time_seconds_sum") for own in ("queue", "prefill"))
+    ingress, transport = each("ingress_time_seconds_sum"), each("request_transport_seconds_sum")
+    queue, prefill = (each(f"request_{part}_time_seconds_sum") for part in ("queue", "prefill"))
     step, to_runner = each("step_seconds_total"), each("step_transport_seconds_sum")
     rows = (
         ("client, proxy and Serve's router, both ways", client - flushed),
         ("ingress: checks and tokens", ingress),
-        ("ingress to engine, and back", way),
+        ("ingress to engine, and back", transport),
         ("engine: until admitted", queue),
         ("engine to runner, and back", to_runner),
         ("engine: the rest until the first token", prefill - step - to_runner),
         (
             "ingress: the rest until the first event is out",
-            flushed - ingress - way - queue - prefill,
+            flushed - ingress - transport - queue - prefill,
         ),
         ("the step itself", step),
         ("all, as the client sees it", client),

@@ -1,15 +1,15 @@
-"""What recovery costs while nothing fails: the same steps with its machinery and without.
+"""Measures the cost of fault tolerance without faults: the same steps with and without it.
 
     python benchmarks/recovery.py [--rows 1,16,64] [--rounds 15]
 
-*With*: the step goes through RunnerGroup and ModelRunnerActor as in production (failpoints, limits
-of time, leases, epochs), with Ray's call in the middle taken out, and the engine watches suspects,
-keeps token logs and looks for silent clients. *Without*: the engine calls the runner. Microseconds
-of CPU time of the process, which other work on the machine hardly changes; rounds take turns.
+*With*: the step goes through RunnerGroup and ModelRunnerActor as in production (failpoints,
+timeouts, leases, epochs) without Ray's call in between, and the engine watches suspects, keeps
+token logs and looks for silent clients. *Without*: the engine calls the runner directly. Figures
+are CPU microseconds of the process, which other load hardly changes; rounds alternate.
 
-A step here is a call to the runner; the share is of one of the demo model on the CPU, the smallest
-that anybody serves, with as many decode steps in it as an engine grants by default. What
---check-pages adds, which is off by default, is measured on that model, too.
+A step is one call to the runner. The share is of a call of the demo model on the CPU, the smallest
+model, with the default number of decode steps. --check-pages, off by default, is measured on that
+model too.
 """
 
 import argparse
@@ -45,11 +45,11 @@ CLIENT = "client"
 MODEL_LEN = 2048
 PROMPT_TOKENS = 100
 WARM_UP, STEPS, MODEL_STEPS = 40, 400, 60
-FOR_EVER = 1e9  # seconds, of leases
+FOR_EVER = 1e9  # seconds, for leases
 
 
 class StubRunner:
-    """Says the same token always, at no cost."""
+    """Always returns the same token, at no cost."""
 
     def start(self, config: EngineConfig, epoch: int) -> None: ...
 
@@ -59,7 +59,7 @@ class StubRunner:
 
 
 class _Method:
-    """An actor's method as ``RunnerGroup`` calls it; the "object ref" is the call to be made."""
+    """An actor's method as ``RunnerGroup`` calls it; the "object ref" is the deferred call."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -74,7 +74,7 @@ class _Handle:
 
 
 class _NoRay:
-    """In place of ``ray`` in group.py: to get is to call."""
+    """Replaces ``ray`` in runner_group.py; ``get`` makes the calls."""
 
     @staticmethod
     def get(refs: list[Callable[[], Any]], timeout: float) -> list[Any]:
@@ -82,17 +82,17 @@ class _NoRay:
 
 
 def guarded(runner: Any) -> group.RunnerGroup:
-    """The production's way to a runner, in one process."""
+    """Wraps a runner as in production, in one process."""
     actor_class: Any = ModelRunnerActor
     actor = actor_class.__ray_metadata__.modified_class(FOR_EVER)
     actor._runner = runner
-    own = group.RunnerGroup(EngineArgs(), "cost")
-    own._runners = [_Handle(actor)]
-    return own
+    runners = group.RunnerGroup(EngineArgs(), "cost")
+    runners._runners = [_Handle(actor)]
+    return runners
 
 
 class Unguarded:
-    """In place of the quarantine: the scheduler alone, and nobody is watched."""
+    """Replaces the quarantine: only schedules, and watches no request."""
 
     num_suspects = 0
 
@@ -114,13 +114,13 @@ class Unguarded:
 
 
 class NoLogs:
-    """In place of the logs of requests that have ended."""
+    """Replaces the logs of ended requests."""
 
     def keep(self, *_: Any) -> None: ...
 
 
 class Side:
-    """One engine and what turns its loop."""
+    """One engine and its loop."""
 
     def __init__(self, config: EngineConfig, runner: Any, *, recovers: bool) -> None:
         self._recovers = recovers
@@ -134,7 +134,7 @@ class Side:
         self._subscriptions.renew(CLIENT)
 
     def fill(self, rows: int) -> None:
-        """As many requests as that, of prompts that differ."""
+        """Adds ``rows`` requests with different prompts."""
         for key in range(rows):
             prompt = np.full(PROMPT_TOKENS, 300 + key, np.int32)
             self._engine.add(
@@ -150,14 +150,14 @@ class Side:
             )
 
     def turn(self) -> None:
-        """A turn of the scheduler's loop, as in its actor."""
+        """One iteration of the scheduler's loop, as in its actor."""
         time.monotonic()
         self._subscriptions.post(self._engine.step())
         if self._recovers:
             self._subscriptions.silent(CLIENT_LEASE_SECONDS)
 
     def seconds(self, rows: int, steps: int) -> float:
-        """CPU seconds of a turn, of the whole life of requests: taken in, stepped, ended."""
+        """CPU seconds per iteration over the whole life of ``rows`` requests."""
         self.fill(rows)
         for _ in range(WARM_UP):
             self.turn()
@@ -172,7 +172,7 @@ class Side:
 
 
 def config_for(rows: int) -> EngineConfig:
-    """Room for so many long requests."""
+    """A configuration with room for ``rows`` long requests."""
     return EngineConfig(
         limits=BatchLimits(max_batch_tokens=8192, max_decoding_batch=rows, max_prefill_batch=rows),
         max_model_len=MODEL_LEN,
@@ -194,14 +194,14 @@ def difference(rows: int, rounds: int) -> tuple[float, float]:
     for round_ in range(rounds + 1):
         order = sides if round_ % 2 else sides[::-1]
         spent = {side: side.seconds(rows, STEPS) for side in order}
-        if round_:  # the first one warms up
+        if round_:  # the first round warms up
             bare.append(spent[sides[0]])
             more.append(spent[sides[1]] - spent[sides[0]])
     return 1e6 * statistics.median(bare), 1e6 * statistics.median(more)
 
 
 def model_side(rows: int, *, check_pages: bool) -> Side:
-    """The demo model without the machinery, on one thread."""
+    """The demo model without fault tolerance, on one thread."""
     from rayfin.actors.runner.model_runner import ModelRunner
 
     args = EngineArgs(
@@ -233,7 +233,9 @@ def model_step(rows: int, rounds: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default="1,16,64", help="requests that decode, with commas")
+    parser.add_argument(
+        "--rows", default="1,16,64", help="comma-separated numbers of decoding requests"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     group.ray = _NoRay  # type: ignore[assignment]

@@ -1,10 +1,9 @@
-"""Scrapes a server each second while it has far too much to do, and after strangers' nonsense.
+"""Scrapes /metrics of an overloaded server, and after invalid requests.
 
     python benchmarks/scrape.py [--seconds 30] [--hostile 10000]
 
-Prints the times of scrapes of the API's port and of the hub's own, and the CPU time that the hub
-needs for one, which does not depend on what else the machine does. docs/observability.md has what
-it said.
+Prints the times of scrapes on the API's port and on the hub's port, and the hub's CPU time per
+scrape, which does not depend on other load. The results are in docs/observability.md.
 """
 
 import argparse
@@ -22,19 +21,19 @@ import httpx
 from server import free_ports, served
 
 SLOTS, WAITING = 16, 32
-"""The engine's, so that ``USERS`` are far too many: the rest is refused."""
+"""Limits of the engine, far below ``USERS``; other requests are refused."""
 
 USERS = 96
-WARM_UP = 5.0  # seconds until all of them are there
+WARM_UP = 5.0  # seconds until all users have started
 
-AT_ONCE = 5  # scrapes of a port in a second of overload, one after the other
+AT_ONCE = 5  # consecutive scrapes of a port in each second
 IDLE_SCRAPES = 100
-CONNECTIONS = 8  # of strangers
+CONNECTIONS = 8  # of the attack
 METHODS = ("GET", "POST", "PUT", "DELETE", "BREW", "PROPFIND")
 
 
 async def user(http: httpx.AsyncClient) -> None:
-    """Asks for a long answer, again and again, refused or not."""
+    """Requests long answers in a loop, refused or not."""
     body = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
     while True:
         with suppress(httpx.HTTPError):
@@ -45,19 +44,19 @@ async def user(http: httpx.AsyncClient) -> None:
 
 
 def crowd(api: str) -> None:
-    """All users, until this process is terminated."""
+    """Runs all users until this process is terminated."""
 
-    async def come() -> None:
+    async def run() -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=api, timeout=60, limits=limits) as http:
             await asyncio.gather(*(user(http) for _ in range(USERS)))
 
-    asyncio.run(come())
+    asyncio.run(run())
 
 
 @contextmanager
 def crowded(api: str) -> Iterator[None]:
-    """The crowd in a process of its own: what it is busy with must not delay a scrape's clock."""
+    """Runs the crowd in another process, so that it does not delay the scrapes' timing."""
     process = get_context("spawn").Process(target=crowd, args=(api,), daemon=True)
     process.start()
     try:
@@ -68,7 +67,7 @@ def crowded(api: str) -> Iterator[None]:
 
 
 def nonsense(rng: random.Random, http: httpx.AsyncClient) -> httpx.Request:
-    """Paths, methods, models, tenants and ids that nobody has seen before."""
+    """A request with a random path, method, model, tenant and id."""
 
     def word() -> str:
         return "".join(rng.choices(string.ascii_letters + "-_.~%{}\"'", k=rng.randint(1, 60)))
@@ -81,7 +80,7 @@ def nonsense(rng: random.Random, http: httpx.AsyncClient) -> httpx.Request:
 
 
 async def attack(http: httpx.AsyncClient, count: int) -> None:
-    """So many requests that are all refused, several at a time."""
+    """Sends ``count`` requests that are all refused, several at a time."""
     rng = random.Random(0)
     left = iter(range(count))
 
@@ -94,7 +93,7 @@ async def attack(http: httpx.AsyncClient, count: int) -> None:
 
 
 class Scraper:
-    """Of one port: how long each scrape took, and the series of the last one."""
+    """Scrapes one port and keeps the series of the last scrape."""
 
     def __init__(self, name: str, url: str) -> None:
         self.name = name
@@ -102,7 +101,7 @@ class Scraper:
         self._url = url
 
     async def scrape(self, times: int) -> list[float]:
-        """Seconds of each, one after the other on a connection of their own, ascending."""
+        """Returns the seconds of consecutive scrapes on one connection, ascending."""
         seconds = []
         async with httpx.AsyncClient(timeout=60) as http:
             for _ in range(times):
@@ -114,22 +113,22 @@ class Scraper:
         return sorted(seconds)
 
 
-def told(seconds: list[float]) -> str:
+def summary(seconds: list[float]) -> str:
     """Median and 99th percentile of times in ascending order."""
-    middle, most = seconds[len(seconds) // 2], seconds[int(0.99 * len(seconds))]
-    return f"{1000 * middle:6.1f} {1000 * most:6.1f}"
+    median, p99 = seconds[len(seconds) // 2], seconds[int(0.99 * len(seconds))]
+    return f"{1000 * median:6.1f} {1000 * p99:6.1f}"
 
 
 @contextmanager
 def cpu_time_each(what: str, process: str, times: int) -> Iterator[None]:
-    """Prints what ``process`` has computed meanwhile, for each of so many."""
+    """Prints the CPU time of ``process`` in the block, divided by ``times``."""
     before = _cpu_seconds(process)
     yield
     print(f"{what}: {1000 * (_cpu_seconds(process) - before) / times:.1f} ms of CPU time each")
 
 
 def _cpu_seconds(name: str) -> float:
-    """Of all processes whose command line begins so."""
+    """CPU time of all processes whose command line begins with ``name``."""
     ticks = 0
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -140,29 +139,29 @@ def _cpu_seconds(name: str) -> float:
 
 
 async def overload(ports: list[Scraper], seconds: int) -> None:
-    """A line for each second, and one for all of them."""
+    """Prints a line for each second, and one for all."""
     every: list[list[float]] = [[] for _ in ports]
     print(f"{USERS} users of {SLOTS} slots; ms, median and p99 of each second")
     print("second  " + "  ".join(f"{port.name:>13}" for port in ports))
     for second in range(seconds):
         end = time.monotonic() + 1.0
         found = [await port.scrape(AT_ONCE) for port in ports]
-        for own, more in zip(every, found, strict=True):
-            own += more
-        print(f"{second:6}  " + "  ".join(map(told, found)), flush=True)
+        for seconds_of_port, more in zip(every, found, strict=True):
+            seconds_of_port += more
+        print(f"{second:6}  " + "  ".join(map(summary, found)), flush=True)
         await asyncio.sleep(max(0.0, end - time.monotonic()))
-    print("   all  " + "  ".join(told(sorted(own)) for own in every))
+    print("   all  " + "  ".join(summary(sorted(times)) for times in every))
 
 
-async def measure(api: str, own: str, seconds: int, hostile: int) -> None:
-    ports = [Scraper("API's port", f"{api}/metrics"), Scraper("hub's port", f"{own}/metrics")]
+async def measure(api: str, hub: str, seconds: int, hostile: int) -> None:
+    ports = [Scraper("API's port", f"{api}/metrics"), Scraper("hub's port", f"{hub}/metrics")]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=api, timeout=60, limits=limits) as http:
         (await http.post("/v1/completions", json={"prompt": "Hello"})).raise_for_status()
         for port in ports:
             with cpu_time_each(f"{port.name}, idle: the hub", "ray::MetricsHub", IDLE_SCRAPES):
                 found = await port.scrape(IDLE_SCRAPES)
-            print(f"{port.name}, idle, ms: {told(found)}")
+            print(f"{port.name}, idle, ms: {summary(found)}")
         with crowded(api):
             await asyncio.sleep(WARM_UP)
             await overload(ports, seconds)
@@ -176,14 +175,14 @@ async def measure(api: str, own: str, seconds: int, hostile: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=int, default=30, help="of overload")
-    parser.add_argument("--hostile", type=int, default=10_000, help="requests")
+    parser.add_argument("--seconds", type=int, default=30, help="seconds of overload")
+    parser.add_argument("--hostile", type=int, default=10_000, help="number of invalid requests")
     options = parser.parse_args()
     (port,) = free_ports(1)
     flags = ("--metrics-port", port, "--max-decoding-batch", SLOTS, "--max-waiting-requests")
     with served(*map(str, flags), str(WAITING)) as url:
-        own = f"http://127.0.0.1:{port}"
-        asyncio.run(measure(url, own, options.seconds, options.hostile))
+        hub = f"http://127.0.0.1:{port}"
+        asyncio.run(measure(url, hub, options.seconds, options.hostile))
 
 
 if __name__ == "__main__":

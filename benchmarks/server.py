@@ -1,4 +1,4 @@
-"""``rayfin serve`` in a process of its own, for scripts that look at it from outside."""
+"""Runs ``rayfin serve`` in another process, for scripts that measure it from outside."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import httpx
 
-PATIENCE = 300.0  # seconds to start in
+PATIENCE = 300.0  # seconds to start
 RAYFIN = "import sys; from rayfin.deployments.cli.main import main; sys.exit(main())"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on."""
+    """Returns free ports of 127.0.0.1."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:
@@ -31,7 +31,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def served(*flags: str) -> Iterator[str]:
-    """A server of the built-in model, with a Ray of its own: its address, until the block ends."""
+    """Runs a server of the built-in model on its own Ray cluster; yields its URL."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as folder:
@@ -58,5 +58,5 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
             if httpx.get(url, timeout=10).status_code == 200:
                 return
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"it does not serve: {log.read_text()[-2000:]}")
+            raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
         time.sleep(0.2)

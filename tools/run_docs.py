@@ -1,12 +1,12 @@
-"""Runs the commands of README and docs as they are written, page by page, and says how each went.
+"""Runs the commands in README and docs as written, page by page, and reports the result of each.
 
-    make docs     # all pages; ARGS="README.md serving.md:98" for some, or a block of one
+    make docs     # all pages; ARGS="README.md serving.md:98" for one page and one block
 
-A block that starts a server is run against that one; others that ask a server share one of the
-built-in model, the one before or one with two engines. A comment that begins with "needs", "takes"
-or "changes" says why a command is not run; alone on its line, why the rest of its block is not.
-Both kinds are counted at the end. Needs the ports of the documents (8000, 8001, 9090, 9400, 9401)
-and of a Ray cluster (6379, 8265) to be free. The exit status is 1 if a command failed.
+A block that starts a server runs against that server; other blocks that need one share a server of
+the built-in model, the previous one or one with two engines. A comment that begins with "needs",
+"takes" or "changes" states why its command is skipped; alone on its line, why the rest of the block
+is. The ports of the documents (8000, 8001, 9090, 9400, 9401) and of a Ray cluster (6379, 8265) must
+be free. The exit status is 1 if a command failed.
 """
 
 import argparse
@@ -31,28 +31,28 @@ import httpx
 
 ROOT = Path(__file__).parents[1]
 DOCS = runpy.run_path(str(ROOT / "tests" / "deployments" / "test_docs.py"))
-"""Which pages there are, and what a block is."""
+"""The list of pages, and the pattern of a block."""
 
 KEY = "RAYFIN_ADMIN_API_KEY"
 OWN_SERVER = "rayfin serve --data-parallel-size 2"
 PLAIN = ("make serve", OWN_SERVER)
-"""Servers that do for blocks that start none."""
+"""Servers that blocks without one can use."""
 
 SERVERS = (["rayfin", "serve"], ["make", "serve"], ["ray", "start"], ["serve", "deploy"])
-"""How commands begin after which something serves."""
+"""Beginnings of the commands that start a server."""
 
 START_SECONDS, STOP_SECONDS = 600.0, 120.0
 COMMAND_SECONDS = 900.0
-WATCH_SECONDS = 15.0  # of a command that runs until Ctrl-C
+WATCH_SECONDS = 15.0  # for a command that runs until Ctrl-C
 
 COMMENT = re.compile(r"(?:^|\s)#\s*(.*)$")
 REASON = re.compile(r"(?:needs|takes|changes) [^:;]*")
-"""Why a command is not run; what follows is for the reader."""
+"""The reason in a comment; text after it is for the reader."""
 
 ASKS = re.compile(
     "curl |make observe|rayfin (chat|users|bench serve|status|drain|cache|sleep|wake)"
 )
-"""How commands begin that want a server."""
+"""Beginnings of the commands that need a server."""
 
 STAND_INS = {
     "Qwen/Qwen3-0.6B": "demo",
@@ -61,12 +61,12 @@ STAND_INS = {
     "--max-model-len 8192": "--max-model-len 512",
     " [MODEL]": "",
 }
-"""What a document's names stand for here."""
+"""Replacements of names in the documents."""
 
-LEFT_BEHIND = shutil.ignore_patterns(".git", ".venv", "build", "*_cache", "__pycache__")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "build", "*_cache", "__pycache__")
 
 ENDLESS = ("make observe", "rayfin users --users 16", "rayfin status")
-"""Commands that run until Ctrl-C; those that have further flags are not meant."""
+"""Commands that run until Ctrl-C; the same commands with further flags end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +80,18 @@ class Block:
 
     @property
     def commands(self) -> list[tuple[str, str]]:
-        """Each without its comment, and why it is not run, if so; a program is one."""
+        """The commands without comments, and why each is skipped, or an empty string."""
         if self.kind == "python":
             Path("snippet.py").write_text(self.text)
             return [("python snippet.py", "")]
-        found, all_of_them = [], ""
+        found, reason_for_rest = [], ""
         for line in self.text.replace("\\\n", " ").splitlines():
             comment = COMMENT.search(line)
             reason = REASON.match(comment[1]) if comment else None
-            if own := COMMENT.sub("", line).strip():
-                found.append((own, reason[0].strip() if reason else all_of_them))
+            if command := COMMENT.sub("", line).strip():
+                found.append((command, reason[0].strip() if reason else reason_for_rest))
             elif reason:
-                all_of_them = reason[0].strip()
+                reason_for_rest = reason[0].strip()
         return found
 
 
@@ -99,12 +99,12 @@ def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     for match in DOCS["BLOCK"].finditer(text):
         kind, inside = match.groups()
-        if kind == "python" or (kind == "" and "►" not in inside):  # that is a picture
+        if kind == "python" or (kind == "" and "►" not in inside):  # not a diagram
             yield Block(page, text.count("\n", 0, match.start()) + 2, kind, inside)
 
 
 class Server:
-    """What a command has started, in a session of its own."""
+    """A command that serves, in its own session."""
 
     def __init__(self, command: str) -> None:
         self.log = Path("server.log")
@@ -117,14 +117,17 @@ class Server:
             )
 
     def wait(self, address: str) -> str:
-        """Until that address answers; else what it said."""
+        """Waits until the address answers. Returns the end of the log if it does not."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
             with suppress(httpx.TransportError):
-                if httpx.get(address, timeout=10).status_code in (200, 401):  # Ray's: no token
+                if httpx.get(address, timeout=10).status_code in (
+                    200,
+                    401,
+                ):  # 401: Ray, without a token
                     return ""
             time.sleep(0.5)
-        return self.log.read_text()[-1500:] or "it said nothing"
+        return self.log.read_text()[-1500:] or "no output"
 
     def stop(self) -> None:
         with suppress(ProcessLookupError):
@@ -137,39 +140,39 @@ class Server:
 
 
 class Reader:
-    """Does what the pages say, and keeps count."""
+    """Runs the commands of pages and counts results."""
 
     def __init__(self) -> None:
         self.failed = self.ran = 0
-        self.left_out: Counter[str] = Counter()  # by reason
+        self.skipped: Counter[str] = Counter()  # by reason
         self._server: Server | None = None
         self._serving = ""  # the command that started it
 
     def read(self, block: Block) -> None:
-        with patch.dict(os.environ):  # what it exports is its own
-            self._read(block)
+        with patch.dict(os.environ):  # exports of a block end with it
+            self._run_block(block)
 
-    def _read(self, block: Block) -> None:
+    def _run_block(self, block: Block) -> None:
         commands = block.commands
-        told_to = [command for command, reason in commands if not reason]
-        if any(map(ASKS.match, told_to)) and not any(map(is_server, told_to)):
+        to_run = [command for command, reason in commands if not reason]
+        if any(map(ASKS.match, to_run)) and not any(map(is_server, to_run)):
             self._start_own("--engine" in block.text)
         for command, reason in commands:
             if reason:
-                self.left_out[reason] += 1
-                self._say(block, "not run", command, reason)
+                self.skipped[reason] += 1
+                self._print(block, "not run", command, reason)
                 continue
             started = time.monotonic()
-            told = self._do(stand_in(command))
+            problem = self._run(stand_in(command))
             self.ran += 1
-            self.failed += bool(told)
-            state = "FAILED" if told else f"{time.monotonic() - started:5.1f} s"
-            self._say(block, state, command, told)
+            self.failed += bool(problem)
+            state = "FAILED" if problem else f"{time.monotonic() - started:5.1f} s"
+            self._print(block, state, command, problem)
         if self._serving not in PLAIN:
             self.stop()
 
-    def _do(self, command: str) -> str:
-        """What is wrong with it, if anything."""
+    def _run(self, command: str) -> str:
+        """Runs a command and returns its problem, or an empty string."""
         if command.startswith("export "):
             name, _, value = command.removeprefix("export ").partition("=")
             os.environ[name] = value
@@ -182,7 +185,7 @@ class Reader:
         self._server, self._serving = None, ""
 
     def _start(self, command: str) -> str:
-        if command.startswith("serve deploy"):  # on the cluster that the command before it started
+        if command.startswith("serve deploy"):  # uses the cluster of the command before it
             return run(command) or (self._server.wait(health(command)) if self._server else "")
         self.stop()
         self._server, self._serving = Server(command), command
@@ -190,27 +193,27 @@ class Reader:
 
     def _start_own(self, two_engines: bool) -> None:
         if self._serving not in PLAIN or (two_engines and self._serving != OWN_SERVER):
-            if told := self._start(OWN_SERVER):
-                raise SystemExit(f"{OWN_SERVER}: {told}")
+            if problem := self._start(OWN_SERVER):
+                raise SystemExit(f"{OWN_SERVER}: {problem}")
 
-    def _say(self, block: Block, state: str, command: str, told: str) -> None:
-        note = f"  ({told})" if state == "not run" else ""
+    def _print(self, block: Block, state: str, command: str, note: str) -> None:
+        suffix = f"  ({note})" if state == "not run" else ""
         if state != "not run" and stand_in(command) != command:
-            note = f"  (as: {stand_in(command)})"
-        print(f"{block.page.name}:{block.line:<4} {state:>8}  {command}{note}", flush=True)
+            suffix = f"  (as: {stand_in(command)})"
+        print(f"{block.page.name}:{block.line:<4} {state:>8}  {command}{suffix}", flush=True)
         if state == "FAILED":
-            print("    " + told.strip().replace("\n", "\n    "), flush=True)
+            print("    " + note.strip().replace("\n", "\n    "), flush=True)
 
 
 def is_server(command: str) -> bool:
     words = shlex.split(command)
-    plain = [own for own in words if "=" not in own.partition("-")[0]]  # without variables
-    plain[:1] = [own.removeprefix(".venv/bin/") for own in plain[:1]]
+    plain = [word for word in words if "=" not in word.partition("-")[0]]  # without variables
+    plain[:1] = [word.removeprefix(".venv/bin/") for word in plain[:1]]
     return plain[:2] in SERVERS
 
 
 def health(command: str) -> str:
-    """Where what it starts answers as soon as it is well."""
+    """The URL at which the started server reports its health."""
     words = shlex.split(command)
     if words[0] == "ray":
         return "http://127.0.0.1:8265/api/version"
@@ -219,13 +222,13 @@ def health(command: str) -> str:
 
 
 def stand_in(command: str) -> str:
-    for name, own in STAND_INS.items():
-        command = command.replace(name, own)
+    for name, replacement in STAND_INS.items():
+        command = command.replace(name, replacement)
     return command
 
 
 def run(command: str) -> str:
-    """What is wrong with it, if anything."""
+    """Runs a command to its end and returns its problem, or an empty string."""
     endless = command in ENDLESS
     process = subprocess.Popen(
         ["bash", "-c", command],
@@ -241,25 +244,25 @@ def run(command: str) -> str:
         os.killpg(process.pid, signal.SIGINT if endless else signal.SIGKILL)
         output, _ = process.communicate()
         if not endless:
-            return f"it takes over {COMMAND_SECONDS:.0f} s\n{output[-1500:]}"
+            return f"it ran over {COMMAND_SECONDS:.0f} s\n{output[-1500:]}"
     allowed = (0, 130, -signal.SIGINT) if endless else (0,)
     return "" if process.returncode in allowed else f"{output[-1500:]}\nexit {process.returncode}"
 
 
 @contextmanager
 def workplace() -> Iterator[None]:
-    """A copy of the tree where the commands find what they name, and leave what they write."""
+    """Changes to a copy of the repository with the files that the commands expect."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        shutil.copytree(ROOT, folder, symlinks=True, ignore=LEFT_BEHIND, dirs_exist_ok=True)
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=NOT_COPIED, dirs_exist_ok=True)
         environment = folder / ".venv"
         environment.mkdir()
-        for path in Path(sys.prefix).iterdir():  # a Python finds its packages beside itself
+        for path in Path(sys.prefix).iterdir():  # Python finds its packages beside its executable
             if not path.name.startswith(".installed"):
                 (environment / path.name).symlink_to(path)
-        for made in (".installed", ".installed-bench"):
-            (environment / made).touch()  # make installs nothing
+        for marker in (".installed", ".installed-bench"):
+            (environment / marker).touch()  # so that make installs nothing
         shutil.copytree(ROOT / "deployments" / "demo" / "model", folder / "my-model")
         (folder / ".curlrc").write_text("fail-with-body\nno-progress-meter\n")
         os.environ["CURL_HOME"] = name
@@ -267,7 +270,7 @@ def workplace() -> Iterator[None]:
         (folder / "prompts.txt").write_text("The capital of Peru is\nWhat is 37 + 48?\n")
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         os.environ.setdefault("RAY_TMPDIR", name)
-        os.environ[KEY] = "..."  # as the documents write it
+        os.environ[KEY] = "..."  # as in the documents
         os.environ.pop("RAY_ADDRESS", None)
         os.chdir(folder)
         try:
@@ -278,7 +281,7 @@ def workplace() -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pages", nargs="*", help="PAGE, or PAGE:LINE of a block; all without")
+    parser.add_argument("pages", nargs="*", help="PAGE, or PAGE:LINE of a block; default: all")
     chosen = parser.parse_args().pages
     found = [
         block
@@ -287,9 +290,9 @@ def main() -> int:
         if not chosen or {page.name, f"{page.name}:{block.line}"} & set(chosen)
     ]
     if not found:
-        parser.error(f"nothing to run there: {' '.join(chosen)}")
+        parser.error(f"no block at {' '.join(chosen)}")
     reader = Reader()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without stopping the server
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the server
     with workplace():
         try:
             for block in found:
@@ -297,9 +300,9 @@ def main() -> int:
         finally:
             reader.stop()
     print(
-        f"{reader.ran} ran, {reader.failed} of them failed; {reader.left_out.total()} were not run"
+        f"{reader.ran} ran, {reader.failed} of them failed; {reader.skipped.total()} were not run"
     )
-    for reason, count in reader.left_out.most_common():
+    for reason, count in reader.skipped.most_common():
         print(f"{count:4}  {reason}")
     return 1 if reader.failed else 0
 

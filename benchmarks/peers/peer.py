@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 
 class Engine(Protocol):
-    """What a peer brings. Every request runs to its full length, greedily."""
+    """The engine of a peer. Every request runs to its full length, greedily."""
 
     version: str
 
     def add(self, index: int, prompt: list[int], output_tokens: int) -> None:
-        """Takes in a request."""
+        """Adds a request."""
         ...
 
     def step(self) -> Iterable[tuple[int, int]]:
-        """Goes on for a while; which requests got how many tokens meanwhile."""
+        """Runs for a while; returns (index, new tokens) of requests."""
         ...
 
 
@@ -49,7 +49,7 @@ class Static:
 def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
     """Answers commands from stdin until it ends; see rayfin/deployments/bench/peers.py."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with answers
     engine: Engine | None = None
     for line in sys.stdin:
         command = json.loads(line)
@@ -70,7 +70,7 @@ def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
 
 
 def run(engine: Engine, jobs: list[Any]) -> list[list[tuple[float, int]]]:
-    """Each job is added when it is due; says when its tokens came, seconds after the start."""
+    """Adds each job when it is due; returns (seconds after the start, tokens) for each job."""
     pieces: list[list[tuple[float, int]]] = [[] for _ in jobs]
     missing = [output_tokens for _, _, output_tokens in jobs]
     due = sorted(range(len(jobs)), key=lambda index: jobs[index][0])
@@ -84,9 +84,9 @@ def run(engine: Engine, jobs: list[Any]) -> list[list[tuple[float, int]]]:
         if not running:
             time.sleep(max(0.0, jobs[due[0]][0] - (time.perf_counter() - start)))
             continue
-        news = list(engine.step())
+        new = list(engine.step())
         now = time.perf_counter() - start
-        for index, count in news:
+        for index, count in new:
             pieces[index].append((now, count))
             missing[index] -= count
             running -= missing[index] <= 0
