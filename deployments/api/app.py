@@ -1,6 +1,9 @@
 """Everything that one ingress answers, as an ASGI application."""
 
+from collections.abc import Mapping
+
 from fastapi import FastAPI, Request, Response
+from starlette.middleware import Middleware
 
 from rayfin import __version__
 from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
@@ -21,12 +24,14 @@ from rayfin.deployments.http.anthropic_errors import AnthropicErrors
 from rayfin.deployments.http.errors import add_error_handlers
 from rayfin.deployments.http.idempotency import Idempotency
 from rayfin.deployments.http.json_body import ignored_header, read_body, read_json, validate
-from rayfin.deployments.http.layers import add_layers
+from rayfin.deployments.http.layers import arrange, settings_layers
 from rayfin.deployments.http.request_meter import RequestMeter
 from rayfin.deployments.telemetry.load import LoadCounter
 
 
-def build_api(*services: OpenAIService) -> FastAPI:
+def build_api(
+    *services: OpenAIService, outer: Mapping[str, Middleware | None] | None = None
+) -> FastAPI:
     """Every endpoint of one ingress, over one service for each model; see ``ServedModels``.
 
     Bodies are read by the handlers, and described apart.
@@ -43,15 +48,9 @@ def build_api(*services: OpenAIService) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
+        middleware=arrange("replica", _layers(service) | dict(outer or {})),
     )
     add_error_handlers(app)
-    app.add_middleware(LoadCounter, load=service.load)
-    if service.tracing is not None:
-        app.add_middleware(service.tracing.layer)
-    app.add_middleware(Idempotency, answers=service.answers)
-    add_layers(app, service.edge)
-    app.add_middleware(AnthropicErrors)
-    app.add_middleware(RequestMeter, counts=service.counts)
     add_completion_routes(app, models)
     add_response_routes(app, models)
     add_message_routes(app, models)
@@ -64,6 +63,17 @@ def build_api(*services: OpenAIService) -> FastAPI:
         add_admin_routes(app, [Operated(own.model_names, own.client) for own in services])
     add_openapi(app, docs=service.edge.docs)
     return app
+
+
+def _layers(service: OpenAIService) -> dict[str, Middleware | None]:
+    """The layers of a replica, by their names in LAYERS."""
+    return settings_layers(service.edge) | {
+        "meter": Middleware(RequestMeter, counts=service.counts),
+        "anthropic_errors": Middleware(AnthropicErrors),
+        "idempotency": Middleware(Idempotency, answers=service.answers),
+        "tracing": None if service.tracing is None else Middleware(service.tracing.layer),
+        "load": Middleware(LoadCounter, load=service.load),
+    }
 
 
 def add_completion_routes(app: FastAPI, models: ServedModels) -> None:

@@ -7,7 +7,6 @@ for a cluster. Everything holds without it but what docs/security.md says.
 """
 
 import logging
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -19,7 +18,7 @@ from rayfin.deployments.edge.flow import ProxyFlow
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
 from rayfin.deployments.http.body_limits import TransportLimits
 from rayfin.deployments.http.errors import http_error_response
-from rayfin.deployments.http.layers import ErrorResponses
+from rayfin.deployments.http.layers import ErrorResponses, arrange
 from rayfin.deployments.http.request_id import RequestIds
 
 logger = logging.getLogger("rayfin.http")
@@ -37,20 +36,25 @@ MESSAGES = {
 
 
 def middlewares() -> list[Middleware]:
-    """The layers, the innermost one first, as Serve wants them; and our HTTP below all of them.
+    """Returns the layers, the innermost first, and puts our HTTP protocol below them.
 
     Serve calls this in the proxy before it asks uvicorn for a server.
     """
     limit_heads()
-    layers: tuple[Any, ...] = (
-        *(ProxyFlow, ServeAnswers, HideServeRoutes, TransportLimits, ErrorResponses, RequestIds),
-        AnthropicErrors,
-    )
-    return [Middleware(layer) for layer in layers]
+    layers: dict[str, Middleware | None] = {
+        "anthropic_errors": Middleware(AnthropicErrors),
+        "request_id": Middleware(RequestIds),
+        "errors": Middleware(ErrorResponses),
+        "transport_limits": Middleware(TransportLimits),
+        "hide_serve_routes": Middleware(HideServeRoutes),
+        "serve_errors": Middleware(ServeErrors),
+        "proxy_flow": Middleware(ProxyFlow),
+    }
+    return arrange("proxy", layers)[::-1]
 
 
 def limit_heads() -> None:
-    """Puts our HTTP under the servers that uvicorn makes in this process from here on."""
+    """Makes servers that uvicorn creates from now on in this process use our HTTP protocol."""
     try:
         from rayfin.deployments.edge import protocol
     except ImportError as error:  # uvicorn's modules are not where they were, or httptools is not
@@ -60,7 +64,7 @@ def limit_heads() -> None:
 
 
 class HideServeRoutes:
-    """ASGI: hides Serve's list of routes, and drops what a client may not tell Serve.
+    """ASGI: hides Serve's list of routes, and drops headers by which a client would steer Serve.
 
     Raises:
         HTTPException: 404 the list of routes.
@@ -78,10 +82,10 @@ class HideServeRoutes:
         await self._app(scope, receive, send)
 
 
-class ServeAnswers:
-    """ASGI: Serve's own failures in OpenAI's form.
+class ServeErrors:
+    """ASGI: gives Serve's own failures the form of error bodies.
 
-    They are plain text; one that Serve has no words for (a replica that died) is no answer at all.
+    Serve sends them as plain text; where a replica died, it may send nothing.
     """
 
     def __init__(self, app: ASGIApp) -> None:

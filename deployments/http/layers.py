@@ -1,9 +1,10 @@
-"""The layers around the API's routes, and what an operator may set about them."""
+"""The one list of HTTP layers, in Serve's proxy and in a replica, and their settings."""
 
-import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from fastapi import FastAPI
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,15 +18,44 @@ from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.http.paths import ADMIN_PATHS, PAGE_PATHS
 from rayfin.deployments.http.request_id import REQUEST_ID, RequestIds
 
+Place = Literal["proxy", "replica"]
+
 EXPOSED = (  # headers of answers that a web page's script may read
     *(REQUEST_ID, "retry-after", "idempotent-replayed", "x-rayfin-ignored-fields"),
     *(f"x-ratelimit-{name}-tokens" for name in ("limit", "remaining", "reset")),
 )
 
 
+class ErrorResponses:
+    """ASGI: answers every exception with an error body, unless an answer has begun."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self._app(scope, receive, send)
+        begun = False
+
+        async def note(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except Exception as error:
+            if begun:  # the server closes the connection: the answer cannot change any more
+                raise
+            if isinstance(error, ClientDisconnect):
+                error = ClientGone()
+            response = failure_response(error, scope.get("method", "GET"), scope["path"])
+            await response(scope, receive, send)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cors:
-    """Which web pages may call the API from a browser; nobody's by default."""
+    """Which web pages may call the API from a browser; none by default."""
 
     origins: tuple[str, ...] = ()
     methods: tuple[str, ...] = ("*",)
@@ -37,71 +67,89 @@ class Cors:
 class HttpSettings:
     """What stands between a socket and a route."""
 
-    keys: ApiKeys | None = None  # None lets everybody in
-    admin_keys: ApiKeys | None = None  # None: there are no routes of operators
+    keys: ApiKeys | None = None  # None: the API needs no key
+    admin_keys: ApiKeys | None = None  # None: /admin/* is disabled
     cors: Cors = Cors()
     max_body_bytes: int = MAX_BODY_BYTES
     body_seconds: float = BODY_SECONDS
     docs: bool = False  # a page at /docs
     web: bool = True  # a page at /ui
-    priority_tenants: frozenset[str] | None = None  # who may set a priority; None is everybody
+    priority_tenants: frozenset[str] | None = None  # who may set a priority; None: every tenant
 
 
-def add_layers(app: FastAPI, settings: HttpSettings) -> None:
-    """Puts the layers around the routes of ``app``; the last one added is the outermost.
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One ASGI layer of ours."""
 
-    A request passes them from the bottom up: it gets a name, a browser's questions are answered,
-    then the key is asked for, then its lines and its body are measured.
+    name: str
+    places: frozenset[Place]
+    purpose: str
+
+
+PROXY: frozenset[Place] = frozenset({"proxy"})
+REPLICA: frozenset[Place] = frozenset({"replica"})
+# Serve's proxy answers some requests itself, so these layers stand there. They stand in the replica
+# as well, since an operator may run a cluster without the proxy callback (docs/security.md).
+BOTH: frozenset[Place] = PROXY | REPLICA
+
+LAYERS = (
+    Layer("serve_adapter", REPLICA, "undoes what Serve's proxy changes in requests and answers"),
+    Layer("flow", REPLICA, "stops sending when the proxy's window is full"),
+    Layer("meter", REPLICA, "counts requests and answers, times the first event"),
+    Layer("anthropic_errors", BOTH, "gives errors of Anthropic's routes Anthropic's form"),
+    Layer("request_id", BOTH, "names the request in logs and in the answer's headers"),
+    Layer("cors", REPLICA, "answers a browser's preflight requests"),
+    Layer("errors", BOTH, "turns every exception into an error body"),
+    Layer("admin_auth", REPLICA, "asks for the operator's key on /admin/*"),
+    Layer("auth", REPLICA, "asks for the API key"),
+    Layer("transport_limits", BOTH, "refuses long addresses, many headers, and WebSockets"),
+    Layer("hide_serve_routes", PROXY, "hides Serve's list of routes, drops Serve's own headers"),
+    Layer("serve_errors", PROXY, "gives Serve's own failures the form of error bodies"),
+    Layer("proxy_flow", PROXY, "tells the replica how much of its answer the client has read"),
+    Layer("body_limits", REPLICA, "counts and times the body while it is read"),
+    Layer("idempotency", REPLICA, "answers a repeated Idempotency-Key from the first answer"),
+    Layer("tracing", REPLICA, "opens a span for the request"),
+    Layer("load", REPLICA, "counts requests in flight"),
+)
+"""Every ASGI layer of ours, once, the outermost first: a request passes them from the top down."""
+
+
+def arrange(place: Place, layers: Mapping[str, Middleware | None]) -> list[Middleware]:
+    """The layers of a place in the order of LAYERS, the outermost first; None leaves one out.
+
+    Raises:
+        ValueError: a name is not in LAYERS, or does not belong to the place.
     """
-    app.add_middleware(BodyLimits, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
-    app.add_middleware(TransportLimits)
-    if settings.keys is not None:
-        open_paths = OPEN_PATHS | PAGE_PATHS if settings.web else OPEN_PATHS
-        if settings.admin_keys is not None:
-            open_paths |= ADMIN_PATHS  # which ask for a key of their own
-        app.add_middleware(BearerAuth, keys=settings.keys, open_paths=open_paths)
-    if settings.admin_keys is not None:
-        app.add_middleware(AdminAuth, keys=settings.admin_keys)
-    app.add_middleware(ErrorResponses)
-    if settings.cors.origins:
-        app.add_middleware(
+    names = [layer.name for layer in LAYERS if place in layer.places]
+    if unknown := set(layers) - set(names):
+        raise ValueError(f"no layers of the {place}: {', '.join(sorted(unknown))}")
+    chosen = [layers.get(name) for name in names]
+    return [layer for layer in chosen if layer is not None]
+
+
+def settings_layers(settings: HttpSettings) -> dict[str, Middleware | None]:
+    """The layers of a replica that depend on nothing but its settings, by name."""
+    keys, admin_keys, cors = settings.keys, settings.admin_keys, settings.cors
+    open_paths = OPEN_PATHS | PAGE_PATHS if settings.web else OPEN_PATHS
+    if admin_keys is not None:
+        open_paths |= ADMIN_PATHS  # they have a key of their own
+    return {
+        "request_id": Middleware(RequestIds),
+        "cors": Middleware(
             CORSMiddleware,
-            allow_origins=settings.cors.origins,
-            allow_methods=settings.cors.methods,
-            allow_headers=settings.cors.headers,
-            allow_credentials=settings.cors.credentials,
+            allow_origins=cors.origins,
+            allow_methods=cors.methods,
+            allow_headers=cors.headers,
+            allow_credentials=cors.credentials,
             expose_headers=EXPOSED,
         )
-    app.add_middleware(RequestIds)
-
-
-# The last net: whatever leaves the layers inside becomes an error body of OpenAI's form.
-
-logger = logging.getLogger("rayfin.http")
-
-
-class ErrorResponses:
-    """ASGI: answers every exception, as long as no answer has begun."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            return await self._app(scope, receive, send)
-        begun = False
-
-        async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noted)
-        except Exception as error:
-            if begun:  # the server breaks the connection off, which is all that is left to say
-                raise
-            if isinstance(error, ClientDisconnect):
-                error = ClientGone()
-            response = failure_response(error, scope.get("method", "GET"), scope["path"])
-            await response(scope, receive, send)
+        if cors.origins
+        else None,
+        "errors": Middleware(ErrorResponses),
+        "admin_auth": None if admin_keys is None else Middleware(AdminAuth, keys=admin_keys),
+        "auth": None if keys is None else Middleware(BearerAuth, keys=keys, open_paths=open_paths),
+        "transport_limits": Middleware(TransportLimits),
+        "body_limits": Middleware(
+            BodyLimits, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds
+        ),
+    }

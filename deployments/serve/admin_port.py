@@ -23,18 +23,22 @@ from rayfin.deployments.client.pool import EnginePool
 from rayfin.deployments.edge.proxy import limit_heads
 from rayfin.deployments.http.errors import add_error_handlers
 from rayfin.deployments.http.keys import ApiKeys
-from rayfin.deployments.http.layers import HttpSettings, add_layers
+from rayfin.deployments.http.layers import HttpSettings, arrange, settings_layers
 
 logger = logging.getLogger("rayfin.admin")
 
 
 def build_admin_api(models: Sequence[Operated], keys: ApiKeys) -> FastAPI:
     """The routes behind the limits that all have, and behind the operators' keys."""
+    layers = settings_layers(HttpSettings(admin_keys=keys, web=False))
     app = FastAPI(
-        title="Rayfin's operators", version=__version__, openapi_url=None, redirect_slashes=False
+        title="Rayfin's operators",
+        version=__version__,
+        openapi_url=None,
+        redirect_slashes=False,
+        middleware=arrange("replica", layers),
     )
     add_error_handlers(app)
-    add_layers(app, HttpSettings(admin_keys=keys, web=False))
     add_admin_routes(app, models)
     return app
 

@@ -9,6 +9,7 @@ from ray.exceptions import RayError
 from ray.serve.config import BackpressureConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.processes.environment import lower_priority
@@ -81,10 +82,11 @@ class IngressDeployment:
                 await asyncio.to_thread(service.tracing.close)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = build_api(*self._services)
-        app.add_middleware(ReplicaFlow)
-        app.add_middleware(ServeReplicaAdapter)
-        return app
+        outer = {
+            "serve_adapter": Middleware(ServeReplicaAdapter),
+            "flow": Middleware(ReplicaFlow),
+        }
+        return build_api(*self._services, outer=outer)
 
 
 class ServeReplicaAdapter:

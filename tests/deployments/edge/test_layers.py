@@ -12,7 +12,7 @@ from rayfin.actors.errors import Overloaded
 from rayfin.deployments.http.body_limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_URL
 from rayfin.deployments.http.errors import add_error_handlers
 from rayfin.deployments.http.keys import ApiKeys
-from rayfin.deployments.http.layers import Cors, HttpSettings, add_layers
+from rayfin.deployments.http.layers import Cors, HttpSettings, arrange, settings_layers
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 def application(**settings: Any) -> FastAPI:
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     add_error_handlers(app)
-    add_layers(app, HttpSettings(**settings))
+    app.user_middleware = arrange("replica", settings_layers(HttpSettings(**settings)))
 
     @app.get("/health")
     async def health() -> str:
