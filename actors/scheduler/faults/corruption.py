@@ -1,8 +1,8 @@
-"""Who has read what a failed row was to write.
+"""Finds requests that have read pages which a failed row should have written.
 
-Pages are shared from the moment in which the chunk that fills them is scheduled (``take_chunk``):
-in the same step, or in the next one, which is in flight already. When that chunk's row fails, its
-pages hold nothing good, and whatever was computed on top of them must be computed again.
+Pages are shared as soon as the chunk that fills them is scheduled (``take_chunk``): in the same
+step, or in the next one, which is in flight already. If that chunk's row fails, its pages are not
+valid, and all that was computed from them must be computed again.
 """
 
 from rayfin.actors.messages import StepResult
@@ -14,45 +14,45 @@ from rayfin.actors.scheduler.state.request import Request
 def requests_sharing_failed_pages(
     state: SchedulerState, record: StepRecord, result: StepResult
 ) -> list[Request]:
-    """Running requests, those whose rows failed first left out, that stand on pages of such a row.
+    """Returns running requests that share pages of failed rows, without the failed ones themselves.
 
-    All that run, where a request is gone from the row whose chunk failed: nobody knows its pages
-    any more. Once for all rows of its time: those admitted since stand on nothing of theirs. (What
-    decodes shares only pages whose tokens have come back, so those were written.)
+    If a failed chunk's request has left its slot, its pages are not known any more. Then all
+    running requests are returned, once for all rows of that time: requests admitted since share
+    none of those pages. Decoding rows share only pages whose tokens were returned, so those were
+    written.
     """
     running, tables = state.running, state.tables
-    culprits: dict[Request, None] = {}
+    failed: dict[Request, None] = {}
     bad: set[int] = set()
     for row in sorted(result.errors):
         slot = int(record.slots[row])
         if running.admission[slot] != record.admissions[row]:
-            dealt_with = record.admissions[row] <= state.requeued_admission
-            if record.info.is_decoding[row] or dealt_with:
+            requeued = record.admissions[row] <= state.requeued_admission
+            if record.info.is_decoding[row] or requeued:
                 continue
             state.requeued_admission = running.last_admission
             return running.holders()
         first = int(record.info.kv_len[row]) // tables.page_size
-        own = tables.pages_since(slot, first)
-        if running.request(slot) not in culprits and bad.isdisjoint(tables.pages_since(slot, 0)):
-            culprits[running.request(slot)] = None
-        bad.update(own)
-    found: dict[Request, None] = {}
-    others = [request for request in running.holders() if request not in culprits]
+        if running.request(slot) not in failed and bad.isdisjoint(tables.pages_since(slot, 0)):
+            failed[running.request(slot)] = None
+        bad.update(tables.pages_since(slot, first))
+    affected: dict[Request, None] = {}
+    others = [request for request in running.holders() if request not in failed]
     grown = True
     while grown:
         grown = False
         for request in others:
-            if request not in found and _stands_on(state, request, bad, culprits | found):
-                found[request] = None
+            if request not in affected and _reads(state, request, bad, failed | affected):
+                affected[request] = None
                 grown = True
-    return list(found)
+    return list(affected)
 
 
-def _stands_on(
-    state: SchedulerState, request: Request, bad: set[int], culprits: dict[Request, None]
+def _reads(
+    state: SchedulerState, request: Request, bad: set[int], failed: dict[Request, None]
 ) -> bool:
-    """Whether the request shares a bad page, or has a copy of one; its own are bad from there."""
-    if request.fork_parent in culprits:
+    """Whether the request shares or copied a bad page; adds its pages from there on to ``bad``."""
+    if request.fork_parent in failed:
         bad.update(page for slot in request.slots for page in state.tables.pages_since(slot, 0))
         return True
     for slot in request.slots:

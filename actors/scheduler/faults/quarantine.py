@@ -1,17 +1,15 @@
-"""Requests that kill their runners: found with few deaths, and without a wrong verdict.
+"""Finds requests that kill their runners, with few deaths and without blaming others.
 
-Whoever was in flight when runners died is a *suspect*. A suspect that is next in the queue is put
-on *trial*: it runs alone, with one step in flight, until it has come past the point where it stood
-at the death. Then it is cleared and rests where it is, pages and all, while the next one is tried;
-when none is left, all go on together. So the second death of a poisonous request happens to it
-alone, and nobody else is suspected of that one. A trial is little more than the request's own part
-of the recomputation that a death costs anyhow.
+Requests in flight when runners die become *suspects*. The suspect at the head of the queue is put
+on *trial*: it runs alone, with one step in flight, until it has passed the point where it stood at
+the death. Then it is cleared and keeps its slot and pages while the next suspect is tried. Once no
+suspect is left, all run together. So a poisonous request has its second death alone, and only it is
+blamed. A trial costs little more than the recomputation that follows a death anyway.
 
-A runner that says what is wrong (an exception of the step) convicts whoever is on trial. One that
-vanishes may have been killed by anybody, in a trial as at any other time: then it takes two trials
-in a row, that is, three runners, and an innocent is convicted only if chance does that.
+A runner that reports the step's exception convicts the request on trial. A runner that vanishes may
+have died for another reason. Then it takes two trials in a row, that is, three dead runners.
 
-Sources: the idea of a quarantine is message queues' (poison messages, dead letters).
+Source of the idea: poison messages and dead letters of message queues.
 """
 
 import hashlib
@@ -32,34 +30,33 @@ from rayfin.actors.timing import BLOCKED_PROMPT_SECONDS
 
 
 class StepScheduler(Protocol):
-    """Decides a step; owns nothing."""
+    """Decides a step; owns no request."""
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]: ...
 
     def longest_chunk(self, request: Request) -> int:
-        """Most tokens of the request's prompt that a step may take which has nothing else."""
+        """Most tokens of the request's prompt in a step that computes nothing else."""
         ...
 
     def observe(self, *, out_of_memory: bool) -> None:
-        """A step ran, and memory sufficed for it or not."""
+        """A step ran, or ran out of memory."""
         ...
 
 
 MAX_BLOCKED = 1024
-"""Prompts of convicted requests that are refused, at most."""
+"""Most prompts of convicted requests that are refused."""
 
 SILENT_DEATHS = 2
-"""Deaths on trial that convict, where the runner did not say that the step did it."""
+"""Deaths on trial that convict if the runner did not report an exception of the step."""
 
 MAX_ENGINE_DEATHS = 8
-"""A request that was in flight when so many engines died is refused: something is wrong with it."""
+"""A request that was in flight at so many deaths of engines is refused."""
 
 
 class Quarantine:
-    """Suspects, their trials, and the prompts of the convicted.
+    """Suspects, their trials, and blocked prompts: a scheduler around ``scheduler``.
 
-    A scheduler around ``scheduler``, which decides alone while nobody is on trial; with up to
-    ``steps_in_flight`` steps at once.
+    Outside of trials ``scheduler`` decides alone, with up to ``steps_in_flight`` steps in flight.
     """
 
     def __init__(
@@ -73,25 +70,25 @@ class Quarantine:
         self._scheduler = scheduler
         self._steps_in_flight = steps_in_flight
         self._clock = clock
-        self._suspects: dict[Request, int] = {}  # -> tokens that it must have to be cleared
+        self._suspects: dict[Request, int] = {}  # -> tokens at which it is cleared
         self._tried: Request | None = None
         self._blocked: OrderedDict[bytes, float] = OrderedDict()  # prompt -> until when
 
     @property
     def depth(self) -> int:
-        """How many steps may be in flight now; one while somebody is on trial, or next."""
-        return 1 if self._suspects and self._in_session() else self._steps_in_flight
+        """How many steps may be in flight; one during a trial and before it."""
+        return 1 if self._suspects and self._has_trial() else self._steps_in_flight
 
     @property
     def num_suspects(self) -> int:
-        """Those who were in flight when runners died, and are not cleared."""
+        """Requests that were in flight when runners died, and are not cleared."""
         return len(self._suspects)
 
     def check(self, source: EngineRequest) -> None:
-        """Refuses prompts of the convicted.
+        """Refuses blocked prompts.
 
         Raises:
-            RequestQuarantined: the same prompt killed its runners a while ago.
+            RequestQuarantined: the same prompt killed its runners, or too many engines.
         """
         if source.deaths >= MAX_ENGINE_DEATHS:
             raise RequestQuarantined(f"{source.deaths} engines died with this request in flight")
@@ -104,7 +101,7 @@ class Quarantine:
             raise RequestQuarantined("a request with this prompt has killed its runners")
 
     def watch(self, request: Request) -> None:
-        """A new request: a suspect if engines died with it in flight."""
+        """Makes a new request a suspect if engines died with it in flight."""
         if request.source.deaths:
             self._suspects[request] = request.num_tokens + 1
 
@@ -127,13 +124,13 @@ class Quarantine:
             self._tried = None
 
     def died(self, in_flight: Iterable[Request], *, caused_by_step: bool) -> Request | None:
-        """The runners have died with these requests in flight; before they are requeued.
+        """The runners have died with these requests in flight, which are not requeued yet.
 
         Args:
-            caused_by_step: a runner said that it was the step.
+            caused_by_step: a runner reported an exception of the step.
 
         Returns:
-            The one that is convicted.
+            The request that is convicted, or None.
         """
         suspects = list(in_flight)
         for request in suspects:
@@ -146,7 +143,7 @@ class Quarantine:
         return tried if caused_by_step or tried.deaths_on_trial >= SILENT_DEATHS else None
 
     def block(self, request: Request) -> RequestQuarantined:
-        """The request is convicted: nobody may come with its prompt for a while."""
+        """Refuses the convicted request's prompt for a while; returns the error to end it with."""
         self._blocked[_digest(request.source)] = self._clock() + BLOCKED_PROMPT_SECONDS
         if len(self._blocked) > MAX_BLOCKED:
             self._blocked.popitem(last=False)
@@ -156,8 +153,8 @@ class Quarantine:
         )
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
-        """The next step of a trial; where there is none, or no room, the others' next step."""
-        if not self._suspects or not self._in_session():
+        """The next step of a trial, or of all others if there is no trial or no room for it."""
+        if not self._suspects or not self._has_trial():
             return self._scheduler.schedule()
         tried = self._tried
         if tried is None or tried.slot is None or self._is_cleared(tried):
@@ -169,20 +166,20 @@ class Quarantine:
         running = self._lifecycle.state.running
         slot = tried.slots[0]
         if slot in running.prefilling:
-            most = self._scheduler.longest_chunk(tried)
-            return np.zeros(0, np.int64), [take_chunk(self._lifecycle, slot, most)]
+            length = self._scheduler.longest_chunk(tried)
+            return np.zeros(0, np.int64), [take_chunk(self._lifecycle, slot, length)]
         decodable = running.decodable()
-        own = decodable[np.isin(decodable, tried.slots)]
-        decoding, _ = make_room(self._lifecycle, own)
+        slots = decodable[np.isin(decodable, tried.slots)]
+        decoding, _ = make_room(self._lifecycle, slots)
         return decoding, []
 
-    def _in_session(self) -> bool:
+    def _has_trial(self) -> bool:
         if self._tried is not None and self._tried.slot is not None:
             return True
         return self._lifecycle.state.waiting.peek() in self._suspects
 
     def _next(self) -> Request | None:
-        """The suspect at the head of the queue, admitted if there is room."""
+        """Admits the suspect at the head of the queue, or returns None if there is no room."""
         request = self._lifecycle.state.waiting.peek()
         if request not in self._suspects or not self._lifecycle.has_room(request, 0):
             return None
@@ -202,7 +199,7 @@ class Quarantine:
         request.deaths = request.deaths_on_trial = 0
 
     def _mark(self, request: Request) -> int:
-        """Tokens that it would have if nothing had happened to the steps in flight."""
+        """Tokens that the request would have after the steps in flight."""
         if request.slot is None:
             return request.num_tokens + 1
         running, slot = self._lifecycle.state.running, request.slots[0]

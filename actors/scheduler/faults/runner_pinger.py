@@ -1,4 +1,4 @@
-"""Keeps idle runners alive, and notices that they have died before a request does."""
+"""Keeps idle runners alive, and detects their death before a request does."""
 
 import threading
 import time
@@ -9,29 +9,29 @@ from rayfin.actors.timing import PING_PATIENCE_SECONDS, RUNNER_PING_SECONDS
 
 
 class Pinged(Protocol):
-    """The runners, as far as a keeper is concerned."""
+    """The part of a runner group that the pinger uses."""
 
     epoch: int
 
     def ping(self) -> Any | None: ...
 
     def alive(self, ping: Any) -> bool | None:
-        """Whether the ``ping`` was answered; None: not yet."""
+        """Whether the ``ping`` was answered, or None if it is pending."""
         ...
 
 
 class Working(Protocol):
-    """The engine, as far as a keeper is concerned."""
+    """The part of an engine that the pinger uses."""
 
     @property
     def has_work(self) -> bool: ...
 
 
 class RunnerPinger:
-    """Pings the runners in a thread of its own: they leave when nobody does.
+    """Pings the runners from a thread; runners exit without steps and pings.
 
-    At work, steps tell how they are; ``on_death`` is called with the reason when they are found
-    dead, or do not answer, while the engine is idle.
+    Calls ``on_death`` with the reason if they die or do not answer while the engine is idle. While
+    it works, its steps detect that.
     """
 
     def __init__(self, group: Pinged, engine: Working, on_death: Callable[[str], None]) -> None:
@@ -48,7 +48,7 @@ class RunnerPinger:
             time.sleep(RUNNER_PING_SECONDS)
 
     def ping_once(self) -> None:
-        """One ping, until it is answered, or will not be."""
+        """Sends one ping, and waits until it is answered or has failed."""
         epoch, ping = self._group.epoch, self._group.ping()
         idle_since = time.monotonic()
         while ping is not None and epoch == self._group.epoch:

@@ -1,4 +1,4 @@
-"""The tokens of requests that have ended, kept for whoever lost the connection to them."""
+"""Tokens of ended requests, kept for clients that lost the connection."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,9 +14,9 @@ MAX_LOGS = 2**14
 
 @dataclass(slots=True)
 class _Kept:
-    """A log, its tokens an array still."""
+    """A log, its tokens as an array."""
 
-    since: float  # the clock's seconds
+    since: float  # seconds of the clock
     tenant: str
     receipt: Receipt
     seed: int
@@ -37,7 +37,7 @@ class _Kept:
 
 
 class TokenLogs:
-    """Logs by request id, the oldest first; those of requests that have a receipt, no others."""
+    """Logs by request id, the oldest first; only of requests that have a receipt."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TokenLogs:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens kept, of all logs."""
+        """Tokens in all logs."""
         return self._num_tokens
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class TokenLogs:
     def keep(
         self, request: Request, finish_reason: str | None = None, stop_reason: int | None = None
     ) -> None:
-        """The request has left its slots; ``finish_reason`` None: before it was done."""
+        """Keeps the log of a request that has left its slots; no ``finish_reason`` if aborted."""
         source = request.source
         if source.receipt is None:
             return
@@ -82,7 +82,7 @@ class TokenLogs:
         self._expire()
 
     def find(self, tenant: str, request_id: str) -> TokenLog | None:
-        """The log of the tenant's request, None if there is none or its time is over."""
+        """Returns the log of the tenant's request, or None if unknown or expired."""
         self._expire()
         kept = self._logs.get(request_id)
         return kept.log() if kept is not None and kept.tenant == tenant else None
@@ -97,5 +97,5 @@ class TokenLogs:
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        if (found := self._logs.pop(request_id, None)) is not None:
-            self._num_tokens -= len(found.tokens)
+        if (kept := self._logs.pop(request_id, None)) is not None:
+            self._num_tokens -= len(kept.tokens)

@@ -1,9 +1,9 @@
-"""How long a step may take before its runners are taken for hung.
+"""How long a step may take before its runners count as hung.
 
-Ray notices a process that has died, never one that has stopped (SIGSTOP, a collective that waits
-for ever, a lock). So each step has a limit of its own: a multiple of what its work should take by
-the pace measured so far, never under a floor. Work is counted in tokens, and a token deep in a long
-context counts for more, so that a long prompt is not taken for a hang.
+Ray detects a process that has died, but not one that has stopped (SIGSTOP, a collective that never
+ends, a lock). So each step has a time limit: a multiple of what its work should take by the pace
+measured so far, and at least a floor. Work is counted in tokens. A token in a long context counts
+for more, so that a long prompt does not look like a hang.
 """
 
 import numpy as np
@@ -20,16 +20,14 @@ from rayfin.actors.timing import (
 FIRST_STEPS = 3
 MULTIPLE = 20.0
 CONTEXT_TOKENS = 2048
-"""Context over which attention is taken to cost as much as all the rest: less than it is in truth,
-which errs on the side of patience."""
-
+"""Context at which attention is assumed to cost as much as all the rest; deliberately low."""
 
 FORGETTING = 0.999
-"""Per step: the slowest pace seen is forgotten slowly."""
+"""Decay of the slowest pace seen, per step."""
 
 
 class Watchdog:
-    """Learns the slowest pace of one group of runners, and sets each step's limit by it."""
+    """Measures the slowest pace of a runner group, and limits each step by it."""
 
     def __init__(
         self, floor: float = MIN_STEP_LIMIT_SECONDS, first: float = FIRST_STEPS_LIMIT_SECONDS
@@ -43,7 +41,7 @@ class Watchdog:
         self._seconds_per_step = 0.0
 
     def restart(self) -> None:
-        """The runners are new: what they compile, they compile again, as fast as the last ones."""
+        """The runners are new: they compile again, about as fast as the ones before."""
         if self._steps >= FIRST_STEPS:
             again = max(LATER_FIRST_STEPS_LIMIT_SECONDS, MULTIPLE * self._slowest_first)
             self._first = min(self._longest_first, again)
@@ -51,7 +49,7 @@ class Watchdog:
         self._restarts += 1
 
     def backoff(self) -> float:
-        """Seconds to wait before runners are started again: doubles while they finish no step."""
+        """Seconds to wait before a restart; doubles while restarted runners finish no step."""
         if self._restarts < 2:
             return 0.0
         return float(
@@ -65,7 +63,7 @@ class Watchdog:
         return max(least, MULTIPLE * expected)
 
     def observe(self, info: SchedulerInfo, seconds: float) -> None:
-        """A step took so long."""
+        """A step took the runners ``seconds``."""
         if self._steps < FIRST_STEPS:
             self._slowest_first = max(seconds, self._slowest_first)
         self._steps += 1
@@ -79,7 +77,7 @@ class Watchdog:
 
 
 def work(info: SchedulerInfo) -> float:
-    """A step's prompts in tokens of a short context; rows that decode count by the step."""
+    """A step's prompt work in tokens of a short context; 0 if it only decodes."""
     if not info.prefill_batch:
         return 0.0
     chunks = info.chunk_len[info.decoding_batch :].astype(np.float64)

@@ -1,9 +1,8 @@
 """How many decode steps one call may run: enough to hide the call, few enough to stay responsive.
 
-A Ray call costs about a millisecond (benchmarks/channel.py), a decode step of a small model as
-little. In steady decode a SchedulerInfo is therefore a *lease*: the runner runs ``num_steps`` steps
-back to back on pages that are reserved for all of them, ends each row at its own stop token or
-limit, and answers once.
+A Ray call costs about a millisecond (benchmarks/channel.py), and a decode step of a small model
+hardly more. In steady decode one call therefore runs ``num_steps`` steps back to back on pages that
+are reserved for all of them, ends each row at its stop token or cap, and answers once.
 """
 
 import math
@@ -16,25 +15,27 @@ from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 
 CALL_SECONDS = 0.0012
 CALLS_OF_WORK = 4
-"""A lease works for about this many calls' time: longer ones would delay who comes next."""
+"""A call computes for about the time of so many calls; more would delay the next arrival."""
 
 SMOOTHING = 0.2
 
 
 class MultiStepPolicy:
-    """Picks the next lease from the measured time of a step."""
+    """Picks the number of steps from the measured time of a step."""
 
-    def __init__(self, state: SchedulerState, microbatcher: DecodeMicrobatcher, most: int) -> None:
+    def __init__(
+        self, state: SchedulerState, microbatcher: DecodeMicrobatcher, max_steps: int
+    ) -> None:
         self._state = state
         self._microbatcher = microbatcher
-        self._most = most
+        self._max_steps = max_steps
         self._step_seconds: float | None = None
         self._measured = False  # by a step that only decodes
 
     def observe(self, seconds: float, steps: int, *, prefill: bool = False) -> None:
         """A call of ``steps`` steps took the runner ``seconds``.
 
-        One with prompts in it says only that a decode step takes no longer.
+        One with prompts gives only an upper bound of a decode step.
         """
         step = seconds / steps
         known = self._step_seconds
@@ -47,18 +48,18 @@ class MultiStepPolicy:
     def grant(self, decoding: Int64Array) -> int:
         """Steps for the slots of ``decoding`` [N], with pages reserved for all of them.
 
-        1 when somebody waits, is in the middle of a prompt or in lockstep, when others decode
-        meanwhile in other stages of a pipeline, and when pages are short: a lease preempts nobody,
-        and one that does not fit takes nothing.
+        Returns 1 if a request waits, computes its prompt or is in lockstep, if other microbatches
+        decode meanwhile, and if pages are short: multi-step decoding never preempts, and reserves
+        no page unless all fit.
         """
         running, tables = self._state.running, self._state.tables
         busy = len(self._state.waiting) or running.prefilling or running.lockstep.any()
         busy = busy or self._microbatcher.alternate
-        if self._most == 1 or busy or not self._step_seconds or not len(decoding):
+        if self._max_steps == 1 or busy or not self._step_seconds or not len(decoding):
             return 1
         num_steps = math.ceil(CALL_SECONDS * CALLS_OF_WORK / self._step_seconds)
         longest = int(running.room(decoding).max())
-        num_steps = max(1, min(num_steps, self._most, longest))
+        num_steps = max(1, min(num_steps, self._max_steps, longest))
         ends = running.num_computed[decoding] + np.minimum(num_steps, running.room(decoding))
         missing = -(-ends // tables.page_size) - tables.held[decoding]
         crossing = missing > 0

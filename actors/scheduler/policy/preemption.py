@@ -1,4 +1,4 @@
-"""Room for one more token of every decoding request, by preemption where pages have run out."""
+"""Pages for one more token of every decoding request, by preemption if pages have run out."""
 
 import numpy as np
 
@@ -9,11 +9,11 @@ from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 def make_room(lifecycle: Lifecycle, slots: Int64Array) -> tuple[Int64Array, bool]:
     """Grows the page tables of the decoding ``slots`` [N] by a token each.
 
-    Out of pages, the lowest request (``Lifecycle.victim``) gives up its own, possibly the one that
-    asks. Only the rows that cross a page boundary are looked at one by one.
+    If pages run out, the last request in order (``Lifecycle.victim``) is preempted, possibly the
+    one that needs the page. Only rows that cross a page boundary are visited one by one.
 
     Returns:
-        The slots [M <= N] that can decode now, and whether anything was preempted.
+        The slots [M <= N] that can decode now, and whether a request was preempted.
     """
     running, tables = lifecycle.state.running, lifecycle.state.tables
     full = running.num_computed[slots] >= tables.held[slots].astype(np.int64) * tables.page_size

@@ -35,11 +35,11 @@ class RequestScheduler:
         return decoding, []
 
     def longest_chunk(self, request: Request) -> int:
-        """All of them: nothing is split."""
+        """A whole step: prompts are not split."""
         return self._limits.max_batch_tokens
 
     def observe(self, *, out_of_memory: bool) -> None:
-        """A step ran: the runner computes one that is too large in parts."""
+        """Does nothing: the runner splits a step that is too large."""
 
     def _admit(self) -> list[Chunk]:
         lifecycle = self._lifecycle

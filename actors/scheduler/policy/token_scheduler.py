@@ -13,17 +13,17 @@ from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.state.request import Request
 
 LEAST_BUDGET = 32
-"""Tokens of a step that memory must suffice for."""
+"""The budget is not reduced below so many tokens."""
 
 RECOVERY_STEPS = 1000
-"""After a step that ran out of memory it takes about so many until the whole budget is used."""
+"""Steps until the whole budget is used again after one that ran out of memory."""
 
 
 class TokenScheduler:
-    """Fills a step of ``max_batch_tokens``: running requests first, decoding ones before all.
+    """Fills a step of ``max_batch_tokens``: decoding rows, then running prompts, then new requests.
 
-    A prompt gets at most ``long_prefill`` tokens of a step (0: no limit), so that the prompts
-    behind a long one share its steps; vLLM's ``long_prefill_token_threshold``.
+    A prompt gets at most ``long_prefill`` tokens of a step (0: no limit), so that prompts
+    behind a long one share its steps (vLLM's ``long_prefill_token_threshold``).
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class TokenScheduler:
         return decoding, chunks
 
     def longest_chunk(self, request: Request) -> int:
-        """Most tokens of the request's prompt that a step may take which has nothing else."""
-        return self._most(request, self._budget, [])
+        """Most tokens of the request's prompt in a step that computes nothing else."""
+        return self._max_chunk(request, self._budget, [])
 
     def observe(self, *, out_of_memory: bool) -> None:
-        """A step ran: the budget is halved if memory ran out, and comes back slowly."""
+        """Halves the budget if a step ran out of memory; else raises it slowly to the limit."""
         if out_of_memory:
             self._budget = max(self._budget // 2, min(LEAST_BUDGET, self._limits.max_batch_tokens))
         elif self._budget < self._limits.max_batch_tokens:
@@ -66,43 +66,39 @@ class TokenScheduler:
         for slot in running.prefilling:
             if budget <= 0 or len(chunks) == self._limits.max_prefill_batch:
                 break
-            if most := self._most(running.request(slot), budget, chunks):
-                chunks.append(take_chunk(self._lifecycle, slot, most))
+            if length := self._max_chunk(running.request(slot), budget, chunks):
+                chunks.append(take_chunk(self._lifecycle, slot, length))
                 budget -= chunks[-1].length
         return chunks
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
-        """Waiting requests, while tokens, rows, slots and pages last; a part where they end."""
+        """Admits waiting requests while tokens, rows, slots and pages last."""
         lifecycle = self._lifecycle
         while budget > 0 and len(chunks) < self._limits.max_prefill_batch:
             request = lifecycle.state.waiting.peek()
             if request is None or not lifecycle.can_admit(request, spare_pages(lifecycle)):
                 return
-            if not (most := self._most(request, budget, chunks)):
+            if not (length := self._max_chunk(request, budget, chunks)):
                 return
-            chunks.append(take_chunk(lifecycle, lifecycle.admit(), most))
+            chunks.append(take_chunk(lifecycle, lifecycle.admit(), length))
             budget -= chunks[-1].length
 
-    def _most(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
-        """Tokens of the request's prompt that a step with these ``chunks`` may take.
-
-        A prompt that is scored wants the logits of all of its tokens. Memory was measured with
-        those of ``max_decoding_batch`` tokens, which is what all such chunks of a step may have.
-        """
-        most = min(budget, self._longest_chunk)
+    def _max_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
+        """Most tokens of the request's prompt that a step with these ``chunks`` may compute."""
+        longest = min(budget, self._longest_chunk)
         if not request.scoring:
-            return most
+            return longest
+        # A scored prompt needs the logits of all of its tokens. Memory was measured with logits of
+        # ``max_decoding_batch`` tokens, which all such chunks of a step share.
         running = self._lifecycle.state.running
-        scored = sum(own.length for own in chunks if running.request(own.slot).scoring)
-        return min(most, self._limits.max_decoding_batch - scored)
+        scored = sum(c.length for c in chunks if running.request(c.slot).scoring)
+        return min(longest, self._limits.max_decoding_batch - scored)
 
 
 def take_chunk(lifecycle: Lifecycle, slot: int, budget: int) -> Chunk:
-    """The next up to ``budget`` tokens of the slot's prompt; its pages can be shared from now on.
-
-    Even with a request that is admitted to the same step: a layer writes the keys and values of all
-    rows before any row reads them.
-    """
+    """Returns up to ``budget`` tokens of the slot's prompt, and lets others share their pages."""
+    # Even requests of the same step may share them: a layer writes the keys and values of all rows
+    # before any row reads them.
     running = lifecycle.state.running
     computed = int(running.num_computed[slot])
     length = min(int(running.num_known[slot]) - computed, budget)

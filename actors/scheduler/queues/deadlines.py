@@ -1,4 +1,4 @@
-"""Requests with a time limit of their own, and whose has passed."""
+"""Requests with a timeout, and which of them are due."""
 
 from rayfin.actors.errors import DeadlineExceeded
 from rayfin.actors.scheduler.queues.lazy_heap import LazyHeap
@@ -6,7 +6,7 @@ from rayfin.actors.scheduler.state.request import Request
 
 
 class Deadlines:
-    """A heap by deadline, so that a step where nothing is due costs one comparison."""
+    """A heap by deadline: a step in which no request is due costs one comparison."""
 
     def __init__(self) -> None:
         self._heap: LazyHeap[Request] = LazyHeap()
@@ -15,7 +15,7 @@ class Deadlines:
         return len(self._heap)
 
     def watch(self, request: Request) -> None:
-        """From its arrival the request has ``timeout`` seconds, if it has such a limit."""
+        """Adds the request, if it has a timeout."""
         if request.source.timeout is not None:
             self._heap.push(request.arrival + request.source.timeout, request)
 
@@ -24,7 +24,7 @@ class Deadlines:
         self._heap.discard(request)
 
     def take_due(self, now: float) -> list[Request]:
-        """The requests whose deadline is ``now`` or before; they are watched no longer."""
+        """Removes and returns the requests whose deadline is ``now`` or before."""
         due: list[Request] = []
         while (first := self._heap.first()) is not None and first[0] <= now:
             due.append(self._heap.pop())
@@ -32,7 +32,7 @@ class Deadlines:
 
 
 def exceeded(request: Request, now: float) -> DeadlineExceeded:
-    """What to tell the client of a request that is due."""
+    """The error of a request that is due."""
     limit = f"the request's timeout of {request.source.timeout:g} s has passed"
     if request.admitted_at is None:
         waited = now - request.arrival

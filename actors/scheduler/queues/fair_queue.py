@@ -1,14 +1,14 @@
 """Fair shares among tenants: the Virtual Token Counter.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI'24 (arXiv:2401.00588). Each
-tenant has a counter of the tokens it was served, prompt tokens when a request is admitted, output
-tokens as they are sampled, divided by its weight. The next request is the first of the waiting
-tenant with the least counter. A tenant that begins to wait is lifted to the least counter among
-those that wait, so idling earns no credit.
+tenant has a counter of the tokens that it was served, divided by its weight: prompt tokens count
+when a request is admitted, output tokens when they are sampled. The next request is the first of
+the waiting tenant with the least counter. A tenant that begins to wait is lifted to the least
+counter among those that wait, so idling earns no credit.
 
-Beyond the paper, requests may be preempted: of the running tenant that was served most, the latest.
-It waits again at the front of its tenant's queue, and its prompt is not charged a second time. A
-beam search is charged a token of output for each of its rows.
+Beyond the paper, requests may be preempted: the latest one of the tenant that was served most. It
+waits again at the front of its tenant's queue, and its prompt is not charged a second time. A beam
+search is charged one output token for each of its rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,32 +21,32 @@ from rayfin.actors.scheduler.queues.lazy_heap import LazyHeap
 from rayfin.actors.scheduler.state.request import Request
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""What a token costs; the paper's, after what providers charge."""
+"""Cost of a token, as in the paper, which follows what providers charge."""
 
 MAX_IDLE = 10_000
-"""Tenants that are remembered while they have nothing here, because they are ahead of others."""
+"""Most tenants without requests that are remembered because they are ahead of others."""
 
 NO_ROW = -1
 
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant that has requests here, or had them and is still ahead of the others."""
+    """A tenant that has requests, or had some and is still ahead of the others."""
 
     name: str
     weight: float
     counter: float = 0.0  # without the output tokens that ``FairQueue._served`` still holds
     waiting: LazyHeap[Request] = field(default_factory=LazyHeap)
     running: int = 0  # requests that hold slots
-    row: int = NO_ROW  # in ``FairQueue._served``, while any does
+    row: int = NO_ROW  # in ``FairQueue._served``, while a request runs
 
 
 class FairQueue:
     """Per-tenant queues in order of arrival, and the counters that choose between them.
 
-    A step costs a ``bincount`` over its rows, and O(log n) for each tenant that is at the top of
-    the heap with a counter that has grown: counters of waiting tenants never fall, so an entry too
-    low is corrected when it comes up, and none is missed.
+    A step costs a ``bincount`` over its rows, and O(log n) for each tenant at the top of the heap
+    whose counter has grown. Counters of waiting tenants never fall, so an outdated entry is too low
+    and is corrected when it reaches the top.
 
     Args:
         num_slots: requests that can run at once.
@@ -56,9 +56,9 @@ class FairQueue:
     def __init__(self, num_slots: int, weights: Mapping[str, float]) -> None:
         self._weights = dict(weights)
         self._tenants: dict[str, _Tenant] = {}
-        self._backlogged: LazyHeap[_Tenant] = LazyHeap()  # by counter, possibly one too low
+        self._backlogged: LazyHeap[_Tenant] = LazyHeap()  # by counter, may be outdated, too low
         self._idle: LazyHeap[_Tenant] = LazyHeap()  # by counter, exactly
-        self._last: _Tenant | None = None  # who was the last to wait
+        self._last: _Tenant | None = None  # the last that waited
         self._waiting = 0
         self._row_of_slot: Int64Array = np.zeros(num_slots, np.int64)
         self._served: Int64Array = np.zeros(num_slots, np.int64)  # output tokens, by row
@@ -73,7 +73,7 @@ class FairQueue:
         return len(self._tenants)
 
     def counter(self, name: str) -> float:
-        """Weighted tokens that the tenant was served, lifts included; 0 if nothing is known."""
+        """Weighted tokens that the tenant was served, lifts included; 0 if it is unknown."""
         tenant = self._tenants.get(name)
         return self._counter(tenant) if tenant else 0.0
 
@@ -103,7 +103,7 @@ class FairQueue:
         request = tenant.waiting.pop()
         if not request.admitted:
             tenant.counter += PROMPT_WEIGHT * len(request.source.prompt) / tenant.weight
-        self._one_less(tenant)
+        self._removed(tenant)
         return request
 
     def entered(self, request: Request) -> None:
@@ -116,8 +116,8 @@ class FairQueue:
     def discard(self, request: Request) -> None:
         tenant = self._tenants[request.source.tenant]
         tenant.waiting.discard(request)
-        self._one_less(tenant)
-        self._rest(tenant)
+        self._removed(tenant)
+        self._retire(tenant)
 
     def sampled(self, slots: Int64Array) -> None:
         self._served += np.bincount(self._row_of_slot[slots], minlength=len(self._served))
@@ -130,10 +130,10 @@ class FairQueue:
             self._served[tenant.row] = 0
             self._free_rows.append(tenant.row)
             tenant.row = NO_ROW
-            self._rest(tenant)
+            self._retire(tenant)
 
     def victim(self, running: Iterable[Request]) -> Request:
-        """The latest request of the tenant that was served most: the least served advances."""
+        """The latest request of the tenant that was served most."""
         return max(
             running, key=lambda request: (self.counter(request.source.tenant), request.order)
         )
@@ -153,24 +153,24 @@ class FairQueue:
         return None
 
     def _floor(self) -> float:
-        """What a tenant that begins to wait is lifted to."""
+        """The counter to which a tenant is lifted that begins to wait."""
         tenant = self._next_tenant() or self._last
         return self._counter(tenant) if tenant else 0.0
 
-    def _one_less(self, tenant: _Tenant) -> None:
+    def _removed(self, tenant: _Tenant) -> None:
         self._waiting -= 1
         if not tenant.waiting:
             self._backlogged.discard(tenant)
             self._last = tenant
 
-    def _rest(self, tenant: _Tenant) -> None:
-        """A tenant with nothing here is kept only for what it is ahead of the others."""
+    def _retire(self, tenant: _Tenant) -> None:
+        """Moves a tenant without requests to the idle ones."""
         if not tenant.running and not tenant.waiting:
             self._idle.push(tenant.counter, tenant)
             self._forget_idle(self._floor())
 
     def _forget_idle(self, floor: float) -> None:
-        """Those that a lift would bring to ``floor`` anyhow; then, if many, the least ahead."""
+        """Drops idle tenants that a lift would bring to ``floor``; if too many, the least ahead."""
         while (first := self._idle.first()) is not None:
             counter, tenant = first
             if counter > floor and len(self._idle) <= MAX_IDLE:

@@ -1,4 +1,4 @@
-"""A heap that items can leave from the middle, for what waits in an order."""
+"""A heap from which any item can be removed cheaply."""
 
 import heapq
 from collections.abc import Hashable
@@ -7,19 +7,19 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item", bound=Hashable)
 
 SLACK = 64
-"""Entries of items that have left, beyond as many as are live, before they are swept out."""
+"""Stale entries, beyond the number of live ones, before the heap is rebuilt."""
 
 
 class LazyHeap(Generic[Item]):
     """Items by key, smallest first; equal keys in the order in which they were pushed.
 
-    ``push`` and taking the first out are O(log n). ``discard`` is O(1) amortised: the entry stays
-    until it reaches the top or half of all entries are such, so memory follows what is live.
+    ``push`` and ``pop`` are O(log n). ``discard`` is O(1) amortised: the entry stays until it
+    reaches the top or half of all entries are stale, so memory is proportional to live items.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, Item]] = []
-        self._turn: dict[Item, int] = {}  # the entry that counts of each item
+        self._turn: dict[Item, int] = {}  # number of each item's valid entry
         self._pushed = 0
 
     def __len__(self) -> int:
@@ -29,14 +29,14 @@ class LazyHeap(Generic[Item]):
         return item in self._turn
 
     def push(self, key: Any, item: Item) -> None:
-        """Puts the item in; one that is in already moves to the new key."""
+        """Adds the item, or moves it to the new key."""
         self._pushed += 1
         self._turn[item] = self._pushed
         heapq.heappush(self._heap, (key, self._pushed, item))
         self._sweep()
 
     def first(self) -> tuple[Any, Item] | None:
-        """The smallest key and its item, left where they are; None when empty."""
+        """Returns the smallest key and its item, which stay, or None if the heap is empty."""
         while self._heap:
             key, turn, item = self._heap[0]
             if self._turn.get(item) == turn:
@@ -45,7 +45,7 @@ class LazyHeap(Generic[Item]):
         return None
 
     def pop(self) -> Item:
-        """Takes out the item of ``first``.
+        """Removes and returns the item of ``first``.
 
         Raises:
             IndexError: the heap is empty.
@@ -58,7 +58,7 @@ class LazyHeap(Generic[Item]):
         return first[1]
 
     def discard(self, item: Item) -> None:
-        """Takes the item out, wherever it is; one that is not in is ignored."""
+        """Removes the item, if it is in the heap."""
         if self._turn.pop(item, None) is not None:
             self._sweep()
 

@@ -1,4 +1,4 @@
-"""How much may wait: beyond it a newcomer is told to come back later."""
+"""How much may wait. Beyond it new requests are refused with a time to retry after."""
 
 import math
 from collections import deque
@@ -10,8 +10,8 @@ from rayfin.actors.scheduler.state.request import Request
 class QueueLimits:
     """Counts what waits for its first admission, in requests and in prompt tokens.
 
-    What was admitted once and waits again (a preemption, new runners) is not counted: it has its
-    place already, and trouble inside must not turn newcomers away.
+    Requests that wait again after a preemption or new runners are not counted, since that must not
+    refuse new requests.
     """
 
     def __init__(self, max_requests: int, max_tokens: int | None) -> None:
@@ -21,12 +21,12 @@ class QueueLimits:
         self._max_tokens = max_tokens
 
     def check(self, prompt_len: int, retry_after: int | None = None) -> None:
-        """Whether a prompt of so many tokens may join; ``retry_after`` seconds go into a refusal.
+        """Checks whether a prompt of ``prompt_len`` tokens may join.
 
-        A queue with nobody in it takes any prompt, or one over ``max_tokens`` could never run.
+        An empty queue accepts any prompt; otherwise one over ``max_tokens`` could never run.
 
         Raises:
-            Overloaded: it would be one too many; the message names the limit.
+            Overloaded: the queue is full; the message names the limit. Has ``retry_after`` seconds.
         """
         if self.num_requests >= self._max_requests:
             raise Overloaded(
@@ -34,11 +34,11 @@ class QueueLimits:
                 f"of at most {self._max_requests} (max_waiting_requests)",
                 retry_after=retry_after,
             )
-        most = self._max_tokens
-        if most is not None and self.num_requests and self.num_tokens + prompt_len > most:
+        limit = self._max_tokens
+        if limit is not None and self.num_requests and self.num_tokens + prompt_len > limit:
             raise Overloaded(
                 f"{self.num_tokens} prompt tokens are waiting already; with this prompt's "
-                f"{prompt_len} they would be over {most} (max_waiting_tokens)",
+                f"{prompt_len} they would be over {limit} (max_waiting_tokens)",
                 retry_after=retry_after,
             )
 
@@ -47,13 +47,11 @@ class QueueLimits:
         self.num_tokens += len(request.source.prompt)
 
     def left(self, request: Request) -> None:
-        """The request was admitted, or ended as it waited; nothing if it was admitted before."""
+        """The request was admitted or ended; ignored if it was admitted before."""
         if not request.admitted:
             self.num_requests -= 1
             self.num_tokens -= len(request.source.prompt)
 
-
-# How fast requests end, and so when a refused one may try again.
 
 WINDOW_SECONDS = 30.0
 SAMPLE_SECONDS = 1.0
@@ -61,13 +59,13 @@ MAX_WAIT = 60  # seconds; also the answer while nothing ends
 
 
 class CompletionRate:
-    """The rate at which requests have ended lately, from a counter that somebody else keeps."""
+    """The recent rate at which requests end, from samples of a counter."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()  # (seconds, requests ended until then)
 
     def observe(self, now: float, ended: int) -> None:
-        """Takes note of the counter; cheap enough for every request."""
+        """Samples the counter; cheap enough for every request."""
         samples = self._samples
         if samples and now - samples[-1][0] < SAMPLE_SECONDS:
             return
@@ -76,10 +74,8 @@ class CompletionRate:
             samples.popleft()
 
     def seconds_until_half(self, waiting: int, now: float, ended: int) -> int:
-        """Whole seconds, 1 to MAX_WAIT, until half of a queue of ``waiting`` has gone at this rate.
-
-        Half, because all that are refused come back together.
-        """
+        """Whole seconds, 1 to MAX_WAIT, in which half of ``waiting`` requests end at this rate."""
+        # Half, because all refused clients retry at the same time.
         if not self._samples or ended <= self._samples[0][1]:
             return MAX_WAIT
         start, before = self._samples[0]

@@ -1,4 +1,4 @@
-"""First come, first served; or by priority, with aging so that nobody starves."""
+"""First come, first served; or by priority, with aging against starvation."""
 
 from collections.abc import Iterable
 
@@ -8,13 +8,13 @@ from rayfin.actors.scheduler.state.request import Request
 
 
 class RankedQueue:
-    """A heap by a rank that is decided once, when the request comes.
+    """A heap by a rank that is fixed when the request arrives.
 
     With priorities the rank is (arrival + priority x ``aging``, order): a request that has waited
-    ``aging`` seconds weighs as much as one that comes now, one level better. Both wait equally from
-    then on, so their order never changes and nothing is sorted again. What comes later than
-    ``aging`` seconds per level of difference goes behind: that bounds the wait of every request.
-    With ``aging`` 0 levels are strict, as in vLLM, and a low one may starve.
+    ``aging`` seconds ranks like one that arrives now with a priority one level better. Both age
+    equally from then on, so their order never changes. The wait of a request is bounded: those that
+    arrive more than ``aging`` seconds per level later rank behind it. With ``aging`` 0 priorities
+    are strict, as in vLLM, and low ones may starve.
     """
 
     def __init__(self, by_priority: bool, aging: float) -> None:
@@ -57,5 +57,5 @@ class RankedQueue:
         pass
 
     def victim(self, running: Iterable[Request]) -> Request:
-        """The last by rank: so the first always advances."""
+        """The last by rank."""
         return max(running, key=self.rank)

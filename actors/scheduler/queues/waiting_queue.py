@@ -1,4 +1,4 @@
-"""What a policy decides: who of the waiting is admitted next, who of the running gives way."""
+"""What a queueing policy decides: the next request to admit, and the next to preempt."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -13,23 +13,23 @@ from rayfin.actors.scheduler.state.request import Request
 class WaitingQueue(Protocol):
     """The waiting requests, in the order of a policy. No operation is linear in their number.
 
-    ``Lifecycle`` tells it of every transition: a request is pushed when it comes and when it is
-    preempted (it then goes before what came after it), popped and entered when it is admitted,
-    discarded when it ends while it waits; ``left`` when it gives up its slots for whatever reason.
+    ``Lifecycle`` calls it at every transition: ``push`` when a request arrives or is preempted
+    (then it goes before later arrivals), ``pop`` and ``entered`` when it is admitted, ``discard``
+    when it ends while it waits, ``left`` when it frees its slots for any reason.
     """
 
     def __len__(self) -> int: ...
 
     def push(self, request: Request) -> None:
-        """The request waits from now on."""
+        """Adds a request."""
         ...
 
     def peek(self) -> Request | None:
-        """The next request to admit, left in the queue."""
+        """Returns the next request to admit, which stays, or None if the queue is empty."""
         ...
 
     def pop(self) -> Request:
-        """Takes out what ``peek`` shows.
+        """Removes and returns the request of ``peek``.
 
         Raises:
             IndexError: the queue is empty.
@@ -37,11 +37,11 @@ class WaitingQueue(Protocol):
         ...
 
     def entered(self, request: Request) -> None:
-        """The request that was popped runs from now on, in its ``slots``."""
+        """The popped request holds its ``slots`` now."""
         ...
 
     def discard(self, request: Request) -> None:
-        """Forgets a waiting request."""
+        """Removes a waiting request."""
         ...
 
     def sampled(self, slots: Int64Array) -> None:
@@ -49,11 +49,11 @@ class WaitingQueue(Protocol):
         ...
 
     def left(self, request: Request) -> None:
-        """The request runs no longer."""
+        """The request has freed its slots."""
         ...
 
     def victim(self, running: Iterable[Request]) -> Request:
-        """Who of the running requests is preempted first."""
+        """The running request that is preempted first."""
         ...
 
 

@@ -2,10 +2,9 @@
 
 The rules are those of transformers' ``generate(num_beams=width, num_return_sequences=width)``:
 
-- of all tokens that any running beam could take, the ``width`` likeliest continuations that do not
-  end the text go on;
-- one that does end it (a stop token, the last token there is room for) is kept as a hypothesis if
-  it is among the ``width`` likeliest of all, under score / length ** length_penalty;
+- the ``width`` likeliest continuations of all running beams that do not end the text continue;
+- one that ends it (by a stop token or at ``max_tokens``) becomes a hypothesis if it is among the
+  ``width`` likeliest of all; hypotheses are ranked by score / length ** length_penalty;
 - the search is over when the best running beam can no longer beat the worst of ``width``
   hypotheses, by an estimate that ``early_stopping`` picks.
 """
@@ -20,14 +19,14 @@ from rayfin.actors.messages import BeamParams, Float32Array, Hypothesis, Int32Ar
 
 @dataclass(slots=True, frozen=True)
 class Continuation:
-    """The running beams after a step: beam i goes on from ``parents[i]`` with ``tokens[i]``."""
+    """The running beams after a step: beam i continues ``parents[i]`` with ``tokens[i]``."""
 
-    parents: list[int]  # in the order of the beams before; one may have several children or none
+    parents: list[int]  # indices of the beams before; one may occur several times or never
     tokens: list[int]
 
 
 def candidates_per_beam(width: int, num_stops: int) -> int:
-    """How many of each beam's likeliest tokens ``BeamSearch`` must see: width + number of stops.
+    """How many of each beam's likeliest tokens ``BeamSearch`` needs: width + number of stops.
 
     A step needs two things of the order of all continuations: its first ``width``, and the first
     ``width`` that do not end. Each of the first kind is, in its own beam, behind fewer than
@@ -70,34 +69,34 @@ class BeamSearch:
         K is at least ``candidates_per_beam``, or the whole vocabulary.
 
         Returns:
-            Who goes on from whom; empty when the search is over.
+            The continuation; empty when the search is over.
         """
         scores = (self._scores[:, None] + logprobs.astype(np.float32)).ravel()
         order = np.argsort(-scores, kind="stable").tolist()
-        tokens, most = ids.ravel().tolist(), ids.shape[1]
+        tokens, num_candidates = ids.ravel().tolist(), ids.shape[1]
         length = len(self.beams[0]) + 1
         full = length >= self._max_tokens
         ended = [i for i in order[: self._width] if full or tokens[i] in self._stops]
         running = [] if full else [i for i in order if tokens[i] not in self._stops][: self._width]
-        self._keep([(self.beams[i // most], tokens[i], scores[i]) for i in ended])
-        self.beams = [[*self.beams[i // most], tokens[i]] for i in running]
+        self._keep([(self.beams[i // num_candidates], tokens[i], scores[i]) for i in ended])
+        self.beams = [[*self.beams[i // num_candidates], tokens[i]] for i in running]
         self._scores = scores[running]
         self.over = not running or self._cannot_improve(length)
         if self.over:
             return Continuation([], [])
-        return Continuation([i // most for i in running], [tokens[i] for i in running])
+        return Continuation([i // num_candidates for i in running], [tokens[i] for i in running])
 
     def _keep(self, ended: list[tuple[list[int], int, np.float32]]) -> None:
         """The best ``width`` of the hypotheses and those (beam, token, score) that ``ended``."""
         for beam, token, score in ended:
-            own = float(score / np.float32((len(beam) + 1) ** self._penalty))
+            normalised = float(score / np.float32((len(beam) + 1) ** self._penalty))
             reason = "stop" if token in self._stops else "length"
-            self.hypotheses.append(Hypothesis([*beam, token], own, reason))
+            self.hypotheses.append(Hypothesis([*beam, token], normalised, reason))
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self._width :]
 
     def _cannot_improve(self, length: int) -> bool:
-        """Whether no beam of ``length`` tokens is worth going on, as far as the rule can tell."""
+        """Whether by the rule no beam of ``length`` tokens can become a better hypothesis."""
         if len(self.hypotheses) < self._width:
             return False
         if self._early_stopping is True:

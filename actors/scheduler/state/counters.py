@@ -1,7 +1,7 @@
-"""What an engine counts of requests and steps beside its queues' and its cache's own numbers.
+"""What an engine counts of requests and steps.
 
-Plain integers and bucket lists of the one thread that steps: a few additions for a request, a few
-for a step, none for a token.
+Plain integers and bucket lists that one thread writes: a few additions for a request, a few for a
+step, none for a token.
 """
 
 import uuid
@@ -120,14 +120,14 @@ class EngineCounters:
         return self.observed.copies()
 
     def admitted(self, request: Request) -> None:
-        """It runs for the first time."""
+        """The request was admitted for the first time."""
         assert request.admitted_at is not None
         self.observed.queue.observe(request.admitted_at - request.arrival)
         self.tokens_cached += request.cached_tokens
         self.tokens_computed += request.num_tokens - request.cached_tokens
 
     def first_tokens(self, requests: Iterable[Request], now: float) -> None:
-        """Their prompts have come to their ends, for the first time or again."""
+        """The requests' prompts are computed, for the first time or again."""
         for request in requests:
             if request.first_token_at is None and request.admitted_at is not None:
                 request.first_token_at = now
@@ -137,8 +137,8 @@ class EngineCounters:
         """A call of ``steps`` steps took the runner ``seconds``.
 
         Args:
-            prefill: prompt tokens that the first one computed.
-            sampled: tokens that each one gave to requests that still live.
+            prefill: prompt tokens that the first step computed.
+            sampled: tokens of live requests, for each step.
         """
         self.steps += steps
         self.last_step_seconds = seconds
@@ -150,7 +150,7 @@ class EngineCounters:
                 iteration[count] = iteration.get(count, 0) + 1
 
     def ended(self, request: Request, generated: int, reason: str, now: float) -> None:
-        """It has ended in any way but to go on elsewhere."""
+        """The request has ended, and does not continue on another engine."""
         prompt = len(request.source.prompt)
         self.observed.prompt.observe(prompt)
         self.observed.generation.observe(generated)
@@ -169,7 +169,7 @@ class EngineCounters:
         )
 
     def refused(self, error: RayfinError) -> None:
-        """A newcomer did not come in."""
+        """A new request was refused."""
         for kind, reason in REFUSALS.items():
             if isinstance(error, kind):
                 self.rejected[reason] += 1

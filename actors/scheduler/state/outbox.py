@@ -1,4 +1,4 @@
-"""What a step has to tell: gathered per client, sent as one message each."""
+"""A step's output: collected per client, sent as one message each."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ from rayfin.actors.messages import (
 
 
 class Outbox:
-    """Collects one step's news."""
+    """Collects one step's tokens, log probabilities and ends."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, list[tuple[Int64Array, Int32Array]]] = {}
@@ -28,9 +28,9 @@ class Outbox:
     def tokens(
         self, client: str, keys: Int64Array, tokens: Int32Array, logprobs: Logprobs | None = None
     ) -> None:
-        """Tokens [N] of the client's requests ``keys`` [N]; a request's own come in order.
+        """Adds tokens [N] of the client's requests ``keys`` [N], in order for each request.
 
-        ``logprobs`` goes with them by the index in ``tokens``.
+        ``logprobs`` refers to them by index in ``tokens``.
         """
         if logprobs is not None and len(logprobs.at):
             shifted = logprobs.renumbered(np.arange(len(tokens)) + self._count[client])
@@ -39,14 +39,14 @@ class Outbox:
         self._tokens.setdefault(client, []).append((keys, tokens))
 
     def prompt(self, client: str, key: int, logprobs: Logprobs) -> None:
-        """What a step said of the prompt of the client's request ``key``."""
+        """Adds prompt log probabilities of the client's request ``key``."""
         self._prompts.setdefault(client, {})[key] = logprobs
 
     def end(self, client: str, ended: Ended) -> None:
         self._ended.setdefault(client, []).append(ended)
 
     def drain(self, epoch: int, step: int) -> dict[str, TokenDeltas]:
-        """The messages by client; the box is empty afterwards."""
+        """Removes and returns the messages by client."""
         messages = {
             client: self._message(client, epoch, step)
             for client in self._tokens.keys() | self._ended.keys() | self._prompts.keys()
@@ -77,16 +77,13 @@ def _joined(parts: list[tuple[Int64Array, Int32Array]]) -> tuple[Int64Array, Int
     return np.concatenate(keys), np.concatenate(tokens)
 
 
-# Which of a step's log probabilities go where: they are told by index, and rows are picked.
-
-
 def compacted(rows: BoolArray) -> Int64Array:
-    """The index that each of ``rows`` [N] has among the picked ones; -1 for the others."""
+    """The index [N] of each row among the picked ``rows`` [N]; -1 for the others."""
     return np.where(rows, np.cumsum(rows) - 1, -1)
 
 
 def column_logprobs(result: StepResult, column: int, rows: BoolArray) -> Logprobs | None:
-    """Those of one step of the lease, by the index that the row has among ``rows`` [R]."""
+    """Log probabilities of one step of the call, by index among the picked ``rows`` [R]."""
     if result.logprobs is None:
         return None
     to = np.full(result.tokens.shape, -1, np.int64)

@@ -1,15 +1,14 @@
-"""Moves of whole pages that the runner has yet to make: copies, and ways to and from host memory.
+"""Moves of whole pages that the runners must make: copies, and swaps to and from host memory.
 
-Whoever decides a move (a preemption, an admission, a fork) appends it here; the next step carries
-all of them, and the runner makes them in this order before anything else of that step. Ids may
-therefore change hands as soon as a move is decided:
+A preemption, an admission or a fork appends its moves here. The next step carries all of them, and
+the runners make them in this order before the rest of that step. Page ids may therefore be reused
+as soon as a move is appended:
 
-* A page to be read may be given back and taken again at once. Steps in flight ran before the move,
-  so what they wrote is in it; whoever takes it writes to it in the step of the move or later.
-* A step without rows is not sent, and moves wait for one that is. Nothing can be written
-  meanwhile, for the same reason: the first step to write anything brings the moves along.
-* A move whose target was given back again before it went out is made in vain. Its target's next
-  content comes from a later move or from a row, and both come after it.
+* A source page may be freed and allocated again at once. Steps in flight run before the move, so
+  their writes are moved; the next owner writes in the step of the move or later.
+* Moves wait for a step with rows, since an empty step is not sent. No page is written meanwhile.
+* A move is useless but harmless if its target is freed before it is sent: the target's next content
+  comes from a later move or row.
 """
 
 from collections.abc import Iterable
@@ -29,12 +28,12 @@ class PageMoves:
         return len(self._moves)
 
     def add(self, kind: int, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """Each source page goes to its target; ``kind`` is COPY, SWAP_OUT or SWAP_IN."""
+        """Moves each source page to its target; ``kind`` is COPY, SWAP_OUT or SWAP_IN."""
         for source, target in zip(sources, targets, strict=True):
             self._moves.append((kind, source, target))
 
     def drain(self) -> Int32Array:
-        """The moves [M, 3] as ``SchedulerInfo.moves`` has them; none are left."""
+        """Removes and returns the moves [M, 3] in the form of ``SchedulerInfo.moves``."""
         if not self._moves:
             return no_moves()
         moves = np.array(self._moves, np.int32)
@@ -42,5 +41,5 @@ class PageMoves:
         return moves
 
     def clear(self) -> None:
-        """Forgets them: the memory that they were for is gone."""
+        """Drops the moves: the runners and their memory are new."""
         self._moves.clear()

@@ -1,4 +1,4 @@
-"""What the runners must hear with the next step: first sights of requests, and slots to forget."""
+"""What changes for the runners with the next step: new requests, and slots to free."""
 
 from collections.abc import Iterable
 
@@ -6,45 +6,45 @@ from rayfin.actors.messages import NewRequest
 
 
 class RunnerDiff:
-    """Gathers the news of the next step, and remembers which slots the runners know.
+    """Collects the changes for the next step, and tracks which slots the runners know.
 
-    A slot that changes hands between two steps is told of once: who came and went unseen is left
-    out, and a slot that the runners never heard of is not forgotten.
+    A request that enters and leaves a slot between two steps is not sent, and a slot that the
+    runners do not know is not freed there.
     """
 
     def __init__(self) -> None:
         self._new: dict[int, NewRequest] = {}  # by handle
-        self._forgotten: list[int] = []
+        self._freed: list[int] = []
         self._known: set[int] = set()
 
     def __contains__(self, slot: int) -> bool:
-        """Whether nothing of the slot's request has run."""
+        """Whether the slot's request was not sent to the runners yet."""
         return slot in self._new
 
     def enter(self, new: NewRequest) -> None:
-        """A request holds the slot ``new.handle`` from the first step on that has a row of it."""
+        """Adds a request in slot ``new.handle``; it is sent with its first row."""
         self._new[new.handle] = new
 
     def leave(self, slot: int) -> None:
-        """Nobody holds the slot any more."""
+        """Frees the slot."""
         self._new.pop(slot, None)
         if slot in self._known:
             self._known.remove(slot)
-            self._forgotten.append(slot)
+            self._freed.append(slot)
 
     def drain(self, slots: Iterable[int]) -> tuple[list[NewRequest], list[int]]:
-        """What the next step, which has rows of the ``slots``, is to tell.
+        """Returns the changes for a step with rows of ``slots``.
 
         Returns:
-            The requests that are new among its rows, and the slots to forget, which goes first.
+            The new requests among its rows, and the slots to free, which comes first.
         """
         new = [self._new.pop(slot) for slot in slots if slot in self._new] if self._new else []
-        forgotten, self._forgotten = self._forgotten, []
-        self._known.update(own.handle for own in new)
-        return new, forgotten
+        freed, self._freed = self._freed, []
+        self._known.update(request.handle for request in new)
+        return new, freed
 
     def clear(self) -> None:
-        """The runners are new, and know nothing."""
+        """Drops all changes: the runners are new."""
         self._new.clear()
-        self._forgotten.clear()
+        self._freed.clear()
         self._known.clear()

@@ -1,4 +1,4 @@
-"""What a step costs beside computing: its way to the runner and back, as far as somebody waited."""
+"""What a step costs beside computing: the way to the runner and back, if the scheduler waited."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,33 +9,33 @@ from rayfin.actors.scheduler.state.executor import PendingStep
 
 
 class StepOverheadTimer:
-    """Times the steps in flight by the scheduler's clock and the runner's durations alone.
+    """Times the steps in flight by the scheduler's clock and the durations that runners report.
 
-    No clock is compared with another's. A step could run from when it was sent, or from when the
-    one before was back, whichever is later; what passed since then and was not computing was its
-    way. Of that counts what the scheduler waited for: with two steps in flight the rest is hidden.
+    Clocks of two processes are never compared. A step can run once it is sent and the one before
+    has returned. The time since then, less the computing, is overhead. It counts only as far as the
+    scheduler waited: with two steps in flight the rest is hidden.
     """
 
     def __init__(self, clock: Callable[[], float], seconds: Histogram) -> None:
         self._clock = clock
         self._seconds = seconds
         self._sent: deque[float] = deque()
-        self._back = 0.0  # when the last result came
+        self._returned = 0.0  # when the last result came
 
     def sent(self) -> None:
-        """A step goes out."""
+        """A step was submitted."""
         self._sent.append(self._clock())
 
     def result(self, pending: PendingStep) -> StepResult:
-        """The result of the oldest one, which stays the oldest if it fails."""
-        asked = self._clock()
+        """Waits for the oldest step; it stays the oldest if it fails."""
+        started = self._clock()
         result = pending.result()
         now = self._clock()
-        way = now - max(self._sent.popleft(), self._back) - result.seconds
-        self._seconds.observe(max(0.0, min(way, now - asked)))
-        self._back = now
+        overhead = now - max(self._sent.popleft(), self._returned) - result.seconds
+        self._seconds.observe(max(0.0, min(overhead, now - started)))
+        self._returned = now
         return result
 
     def forget(self) -> None:
-        """The steps in flight are lost."""
+        """Drops the steps in flight."""
         self._sent.clear()
