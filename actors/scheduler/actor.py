@@ -1,12 +1,12 @@
-"""The Ray shell of an Engine: a thread that steps, and three doors to it.
+"""The Ray shell of an Engine: a thread that steps, and the methods that clients call.
 
-    submit      requests and aborts come in                   (concurrency group "requests")
-    subscribe   one client's news, a message per step         (a group and thread per client)
+    submit      requests and aborts                           (concurrency group "requests")
+    subscribe   one client's output, a message per step       (a group and thread per client)
     the others  start, claim, pulse, ...: never wait for a step  ("control")
 
-The doors only touch queues; the engine is the loop thread's alone. A supervisor owns this actor as
-long as its pulse comes; then the next one may claim it, and in the end the actor leaves by itself
-and takes its runners along.
+These methods only use queues; the engine belongs to the loop's thread. A supervisor owns this actor
+while it sends pulses. Without them another supervisor may claim it; in the end the actor kills its
+runners and exits.
 """
 
 import logging
@@ -76,21 +76,21 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """How a scheduler is to start its engine."""
+    """How a scheduler starts its engine."""
 
     args: EngineArgs
     placement: PlacementGroup | None = None
-    owner: str | None = None  # the supervisor whose pulse it needs; None: it lives with its creator
+    owner: str | None = None  # its supervisor; None if it lives with its creator
     generation: int = 0
     runners: Sequence[Process] = ()  # of the scheduler before this one
 
 
 @dataclass(frozen=True, slots=True)
 class EngineClaim:
-    """What a supervisor that looks for an engine is told."""
+    """The answer to a supervisor that wants to adopt an engine."""
 
     granted: bool
-    compatible: bool  # it could be granted, if the owner falls silent
+    compatible: bool  # it can be granted once the owner stops its pulse
     silence: float = 0.0  # seconds since the owner's last pulse
     info: EngineInfo | None = None
     placement: PlacementGroup | None = None
@@ -125,7 +125,7 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def start(self, start: EngineStart) -> EngineInfo:
-        """Starts or adopts the runners, then steps for ever; returns when it is ready.
+        """Starts or adopts the runners and the loop; returns when the engine is ready.
 
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
@@ -155,7 +155,7 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def claim(self, owner: str, args: EngineArgs, identity: str) -> EngineClaim:
-        """A supervisor asks for this engine: it gets it if the one before has fallen silent.
+        """Makes ``owner`` the supervisor of this engine if the last one has stopped its pulse.
 
         Args:
             identity: of ``args`` in the supervisor's process. A supervisor of another version of
@@ -176,7 +176,7 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def pulse(self, owner: str) -> EngineStats:
-        """The supervisor lives, and asks how the engine does.
+        """Renews the supervisor's lease; returns the counters.
 
         Raises:
             NotOwner: it has another supervisor.
@@ -207,7 +207,7 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def check_integrity(self) -> None:
-        """The cache's own check; for an idle engine.
+        """Checks the cache's invariants; for an idle engine.
 
         Raises:
             CacheError: an invariant is broken.
@@ -216,7 +216,7 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def process(self) -> Process:
-        """Who this is, for those who must see it gone."""
+        """This process, for those who must wait for its end."""
         return _process()
 
     @ray.method(concurrency_group="control")
@@ -226,17 +226,17 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def drain(self) -> None:
-        """New requests are sent elsewhere from now on; what is here may finish."""
+        """Hands new requests back from now on; those that it has may finish."""
         self._inbox.put(ClientMessage("", drain=True))
 
     @ray.method(concurrency_group="control")
     def evict(self) -> None:
-        """Time is up: what is still here is sent elsewhere, with all the tokens it has."""
+        """Hands all requests back, with the tokens that they have."""
         self._inbox.put(ClientMessage("", drain=True, evict=True))
 
     @ray.method(concurrency_group="control")
     def close_subscriptions(self) -> int:
-        """Ends the subscriptions, each after its news; how many clients have not left since."""
+        """Ends the subscriptions after their queued output; returns the number of clients left."""
         return self._subscriptions.close_subscriptions()
 
     @ray.method(concurrency_group="requests")
@@ -247,16 +247,16 @@ class SchedulerActor:
         aborts: list[int],
         stopped: list[int] | None = None,
     ) -> None:
-        """Hands over a client's requests and the keys that it gives up; also renews its lease.
+        """Passes a client's requests and the keys that it aborts; also renews its lease.
 
-        ``stopped`` are the keys of requests whose text has met a stop string.
+        ``stopped`` are the keys of requests whose text contains a stop string.
         """
         self._subscriptions.renew(client)
         self._inbox.put(ClientMessage(client, requests, aborts, stopped or []))
 
     @ray.method(concurrency_group="control")
     def attach(self, client: str) -> str:
-        """In which concurrency group the client is to ``subscribe``; also renews its lease.
+        """Returns the client's concurrency group for ``subscribe``; also renews its lease.
 
         Raises:
             EngineUnavailable: there are ``MAX_CLIENTS`` clients.
@@ -267,52 +267,52 @@ class SchedulerActor:
     def subscribe(
         self, client: str, heartbeat: float | None = None, again: bool = False
     ) -> Iterator[TokenDeltas]:
-        """The client's news as they come: one message per step that has any.
+        """Yields the client's output: one message for each step that has any.
 
-        To be called in the concurrency group that ``attach`` has named, so that the client has a
-        thread to itself.
+        Must be called in the concurrency group that ``attach`` returned, so that the client has its
+        own thread.
 
-        With ``heartbeat``, also one every so many seconds, with the engine's counters. Ends when
-        the client's lease runs out (``submit`` renews it) or it unsubscribes, and after
-        ``MESSAGES_PER_CALL``: then ``again`` goes on, without a message lost.
+        Also yields the engine's counters every ``heartbeat`` seconds. Ends when the client's lease
+        expires (``submit`` renews it), when it unsubscribes, and after ``MESSAGES_PER_CALL``; then
+        a call with ``again`` continues without loss.
         """
         yield from self._subscriptions.read(client, self._beat, heartbeat, again=again)
 
     @ray.method(concurrency_group="requests")
     def unsubscribe(self, client: str) -> None:
-        """Ends the subscription and aborts what is left of the client's requests."""
+        """Ends the subscription and aborts the client's requests."""
         self._inbox.put(ClientMessage(client, leaves=True))
 
     @ray.method(concurrency_group="control")
     def recall(self, tenant: str, request_ids: list[str]) -> list[TokenLog | None]:
-        """What the tenant's requests have been told so far; None where nothing is known.
+        """Returns the delivered tokens of the tenant's requests; None for unknown ones.
 
-        One that still runs is aborted: whoever asks goes on with it.
+        Those that still run are aborted: the caller continues them.
         """
-        logs: list[TokenLog | None] = self._ask(lambda engine: engine.recall(tenant, request_ids))
+        logs: list[TokenLog | None] = self._call(lambda engine: engine.recall(tenant, request_ids))
         return logs
 
     @ray.method(concurrency_group="control")
     def manage(self, command: Command) -> EngineStats:
-        """Carries out an operator's command between two steps; the counters after it.
+        """Carries out an operator's command between two steps; returns the counters after it.
 
         Raises:
-            EngineUnavailable: it was not carried out.
+            EngineUnavailable: the command failed.
         """
         engine = self._running_engine()
-        self._ask(lambda engine: engine.carry_out(command), LOOP_COMMAND_SECONDS)
+        self._call(lambda engine: engine.carry_out(command), LOOP_COMMAND_SECONDS)
         return self._stats(engine)
 
     @ray.method(concurrency_group="control")
     def snapshot(self) -> EngineSnapshot:
-        """Who runs, who waits, whose the pages are, between two steps."""
-        snapshot: EngineSnapshot = self._ask(lambda engine: engine.snapshot(self._name))
+        """Running and waiting requests and page owners, between two steps."""
+        snapshot: EngineSnapshot = self._call(lambda engine: engine.snapshot(self._name))
         return snapshot
 
-    def _ask(self, ask: Callable[[Engine], Any], seconds: float = LOOP_ANSWER_SECONDS) -> Any:
-        question = EngineCall(ask)
-        self._inbox.put(question)
-        return question.answer.result(seconds)
+    def _call(self, function: Callable[[Engine], Any], seconds: float = LOOP_ANSWER_SECONDS) -> Any:
+        call = EngineCall(function)
+        self._inbox.put(call)
+        return call.answer.result(seconds)
 
     def _beat(self) -> TokenDeltas:
         message = TokenDeltas.only()
@@ -351,7 +351,7 @@ class SchedulerActor:
                 if failpoints.ACTIVE:
                     failpoints.ACTIVE.hit("scheduler.tick")
                 self._tick()
-                self._read_mail(engine)
+                self._process_inbox(engine)
                 self._subscriptions.post(engine.step())
                 for client in self._subscriptions.silent(self._client_lease):
                     logger.warning("client %s has gone; its requests are aborted", client)
@@ -366,43 +366,43 @@ class SchedulerActor:
             lost = moved if isinstance(error, RunnerGroupFailed) else EngineUnavailable(str(error))
             self._subscriptions.post(engine.fail_all(lost))
         while True:
-            mail = self._inbox.get()
-            if isinstance(mail, EngineCall):
-                mail.reply(engine)
+            message = self._inbox.get()
+            if isinstance(message, EngineCall):
+                message.reply(engine)
                 continue
-            for request in mail.requests:
+            for request in message.requests:
                 self._refuse(request, RequestHandedBack(f"engine {self._name} has failed"))
 
     def _tick(self) -> None:
         self._ticked = time.monotonic()
 
-    def _read_mail(self, engine: Engine) -> None:
-        """Takes in all mail; sleeps until there is some when the engine is idle."""
+    def _process_inbox(self, engine: Engine) -> None:
+        """Processes all messages; waits for one if the engine is idle."""
         block = not engine.has_work
         while True:
             try:
-                mail = self._inbox.get(block, timeout=self._client_lease / 4)
+                message = self._inbox.get(block, timeout=self._client_lease / 4)
             except queue.Empty:
                 return
             block = False
-            if isinstance(mail, EngineCall):
-                mail.reply(engine)
+            if isinstance(message, EngineCall):
+                message.reply(engine)
                 continue
-            for key in mail.aborts:
-                engine.abort(mail.client, key)
-            for key in mail.stopped:
-                engine.abort(mail.client, key, "stop")
-            for request in mail.requests:
+            for key in message.aborts:
+                engine.abort(message.client, key)
+            for key in message.stopped:
+                engine.abort(message.client, key, "stop")
+            for request in message.requests:
                 self._add(engine, request)
-            if mail.leaves:
-                self._drop(engine, mail.client)
-            if mail.drain:
+            if message.leaves:
+                self._drop(engine, message.client)
+            if message.drain:
                 engine.drain()
-            if mail.evict:
+            if message.evict:
                 moved = RequestHandedBack(f"engine {self._name} is being stopped")
                 self._subscriptions.post(engine.fail_all(moved))
-            if mail.broken is not None and not engine.has_work:
-                engine.replace_runners(RunnerGroupFailed(mail.broken))
+            if message.broken is not None and not engine.has_work:
+                engine.replace_runners(RunnerGroupFailed(message.broken))
 
     def _add(self, engine: Engine, request: EngineRequest) -> None:
         try:
@@ -422,7 +422,7 @@ class SchedulerActor:
         self._inbox.put(ClientMessage("", broken=message))
 
     def _is_current(self) -> bool:
-        """Whether no other scheduler has this one's name, and it is not about to leave."""
+        """Whether this scheduler still has its name, and is not about to exit."""
         if self._leaving:
             return False
         if self._started.owner is None:
@@ -434,7 +434,7 @@ class SchedulerActor:
         return bool(holder._actor_id.hex() == ray.get_runtime_context().get_actor_id())
 
     def _leave(self) -> None:
-        """No supervisor wants this engine: nothing of it stays behind."""
+        """Kills the runners, frees the placement and exits: no supervisor needs this engine."""
         logger.warning("engine %s has no supervisor any more: it exits", self._name)
         self._leaving = True
         try:

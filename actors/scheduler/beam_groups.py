@@ -3,16 +3,16 @@
     admit       one slot computes the prompt, the others are reserved
     result      ``BeamSearch`` decides which beams go on with which tokens
     reassign    a beam's first child keeps its slot; each other child takes a slot that no beam
-                needs any more, and forks: full pages shared, the last one copied
+                needs, and forks: full pages shared, the last one copied
     next step   feeds each slot its token, which is known here: a beam's row has no placeholder
 
-A slot in lockstep decodes only what is known, so the group's next step waits for its last result,
-while the rows of others go on with two steps in flight. To the runner a forked beam is a request
-that it has not seen before, whose tokens are in the cache already.
+A slot in lockstep decodes only known tokens, so the group's next step waits for its last result,
+while other rows continue with two steps in flight. To the runner a forked beam is a new request
+whose tokens are in the cache already.
 
-Preempted, or on new runners, a search starts again from its prompt: it is deterministic, so it says
-the same. An error of one of its rows, an abort or a deadline ends all of it, since ``Lifecycle``
-frees all slots of a request together.
+After a preemption or on new runners, a search starts again from its prompt with the same result,
+since it is deterministic. An error of one of its rows, an abort or a deadline ends all of it:
+``Lifecycle`` frees all slots of a request together.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ from rayfin.actors.scheduler.state.request import Request
 
 
 def as_it_runs(source: EngineRequest, config: EngineConfig) -> EngineRequest:
-    """The request as the runners see it: greedy rows that tell enough log probabilities.
+    """Returns the request as the runners see it: greedy rows with enough log probabilities.
 
     Raises:
-        InvalidRequest: more beams than rows of a step.
-        ContextLengthExceeded: even alone it would run out of pages.
+        InvalidRequest: it has more beams than a step has rows.
+        ContextLengthExceeded: it needs more pages than there are.
     """
     assert source.beams is not None
     width, rows = source.beams.width, config.limits.max_decoding_batch
@@ -53,19 +53,19 @@ def as_it_runs(source: EngineRequest, config: EngineConfig) -> EngineRequest:
             f"of {config.num_pages}",
             "n",
         )
-    most = candidates_per_beam(width, len(source.stopping.stop_token_ids))
-    sampling = Sampling(seed=source.sampling.seed, logprobs=min(most, config.vocab_size))
+    candidates = candidates_per_beam(width, len(source.stopping.stop_token_ids))
+    sampling = Sampling(seed=source.sampling.seed, logprobs=min(candidates, config.vocab_size))
     return replace(source, sampling=sampling, output=[])
 
 
 class BeamGroups:
-    """Leads the beam searches on from result to result. The searches are with their requests."""
+    """Advances the beam searches with each result. ``Request.search`` holds them."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
 
     def apply(self, record: StepRecord, result: StepResult) -> list[Request]:
-        """Takes in the rows of beams that are still there; a lease of theirs is one step.
+        """Applies the rows of live beams; a step with beams is never multi-step.
 
         Returns:
             Requests whose searches are over.
@@ -78,17 +78,17 @@ class BeamGroups:
             return []
         self._lifecycle.state.waiting.sampled(record.slots[rows])
         assert result.logprobs is not None
-        told = {at: index for index, at in enumerate(result.logprobs.at.tolist())}
-        told_of = {int(record.slots[row]): told[row] for row in rows}  # slot -> index in logprobs
+        index_of_row = {at: index for index, at in enumerate(result.logprobs.at.tolist())}
+        index_of = {int(record.slots[row]): index_of_row[row] for row in rows}  # by slot
         over = []
-        for request in dict.fromkeys(running.request(slot) for slot in told_of):
-            # One may have been preempted just now, to make room for another.
-            if request.slot is not None and self._advance(request, told_of, result.logprobs):
+        for request in dict.fromkeys(running.request(slot) for slot in index_of):
+            # An earlier one of the loop may have preempted this one.
+            if request.slot is not None and self._advance(request, index_of, result.logprobs):
                 over.append(request)
         return over
 
-    def _advance(self, request: Request, told_of: dict[int, int], logprobs: Logprobs) -> bool:
-        """One step of a search; whether it is over."""
+    def _advance(self, request: Request, index_of: dict[int, int], logprobs: Logprobs) -> bool:
+        """Advances one search by a step; returns whether it is over."""
         source = request.source
         assert source.beams is not None
         search = request.search
@@ -98,17 +98,17 @@ class BeamGroups:
             request.search = search
         beams = request.slots[: len(search.beams)]
         self._lifecycle.state.waiting.sampled(np.array(beams, np.int64))
-        told = [told_of[slot] for slot in beams]
-        most = source.sampling.logprobs
-        step = search.advance(logprobs.ids[told, :most], logprobs.values[told, :most])
+        at = [index_of[slot] for slot in beams]
+        count = source.sampling.logprobs
+        step = search.advance(logprobs.ids[at, :count], logprobs.values[at, :count])
         if not search.over:
             self._reassign(request, step.parents, step.tokens)
         return search.over
 
     def _reassign(self, request: Request, parents: list[int], tokens: list[int]) -> None:
-        """The request's first slots become the beams' own, in order, each with its token to feed.
+        """Puts the beams into the request's first slots, in order, each with its next token.
 
-        Out of pages, the lowest request is preempted; where that is this one, nothing more is done.
+        Preempts the last request in order if pages run out; returns early if that is this one.
         """
         lifecycle = self._lifecycle
         running, tables = lifecycle.state.running, lifecycle.state.tables
@@ -131,10 +131,10 @@ class BeamGroups:
 
 
 def assign(parents: Sequence[int], slots: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Which slot each child gets, where beam i is in ``slots[i]`` and the last slots may be empty.
+    """Assigns a slot to each child; beam i is in ``slots[i]``, and the last slots may be empty.
 
     Returns:
-        The slots in the children's order, then those that none needs; and (from, to) of each fork.
+        The slots in the children's order, then the unused ones; and (from, to) of each fork.
     """
     taken = {slots[parent] for parent in parents}
     free = [slot for slot in slots if slot not in taken]

@@ -1,4 +1,4 @@
-"""What the doors of a scheduler actor hand to the thread that steps."""
+"""Messages from the scheduler actor's methods to the engine's thread."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,27 +11,27 @@ from rayfin.actors.scheduler.engine import Engine
 
 @dataclass(slots=True)
 class ClientMessage:
-    """A client's requests and what it gives up, or a word of whoever looks after the engine."""
+    """A client's requests and aborts, or an order of the actor's other methods."""
 
     client: str
     requests: list[EngineRequest] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)
     leaves: bool = False
-    drain: bool = False  # take no more requests
-    evict: bool = False  # send those that are left elsewhere
+    drain: bool = False  # accept no more requests
+    evict: bool = False  # hand all requests back
     broken: str | None = None  # the runners died while nothing ran
 
 
 @dataclass(slots=True)
 class EngineCall:
-    """What the loop is asked between two steps."""
+    """A function that the engine's thread calls between two steps."""
 
     ask: Callable[[Engine], Any]
     answer: Future[Any] = field(default_factory=Future)
 
     def reply(self, engine: Engine) -> None:
-        """Answers; what goes wrong is the asker's to know, and no reason to stop the loop."""
+        """Sets the answer, or the exception: a failing call does not stop the loop."""
         try:
             self.answer.set_result(self.ask(engine))
         except Exception as error:

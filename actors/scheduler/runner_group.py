@@ -57,17 +57,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _RemoteStep:
-    """A step on all ranks, of which one answers."""
+    """A step that was sent to all ranks, of which one answers."""
 
     group: "RunnerGroup"
-    refs: list[Any] | None  # by rank, of a StepResult or of None; None: lost on purpose
+    refs: list[Any] | None  # by rank, of a StepResult or of None; None if a failpoint dropped it
     info: SchedulerInfo
 
     def result(self) -> StepResult:
-        """Its answer. A call that was lost is made again: a runner runs no step twice.
-
-        Not to several ranks: those that had it may wait in the next step for the one that had not.
-        """
+        """Waits for the answer; sends the step again if its call was lost. See ``PendingStep``."""
+        # A runner runs no step twice. Several ranks get no second call: those that received the
+        # first may wait in the next step for the one that did not.
         group, patience = self.group, self.group.watchdog.patience(self.info)
         lost_since: float | None = None
         while True:
@@ -89,16 +88,15 @@ class _RemoteStep:
 
 
 class RunnerGroup:
-    """Starts the runners of the engine ``name`` in their placement group, or adopts those that
-    live; sends them steps, replaces them.
+    """Starts or adopts the runners of the engine ``name``, sends them steps, replaces them.
 
     Args:
-        generation: of the scheduler that this belongs to; a later one's steps fence an earlier's.
-        known: the runners' processes, where somebody knows of them; a hung one cannot tell.
-        detached: the runners outlive this process, until nobody has sent a step or a ping for
-            ``RUNNER_LEASE_SECONDS``. Otherwise they die with it.
+        generation: of this scheduler; steps of a later generation fence off those of an earlier.
+        known: the runners' processes, if known; a hung runner cannot report its own.
+        detached: the runners outlive this process by ``RUNNER_LEASE_SECONDS`` without a step or a
+            ping. Otherwise they die with it.
         on_wait: called at least once a second while this waits for runners.
-        may_restart: asked before runners are replaced; a scheduler that was replaced may not.
+        may_restart: called before runners are replaced; False for a scheduler that was replaced.
     """
 
     def __init__(
@@ -130,12 +128,13 @@ class RunnerGroup:
         return self.epoch >> GENERATION_BITS
 
     def start(self) -> EngineConfig:
-        """Adopts the runners of this name, or loads the model in new ones and allocates its pages;
-        blocks until steps can be sent.
+        """Adopts live runners, or starts new ones; returns when steps can be sent.
+
+        New runners load the model and allocate its pages.
 
         Raises:
             InvalidConfig, UnsupportedModel: the model cannot be served.
-            RunnerGroupFailed: a runner died on the way.
+            RunnerGroupFailed: a runner died meanwhile.
         """
         if (adopted := self._adopt()) is not None:
             self._config, self.epoch = adopted.config, adopted.epoch
@@ -144,13 +143,13 @@ class RunnerGroup:
         return self._start_new(MODEL_LOAD_SECONDS)
 
     def submit(self, info: SchedulerInfo) -> _RemoteStep:
-        """Sends a step without waiting. Steps run in the order in which they are sent."""
+        """Sends a step without waiting. Steps run in order of submission."""
         if failpoints.ACTIVE:
             return self._submit_planted(info)
         return _RemoteStep(self, self.send(info), info)
 
     def send(self, info: SchedulerInfo) -> list[Any]:
-        """A call for a step to each runner; the refs of their answers."""
+        """Calls each runner with the step; returns the refs of their answers by rank."""
         shared: Any = info if len(self._runners) == 1 else ray.put(info)
         return self._on_all("execute", shared)
 
@@ -158,7 +157,7 @@ class RunnerGroup:
         """Kills the runners and starts new ones under a new epoch; the page count stays.
 
         Raises:
-            RunnerGroupFailed: the new ones cannot be started, or the old ones not be killed.
+            RunnerGroupFailed: the old ones cannot be killed, or the new ones not be started.
             Fenced: this scheduler has been replaced.
         """
         if not self._may_restart():
@@ -171,24 +170,24 @@ class RunnerGroup:
 
     def sleep(self) -> None:
         """See ``Executor.sleep``."""
-        self.wait(self._on_all("sleep"), RUNNER_ADOPTION_SECONDS, "to give pages back")
+        self.wait(self._on_all("sleep"), RUNNER_ADOPTION_SECONDS, "freeing pages")
 
     def wake(self) -> None:
         """See ``Executor.wake``."""
         self.epoch += 1
         start = self._on_all("start", self._config, self.epoch)
-        self.wait(start, MODEL_LOAD_SECONDS, "taking pages")
+        self.wait(start, MODEL_LOAD_SECONDS, "allocating pages")
 
     def ping(self) -> Any:
-        """Keeps idle runners from leaving; a ref fails when one has died; None without any."""
+        """Pings all runners, so that idle ones stay; returns refs, or None without runners."""
         return self._on_all("ping") or None
 
     def alive(self, ping: Any) -> bool | None:
-        """Whether a ``ping`` was answered; None: not yet."""
+        """Whether a ``ping`` was answered, or None if it is pending."""
         answered, missing = ray.wait(ping, num_returns=len(ping), timeout=0)
         try:
             ray.get(answered)
-        except ActorUnavailableError:  # the call was lost; the next one tells
+        except ActorUnavailableError:  # the call was lost; the next ping decides
             return True
         except RayError:
             return False
@@ -196,11 +195,11 @@ class RunnerGroup:
 
     @property
     def processes(self) -> list[Process]:
-        """The runners', once they have started."""
+        """The runners' processes, once they have started."""
         return list(self._processes)
 
     def stop(self) -> None:
-        """Kills the runners, and returns when they are gone, and their memory with them.
+        """Kills the runners; returns when their processes have ended and their memory is free.
 
         Raises:
             RunnerGroupFailed: they cannot be killed.
@@ -213,13 +212,12 @@ class RunnerGroup:
         self._runners, self._processes = [], []
 
     def wait(self, refs: list[Any] | None, seconds: float, what: str) -> list[Any]:
-        """The values of ``refs``, one of each rank; None for what never comes.
+        """Waits for the values of ``refs``, one of each rank; no ``refs`` means a dropped call.
 
         Raises:
-            RunnerGroupFailed: a runner has died, or not answered in so many seconds.
-            CallLost: nobody knows whether one has had the call.
-            Fenced: it belongs to another scheduler.
-            RayfinError: what the runner raised.
+            RunnerGroupFailed: a runner has died, raised, or not answered within ``seconds``.
+            CallLost: it is unknown whether a runner received the call.
+            Fenced: the runners belong to another scheduler.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -235,9 +233,8 @@ class RunnerGroup:
                     raise error.cause from None
                 if isinstance(error.cause, StepMissing):
                     raise CallLost(describe(error)) from error
-                caused_by_step = not isinstance(
-                    error.cause, PeerLost
-                )  # the peer is to blame, or its end
+                # PeerLost: another rank failed, which raises its own error if a step did it.
+                caused_by_step = not isinstance(error.cause, PeerLost)
                 raise RunnerGroupFailed(describe(error), caused_by_step=caused_by_step) from error
             except ActorUnavailableError as error:
                 raise CallLost(describe(error)) from error
@@ -248,27 +245,27 @@ class RunnerGroup:
                 raise RunnerGroupFailed(f"{what} has taken over {seconds:.1f} s: the runner hangs")
 
     def _adopt(self) -> Adoption | None:
-        """The runners that live under the names, if all have the model; else they are ended."""
-        self._runners = [found for name in self._names if (found := _find(name)) is not None]
+        """Adopts live runners if all of them have the model; else kills them and returns None."""
+        self._runners = [runner for name in self._names if (runner := _find(name)) is not None]
         if len(self._runners) < len(self._names):
             self.stop()
             return None
         adopted: list[Adoption | None] = [None]
         try:
             self._processes = self.wait(
-                self._on_all("process"), RUNNER_ADOPTION_SECONDS, "a sign of life"
+                self._on_all("process"), RUNNER_ADOPTION_SECONDS, "its process"
             )
             adopt = self._on_all("adopt", self._args, self._args.identity, self.generation)
             adopted = self.wait(adopt, RUNNER_ADOPTION_SECONDS, "its last step")
         except RunnerGroupFailed as failure:
             logger.warning("%s cannot be adopted: %s", ", ".join(self._names), failure)
-        if any(own != adopted[0] for own in adopted) or adopted[0] is None:
+        if any(answer != adopted[0] for answer in adopted) or adopted[0] is None:
             self.stop()
             return None
         return adopted[0]
 
     def _on_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of each runner; refs by rank."""
+        """Calls a method of each runner; returns refs by rank."""
         return [getattr(runner, method).remote(*arguments) for runner in self._runners]
 
     def _pause(self, seconds: float) -> None:
@@ -278,7 +275,7 @@ class RunnerGroup:
             time.sleep(min(left, WAIT_SLICE_SECONDS))
 
     def _start_new(self, patience: float) -> EngineConfig:
-        """Waits so many seconds for the process, and then for its model."""
+        """Starts all ranks; ``patience`` seconds are for the processes, not for their model."""
         self.watchdog.restart()
         for rank in range(len(self._names)):
             self._runners.append(self._new_runner(rank))

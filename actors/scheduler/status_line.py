@@ -1,4 +1,4 @@
-"""One line every few seconds about an engine that works; none about one that is idle."""
+"""A log line every few seconds while an engine works."""
 
 import threading
 import time
@@ -9,14 +9,14 @@ from rayfin.actors.timing import STATUS_LINE_SECONDS
 
 
 class StatusLine:
-    """Says what the engine did since the line before, in the words of vLLM's periodic log."""
+    """Renders what the engine did since the last line, like vLLM's periodic log."""
 
     def __init__(self, before: EngineStats, now: float) -> None:
         self._before = before
         self._at = now
 
     def render(self, stats: EngineStats, now: float) -> str | None:
-        """The line for the time until ``now``, in seconds; None if nothing happened in it."""
+        """Returns the line for the time until ``now``, in seconds, or None if the engine idled."""
         before, seconds = self._before, max(now - self._at, 1e-9)
         self._before, self._at = stats, now
         prompts = stats.prompt_tokens - before.prompt_tokens
@@ -34,14 +34,14 @@ class StatusLine:
 
 
 def watch(stats: Callable[[], EngineStats], write: Callable[[str], None]) -> None:
-    """Writes the lines from a thread of its own; ``stats`` must be safe to call there."""
+    """Writes the lines from a new thread, which also calls ``stats``."""
     line = StatusLine(stats(), time.monotonic())
 
     def run() -> None:
         while True:
             time.sleep(STATUS_LINE_SECONDS)
-            said = line.render(stats(), time.monotonic())
-            if said is not None:
-                write(said)
+            text = line.render(stats(), time.monotonic())
+            if text is not None:
+                write(text)
 
     threading.Thread(target=run, name="status line", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The clients of an engine: where their news wait, and when each was last heard of."""
+"""The clients of an engine: their output queues, and when each last called."""
 
 import queue
 import threading
@@ -11,13 +11,13 @@ from rayfin.actors.messages import TokenDeltas
 
 MAX_CLIENTS = 64
 MESSAGES_PER_CALL = 1_000
-"""Most that one ``read`` gives: until a streaming call is over, Ray keeps some hundred bytes of
-each of its items, at both ends."""
+"""Most messages of one ``read``: Ray keeps some hundred bytes of each item, at both ends, until a
+streaming call ends."""
 
 
 @dataclass(slots=True)
 class _Subscription:
-    heard: float
+    last_call: float
     seat: int | None = None
     messages: queue.SimpleQueue[TokenDeltas | None] = field(default_factory=queue.SimpleQueue)
 
@@ -25,41 +25,41 @@ class _Subscription:
 class Subscriptions:
     """Thread-safe: the engine posts, one thread per client reads.
 
-    A client exists from the first word heard of it, whether it subscribes or submits first. One
-    that subscribes has a *seat*, the number of its thread: Ray gives calls to the threads of a
-    group in turn, and each thread that has run one keeps some 50 KiB.
+    A client exists from its first call, whether it subscribes or submits first. One that subscribes
+    has a *seat*, the number of its thread: Ray gives calls to the threads of a group in turn, and
+    each thread that has run one keeps some 50 KiB.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_client: dict[str, _Subscription] = {}
-        self._dismissed = False
+        self._closing = False
         self._reading: set[int] = set()  # seats, also of clients that were closed meanwhile
 
     def seat(self, client: str) -> int:
-        """The client's seat, from 0; the first that is free, if it has none.
+        """Returns the client's seat, from 0, or gives it the first free one.
 
         Raises:
-            EngineUnavailable: there are ``MAX_CLIENTS`` clients, or all were dismissed.
+            EngineUnavailable: there are ``MAX_CLIENTS`` clients, or the engine is being stopped.
         """
-        own = self._subscription(client)
-        if self._dismissed and own.seat is None:
+        subscription = self._subscription(client)
+        if self._closing and subscription.seat is None:
             self.close(client)
             raise EngineUnavailable("the engine is being stopped")
         with self._lock:
-            if own.seat is None:
+            if subscription.seat is None:
                 taken = self._reading | {other.seat for other in self._by_client.values()}
                 free = (seat for seat in range(MAX_CLIENTS) if seat not in taken)
-                own.seat = next(free, None)
-        if own.seat is None:
+                subscription.seat = next(free, None)
+        if subscription.seat is None:
             self.close(client)
             raise EngineUnavailable(f"the engine has {MAX_CLIENTS} clients and takes no more")
-        return own.seat
+        return subscription.seat
 
     def renew(self, client: str) -> None:
-        """The client was heard of now."""
-        self._subscription(client).heard = self._clock()
+        """Records a call of the client."""
+        self._subscription(client).last_call = self._clock()
 
     def read(
         self,
@@ -69,12 +69,13 @@ class Subscriptions:
         *,
         again: bool = False,
     ) -> Iterator[TokenDeltas]:
-        """The client's messages as they come, until it is closed; every ``seconds`` a ``beat``.
+        """Yields the client's messages until it is closed, and every ``seconds`` a ``beat``.
 
-        After ``MESSAGES_PER_CALL`` it ends, to be read ``again``, which gives nothing if the client
-        was closed meanwhile. Beats come whether there are news or not: they prove that this
-        process runs. A generator, not any iterator: Ray sends to what it streams.
+        Ends after ``MESSAGES_PER_CALL``; a call with ``again`` continues, and yields nothing if the
+        client was closed meanwhile. Beats are sent with and without output: they prove that this
+        process runs.
         """
+        # A generator, not just an iterator: Ray calls `send` on what it streams.
         if again and client not in self._by_client:
             return
         seat = self.seat(client)
@@ -107,29 +108,29 @@ class Subscriptions:
             yield message
 
     def post(self, messages: dict[str, TokenDeltas]) -> None:
-        """Hands each client its message; news for a closed client are dropped."""
+        """Queues each client's message; those of closed clients are dropped."""
         for client, message in messages.items():
             if (subscription := self._by_client.get(client)) is not None:
                 subscription.messages.put(message)
 
     def close_subscriptions(self) -> int:
-        """Ends every ``read`` after what it has to give, and takes no more clients.
+        """Ends every ``read`` after its queued messages, and accepts no more clients.
 
         Returns:
-            Clients that are still there: one that has read to the end closes its subscription.
+            The number of clients left; one that has read to the end closes its subscription.
         """
         with self._lock:
-            if not self._dismissed:
-                self._dismissed = True
+            if not self._closing:
+                self._closing = True
                 for subscription in self._by_client.values():
                     subscription.messages.put(None)
             return len(self._by_client)
 
     def silent(self, seconds: float) -> list[str]:
-        """Clients not heard of for longer than ``seconds``."""
+        """Clients without a call for longer than ``seconds``."""
         oldest = self._clock() - seconds
         with self._lock:
-            return [name for name, own in self._by_client.items() if own.heard < oldest]
+            return [name for name, one in self._by_client.items() if one.last_call < oldest]
 
     def close(self, client: str) -> None:
         """Ends the client's ``read``."""

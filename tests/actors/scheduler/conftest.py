@@ -1,4 +1,4 @@
-"""An engine on runners without a model, which check every step against the contract of SchedulerInfo."""
+"""An engine on fake runners, which check every step against the contract of SchedulerInfo."""
 
 from collections.abc import Callable
 from types import ModuleType
