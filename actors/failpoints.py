@@ -3,7 +3,7 @@
     RAYFIN_FAILPOINTS="runner.before_reply=exit@step:20@once:/tmp/x;runner.row=raise@token:777"
     RAYFIN_FAILPOINTS="@/tmp/faults"     the same text in a file, read again whenever it changes
 
-    point                    where                                       it is told
+    point                    where                                       passed to it
     runner.load              before the model is loaded
     runner.before_execute    a step has come, nothing has run            epoch, step, its tokens
     runner.row               one row of a step is about to be computed   epoch, step, its tokens
@@ -21,11 +21,11 @@
     stop                     the process is stopped, as by SIGSTOP
     raise[:message]          InjectedFault
     oom                      MemoryError
-    sleep:seconds            the thread sleeps; others go on
+    sleep:seconds            the thread sleeps; others continue
     hang:seconds             no thread of the process runs Python: the interpreter's lock is held
     nan                      (runner.row) the row's logits become not a number
-    drop                     (group.submit, group.reply, peers.sum) it is never sent, heard of, made
-    flip                     (runner.page) a bit of it is turned
+    drop                     (group.submit, group.reply, peers.sum) it is lost
+    flip                     (runner.page) one of its bits flips
     duplicate                (group.submit) it is sent twice
 
     condition                it happens only
@@ -122,10 +122,10 @@ class Failpoints:
         step: int | None = None,
         tokens: Int32Array | None = None,
     ) -> str | None:
-        """The program is at ``point``; what is planted there happens.
+        """Carries out the faults that are planted at ``point``.
 
         Returns:
-            "nan", "drop", "duplicate" or "flip", which the caller carries out; None for nothing.
+            "nan", "drop", "duplicate" or "flip", which the caller carries out; or None.
 
         Raises:
             InjectedFault, MemoryError: as planted.
@@ -139,7 +139,7 @@ class Failpoints:
         return None
 
     def hit_step(self, point: str, info: SchedulerInfo) -> str | None:
-        """``hit`` with what a step says of itself."""
+        """``hit`` with epoch, number and tokens of a step."""
         return self.hit(point, epoch=info.epoch, step=info.step, tokens=info.merge_prompt)
 
     def _read_file(self) -> None:
@@ -150,7 +150,7 @@ class Failpoints:
             if changed != self._changed:
                 self._faults = parse(self._path.read_text())
                 self._changed = changed
-        except OSError:  # not there: nothing is planted
+        except OSError:  # no file: nothing is planted
             self._faults, self._changed = {}, -1
 
 
@@ -158,7 +158,7 @@ def parse(text: str) -> dict[str, list[_Fault]]:
     """The faults of a text, by point.
 
     Raises:
-        InvalidConfig: an entry that says nothing that there is.
+        InvalidConfig: an entry with an unknown point, action or condition.
     """
     faults: dict[str, list[_Fault]] = {}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
@@ -167,7 +167,7 @@ def parse(text: str) -> dict[str, list[_Fault]]:
         action, _, argument = action.partition(":")
         named = {name: value for name, _, value in (own.partition(":") for own in conditions)}
         if point not in POINTS or action not in ACTIONS or not set(named) <= set(CONDITIONS):
-            raise InvalidConfig(f"{VARIABLE}: {entry!r} is no fault (see actors/failpoints.py)")
+            raise InvalidConfig(f"{VARIABLE}: {entry!r} is not a fault (see actors/failpoints.py)")
         seed = None
         if "p" in named:
             named["p"], _, seed = named["p"].partition(":")

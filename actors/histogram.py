@@ -49,17 +49,17 @@ class Histogram:
         """(upper end, observations up to it), infinity last; of ``bounds``, which are some of ours.
 
         Raises:
-            ValueError: one of ``bounds`` is none of ours.
+            ValueError: one of ``bounds`` is not a bound of this histogram.
         """
         totals, total = [], 0
         for count in self.counts:
             total += count
             totals.append(total)
         if bounds is None:
-            told = list(zip(self.bounds, totals[:-1], strict=True))
+            buckets = list(zip(self.bounds, totals[:-1], strict=True))
         else:
-            told = [(bound, totals[self.bounds.index(bound)]) for bound in bounds]
-        return [*told, (float("inf"), total)]
+            buckets = [(bound, totals[self.bounds.index(bound)]) for bound in bounds]
+        return [*buckets, (float("inf"), total)]
 
 
 def one_two_five(most: int) -> Bounds:

@@ -1,4 +1,4 @@
-"""How one request is sampled; validated once, with errors that name the field.
+"""The sampling settings of a request, validated once, with errors that name the field.
 
 Names, ranges and defaults follow vLLM's ``SamplingParams`` so that programs written for it run
 unchanged.
@@ -15,13 +15,11 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import BeamParams
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
-MIN_TEMPERATURE = (
-    0.01  # smaller ones are raised to this: the division would overflow half precision
-)
+MIN_TEMPERATURE = 0.01  # smaller ones are raised to this, or the division overflows float16
 MAX_N = 128
 MAX_STOP_STRINGS = 4
-MAX_LOGIT_BIAS = 1024  # tokens with one
-BIAS_LIMIT = 100.0  # larger ones are cut to it
+MAX_LOGIT_BIAS = 1024  # tokens
+BIAS_LIMIT = 100.0  # larger ones are clipped to it
 SEED_BITS = 63
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 NO_SEED = -1
@@ -37,15 +35,15 @@ WHOLE_VOCABULARY = -1  # as a number of log probabilities
 class SamplingParams:
     """The sampling settings of one request.
 
-    What only an engine can judge (ids of its vocabulary, its ``max_logprobs``) is checked where a
-    request is made for one, ``deployments/requests/build.py``.
+    ``deployments/requests/build.py`` checks what depends on the engine: its vocabulary and its
+    ``max_logprobs``.
 
     Raises:
         InvalidRequest: a value outside its range; ``param`` names the field.
     """
 
     n: int = 1
-    best_of: int | None = None  # choices that are sampled, of which the n likeliest come back
+    best_of: int | None = None  # choices to sample, of which the n likeliest are returned
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -53,7 +51,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 is off
     min_p: float = 0.0
-    seed: int | None = None  # None or -1: a fresh one
+    seed: int | None = None  # None or -1: a random one
     max_tokens: int | None = 16  # None fills the context
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
@@ -63,13 +61,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
-    logprobs: int | None = None  # so many of the likeliest tokens; -1 is all of them
+    logprobs: int | None = None  # number of likeliest tokens; -1 is the whole vocabulary
     prompt_logprobs: int | None = None  # the same, for each token of the prompt
     logit_bias: Mapping[int, float] | None = None  # keys may be numbers in strings, as in JSON
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
-    truncate_prompt_tokens: int | None = None  # keep so many; -1: as many as fit the context
-    # As in vLLM, and refused unless they ask for nothing
+    truncate_prompt_tokens: int | None = None  # tokens to keep; -1: as many as fit the context
+    # vLLM's fields that are refused unless they have no effect
     extra_args: dict[str, Any] | None = field(default=None)
     flat_logprobs: bool = False
     logprob_token_ids: Sequence[int] | None = None
@@ -125,9 +123,9 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def fixed_seed(self, index: int = 0) -> int:
-        """The seed to sample choice ``index`` with: the caller's, or a fresh one drawn now.
+        """Returns the seed of choice ``index``: the caller's, or a random one.
 
-        Drawn before the request enters the engine, so that a replay repeats the same tokens.
+        It is drawn before the request enters the engine, so that a replay samples the same tokens.
         """
         if self.seed is None:
             return secrets.randbits(SEED_BITS)
@@ -237,11 +235,11 @@ def _biases(value: Mapping[int, float] | None) -> dict[int, float] | None:
     return biases
 
 
-# How one beam search runs; validated once, with errors that name the field.
+# Beam search.
 
 MAX_WIDTH = 128
 MAX_LENGTH_PENALTY = 5.0
-"""In either direction: the length of any context, raised to it, is a number of single precision."""
+"""Its absolute value. The length of any context, raised to it, fits float32."""
 
 
 @dataclass(slots=True)
@@ -252,18 +250,18 @@ class BeamSearchParams:
         InvalidRequest: a value outside its range; ``param`` names the field.
     """
 
-    beam_width: int  # beams, and sequences given back
+    beam_width: int  # beams, and sequences returned
     max_tokens: int | None = None  # None: as many as fit
     ignore_eos: bool = False
-    temperature: float = 0.0  # a search ranks what the model says; nothing is drawn
+    temperature: float = 0.0  # a search ranks log probabilities and samples nothing
     length_penalty: float = 1.0  # scores are divided by length ** length_penalty
     early_stopping: bool | Literal["never"] = False
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _check_integer("beam_width", self.beam_width, MAX_WIDTH)
+        _integer("beam_width", self.beam_width, 1, MAX_WIDTH)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, None)
+            _integer("max_tokens", self.max_tokens, 1, None)
         if self.temperature not in (0, 1):
             raise InvalidRequest(
                 f"temperature must be 0 or 1 for a beam search, got {self.temperature!r}: "
@@ -290,18 +288,5 @@ class BeamSearchParams:
             )
 
     def beams(self) -> BeamParams:
-        """What the engine needs to know of them."""
+        """Returns what the engine needs."""
         return BeamParams(self.beam_width, float(self.length_penalty), self.early_stopping)
-
-
-def _check_integer(name: str, value: object, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be an integer, got {value!r}.", name, "invalid_type")
-    if value < 1:
-        raise InvalidRequest(
-            f"{name} must be at least 1, got {value}.", name, "integer_below_min_value"
-        )
-    if high is not None and value > high:
-        raise InvalidRequest(
-            f"{name} must be at most {high}, got {value}.", name, "integer_above_max_value"
-        )

@@ -1,10 +1,10 @@
-"""Every series of Rayfin, once: name, meaning, labels, buckets, and its name at vLLM.
+"""Every metric of Rayfin once: name, help, labels, buckets, and its name in vLLM.
 
 Actors count in plain fields (``EngineStats``, ``IngressCounters``); the hub (``hub.py``) gathers
 and renders. Label sets are closed: model name and engine are the operator's, all other values are
-the words below. Nobody who sends requests can make a new series.
+the words below. No request can create a new series.
 
-Names and buckets of the alias are vLLM's (``vllm/v1/metrics/loggers.py``); our buckets hold all of
+Names and buckets of the alias are vLLM's (``vllm/v1/metrics/loggers.py``); our buckets include
 theirs, and finer ones.
 """
 
@@ -19,7 +19,7 @@ from rayfin.actors.messages import EngineStats
 PREFIX = "rayfin_"
 ALIAS_PREFIX = "vllm:"
 EVERY_ENGINE = "all"
-"""Under the alias every series has the label ``engine``; this is its value where we have none."""
+"""Under the alias every series has the label ``engine``; this is its value for other metrics."""
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 REPLAY_REASONS = ("lost", "moved")
@@ -61,18 +61,18 @@ Value = float | Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One name and its series. Each has the label model_name, an engine's also engine."""
+    """One metric name. Its series have the label model_name, those of an engine also engine."""
 
     name: str  # without prefix; a counter's without _total
     kind: Literal["gauge", "counter", "histogram"]
     help: str
-    labels: tuple[str, ...] = ()  # further ones
-    values: tuple[str, ...] = ()  # of a label that has a closed set of them
-    engine: bool = True  # it is of one engine; else of all ingresses together
+    labels: tuple[str, ...] = ()  # besides model_name and engine
+    values: tuple[str, ...] = ()  # the closed set of the label's values
+    engine: bool = True  # of one engine; else of all ingresses together
     read: Callable[[EngineStats], Value] | None = None  # gauges and counters of engines
     alias: bool = False  # vLLM has it
-    alias_labels: tuple[str, ...] = ()  # where they are called otherwise there
-    alias_bounds: Bounds = ()  # where there are fewer buckets there
+    alias_labels: tuple[str, ...] = ()  # if vLLM names them differently
+    alias_bounds: Bounds = ()  # if vLLM has fewer buckets
 
 
 def _numbers(
@@ -317,7 +317,7 @@ def _of_ingress(
 INGRESS_HEARD = _of_ingress(
     "ingress_reported_timestamp_seconds",
     "gauge",
-    "When the ingresses told theirs, Unix time: of the one that did so least lately.",
+    "Unix time of the oldest last report of an ingress.",
 )
 INGRESS_FAMILIES = (
     _of_ingress(

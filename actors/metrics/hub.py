@@ -1,12 +1,12 @@
-"""The metrics hub of an application: a named actor that asks everybody what they have counted.
+"""The metrics hub of an application: a named actor that collects all counters.
 
     ingresses  ── Report ──►  hub  ──► its own HTTP port, text
                ◄── Ledger ──       ──► the text of any ingress' /metrics
     schedulers ◄── stats ───
 
-It asks the schedulers every other second and at each scrape; they answer from a thread beside the
-one that steps. A scrape waits for them a moment only: where they are too busy to answer at once,
-their last numbers stand. Nobody else waits for the hub. It leaves when no ingress reports any more.
+It pulls from the schedulers every other second and at each scrape; they answer from a thread of
+their own. A scrape waits for them for a moment only, and shows the last numbers of one that is too
+busy. No request waits for the hub. It exits when no ingress reports any more.
 """
 
 import hashlib
@@ -51,9 +51,9 @@ HEAD = "node:__internal_head__"
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """Of one application."""
+    """Settings of one application's hub."""
 
-    engines: str  # what the names of its engines begin with
+    engines: str  # prefix of the names of its engines
     model_name: str
     alias: str | None = None
     port: int | None = None
@@ -61,7 +61,7 @@ class HubSettings:
 
 @ray.remote(**OPTIONS)
 class MetricsHub:
-    """Gathers and renders. ``known`` is what another hub of the application had gathered."""
+    """Collects and renders. ``known`` is the ledger of the application's last hub."""
 
     def __init__(self, settings: HubSettings, known: Ledger) -> None:
         self._settings = settings
@@ -77,14 +77,14 @@ class MetricsHub:
         threading.Thread(target=self._run, name="find", daemon=True).start()
 
     def report(self, report: CounterReport) -> tuple[Ledger, bytes]:
-        """An ingress' counters; returns the totals of all, and their text as far as it is known."""
-        self._take(report)
+        """Adds an ingress' counters; returns the totals of all, and their text."""
+        self._apply(report)
         known = self._copy()
         return known, self._writer.write(known)
 
     def scrape(self, report: CounterReport) -> bytes:
-        """The Prometheus text of all, as it is now, for the ingress that is asked."""
-        self._take(report)
+        """Adds an ingress' counters; returns the Prometheus text of all as of now."""
+        self._apply(report)
         return self._fresh()
 
     def _listen(self) -> None:
@@ -94,10 +94,10 @@ class MetricsHub:
         try:
             listen(port, self._fresh)
             self._listening = True
-        except OSError as error:  # somebody has it: tried again until they leave
+        except OSError as error:  # another process has the port: retried
             logger.warning("metrics are not served on port %d: %s", port, error)
 
-    def _take(self, report: CounterReport) -> None:
+    def _apply(self, report: CounterReport) -> None:
         self._lifeline.heard()
         with self._lock:
             self._ledger.apply(report, time.monotonic())
@@ -107,7 +107,7 @@ class MetricsHub:
             return self._ledger.copy()
 
     def _fresh(self) -> bytes:
-        """The text after a pull that has begun since this call, if that is quick."""
+        """Returns the text after a new pull, or without it if the pull takes long."""
         self._puller.refresh(HUB_SCRAPE_SECONDS)
         return self._writer.write(self._copy())
 
@@ -116,7 +116,7 @@ class MetricsHub:
             self._listen()
             try:
                 self._find()
-            except Exception as error:  # Ray's own, whatever it is: the registry is away
+            except Exception as error:  # any error of Ray: the registry is away
                 logger.warning("cannot look for engines: %s", error)
             time.sleep(HUB_PULL_SECONDS)
 
@@ -135,17 +135,17 @@ class MetricsHub:
             self._ledger.drop_silent(INGRESSES, silent)
 
     def _pull(self) -> None:
-        """Asks all schedulers at once; who does not answer has said nothing new."""
+        """Calls all schedulers at once; one that does not answer keeps its numbers."""
         if not self._schedulers:  # the hub is new, or all engines are
             self._find()
         at = time.time()
-        asked = {own.stats.remote(): engine for engine, own in self._schedulers.items()}
-        if not asked:
+        calls = {own.stats.remote(): engine for engine, own in self._schedulers.items()}
+        if not calls:
             return
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=HUB_PULL_ANSWER_SECONDS)
+        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=HUB_PULL_ANSWER_SECONDS)
         for ref in ready:
             try:
-                report = engine_report(asked[ref], ray.get(ref), at)
+                report = engine_report(calls[ref], ray.get(ref), at)
             except (RayError, EngineUnavailable):  # it has died, or is starting
                 continue
             with self._lock:
@@ -153,10 +153,10 @@ class MetricsHub:
 
 
 def start_hub(app: str, settings: HubSettings, known: Ledger) -> Any:
-    """The application's hub, a new one that starts from ``known`` if there is none.
+    """Returns the application's hub; starts one from ``known`` if there is none.
 
-    One of other settings or another version, from before an update, is none, and leaves with its
-    last ingress.
+    A hub with other settings or of another version, from before an update, does not count; it exits
+    when its last ingress has gone.
     """
     digest = hashlib.sha256(repr((__version__, settings)).encode()).hexdigest()[:8]
     actor_class: Any = MetricsHub  # Ray's stubs lose `options` on a decorated class
@@ -169,14 +169,11 @@ def start_hub(app: str, settings: HubSettings, known: Ledger) -> Any:
     ).remote(settings, known)
 
 
-# A thread that pulls every so often, and sooner when somebody wants numbers of now.
-
-
 class Puller:
     """Calls ``pull`` every ``seconds`` and at each ``refresh``, never twice at once.
 
-    Whoever wants fresh numbers waits for a pull no longer than they say, however long it takes: it
-    goes on, and serves all who ask meanwhile.
+    A caller waits for its pull no longer than its patience. The pull continues, and serves all that
+    called meanwhile.
     """
 
     def __init__(self, pull: Callable[[], None], seconds: float) -> None:
@@ -193,7 +190,7 @@ class Puller:
         """Waits for a pull that begins after this call, for at most ``patience`` seconds.
 
         Returns:
-            Whether it is done.
+            Whether it has finished.
         """
         with self._changed:
             number = self._begun + 1
@@ -209,38 +206,39 @@ class Puller:
                 self._begun += 1
             try:
                 self._pull()
-            except Exception as error:  # Ray's own, whatever it is: the registry is away
+            except Exception as error:  # any error of Ray: the registry is away
                 logger.warning("cannot ask the engines: %s", error)
             with self._changed:
                 self._done = self._begun
                 self._changed.notify_all()
 
 
-# The hub's own HTTP port: the text of all metrics, whatever the path.
+# The hub's own HTTP port: the text of all metrics on any path. The server of prometheus_client
+# would render through its registry, which takes 20 times as long as Writer.
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def listen(port: int, text: Callable[[], bytes]) -> ThreadingHTTPServer:
-    """Serves what ``text`` returns, uncompressed, in threads of its own.
+    """Serves what ``text`` returns, uncompressed, in background threads.
 
     Raises:
-        OSError: somebody has the port.
+        OSError: the port is in use.
     """
 
     class Handler(BaseHTTPRequestHandler):
         timeout = HUB_IDLE_SECONDS
 
         def do_GET(self) -> None:
-            told = text()
+            body = text()
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE)
-            self.send_header("Content-Length", str(len(told)))
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Scrapes are no news."""
+            """Logs no scrapes."""
 
     server = ThreadingHTTPServer(("", port), Handler)
     server.daemon_threads = True

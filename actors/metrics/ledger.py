@@ -1,8 +1,8 @@
-"""Adds up what many actors have counted, so that nothing goes backwards when one of them dies.
+"""Adds up the counters of many actors, so that no total decreases when an actor dies.
 
-Every life of an actor is an *incarnation* that counts from zero. What an incarnation has grown by
-since its last report is added to the totals, which outlive it. A ledger is plain data: a hub hands
-copies of it to the ingresses, and the next hub starts from one.
+Every life of an actor is an *incarnation* that counts from zero. Its growth since the last report
+is added to the totals, which outlive it. A ledger is plain data: the hub sends copies to the
+ingresses, and the next hub starts from one of them.
 """
 
 from collections import OrderedDict
@@ -23,23 +23,23 @@ from rayfin.actors.metrics.families import (
 )
 
 Series = tuple[str, tuple[str, ...]]
-"""A family's name and the values of its further labels."""
+"""A family's name and its label values, without model_name and engine."""
 
 Source = tuple[str, str]
-"""Whose a report is: engine and incarnation."""
+"""Where a report comes from: engine and incarnation."""
 
 INGRESSES = ""
-"""In place of an engine's label: of all ingresses together."""
+"""Stands for all ingresses together, in place of an engine's label."""
 
 OLDEST: Series = (INGRESS_HEARD.name, ())
 
 MOST_KNOWN = 64
-"""Incarnations whose last reports are kept; one that comes back after so many counts anew."""
+"""Incarnations whose last reports are kept; one that returns after so many others counts anew."""
 
 
 @dataclass(slots=True)
 class CounterReport:
-    """What one incarnation has counted since it began, and what it measures now. Never changed."""
+    """Counters of one incarnation since its start, and its gauges now. Immutable by convention."""
 
     incarnation: str
     engine: str = INGRESSES
@@ -52,13 +52,13 @@ class CounterReport:
         return self.engine, self.incarnation
 
     def is_before(self, other: "CounterReport") -> bool:
-        """Whether this one of the same incarnation is older."""
+        """Whether this report is older than ``other`` of the same incarnation."""
         return any(self.counters.get(series, 0) < n for series, n in other.counters.items())
 
 
 @dataclass(slots=True)
 class CounterTotals:
-    """Of one engine, over all its incarnations, or of all ingresses."""
+    """Totals of one engine over all its incarnations, or of all ingresses."""
 
     counters: dict[Series, float] = field(default_factory=dict)
     histograms: dict[Series, Histogram] = field(default_factory=dict)
@@ -70,13 +70,13 @@ class Ledger:
     def __init__(self) -> None:
         self.totals: dict[str, CounterTotals] = {}  # by engine
         self._last: OrderedDict[Source, CounterReport] = OrderedDict()
-        self._current: dict[Source, float] = {}  # those whose gauges hold: heard of when
+        self._current: dict[Source, float] = {}  # with valid gauges -> time of the last report
 
     def apply(self, report: CounterReport, now: float) -> None:
-        """Adds what is new in the report, which came at ``now`` seconds of any clock."""
+        """Adds the growth since the source's last report; ``now`` is in seconds of any clock."""
         last = self._last.get(report.source)
         if not report.incarnation or (last is not None and report.is_before(last)):
-            return  # nobody's, or it was overtaken
+            return  # no incarnation, or a later report came first
         totals = self.totals.get(report.engine)
         if totals is None:
             totals = self.totals[report.engine] = CounterTotals()
@@ -102,7 +102,7 @@ class Ledger:
             self._current.pop(self._last.popitem(last=False)[0], None)
 
     def copy(self, now: float | None = None) -> "Ledger":
-        """One that can be changed; with ``now`` for another clock than this one's."""
+        """Returns a mutable copy. With ``now``, for another clock: the time of all its reports."""
         copied = Ledger()
         for engine, totals in self.totals.items():
             histograms = {series: own.copy() for series, own in totals.histograms.items()}
@@ -112,9 +112,9 @@ class Ledger:
         return copied
 
     def gauges(self, engine: str) -> dict[Series, float]:
-        """The sums over those who are current: an engine has one incarnation at a time.
+        """Returns the sums over the current sources, and of times the earliest.
 
-        Of times, the first one.
+        An engine has one current incarnation.
         """
         found: dict[Series, float] = {}
         for source in self._current:
@@ -127,30 +127,30 @@ class Ledger:
         return found
 
     def drop_gauges(self, engine: str) -> None:
-        """The engine is not there any more; its totals stay."""
+        """Removes the gauges of an engine that has ended; its totals stay."""
         for source in [own for own in self._current if own[0] == engine]:
             del self._current[source]
 
     def drop_silent(self, engine: str, before: float) -> None:
-        """Gauges of those of whom nothing was heard since ``before``."""
+        """Removes gauges of sources without a report since ``before``."""
         for source, heard in list(self._current.items()):
             if heard < before and source[0] == engine:
                 del self._current[source]
 
     def _replace(self, engine: str) -> None:
-        """The engine's scheduler is another one now, and the one before is not coming back."""
+        """Removes the reports of the engine's earlier schedulers, which never return."""
         self.drop_gauges(engine)
         for source in [own for own in self._last if own[0] == engine]:
             del self._last[source]
 
     @property
     def engines(self) -> list[str]:
-        """The labels of all engines that there were."""
+        """The labels of all engines so far."""
         return [engine for engine in self.totals if engine != INGRESSES]
 
 
 def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
-    """What a scheduler's counters say, zeros included, that was asked at ``at``, Unix time."""
+    """Returns a scheduler's counters, zeros included, as of ``at`` in Unix time."""
     report = CounterReport(stats.incarnation, engine, {(ENGINE_ASKED.name, ()): at})
     for family in ENGINE_GAUGES:
         report.gauges.update(_read(family, stats))
@@ -167,7 +167,7 @@ def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
 
 def _read(family: Family, stats: EngineStats) -> dict[Series, float]:
     assert family.read is not None
-    told: Value = family.read(stats)
-    if isinstance(told, float | int):
-        return {(family.name, ()): told}
-    return {(family.name, (value,)): told.get(value, 0) for value in family.values}
+    value: Value = family.read(stats)
+    if isinstance(value, float | int):
+        return {(family.name, ()): value}
+    return {(family.name, (label,)): value.get(label, 0) for label in family.values}

@@ -20,10 +20,10 @@ from rayfin.actors.metrics.ledger import INGRESSES, Ledger, Series
 
 
 class LedgerCollector(Collector):
-    """Renders what ``read`` returns, at each scrape anew.
+    """Renders what ``read`` returns at each scrape.
 
     Args:
-        alias: "vllm", or None for our own names only.
+        alias: "vllm" adds vLLM's names; None does not.
     """
 
     def __init__(self, model_name: str, alias: str | None, read: Callable[[], Ledger]) -> None:
@@ -35,7 +35,7 @@ class LedgerCollector(Collector):
         ledger = self._read()
         gauges = {engine: ledger.gauges(engine) for engine in ledger.totals}
         counters = {engine: own.counters for engine, own in ledger.totals.items()}
-        for family, alias in tellings(FAMILIES, self._alias):
+        for family, alias in with_aliases(FAMILIES, self._alias):
             shape = _Shape(self._model_name, family, alias)
             if family.kind == "histogram":
                 yield shape.histogram(ledger)
@@ -45,8 +45,8 @@ class LedgerCollector(Collector):
                 yield shape.fill(GaugeMetricFamily, gauges)
 
 
-def tellings(families: Sequence[Family], alias: str | None) -> Iterator[tuple[Family, bool]]:
-    """Each family, and after it once more those that are told under the alias as well."""
+def with_aliases(families: Sequence[Family], alias: str | None) -> Iterator[tuple[Family, bool]]:
+    """Yields each family, followed by itself under the alias if it has one."""
     for family in families:
         yield family, False
         if alias == "vllm" and family.alias:
@@ -54,12 +54,12 @@ def tellings(families: Sequence[Family], alias: str | None) -> Iterator[tuple[Fa
 
 
 def is_ours(family: Family, engine: str, name: str) -> bool:
-    """Whether an engine's series of that name are the family's."""
+    """Whether series ``name`` of ``engine`` belongs to the family."""
     return name == family.name and (engine != INGRESSES) == family.engine
 
 
 class _Shape:
-    """How one family is told: its name, labels and buckets."""
+    """Name, labels and buckets of one family, as rendered."""
 
     def __init__(self, model_name: str, family: Family, alias: bool) -> None:
         self._family = family
@@ -75,7 +75,7 @@ class _Shape:
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
         found: Mapping[str, Mapping[Series, float]],
     ) -> Metric:
-        """The family's values among all ``found``, which are by engine."""
+        """Collects the family's values from ``found``, which is by engine."""
         metric = kind(*self.head, labels=self.labels)
         for engine, own in found.items():
             for (name, values), value in own.items():
@@ -108,7 +108,7 @@ def render(model_name: str, alias: str | None, ledger: Ledger) -> bytes:
     return generate_latest(registry)
 
 
-# Ledgers as Prometheus text, again and again: what of a line never changes is made once.
+# The same text, faster: the constant part of each line is rendered once.
 
 Gauges = dict[str, dict[Series, float]]
 """By engine."""
@@ -116,7 +116,7 @@ Gauges = dict[str, dict[Series, float]]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the value of a line is found, or those of a histogram's lines."""
+    """Where to find the value of a line, or the values of a histogram's lines."""
 
     kind: str
     engine: str
@@ -136,16 +136,16 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The text of ledgers that have the same series."""
+    """The constant parts of the text of ledgers with the same series."""
 
     shape: object
     places: list[_Place]
-    heads: list[str]  # what stands before each value
+    heads: list[str]  # the text before each value
     tail: str
 
 
 class Writer:
-    """``render`` for one model, in a tenth of its time."""
+    """``render`` for one model, in a tenth of its time or less."""
 
     def __init__(self, model_name: str, alias: str | None) -> None:
         self._model_name = model_name
@@ -159,11 +159,11 @@ class Writer:
         if shape != layout.shape:
             layout = self._layout = self._lay_out(ledger, gauges, shape)
         values = (v for place in layout.places for v in place.values(ledger, gauges))
-        lines = (head + _told(v) for head, v in zip(layout.heads, values, strict=True))
+        lines = (head + _number(v) for head, v in zip(layout.heads, values, strict=True))
         return ("".join(lines) + layout.tail).encode()
 
     def _lay_out(self, ledger: Ledger, gauges: Gauges, shape: object) -> _Layout:
-        """From the text as the library writes it."""
+        """Splits the text that the library renders."""
         heads, head = [], ""
         for line in render(self._model_name, self._alias, ledger).decode().splitlines(True):
             if line.startswith("#"):
@@ -175,7 +175,7 @@ class Writer:
         return _Layout(shape, list(self._places(ledger, gauges)), heads, head)
 
     def _places(self, ledger: Ledger, gauges: Gauges) -> Iterator[_Place]:
-        for family, alias in tellings(FAMILIES, self._alias):
+        for family, alias in with_aliases(FAMILIES, self._alias):
             bounds = (family.alias_bounds or None) if alias else None
             for engine, totals in ledger.totals.items():
                 found: dict[str, Iterable[Series]] = {
@@ -189,7 +189,7 @@ class Writer:
 
 
 def _shape(ledger: Ledger, gauges: Gauges) -> object:
-    """What two ledgers have in common whose texts differ in values only."""
+    """Equal for two ledgers whose texts differ in values only."""
     return [
         (
             engine,
@@ -202,17 +202,17 @@ def _shape(ledger: Ledger, gauges: Gauges) -> object:
 
 
 @lru_cache(maxsize=4096)
-def _told(value: float) -> str:
+def _number(value: float) -> str:
     return str(floatToGoString(value))  # type: ignore[no-untyped-call]
 
 
-# Prometheus texts of several models as one: each family is told once, with all its series.
+# Prometheus texts of several models as one: each family appears once, with all its series.
 
 FIRST_LINE = b"# HELP "
 
 
 def merged(texts: Sequence[bytes]) -> bytes:
-    """One text of ``texts``, as ``prometheus_client`` writes them, whose series all differ.
+    """Merges ``texts`` of ``prometheus_client``, whose series all differ.
 
     A family has a line of help, one of its type, and its series; its name may stand only once in a
     text.

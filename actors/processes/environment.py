@@ -1,28 +1,28 @@
-"""Which of an engine's processes gets a core first: the runners.
+"""Priorities of an engine's processes, and the environment of a Ray that Rayfin starts.
 
-Whoever only moves messages steps back behind them: on a full machine a step waits for no parsing.
+Processes that only move messages have a lower priority than runners, so that on a full machine no
+step waits for parsing.
 """
 
 import logging
 import os
 
 BEHIND_RUNNERS = 4
-"""Niceness of a scheduler or an ingress over a runner's; under Ray's 15 the last there is."""
+"""Niceness that a scheduler or an ingress adds to a runner's; with Ray's 15 it is the maximum."""
 
 logger = logging.getLogger(__name__)
 
 
 def lower_priority() -> None:
-    """Lowers the priority of this process; for those that compute nothing."""
+    """Lowers the priority of this process, which computes nothing."""
     try:
         os.nice(BEHIND_RUNNERS)
     except OSError as error:  # Windows has no niceness, a sandbox may forbid it
         logger.debug("this process keeps its priority: %s", error)
 
 
-# What the processes of a Ray that we start ourselves find in their environment.
-#
-# Elsewhere an operator says so: k8s/base/rayservice.yaml does.
+# The environment of the processes of a Ray that Rayfin starts. On other clusters the operator sets
+# it: k8s/base/rayservice.yaml does.
 
 ENVIRONMENT = {
     # Ray gives every worker nice 15, below all else on the machine.
@@ -34,6 +34,6 @@ ENVIRONMENT = {
 
 
 def set_ray_environment() -> None:
-    """Before ``ray.init`` starts a Ray. What the environment says already stands."""
+    """Called before ``ray.init`` starts a Ray; keeps variables that are already set."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

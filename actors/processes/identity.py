@@ -1,4 +1,4 @@
-"""Processes by identity: a process id may be used again, so it goes with its start time."""
+"""Identities of processes: the process id with its start time, because ids are reused."""
 
 import os
 import signal
@@ -15,17 +15,17 @@ class Process:
 
     node: str  # Ray's id of the node
     pid: int
-    started: int  # in the kernel's ticks since boot; 0 where the system does not tell
+    started: int  # kernel ticks since boot; 0 if the system does not report them
 
 
 def this_process(node: str) -> Process:
-    """The process that asks, which runs on ``node``."""
+    """Returns the calling process, which runs on ``node``."""
     state, started = _stat(os.getpid()) or ("R", 0)
     return Process(node, os.getpid(), started)
 
 
 def is_alive(process: Process) -> bool:
-    """Whether a process of this node lives; one that is dead and not yet waited for does not."""
+    """Whether a process of this node is alive; a zombie is not."""
     if not process.started:
         try:
             os.kill(process.pid, 0)
@@ -37,13 +37,13 @@ def is_alive(process: Process) -> bool:
 
 
 def is_stopped(process: Process) -> bool:
-    """Whether a process of this node was stopped by a signal, and so answers nobody."""
+    """Whether a signal has stopped a process of this node, so that it answers no call."""
     found = _stat(process.pid)
     return found is not None and found[0] in "Tt" and found[1] == process.started
 
 
 def end(process: Process, seconds: float = PROCESS_KILL_SECONDS) -> bool:
-    """Kills a process of this node; True once it is gone, and its memory with it."""
+    """Kills a process of this node. Returns True once it is gone and its memory is free."""
     deadline = time.monotonic() + seconds
     while is_alive(process):
         if time.monotonic() > deadline:
@@ -57,7 +57,7 @@ def end(process: Process, seconds: float = PROCESS_KILL_SECONDS) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """(state, start time) as Linux tells them; None for no such process, or no such system."""
+    """(state, start time) as Linux reports them, or None without such a process or /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

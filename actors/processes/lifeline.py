@@ -1,4 +1,4 @@
-"""What ends an actor that nobody wants any more: detached actors outlive whoever started them."""
+"""Leases of detached actors: they outlive their creators, and exit without a renewal."""
 
 import threading
 import time
@@ -9,10 +9,10 @@ from rayfin.actors.timing import LIFELINE_POLL_SECONDS
 
 
 class Lifeline:
-    """Calls ``on_cut`` once, when nobody was heard of for ``seconds``. Time at work does not count.
+    """Calls ``on_cut`` once, ``seconds`` after the last renewal. Time at work does not count.
 
-    Thread-safe. ``clock`` tells seconds; a process that was stopped finds on waking that its time
-    has passed meanwhile.
+    Thread-safe. ``clock`` returns seconds; it also advances while the process is stopped, so a
+    process that a signal stopped for longer exits when it continues.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class Lifeline:
 
     @property
     def silence(self) -> float:
-        """Seconds since somebody was heard of; 0 at work."""
+        """Seconds since the last renewal; 0 at work."""
         return 0.0 if self._at_work else self._clock() - self._heard
 
     def heard(self) -> None:
-        """Somebody wants this actor."""
+        """Renews the lease."""
         self._heard = self._clock()
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """A call that may take as long as it likes."""
+        """A call of any length, during which the lease cannot run out."""
         with self._lock:
             self._at_work += 1
         try:
@@ -53,7 +53,7 @@ class Lifeline:
         return self.silence > self.seconds
 
     def watch(self) -> None:
-        """Looks after it in a thread of its own."""
+        """Starts the thread that calls ``on_cut``."""
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def _watch(self) -> None:

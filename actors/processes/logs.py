@@ -1,6 +1,7 @@
-"""How a process of Rayfin's writes its log: lines for people, or one JSON object each.
+"""Logging of Rayfin's processes: plain lines, or one JSON object a line.
 
-Only Rayfin's own logger, on the standard error, which Ray keeps in a file for each worker. Neither
+Only Rayfin's own logger is set up. It writes to the standard error, which Ray keeps in a file for
+each worker. Neither
 prompts nor outputs nor keys are ever logged (tests/deployments/api/test_logs.py).
 """
 
@@ -15,12 +16,12 @@ from typing import Any, TextIO
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 
 REQUEST: ContextVar[str] = ContextVar("request", default="")
-"""The X-Request-Id of the HTTP request that the running task works for; for logs only."""
+"""The X-Request-Id of the running task's HTTP request; for logs only."""
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, and where there are
-    any ``request_id`` and ``exception``; ``always`` is in each of them.
+    """One object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, if there are any
+    ``request_id`` and ``exception``, and all of ``always``.
     """
 
     def __init__(self, always: dict[str, str] | None = None) -> None:
@@ -43,7 +44,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """The same for people."""
+    """Plain lines, with the X-Request-Id at the end."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(request)s")
@@ -55,12 +56,12 @@ class TextLines(logging.Formatter):
 
 
 def set_up(format: str, level: str, stream: TextIO | None = None, **always: str) -> None:
-    """Rayfin's logger writes so from now on; to the standard error unless told otherwise.
+    """Sets up Rayfin's logger; it writes to the standard error unless ``stream`` is given.
 
     Args:
         format: "json" or "text".
-        level: of ``LEVELS``; what is below is not written.
-        always: what every JSON line says besides.
+        level: a key of ``LEVELS``; records below it are dropped.
+        always: further fields of every JSON line.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonLines(always) if format == "json" else TextLines())

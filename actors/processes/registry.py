@@ -1,4 +1,4 @@
-"""Rayfin's actors in Ray's registry: their names, their handles, and how they are ended."""
+"""Rayfin's actors in Ray's registry: names, handles, and how they are ended."""
 
 import logging
 import time
@@ -21,19 +21,19 @@ from rayfin.actors.timing import NAME_POLL_SECONDS, PROCESS_GONE_SECONDS
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "rayfin"
-"""Ray namespace in which scheduler and runner actors are registered, so that all find them."""
+"""Ray namespace of scheduler and runner actors."""
 
 
 def runner_name(engine: str, rank: int = 0) -> str:
-    """How a runner of an engine is called in Ray's actor registry."""
+    """Returns the name of an engine's runner."""
     return f"{engine}/runner/{rank}"
 
 
 def when_name_is_free(create: Callable[[], Any]) -> Any:
-    """What ``create`` makes; a name stays taken for a moment after its actor has died.
+    """Calls ``create`` until the name is free: a dead actor keeps its name for a moment.
 
     Raises:
-        RunnerGroupFailed: somebody else holds the name.
+        RunnerGroupFailed: another actor keeps the name.
     """
     deadline = time.monotonic() + PROCESS_GONE_SECONDS
     while True:
@@ -46,7 +46,7 @@ def when_name_is_free(create: Callable[[], Any]) -> Any:
 
 
 def end_process(process: Process) -> bool:
-    """Kills a process on whichever node it runs; True once it is gone, or its node is."""
+    """Kills a process on any node. Returns True once it or its node is gone."""
     if process.node == ray.get_runtime_context().get_node_id():
         return end(process)
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
@@ -65,21 +65,21 @@ def end_process(process: Process) -> bool:
 
 
 def describe(error: RayError) -> str:
-    """One line about what happened to a runner."""
+    """Returns the error's cause in one line."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     first_line = next(iter(str(cause).strip().splitlines()), "")
     return f"{type(cause).__name__}: {first_line}"
 
 
 def engine_names(prefix: str) -> list[str]:
-    """Engines whose names begin so, of which a scheduler or a runner is registered."""
+    """Returns the engines with this prefix of which a scheduler or a runner is registered."""
     actors = list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
     return sorted({name.partition("/runner/")[0] for name in names if name.startswith(prefix)})
 
 
 def find_actor(name: str) -> Any | None:
-    """The handle of a named actor, None where there is none."""
+    """Returns the handle of a named actor, or None if there is none."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

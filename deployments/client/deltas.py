@@ -22,7 +22,7 @@ def split_deltas(
     for key, token in zip(keys, message.tokens.tolist(), strict=True):
         if key in deltas:
             deltas[key].tokens.append(token)
-    _tell_logprobs(message, deltas)
+    _request_logprobs(message, deltas)
     for key, delta in deltas.items():
         if (end := ended.get(key)) is not None:
             delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason
@@ -32,7 +32,7 @@ def split_deltas(
         yield key, delta
 
 
-def _tell_logprobs(message: TokenDeltas, deltas: Mapping[int, TokenDelta]) -> None:
+def _request_logprobs(message: TokenDeltas, deltas: Mapping[int, TokenDelta]) -> None:
     for key, logprobs in message.prompt_logprobs.items():
         if key in deltas:
             deltas[key].prompt_logprobs = dict(logprobs.entries())

@@ -19,7 +19,12 @@ from rayfin.deployments.generation.usage import PromptTokensDetails, Usage
 from rayfin.deployments.http.caller import NOBODY, Caller
 from rayfin.deployments.http.sse import cancelled
 from rayfin.deployments.requests.beams import build_searches
-from rayfin.deployments.requests.best_of import candidates, likeliest, num_candidates, tell_logprobs
+from rayfin.deployments.requests.best_of import (
+    candidates,
+    likeliest,
+    num_candidates,
+    request_logprobs,
+)
 from rayfin.deployments.requests.build import build_requests
 from rayfin.deployments.text.output import OutputText, TextDelta
 
@@ -118,7 +123,7 @@ class Generation:
             request.tenant, request.timeout = caller.tenant, caller.timeout
             request.session = caller.session
         if num_candidates(params) > params.n:
-            tell_logprobs(itertools.chain.from_iterable(requests))
+            request_logprobs(itertools.chain.from_iterable(requests))
         return cls(service, prompts, requests, params, search, caller)
 
     def run(self) -> Deltas:

@@ -19,7 +19,7 @@ from rayfin.deployments.client.deltas import split_deltas
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
 from rayfin.deployments.offline.outputs import OfflineChoice, RequestOutput
 from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
-from rayfin.deployments.requests.best_of import candidates, likeliest, tell_logprobs
+from rayfin.deployments.requests.best_of import candidates, likeliest, request_logprobs
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
 from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
 from rayfin.deployments.serve.preflight import check_model, model_path, tokenizer_path
@@ -248,7 +248,7 @@ class LLM:
             request_id = str(next(self._request_numbers))
             requests = self._build(prompt, ids, candidates(param), request_id)
             if len(requests) > param.n:
-                tell_logprobs(requests)
+                request_logprobs(requests)
             result = RequestOutput(request_id, prompt.text, requests[0].prompt.tolist(), [])
             for request in requests:
                 choice = OfflineChoice(request, param, self._tokenizer, result)

@@ -1,4 +1,4 @@
-"""A prompt and the settings of a beam search to one checked engine request; for every door."""
+"""Engine requests and results of beam searches, for HTTP and ``LLM``."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -38,9 +38,9 @@ def build_search(
     stop_token_ids: Sequence[int] = (),
     **others: Any,
 ) -> EngineRequest:
-    """The engine request of a search; ``others`` are for ``build_requests``.
+    """Returns the engine request of a search; ``others`` are for ``build_requests``.
 
-    Without ``max_tokens`` the search may go on as far as all of its beams fit the cache.
+    Without ``max_tokens`` the search continues while all its beams fit the cache.
 
     Raises:
         ContextLengthExceeded, InvalidRequest: as ``build_requests``.
@@ -56,8 +56,8 @@ def build_search(
     )
     if params.max_tokens is None:
         room = _room(len(prompt_ids), params.beam_width, info)
-        most = min(request.stopping.max_tokens, max(1, room))
-        request.stopping = replace(request.stopping, max_tokens=most)
+        max_tokens = min(request.stopping.max_tokens, max(1, room))
+        request.stopping = replace(request.stopping, max_tokens=max_tokens)
     request.beams = params.beams()
     return request
 
@@ -69,7 +69,7 @@ def build_searches(
     info: EngineInfo,
     **others: Any,
 ) -> list[EngineRequest]:
-    """The request of a search once for each of the choices that its hypotheses will be."""
+    """Returns the request of a search once for each of its choices."""
     request = build_search(
         prompt_ids, search, info, stop_token_ids=params.stop_token_ids or (), **others
     )
@@ -77,7 +77,7 @@ def build_searches(
 
 
 def _room(prompt_len: int, width: int, info: EngineInfo) -> int:
-    """Tokens that can follow the prompt, whose full pages are shared, in each of the beams."""
+    """Returns the tokens that fit each beam after the prompt, whose full pages are shared."""
     shared = prompt_len // info.page_size
     longest = (shared + (info.num_pages - shared) // width) * info.page_size
     return longest + 1 - prompt_len  # the last token is never written to the cache
@@ -89,7 +89,7 @@ def sequence_of(
     params: BeamSearchParams,
     tokenizer: Tokenizer | None,
 ) -> BeamSearchSequence:
-    """A hypothesis as ``LLM.beam_search`` gives it back; its text ends before its stop token."""
+    """Returns a hypothesis as ``LLM.beam_search`` does; its text ends before its stop token."""
     tokens = hypothesis.tokens
     spoken = tokens
     if hypothesis.finish_reason == "stop" and not params.include_stop_str_in_output:

@@ -1,6 +1,6 @@
-"""``best_of``: more choices run than are asked for, and the likeliest ones are given back.
+"""``best_of``: runs more choices than ``n``, and returns the likeliest.
 
-OpenAI's rule for completions: those with the highest log probability per token, best first.
+OpenAI's rule for completions: the highest log probability per token, best first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from rayfin.actors.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Likelihood:
-    """How likely the model finds a choice's tokens, as its log probabilities come in."""
+    """A choice's log probability so far."""
 
     logprob: float = 0.0
     tokens: int = 0
@@ -29,23 +29,23 @@ class Likelihood:
 
 
 def num_candidates(params: SamplingParams) -> int:
-    """Choices that run."""
+    """Returns the number of choices that run."""
     return params.best_of or params.n
 
 
 def candidates(params: SamplingParams) -> SamplingParams:
-    """The settings that all of them run with."""
+    """Returns the settings of all choices that run."""
     return replace(params, n=num_candidates(params), best_of=None)
 
 
-def tell_logprobs(requests: Iterable[EngineRequest]) -> None:
-    """Has the engine tell each token's log probability, where the caller asks for none."""
+def request_logprobs(requests: Iterable[EngineRequest]) -> None:
+    """Requests each token's log probability from the engine, if the caller does not."""
     for request in requests:
         if request.sampling.logprobs is None:
             request.sampling = replace(request.sampling, logprobs=0)
 
 
 def likeliest(likelihoods: Sequence[Likelihood], n: int) -> list[int]:
-    """The indices of the ``n`` likeliest, best first; the earlier one first among equals."""
+    """Returns the indices of the ``n`` likeliest, best first; among equals the earlier one."""
     order = sorted(range(len(likelihoods)), key=lambda i: -likelihoods[i].per_token)
     return order[:n]

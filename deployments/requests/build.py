@@ -1,4 +1,4 @@
-"""Token ids and sampling parameters to checked engine requests; shared by every door."""
+"""Token ids and sampling parameters to checked engine requests, for HTTP and ``LLM``."""
 
 import secrets
 from collections.abc import Iterable, Sequence
@@ -38,13 +38,13 @@ def build_requests(
     tokenizer: Tokenizer | None = None,
     cache_salt: str | None = None,
 ) -> list[EngineRequest]:
-    """One engine request per choice, with ids ``{request_id}-{i}``, keys and seeds drawn now.
+    """Returns one engine request per choice, with ids ``{request_id}-{i}``, keys and seeds.
 
-    All choices but the first name it as their sibling, so that the prompt is computed once. Keys
-    are random: no two requests of a client have the same one, and none is used again.
-    ``max_tokens`` is cut to what the context and the cache leave; None fills it. ``param`` is the
-    caller's name of the prompt, for errors; the ``tokenizer`` is needed for bad words. Pages are
-    shared among prompts of one ``cache_salt`` only.
+    The first choice is the parent of the others, so that the prompt is computed once. Keys are
+    random: each request of a client has its own, and none is reused. ``max_tokens`` is limited to
+    what the context and the cache leave; None fills them. ``param`` is the caller's name of the
+    prompt, for errors; the ``tokenizer`` is needed for bad words. Only prompts of one salt
+    share pages.
 
     Raises:
         ContextLengthExceeded: no room for one token, or the prompt needs more pages than exist.
@@ -75,13 +75,13 @@ def build_requests(
 
 
 def sampling_defaults(model: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """The sampling defaults of the model's ``generation_config.json``, for requests that name none.
+    """Returns the sampling defaults of the model's ``generation_config.json``.
 
     As in vLLM these are temperature, top_p, top_k, min_p, repetition_penalty and, as max_tokens,
     max_new_tokens.
 
     Raises:
-        InvalidConfig: one of them is outside its range.
+        InvalidConfig: a value is outside its range.
     """
     config = model_json(model, "generation_config.json", revision)
     defaults = {
@@ -126,7 +126,7 @@ def _all_int(ids: Sequence[int]) -> bool:
 
 
 def _room(prompt_len: int, info: EngineInfo, param: str) -> int:
-    """Tokens that can follow the prompt; the last one of them is never written to the cache."""
+    """Returns the tokens that fit after the prompt; the last one is never written to the cache."""
     pages = -(-prompt_len // info.page_size)
     if pages > info.num_pages:
         raise ContextLengthExceeded(

@@ -1,4 +1,4 @@
-"""SamplingParams as a runner understands them, checked against an engine's own limits."""
+"""Checks SamplingParams against an engine's limits, and turns them into a runner's settings."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,11 +12,11 @@ MAX_BAD_WORDS = 128  # as token strings
 
 
 def check_sampling(params: SamplingParams, info: EngineInfo) -> None:
-    """What SamplingParams cannot know by themselves.
+    """Checks the limits that depend on the engine.
 
     Raises:
         InvalidRequest: an id outside the vocabulary, or more log probabilities than this engine
-            tells.
+            returns.
     """
     if len(params.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
@@ -39,7 +39,7 @@ def runner_sampling(
     bad_words: Sequence[Sequence[int]] = (),
     index: int = 0,
 ) -> Sampling:
-    """The settings of choice ``index``, of checked params; the prompt is scored for the first.
+    """Returns the settings of choice ``index``; only the first scores the prompt.
 
     Raises:
         InvalidRequest: no token could be sampled.
@@ -72,14 +72,14 @@ def runner_sampling(
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer | None) -> list[list[int]]:
-    """The token strings of bad words: each as a text begins with it, and after a space.
+    """Returns the token strings of bad words: each at the start of a text and after a space.
 
-    As in vLLM, the form after a space counts where it is as long, and begins with another token.
+    As in vLLM, the form after a space counts if it is as long and begins with another token.
 
     Raises:
         InvalidRequest: no tokenizer, a word without tokens, or too many token strings.
     """
-    found: list[list[int]] = []
+    token_strings: list[list[int]] = []
     for word in words:
         if tokenizer is None:
             raise InvalidRequest("bad_words need a tokenizer", "bad_words")
@@ -87,17 +87,17 @@ def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer | None) -> list[list
         first = tokenizer.encode(bare, False)
         if not first:
             raise InvalidRequest(f"bad_words: {word[:64]!r} has no tokens.", "bad_words")
-        found.append(first)
+        token_strings.append(first)
         spaced = tokenizer.encode(" " + bare, False)
         if len(spaced) == len(first) and spaced[0] != first[0]:
-            found.append(spaced)
-        if len(found) > MAX_BAD_WORDS:
+            token_strings.append(spaced)
+        if len(token_strings) > MAX_BAD_WORDS:
             raise InvalidRequest(
                 f"bad_words takes at most {MAX_BAD_WORDS} strings of tokens.",
                 "bad_words",
                 "array_above_max_length",
             )
-    return found
+    return token_strings
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What may stand for a prompt at every door: a text, token ids, or vLLM's dicts of one of them."""
+"""Prompts in all forms: a text, token ids, or vLLM's dicts of one of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ NOT_IN_SALT = frozenset("@/\\\0")
 
 @dataclass(frozen=True, slots=True)
 class WrittenPrompt:
-    """One prompt as its caller wrote it: a text or token ids."""
+    """One prompt as sent: a text or token ids."""
 
-    param: str  # the caller's name of it, for errors
+    param: str  # its path, for errors
     text: str | None = None
     ids: list[int] | None = None
     cache_salt: str | None = None
@@ -28,14 +28,14 @@ class WrittenPrompt:
 def read_prompts(
     value: object, param: str = "prompt", *, most: int | None = None, mixed: bool = False
 ) -> list[WrittenPrompt]:
-    """One prompt in any of its forms, or a list of such; none is empty.
+    """Reads one prompt in any form, or a list of prompts; none is empty.
 
     Args:
-        most: prompts, in a list.
-        mixed: whether texts and token ids may stand in one list.
+        most: prompts in a list, at most.
+        mixed: one list may hold both texts and token ids.
 
     Raises:
-        InvalidRequest: ``param`` is the path of what is wrong, such as prompt[1].
+        InvalidRequest: ``param`` is the path of the invalid value, such as prompt[1].
     """
     if isinstance(value, str | Mapping):
         return [_read(value, param)]
@@ -65,14 +65,14 @@ def prompt_ids(
     *,
     add_special_tokens: bool = True,
 ) -> list[int]:
-    """The token ids of a prompt.
+    """Returns the token ids of a prompt.
 
     Args:
-        tokenizer: None where the caller has none: then only ids are prompts.
-        max_model_len: a text that cannot fit is refused before the time to tokenize it is spent.
+        tokenizer: None if only token ids are allowed.
+        max_model_len: a text that cannot fit is refused before it is tokenized.
 
     Raises:
-        ContextLengthExceeded: even of the longest tokens the text would have too many.
+        ContextLengthExceeded: the text has too many tokens even if all are the longest.
         InvalidRequest: a text without a tokenizer.
     """
     if prompt.text is None:
@@ -88,7 +88,7 @@ def check_length(characters: int, tokenizer: Tokenizer, max_model_len: int, para
     """Refuses a text of so many characters that it cannot fit the context.
 
     Raises:
-        ContextLengthExceeded: even of the longest tokens it would have too many.
+        ContextLengthExceeded: it has too many tokens even if all are the longest.
     """
     if characters > max_model_len * tokenizer.longest_token:
         raise ContextLengthExceeded(
@@ -122,10 +122,10 @@ def truncated(
 
 
 def check_salt(salt: object, param: str = SALT) -> str:
-    """A salt that keeps a caller's cached pages apart from those of others.
+    """Returns a valid salt, which separates a caller's cached pages from those of others.
 
     Raises:
-        InvalidRequest: empty, too long, no text, or a character that is none of a salt.
+        InvalidRequest: empty, too long, not a string, or an invalid character.
     """
     if not isinstance(salt, str):
         raise InvalidRequest(f"{param} must be a string.", param, "invalid_type")

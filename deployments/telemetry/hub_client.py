@@ -1,8 +1,8 @@
-"""An ingress' connection to the metrics hub of its application, which it starts if there is none.
+"""An ingress' connection to its application's metrics hub, which it starts if there is none.
 
-Nothing of a request waits for the hub. Every few seconds the ingress tells it its counters and gets
-the totals of all; should the hub die, the next one starts from the totals that an ingress has. A
-scrape asks the hub, and is answered from what the hub has said last where it is not quick.
+No request waits for the hub. Every few seconds the ingress reports its counters and gets the totals
+of all; if the hub dies, the next one starts from an ingress' totals. A scrape asks the hub, and
+returns its last text if the hub does not answer quickly.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from rayfin.actors.timing import (
 logger = logging.getLogger(__name__)
 
 MISSES, STARTING_MISSES = 3, 12
-"""A hub that leaves so many reports in a row unanswered is hung, and is killed; a new one that has
-answered none yet gets a minute to start."""
+"""Unanswered reports in a row after which a hub counts as hung and is killed. A new one, which has
+answered none yet, gets a minute to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    number: int  # of the question
+    number: int  # of the call
     asked_at: float
     text: bytes
 
@@ -44,7 +44,7 @@ class HubClient:
         start: returns the handle of the hub, a new one that knows the ledger if there is none; it
             may block.
         kill: ends a hub that does not answer.
-        report: what to tell it.
+        report: returns the counters to report.
     """
 
     def __init__(
@@ -53,25 +53,25 @@ class HubClient:
         kill: Callable[[Any], None],
         report: Callable[[], CounterReport],
     ) -> None:
-        self.known = Ledger()  # as of the hub's last answer; who tells it may add to it
+        self.known = Ledger()  # as of the hub's last answer
         self._start = start
         self._kill = kill
         self._report = report
         self._hub: Any = None
         self._misses, self._allowed = 0, STARTING_MISSES
-        self._asked = itertools.count(1)
+        self._calls = itertools.count(1)
         self._text = _Text(0, -SCRAPE_AGE_SECONDS, b"")
         self._task = asyncio.create_task(self._run())
 
     async def scrape(self) -> bytes | None:
-        """The text of all metrics, of now or of a moment ago; None if nobody tells one."""
+        """Returns the text of all metrics, as of now or a moment ago, or None without a hub."""
         if self._hub is None:
             return None
         asking = asyncio.create_task(self._ask_text())
         await asyncio.wait([asking], timeout=INGRESS_SCRAPE_SECONDS)
         if asking.done() or time.monotonic() - self._text.asked_at > SCRAPE_AGE_SECONDS:
             return await asking
-        return self._text.text  # the answer is for the next scrape
+        return self._text.text  # the new text is for the next scrape
 
     def close(self) -> None:
         self._task.cancel()
@@ -81,43 +81,43 @@ class HubClient:
             if self._hub is None:
                 try:
                     self._hub = await asyncio.to_thread(self._start, self.known.copy())
-                except Exception as error:  # Ray's own, whatever it is: the registry is away
+                except Exception as error:  # any error of Ray: the registry is away
                     logger.warning("the metrics hub cannot be started: %s", error)
             if self._hub is not None:
-                await self._tell()
+                await self._send_report()
             await asyncio.sleep(HUB_REPORT_SECONDS)
 
-    async def _tell(self) -> None:
-        hub, number, now = self._hub, next(self._asked), time.monotonic()
-        told = await self._ask(lambda hub: hub.report.remote(self._report()))
-        if told is not None:
-            self.known, text = told
+    async def _send_report(self) -> None:
+        hub, number, now = self._hub, next(self._calls), time.monotonic()
+        answer = await self._ask(lambda hub: hub.report.remote(self._report()))
+        if answer is not None:
+            self.known, text = answer
             self._keep(_Text(number, now, text))
             self._misses, self._allowed = 0, MISSES
             return
         self._misses += 1
         if self._hub is hub and self._misses >= self._allowed:
-            logger.warning("the metrics hub does not answer: it is killed")
+            logger.warning("the metrics hub does not answer; killing it")
             self._forget(hub)
             try:
                 await asyncio.to_thread(self._kill, hub)
-            except Exception as error:  # Ray's own, whatever it is
+            except Exception as error:  # any error of Ray
                 logger.warning("the metrics hub cannot be killed: %s", type(error).__name__)
 
     async def _ask_text(self) -> bytes | None:
-        number, now = next(self._asked), time.monotonic()
+        number, now = next(self._calls), time.monotonic()
         text: bytes | None = await self._ask(lambda hub: hub.scrape.remote(self._report()))
         if text is not None:
             self._keep(_Text(number, now, text))
         return text
 
     def _keep(self, text: "_Text") -> None:
-        """Answers may overtake one another; no text is older than the one before."""
+        """Keeps the latest text: answers may overtake one another."""
         if text.number > self._text.number:
             self._text = text
 
     async def _ask(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-        """The hub's answer; None if there is none, and without a hub from then on if it is dead."""
+        """Returns the hub's answer, or None; forgets the hub if it is dead."""
         hub = self._hub
         try:
             async with asyncio.timeout(HUB_REPORT_ANSWER_SECONDS):

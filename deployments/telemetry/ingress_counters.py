@@ -1,4 +1,4 @@
-"""What an ingress counts of its requests: when tokens reached the edge, and how they were asked."""
+"""Counters of one ingress: latencies as clients see them, HTTP answers, choices."""
 
 import time
 import uuid
@@ -23,7 +23,7 @@ LONGEST = 10**6  # tokens; an output may be longer than the last bucket
 
 @dataclass(slots=True)
 class _Group:
-    """The choices of one prompt that have begun."""
+    """The choices of one prompt."""
 
     open: int = 0
     begun: int = 0
@@ -31,9 +31,9 @@ class _Group:
 
 
 class IngressCounters:
-    """Counters from zero, of one ingress' life; of its event loop alone.
+    """Counters of one ingress since its start; used in its event loop only.
 
-    ``in_flight`` tells how many HTTP requests for tokens there are now.
+    ``in_flight`` returns the number of HTTP requests that generate tokens now.
     """
 
     def __init__(self, in_flight: Callable[[], int] = lambda: 0) -> None:
@@ -53,13 +53,13 @@ class IngressCounters:
         self._incarnation = uuid.uuid4().hex
 
     def begun(self, group: int) -> None:
-        """One more choice of the prompt whose first choice has this key."""
+        """Counts one more choice of the prompt whose first choice has the key ``group``."""
         own = self._groups.setdefault(group, _Group())
         own.open += 1
         own.begun += 1
 
     def over(self, group: int, tokens: int) -> None:
-        """One of them has ended, with so many tokens; the last one completes the prompt."""
+        """Counts a choice that ended with ``tokens`` tokens; the last one completes the prompt."""
         own = self._groups[group]
         own.open -= 1
         own.longest = max(own.longest, tokens)
@@ -69,17 +69,17 @@ class IngressCounters:
             self._longest.observe(own.longest)
 
     def answered(self, path: str, status: int | None) -> None:
-        """An HTTP request is over; ``status`` is None where its client did not wait for one."""
+        """Counts an HTTP request that has ended; ``status`` is None if its client left before."""
         handler = path if path in HANDLERS else "other"
-        told = "none" if status is None else f"{status // 100}xx"
-        self.answers[handler, told if told in STATUSES else "none"] += 1
+        answer = "none" if status is None else f"{status // 100}xx"
+        self.answers[handler, answer if answer in STATUSES else "none"] += 1
 
     def latency(self) -> dict[str, tuple[float, int]]:
-        """Sums in seconds and counts, for a page that shows what they grow by."""
+        """Returns sums in seconds and counts, for a page that shows their growth."""
         return {"ttft": (self.ttft.sum, self.ttft.count), "itl": (self.itl.sum, self.itl.count)}
 
     def report(self) -> CounterReport:
-        """All of it now, zeros included."""
+        """Returns all counters, zeros included."""
         counters: dict[Series, float] = {("client_disconnects", ()): self.disconnects}
         counters.update({("request_replays", (why,)): n for why, n in self.replays.items()})
         counters.update({("http_requests", labels): n for labels, n in self.answers.items()})

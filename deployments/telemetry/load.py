@@ -1,4 +1,4 @@
-"""How much an ingress has to do."""
+"""The number of requests that an ingress generates tokens for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ GENERATING = frozenset(
 
 
 class Load:
-    """The requests that generate now: those of clients that wait, and background responses."""
+    """Counts the requests that generate now, of waiting clients and in the background."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -33,7 +33,7 @@ class Load:
 
 
 class LoadCounter:
-    """ASGI: counts the requests for tokens from their first line to their last event."""
+    """ASGI: counts requests for tokens from their first line to their last event."""
 
     def __init__(self, app: ASGIApp, load: Load) -> None:
         self._app = app

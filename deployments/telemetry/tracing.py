@@ -1,14 +1,14 @@
 """OpenTelemetry spans of the requests for tokens, sent over OTLP; off unless an endpoint is given.
 
-    POST /v1/chat/completions   at the ingress, until the last byte; of the caller's trace, if the
-    │                           request has a ``traceparent`` (W3C)
+    POST /v1/chat/completions   at the ingress, until the last byte; part of the caller's trace if
+    │                           the request has a ``traceparent`` (W3C)
     └── generate                one for each choice
-        ├── queue               until the engine admits it, as the engine has measured
-        ├── prefill             until its first token is here
-        └── decode              until its last
+        ├── queue               until the engine admits it, as measured by the engine
+        ├── prefill             until its first token
+        └── decode              until its last token
 
 Names of attributes are those of OpenTelemetry's conventions for generative AI, as in vLLM's spans.
-No text and no key is in a span. This module needs the packages of the extra ``tracing``.
+Spans hold no text and no key. This module needs the packages of the extra ``tracing``.
 """
 
 import time
@@ -56,17 +56,17 @@ class Tracing:
         return cls(BatchSpanProcessor(otlp_exporter(endpoint)), model)
 
     def layer(self, app: ASGIApp) -> ASGIApp:
-        """The application, with a span for each request for tokens."""
+        """Wraps the application."""
         return TraceRequests(app, self)
 
     def close(self) -> None:
-        """Sends what is left; waits for it."""
+        """Sends the remaining spans; waits until they are sent."""
         self._provider.shutdown()
 
     async def follow(
         self, request: EngineRequest, deltas: AsyncGenerator[TokenDelta, None]
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The same deltas, with a span for the request and one for each of its phases."""
+        """Yields ``deltas``; records a span for the request and one for each of its phases."""
         started, first, tokens, queued = time.time_ns(), 0, 0, 0.0
         span = self.tracer.start_span("generate", start_time=started)
         try:
@@ -93,13 +93,13 @@ class Tracing:
                     "gen_ai.latency.time_in_queue": queued,
                 }
             )
-            self._tell_phases(span, started, int(queued * NANOSECONDS), first, ended)
+            self._record_phases(span, started, int(queued * NANOSECONDS), first, ended)
             span.end(ended)
 
-    def _tell_phases(
+    def _record_phases(
         self, parent: trace.Span, started: int, queued: int, first: int, ended: int
     ) -> None:
-        """Spans of the phases that there were; times in nanoseconds."""
+        """Records a span for each phase that took place; times in nanoseconds."""
         admitted = min(started + queued, first or ended)
         phases = [("queue", started, admitted)]
         if first:
@@ -110,7 +110,7 @@ class Tracing:
 
 
 class TraceRequests:
-    """ASGI: a span for each request for tokens, of the trace that its caller names."""
+    """ASGI: records a span for each request for tokens, in its caller's trace."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app
@@ -136,7 +136,7 @@ class TraceRequests:
             set_status_on_exception=False,
         ) as span:
 
-            async def noted(message: Message) -> None:
+            async def send_and_record(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     status = message["status"]
                     span.set_attribute("http.response.status_code", status)
@@ -145,7 +145,7 @@ class TraceRequests:
                 await send(message)
 
             try:
-                await self._app(scope, receive, noted)
-            except Exception as error:  # its text may hold a prompt's
+                await self._app(scope, receive, send_and_record)
+            except Exception as error:  # its text may contain a prompt's
                 span.set_status(Status(StatusCode.ERROR, type(error).__name__))
                 raise

@@ -1,4 +1,4 @@
-"""Chat messages to token ids, through the template that comes with the model."""
+"""Chat messages to token ids, through the model's chat template."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ RENDERING_ERRORS = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
 )
 MAX_VARIABLE = 1024  # characters in a template variable that a request sets
-MAX_GROWTH = 4  # characters that a template writes for each one that a request sends ...
-MAX_OWN_TEXT = 2**17  # ... and beside those
+MAX_GROWTH = 4  # characters that a template renders for each one of the request ...
+MAX_OWN_TEXT = 2**17  # ... and in addition to those
 
 
 def render_chat(
@@ -37,7 +37,7 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     seconds: float = TEMPLATE_SECONDS,
 ) -> list[int]:
-    """The prompt of a conversation.
+    """Returns the prompt of a conversation.
 
     Control tokens written inside messages or tools (``<|im_end|>``) become literal text; only the
     template itself opens and closes turns. Without any, the ids are exactly those of
@@ -45,13 +45,13 @@ def render_chat(
     keep their meaning inside messages, since an assistant's earlier turns hold them.
 
     Args:
-        chat_template: stands in for the model's own; from the operator, never from a request.
+        chat_template: replaces the model's own; from the operator, never from a request.
         variables: the template's further variables, from the request; scalars only.
-        seconds: of processor time that the template may take.
+        seconds: of processor time, at most.
 
     Raises:
-        InvalidRequest: bad messages, a refusal by the template, no template.
-        TemplateTooSlow, TemplateTooLong: it was stopped.
+        InvalidRequest: invalid messages, an error of the template, no template.
+        TemplateTooSlow, TemplateTooLong: the template was stopped.
     """
     conversation = plain_messages(messages)
     listed: list[Any] | None = plain_tools(tools) if tools is not None else None

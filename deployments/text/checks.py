@@ -1,6 +1,6 @@
-"""Checks of what clients write, one value at a time, with errors that say where it stands.
+"""Checks of single values in request bodies, with errors that name their path.
 
-Each takes the value and its path (``messages[0].role``) and returns it as what it should be.
+Each takes a value and its path (``messages[0].role``) and returns the value with its type.
 
 Raises:
     InvalidRequest: ``param`` is the path.
@@ -65,7 +65,7 @@ def as_choice(value: object, choices: Sequence[str], path: str) -> str:
 
 
 def as_list(value: object, path: str, most: int, expected: str = "a list") -> Sequence[Any]:
-    """One that is not empty; ``expected`` says what else the caller would have taken."""
+    """A list that is not empty; ``expected`` names the types that the caller accepts."""
     if not isinstance(value, list | tuple):
         raise wrong_type(expected, value, path)
     if not value:

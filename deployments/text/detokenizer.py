@@ -6,9 +6,9 @@ import tokenizers
 
 from rayfin.actors.messages import Int32Array
 
-HALF = "\ufffd"  # what a decoder puts where bytes are no character, or not one yet
+HALF = "\ufffd"  # a decoder's replacement for bytes that are not, or not yet, a character
 MOST_HALVES = 3  # an unfinished UTF-8 character has at most three bytes
-LONG_WINDOW = 48  # tokens; a window only grows so far when bytes never become characters
+LONG_WINDOW = 48  # tokens; the limit of a window whose bytes never become characters
 SHORT_WINDOW = 12  # tokens; at least as many bytes, enough to find the character boundary again
 
 
@@ -24,7 +24,7 @@ class IncrementalDetokenizer:
         backend: the tokenizer; only ``decode`` and ``id_to_token`` are called.
         prompt: the ids before the first one pushed; only their tail is decoded.
         skip: ids that give no text.
-        join_added: neighbouring added tokens stand without the space that some decoders put there.
+        join_added: no space between neighbouring added tokens, where some decoders put one.
     """
 
     def __init__(
@@ -44,26 +44,26 @@ class IncrementalDetokenizer:
         self._shown = self._decode(self._window)  # text of the window that was emitted
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that ``ids`` made final."""
+        """Returns the text that ``ids`` complete."""
         if self._added:
             return "".join(self._push_joined(token) for token in ids)
         fresh = [token for token in ids if self._has_text(token)]
         return self._advance(fresh) if fresh else ""
 
     def finish(self) -> str:
-        """What was held back: the replacement characters of bytes that stayed unfinished."""
+        """Returns the rest: replacement characters of bytes that stayed incomplete."""
         rest = self._decode(self._window)[len(self._shown) :]
         self._shown += rest
         return rest
 
     def whole(self, ids: Sequence[int]) -> str:
-        """All the text of ``ids`` at once."""
+        """Returns all text of ``ids`` at once."""
         return self.push(ids) + self.finish()
 
     def _advance(self, fresh: Sequence[int]) -> str:
         self._window.extend(fresh)
         text = self._decode(self._window)
-        if not text.startswith(self._shown):  # a byte run that became invalid: leave it behind
+        if not text.startswith(self._shown):  # a byte run that became invalid: skip it
             del self._window[: self._read]
             self._read, self._shown = 0, ""
             text = self._decode(self._window)
@@ -77,7 +77,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _slide(self, start: int, halves: int = 0) -> None:
-        """Forgets the tokens before ``start``; all but ``halves`` characters were emitted."""
+        """Drops the tokens before ``start``; all but ``halves`` characters were emitted."""
         del self._window[:start]
         self._read = 0 if halves else len(self._window)
         text = self._decode(self._window)
@@ -94,7 +94,7 @@ class IncrementalDetokenizer:
         return self._advance([token]) if self._has_text(token) else ""
 
     def _tail(self, prompt: Sequence[int] | Int32Array) -> list[int]:
-        """The shortest tail of the prompt, by doubling, with text that starts at a character."""
+        """Returns the shortest tail, by doubling, whose text starts at a whole character."""
         length = SHORT_WINDOW
         while True:
             tail = [token for token in map(int, prompt[-length:]) if self._has_text(token)]

@@ -1,4 +1,4 @@
-"""Log probabilities with the words that belong to them."""
+"""Log probabilities with the text of their tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's; the names are vLLM's."""
+    """One token's log probability; the names are vLLM's."""
 
     logprob: float
     rank: int | None = None  # 1 is the likeliest
@@ -17,35 +17,35 @@ class Logprob:
 
 
 def by_token(
-    token: int, told: TokenLogprob, most: int, tokenizer: Tokenizer | None
+    token: int, entry: TokenLogprob, most: int, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    """What was told of a token and of the ``most`` likeliest in its place: its own comes first.
+    """Returns the log probabilities of ``token``, which comes first, and of the ``most`` likeliest.
 
-    ``told`` may hold more than was asked for.
+    ``entry`` may hold more than ``most``.
     """
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(token)
 
-    found = {token: Logprob(told.logprob, told.rank, text(token))}
-    for rank, (other, logprob) in enumerate(told.top[:most], start=1):
-        found.setdefault(other, Logprob(logprob, rank, text(other)))
-    return found
+    logprobs = {token: Logprob(entry.logprob, entry.rank, text(token))}
+    for rank, (other, logprob) in enumerate(entry.top[:most], start=1):
+        logprobs.setdefault(other, Logprob(logprob, rank, text(other)))
+    return logprobs
 
 
 def of_prompt(
     ids: Sequence[int],
-    told: Mapping[int, TokenLogprob],
+    entries: Mapping[int, TokenLogprob],
     most: int,
     tokenizer: Tokenizer | None,
 ) -> list[dict[int, Logprob] | None]:
-    """For each token of a prompt, from what was told by position; the first one has none."""
+    """Returns those of each prompt token from ``entries`` by position; the first has none."""
     return [
-        by_token(token, told[position], most, tokenizer) if position in told else None
+        by_token(token, entries[position], most, tokenizer) if position in entries else None
         for position, token in enumerate(ids)
     ]
 
 
-def total(told: Iterable[TokenLogprob]) -> float:
-    """The log probability of all the tokens together."""
-    return sum(own.logprob for own in told)
+def total(entries: Iterable[TokenLogprob]) -> float:
+    """Returns the log probability of all tokens together."""
+    return sum(entry.logprob for entry in entries)

@@ -1,4 +1,4 @@
-"""Chat messages and tools as OpenAI clients write them, checked and made plain for a template."""
+"""Validates OpenAI's chat messages and tools, and simplifies them for a chat template."""
 
 import json
 from collections.abc import Mapping
@@ -20,27 +20,27 @@ from rayfin.deployments.text.checks import (
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # tools of a request, and tool calls of a message
-EXTRAS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # passed on where they are text
+EXTRAS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # passed on if present; strings
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages with a string as content, text parts joined by newlines as vLLM does.
+    """Returns messages with strings as content; text parts are joined by newlines, as in vLLM.
 
     The arguments of earlier tool calls become objects, since templates print them as JSON;
-    arguments that are no JSON object stay the text they are.
+    other arguments stay text.
 
     Raises:
-        InvalidRequest: ``param`` is the path of what is wrong, such as messages[0].role.
+        InvalidRequest: ``param`` is the path of the invalid value, such as messages[0].role.
     """
     listed = as_list(messages, "messages", MAX_MESSAGES)
     return [_message(message, f"messages[{i}]") for i, message in enumerate(listed)]
 
 
 def plain_tools(tools: object) -> list[dict[str, Any]]:
-    """The function tools of a request.
+    """Returns the function tools of a request.
 
     Raises:
-        InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].function.name.
+        InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
     """
     listed = as_list(tools, "tools", MAX_TOOLS)
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""The text of one request, from its token deltas."""
+"""Token deltas of one request to text deltas."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ class TextDelta:
     stop_reason: int | str | None = None  # the stop token's id or the stop string
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens that were not computed
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each token, where asked for
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each token, if requested
     offsets: list[int] = field(default_factory=list)  # with them: characters before each token
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
 
     def append(self, other: "TextDelta") -> None:
-        """Takes in the one that follows."""
+        """Appends the delta that follows."""
         self.text += other.text
         self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
         self.token_ids += other.token_ids
@@ -36,8 +36,8 @@ class TextDelta:
 class OutputText:
     """Detokenizes one request and ends it at a stop string.
 
-    After a delta with a ``finish_reason`` the caller closes the engine's stream; when the reason is
-    a stop string that is what aborts the request. Tokens past the stop string are dropped.
+    After a delta with a ``finish_reason`` the caller closes the engine's stream, which aborts a
+    request that has met a stop string. Tokens past the stop string are dropped.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class OutputText:
             else None
         )
         self._tokens = 0
-        self._length = 0  # characters of their text, what stop strings hold back included
+        self._length = 0  # characters of their text, including those that stop strings hold back
         self.finished = False
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """The text of ``delta``; nothing at all once the request has finished."""
+        """Returns the text of ``delta``, or an empty delta once the request has finished."""
         if self.finished:
             return TextDelta()
         result = TextDelta(
@@ -89,11 +89,11 @@ class OutputText:
             self.finished = True
 
     def _pieces(self, delta: TokenDelta, result: TextDelta) -> Iterator[tuple[str, bool]]:
-        """Texts of the delta, and whether stop strings count; adds the tokens to ``result``."""
+        """Yields texts, and whether stop strings count; adds the tokens to ``result``."""
         silent = self._silent_tail(delta)
         spoken = delta.tokens[: len(delta.tokens) - silent]
-        # With stop strings token by token: the one that completes a stop string is the last. And
-        # with log probabilities, which go by where each token begins.
+        # Token by token with stop strings, as the token that completes one is the last; and with
+        # log probabilities, which need the offset of each token.
         by_token = self._has_stops or delta.logprobs is not None
         step = 1 if by_token else max(1, len(spoken))
         for start in range(0, len(spoken), step):
@@ -111,7 +111,7 @@ class OutputText:
             yield self._detokenizer.finish(), self._armed
 
     def _silent_tail(self, delta: TokenDelta) -> int:
-        """1 when the last token is the stop token: it has no text unless the stop is included."""
+        """Returns 1 if the last token is a stop token without text, else 0."""
         ended = delta.finish_reason == "stop" and bool(delta.tokens) and not self._include_stop
         return int(ended and delta.tokens[-1] in self._stop_token_ids)
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the stop string that is complete first, and holds back only what may become one.
+    """Finds the stop string that is complete first; holds back only text that may become one.
 
-    Of two that end at the same character the longer one wins. The result does not depend on how
-    the text is cut into pieces.
+    Of two that end at the same character the longer one wins. The result does not depend on how the
+    text is split.
 
     Args:
         stops: non-empty strings.
@@ -20,7 +20,7 @@ class StopStrings:
         self._held = ""  # the longest end of the text that is the start of a stop string
 
     def push(self, text: str, armed: bool = True) -> tuple[str, str | None]:
-        """The text that is safe to emit, and the stop string that was hit.
+        """Returns the text that is safe to emit, and the stop string that was found or None.
 
         ``armed=False`` lets stop strings that are complete within ``text`` pass.
         """
@@ -37,12 +37,12 @@ class StopStrings:
         return buffer[:safe], None
 
     def flush(self) -> str:
-        """What was held back, when the text has ended."""
+        """Returns the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _first_hit(self, buffer: str, seen: int) -> tuple[int, str] | None:
-        """Where the first stop string that ends after ``seen`` characters starts, and which one."""
+        """Returns the start of the first stop string that ends after ``seen``, and the string."""
         best: tuple[int, int, str] | None = None  # end, start, stop
         for stop in self._stops:
             start = buffer.find(stop, max(0, seen - len(stop) + 1))
@@ -51,7 +51,7 @@ class StopStrings:
         return None if best is None else (best[1], best[2])
 
     def _open_length(self, buffer: str) -> int:
-        """The length of the longest end of ``buffer`` that is a proper start of a stop string."""
+        """Returns the length of the longest suffix that is a proper prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(buffer)), longest, -1):

@@ -1,8 +1,8 @@
-"""A chat template may neither run without end nor write without end.
+"""Limits a chat template's processor time and output.
 
-Templates come with models. The sandbox they run in keeps them from the system, not from loops: two
-nested ``range(99999)`` take minutes. Nothing outside can stop Python code, so it is watched from
-within: a trace function sees every line of the template, and of nothing else.
+Templates come with models. Their sandbox keeps them from the system, not from loops: two nested
+``range(99999)`` take minutes. Python code cannot be stopped from outside, so a trace function sees
+every line of the template, and no other line.
 """
 
 import sys
@@ -13,33 +13,33 @@ from typing import Any, TypeVar
 
 from rayfin.actors.errors import TemplateTooLong, TemplateTooSlow
 
-TEMPLATE_FILE = "<template>"  # what Jinja calls the code of a template that is no file
-LINES_PER_LOOK = 64  # a look at the clock costs as much as several lines
+TEMPLATE_FILE = "<template>"  # Jinja's file name for a template from a string
+LINES_PER_CHECK = 64  # reading the clock costs as much as several lines
 
 T = TypeVar("T")
 
 
 def watched(render: Callable[[], T], seconds: float, characters: int) -> T:
-    """The result of ``render``, in this thread.
+    """Returns what ``render`` returns; runs it in this thread.
 
     Args:
         seconds: of processor time, so that a busy machine does not count against a template.
-        characters: of output.
+        characters: of output, at most.
 
     Raises:
-        TemplateTooSlow, TemplateTooLong: it was stopped.
+        TemplateTooSlow, TemplateTooLong: the template was stopped.
     """
     deadline = time.thread_time() + seconds
     lines, written = 0, 0
 
-    def called(frame: FrameType, event: str, arg: Any) -> Any:
-        return ran if frame.f_code.co_filename == TEMPLATE_FILE else None
+    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+        return on_line if frame.f_code.co_filename == TEMPLATE_FILE else None
 
-    def ran(frame: FrameType, event: str, arg: Any) -> Any:
+    def on_line(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal lines, written
         if event == "line":
             lines += 1
-            if not lines % LINES_PER_LOOK and time.thread_time() > deadline:
+            if not lines % LINES_PER_CHECK and time.thread_time() > deadline:
                 raise TemplateTooSlow(
                     f"The chat template takes more than {seconds:g} s for these messages.",
                     "messages",
@@ -52,10 +52,10 @@ def watched(render: Callable[[], T], seconds: float, characters: int) -> T:
                     "messages.",
                     "messages",
                 )
-        return ran
+        return on_line
 
     before = sys.gettrace()
-    sys.settrace(called)
+    sys.settrace(on_call)
     try:
         return render()
     finally:

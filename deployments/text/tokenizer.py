@@ -1,4 +1,4 @@
-"""The one door between text and token ids."""
+"""The model's tokenizer, thread-safe."""
 
 import json
 import re
@@ -15,13 +15,13 @@ from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import Int32Array
 from rayfin.deployments.text.detokenizer import HALF, IncrementalDetokenizer
 
-BRACKETED = re.compile(r"<\S+>|\[\S+\]")  # how models write the tokens that mark a turn
+BRACKETED = re.compile(r"<\S+>|\[\S+\]")  # the form of tokens that mark a turn
 
-BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # how sentencepiece writes a byte that has no token
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's form of a byte without a token
 
 
 def _byte_of() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: GPT-2's table, printable characters as they are."""
+    """GPT-2's table of byte-level vocabularies: printable characters stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -32,14 +32,14 @@ BYTE_OF = _byte_of()
 
 
 class Tokenizer:
-    """A transformers fast tokenizer, read only, so that threads may share it.
+    """A transformers fast tokenizer, used read-only, so that threads can share it.
 
-    ``encode`` and ``decode`` go straight to the Rust backend: the Python wrapper sets options on it
+    ``encode`` and ``decode`` call the Rust backend directly: the Python wrapper sets options on it
     per call, which fails when two threads do so at once.
 
     Args:
         inner: the fast tokenizer; its truncation and padding are switched off.
-        eos_token_ids: every id that ends a sequence, beside the tokenizer's own.
+        eos_token_ids: ids that end a sequence, besides the tokenizer's own.
     """
 
     def __init__(self, inner: PreTrainedTokenizerFast, eos_token_ids: Iterable[int] = ()) -> None:
@@ -56,10 +56,10 @@ class Tokenizer:
     def load(
         cls, model: str | Path, revision: str | None = None, trust_remote_code: bool = False
     ) -> "Tokenizer":
-        """The tokenizer of a model folder, or of a model name on the Hub.
+        """Loads the tokenizer of a model folder, or of a model name on the Hub.
 
         Raises:
-            InvalidConfig: there is none, or it has no fast form.
+            InvalidConfig: no tokenizer, or none with a fast form.
         """
         try:
             inner = AutoTokenizer.from_pretrained(
@@ -85,7 +85,7 @@ class Tokenizer:
 
     @cached_property
     def control_tokens(self) -> re.Pattern[str]:
-        """Matches what only a chat template may write: special tokens and bracketed added ones.
+        """Matches tokens that only a chat template may write: special and bracketed added ones.
 
         Tags that come in pairs (``<think>``, ``</think>``) are a model's own words inside a turn.
         """
@@ -110,7 +110,7 @@ class Tokenizer:
         return max((len(token) for token in self.backend.get_vocab()), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``; special tokens written in it are parsed as such."""
+        """Returns the ids of ``text``; special tokens in it are parsed as such."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -122,9 +122,9 @@ class Tokenizer:
         return [*probe.ids[:start], *ids, *probe.ids[len(probe.ids) - tail :]]
 
     def token_text(self, token: int) -> str:
-        """The text of one token in the middle of a text: with its space, where it begins with one.
+        """Returns the text of one token inside a text, including its leading space.
 
-        Bytes that are no whole character are replacement characters.
+        Incomplete characters are replacement characters.
         """
         text = self._token_texts.get(token)
         if text is None:
@@ -136,7 +136,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that one token stands for, also where they are no whole character."""
+        """Returns the bytes of one token, even if they are an incomplete character."""
         text = self.token_text(token)
         if HALF not in text:
             return text.encode()
@@ -158,7 +158,7 @@ class Tokenizer:
         return {}
 
     def strings(self, ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary writes it; "" for ids that no token has."""
+        """Returns each token's form in the vocabulary, or "" for an unknown id."""
         return [self.backend.id_to_token(token) or "" for token in ids]
 
     def decode(
@@ -167,7 +167,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """The text of ``ids``. Ids that no token has (a model's padding rows) are left out."""
+        """Returns the text of ``ids``; unknown ids (a model's padding rows) are skipped."""
         if skip_special_tokens or spaces_between_special_tokens:
             text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
             return text
@@ -179,7 +179,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> IncrementalDetokenizer:
-        """Turns the tokens that follow ``prompt`` into text piece by piece."""
+        """Returns a detokenizer of the tokens that follow ``prompt``."""
         return IncrementalDetokenizer(
             self.backend,
             prompt,
@@ -189,7 +189,7 @@ class Tokenizer:
 
 
 def model_json(model: str | Path, name: str, revision: str | None = None) -> dict[str, Any]:
-    """A JSON file of a model folder or of a model on the Hub; empty where there is none.
+    """Returns a JSON file of a model folder or of a model on the Hub; empty if it does not exist.
 
     Raises:
         InvalidConfig: the file is not a JSON object.

@@ -129,8 +129,8 @@ def test_normal_forms() -> None:
     assert SamplingParams(logit_bias={}).logit_bias is None
     assert SamplingParams(bad_words="no").bad_words == ["no"]
     assert SamplingParams(bad_words=["no", "yes", "no"]).bad_words == ["no", "yes"]
-    told = SamplingParams(logprobs=True, prompt_logprobs=True)  # as vLLM reads it
-    assert (told.logprobs, told.prompt_logprobs) == (1, 1)
+    params = SamplingParams(logprobs=True, prompt_logprobs=True)  # as vLLM reads it
+    assert (params.logprobs, params.prompt_logprobs) == (1, 1)
 
 
 def test_best_of_is_no_less_than_n_and_not_greedy() -> None:

@@ -43,7 +43,7 @@ def families(ledger: Ledger, alias: str | None = None) -> dict[str, Metric]:
     return {found.name: found for found in text_string_to_metric_families(text)}
 
 
-def told(families: dict[str, Metric], name: str, **labels: str) -> list[float]:
+def values(families: dict[str, Metric], name: str, **labels: str) -> list[float]:
     return [
         sample.value
         for family in families.values()
@@ -60,17 +60,17 @@ def test_every_family_is_told_with_its_labels(ledger: Ledger) -> None:
         for sample in found[f"rayfin_{family.name}"].samples:
             assert set(sample.labels) - {"le"} == base | set(family.labels)
             assert sample.labels["model_name"] == "m"
-    assert told(found, "rayfin_engine_steps_total") == [7, 7]
-    assert told(found, "rayfin_http_requests_total", status="5xx", handler="other") == [0]
+    assert values(found, "rayfin_engine_steps_total") == [7, 7]
+    assert values(found, "rayfin_http_requests_total", status="5xx", handler="other") == [0]
 
 
 def test_histograms_are_exact(ledger: Ledger) -> None:
     found = families(ledger)
     name = "rayfin_request_queue_time_seconds"
-    assert told(found, f"{name}_count", engine="1") == [5]
-    assert told(found, f"{name}_sum", engine="1") == [0.001 + 0.25 + 0.3 + 1.7 + 9000.0]
-    assert told(found, f"{name}_bucket", engine="1", le="0.3") == [3]
-    assert told(found, f"{name}_bucket", engine="1", le="+Inf") == [5]
+    assert values(found, f"{name}_count", engine="1") == [5]
+    assert values(found, f"{name}_sum", engine="1") == [0.001 + 0.25 + 0.3 + 1.7 + 9000.0]
+    assert values(found, f"{name}_bucket", engine="1", le="0.3") == [3]
+    assert values(found, f"{name}_bucket", engine="1", le="+Inf") == [5]
 
 
 def test_the_alias_has_vllms_names_labels_and_buckets(ledger: Ledger) -> None:
@@ -88,9 +88,9 @@ def test_the_alias_has_vllms_names_labels_and_buckets(ledger: Ledger) -> None:
         if sample.name == name
     }
     assert ends == {*map(str, VLLM_LATENCY_BOUNDS), "+Inf"}
-    assert told(found, name, engine="0", le="0.3") == [3]
-    assert told(found, "vllm:cache_config_info", block_size="4", num_gpu_blocks="10") == [1, 1]
-    assert told(found, "vllm:time_to_first_token_seconds_count") == [0]
+    assert values(found, name, engine="0", le="0.3") == [3]
+    assert values(found, "vllm:cache_config_info", block_size="4", num_gpu_blocks="10") == [1, 1]
+    assert values(found, "vllm:time_to_first_token_seconds_count") == [0]
 
 
 def with_alias_bounds() -> Iterator[Family]:

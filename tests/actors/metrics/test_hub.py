@@ -1,4 +1,4 @@
-"""Fresh numbers for those who wait, and nobody waits for long."""
+"""A scrape gets fresh numbers, and waits for them for a moment only."""
 
 import threading
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def test_a_refresh_is_a_pull_that_begins_after_it(puller: Puller, source: Source
         assert source.pulls == number
 
 
-def test_nobody_waits_for_a_slow_pull(puller: Puller, source: Source) -> None:
+def test_a_slow_pull_is_not_waited_for(puller: Puller, source: Source) -> None:
     assert not puller.refresh(0.0)
     assert source.begun.wait(LONG)
     assert not puller.refresh(0.001) and source.pulls == 1  # the one that runs is too old

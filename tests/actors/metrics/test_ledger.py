@@ -47,20 +47,20 @@ class Machine:
         self.lives = [0, 0, 0]  # of engines 0, 1, and of an ingress
         self.counted = [0, 0, 0]
         self.heard: Counter[str] = Counter()  # what has been reported, over all lives
-        self.told = [0, 0, 0]  # of the present lives
+        self.reported = [0, 0, 0]  # of the present lives
 
     def act(self, action: str, who: int) -> None:
         if action == "count":
             self.counted[who] += 1
         elif action == "die":
             self.lives[who] += 1
-            self.counted[who] = self.told[who] = 0
+            self.counted[who] = self.reported[who] = 0
         elif action == "hub dies":
             self.ledger = self.ledger.copy(now=0.0)
         else:
             engine = (*"01", INGRESSES)[who]
-            self.heard[engine] += self.counted[who] - self.told[who]
-            self.told[who] = self.counted[who]
+            self.heard[engine] += self.counted[who] - self.reported[who]
+            self.reported[who] = self.counted[who]
             count = self.counted[who]
             self.ledger.apply(report(f"{who}.{self.lives[who]}", count, engine, count), 0.0)
 
@@ -140,8 +140,8 @@ def test_ingresses_are_as_fresh_as_the_one_that_was_heard_of_least_lately() -> N
 
 
 def test_an_engine_reports_every_series_though_it_is_zero() -> None:
-    told = engine_report("3", EngineStats(incarnation="x", pages_total=8, page_size=4), 7.5)
-    assert told.engine == "3" and told.incarnation == "x"
+    report = engine_report("3", EngineStats(incarnation="x", pages_total=8, page_size=4), 7.5)
+    assert report.engine == "3" and report.incarnation == "x"
     expected = {
         (family.name, (value,) if value else ())
         for family in (*ENGINE_GAUGES, *ENGINE_COUNTERS)
@@ -149,26 +149,26 @@ def test_an_engine_reports_every_series_though_it_is_zero() -> None:
     }
     config = (CACHE_CONFIG.name, ("4", "8"))
     asked = (ENGINE_ASKED.name, ())
-    assert {*told.gauges, *told.counters} == {*expected, config, asked}
-    assert told.gauges[asked] == 7.5
-    assert told.gauges[config] == 1
-    assert told.gauges["kv_cache_pages_by_state", ("free",)] == 8
+    assert {*report.gauges, *report.counters} == {*expected, config, asked}
+    assert report.gauges[asked] == 7.5
+    assert report.gauges[config] == 1
+    assert report.gauges["kv_cache_pages_by_state", ("free",)] == 8
 
 
 def test_an_ingress_reports_every_series_though_it_is_zero() -> None:
-    told = IngressCounters().report()
-    named = {name for name, _ in {**told.gauges, **told.counters, **told.histograms}}
+    report = IngressCounters().report()
+    named = {name for name, _ in {**report.gauges, **report.counters, **report.histograms}}
     assert named == {family.name for family in INGRESS_FAMILIES}
     for family in INGRESS_FAMILIES:
         for value in family.values:
-            assert told.counters[family.name, (value,)] == 0
+            assert report.counters[family.name, (value,)] == 0
 
 
 def test_words_outside_the_closed_sets_make_no_series() -> None:
     stats = EngineStats(finished={"stop": 1, "moved": 2, "strange": 3}, rejected={"why": 4})
-    told = engine_report("0", stats, 0.0)
-    assert told.counters["request_success", ("stop",)] == 1
-    assert told.counters["requests_moved", ()] == 2
+    report = engine_report("0", stats, 0.0)
+    assert report.counters["request_success", ("stop",)] == 1
+    assert report.counters["requests_moved", ()] == 2
     counts = IngressCounters()
     before = len(counts.report().counters)
     for path, status in [("/v1/completions", 200), ("/<script>", 404), ("/", 999), ("/x", None)]:

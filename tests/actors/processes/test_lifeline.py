@@ -1,4 +1,4 @@
-"""Actors that nobody wants end themselves; processes are told apart from later ones."""
+"""Actors exit when their lease runs out; a process differs from a later one with its id."""
 
 import os
 import signal
@@ -42,11 +42,11 @@ def test_work_is_no_silence() -> None:
 
 
 def test_cut_is_told_once_watched() -> None:
-    clock, told = Clock(), threading.Event()
-    line = Lifeline(10.0, told.set, clock)
+    clock, is_cut = Clock(), threading.Event()
+    line = Lifeline(10.0, is_cut.set, clock)
     clock.now = 11.0
     line.watch()
-    assert told.wait(30)
+    assert is_cut.wait(30)
 
 
 def test_processes_end_and_are_gone() -> None:
@@ -58,6 +58,6 @@ def test_processes_end_and_are_gone() -> None:
     assert not is_alive(replace(process, started=process.started + 1))  # another one, later
     os.kill(child.pid, signal.SIGSTOP)  # a hung one does not listen to anything milder
     assert end(process)
-    assert not is_alive(process)  # though nobody has waited for it
+    assert not is_alive(process)  # a zombie
     assert child.wait() == -signal.SIGKILL
     assert end(process)  # nothing to do

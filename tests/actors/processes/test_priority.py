@@ -16,7 +16,7 @@ print(os.nice(0) - before)
 
 
 def test_a_process_steps_back() -> None:
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
     )
-    assert int(told.stdout) == min(BEHIND_RUNNERS, 19 - os.nice(0))
+    assert int(process.stdout) == min(BEHIND_RUNNERS, 19 - os.nice(0))

@@ -12,13 +12,13 @@ from rayfin.deployments.requests.best_of import (
     candidates,
     likeliest,
     num_candidates,
-    tell_logprobs,
+    request_logprobs,
 )
 
 
 def _delta(*logprobs: float) -> TokenDelta:
-    told = [TokenLogprob(value, 1) for value in logprobs]
-    return TokenDelta("r", list(range(len(told))), logprobs=told)
+    entries = [TokenLogprob(value, 1) for value in logprobs]
+    return TokenDelta("r", list(range(len(entries))), logprobs=entries)
 
 
 def test_per_token_over_all_deltas() -> None:
@@ -40,9 +40,9 @@ def test_nothing_said_is_the_least_likely() -> None:
 
 
 def test_best_first_and_the_earlier_one_among_equals() -> None:
-    told = [Likelihood(-6.0, 3), Likelihood(-1.0, 1), Likelihood(-9.0, 9), Likelihood(-2.0, 1)]
-    assert likeliest(told, 3) == [1, 2, 0]
-    assert likeliest(told, 4) == [1, 2, 0, 3]
+    entries = [Likelihood(-6.0, 3), Likelihood(-1.0, 1), Likelihood(-9.0, 9), Likelihood(-2.0, 1)]
+    assert likeliest(entries, 3) == [1, 2, 0]
+    assert likeliest(entries, 4) == [1, 2, 0, 3]
 
 
 def test_candidates() -> None:
@@ -58,5 +58,5 @@ def test_what_the_caller_asks_for_stays() -> None:
         EngineRequest(str(asked), prompt, Sampling(logprobs=asked), StopRules(1))
         for asked in (None, 0, 4)
     ]
-    tell_logprobs(requests)
+    request_logprobs(requests)
     assert [request.sampling.logprobs for request in requests] == [0, 0, 4]

@@ -1,4 +1,4 @@
-"""An ingress and its hub: told every so often, missed by nobody, started again where it stood."""
+"""An ingress reports to its hub, does without it, and starts it again with the same totals."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -109,7 +109,7 @@ def connect(registry: Registry, counts: IngressCounters) -> tuple[HubClient, Met
 
 
 def left(text: bytes) -> float:
-    """The disconnects that are told, by a fake hub or by the ingress itself."""
+    """The disconnects in the text, of a fake hub or by the ingress itself."""
     lines = [
         line for line in text.decode().splitlines() if "left" in line or "disconnects_t" in line
     ]
@@ -156,7 +156,7 @@ async def test_a_hub_that_hangs_is_replaced() -> None:
 
 
 async def test_a_scrape_does_not_wait_for_a_busy_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told what the hub said last; what comes late is for the next one."""
+    """A scrape gets the hub's last text; a late answer is for the next one."""
     for name in ("HUB_REPORT_SECONDS", "HUB_REPORT_ANSWER_SECONDS", "SCRAPE_AGE_SECONDS"):
         monkeypatch.setattr(hub_link, name, 3600.0)
     registry, counts = Registry(), IngressCounters()

@@ -1,4 +1,4 @@
-"""Texts and bytes of single tokens, and what was told of them."""
+"""Texts and bytes of single tokens, and their log probabilities."""
 
 from rayfin.actors.messages import TokenLogprob
 from rayfin.deployments.text.logprobs import Logprob, by_token, of_prompt
@@ -28,21 +28,21 @@ def test_half_a_character_is_its_bytes(byte_level: Tokenizer) -> None:
 
 
 def test_the_tokens_own_comes_first_and_the_rest_is_cut() -> None:
-    told = TokenLogprob(-3.0, 9, ((5, -0.5), (6, -1.0), (7, -2.0)))
-    assert by_token(8, told, 2, None) == {
+    entry = TokenLogprob(-3.0, 9, ((5, -0.5), (6, -1.0), (7, -2.0)))
+    assert by_token(8, entry, 2, None) == {
         8: Logprob(-3.0, 9),
         5: Logprob(-0.5, 1),
         6: Logprob(-1.0, 2),
     }
-    assert list(by_token(8, told, 2, None)) == [8, 5, 6]
-    assert by_token(8, told, 0, None) == {8: Logprob(-3.0, 9)}
-    assert list(by_token(6, told, 2, None)) == [6, 5]
+    assert list(by_token(8, entry, 2, None)) == [8, 5, 6]
+    assert by_token(8, entry, 0, None) == {8: Logprob(-3.0, 9)}
+    assert list(by_token(6, entry, 2, None)) == [6, 5]
 
 
 def test_a_prompts_first_token_has_none(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("hello", False)
-    told = {i: TokenLogprob(-float(i), i) for i in range(1, len(ids))}
-    listed = of_prompt(ids, told, 0, byte_level)
+    entry = {i: TokenLogprob(-float(i), i) for i in range(1, len(ids))}
+    listed = of_prompt(ids, entry, 0, byte_level)
     assert listed[0] is None and len(listed) == len(ids)
     for i, own in enumerate(listed[1:], start=1):
         assert own == {ids[i]: Logprob(-float(i), i, byte_level.token_text(ids[i]))}

@@ -138,9 +138,9 @@ def test_all_log_probabilities_where_the_engine_tells_them() -> None:
 def test_bad_words_begin_a_text_or_follow_a_space(byte_level: Tokenizer) -> None:
     roomy = replace(ROOMY, vocab_size=byte_level.vocab_size)
     words = ["quick", "  the", "world", "hello"]  # the last two have another length after a space
-    told = build([1], roomy, byte_level, bad_words=words)[0].sampling.bad_words
+    token_strings = build([1], roomy, byte_level, bad_words=words)[0].sampling.bad_words
     forms = ["quick", " quick", "the", " the", "world", "hello"]
-    assert told == tuple(tuple(byte_level.encode(form, False)) for form in forms)
+    assert token_strings == tuple(tuple(byte_level.encode(form, False)) for form in forms)
     with pytest.raises(InvalidRequest, match="no token is left"):
         build(
             [1],
