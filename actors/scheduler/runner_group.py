@@ -1,11 +1,11 @@
 """The runners of one engine, and the only file that knows how a step reaches them.
 
-The channel is plain Ray: a SchedulerInfo goes out as the argument of an actor call, whose object
-ref stands for the step until its StepResult is asked for. With two steps in flight the way there
-and back is hidden behind the step before. Several ranks get one shared ref, and the first of the
-last stage answers; for one rank a ``ray.put`` costs more than it saves: docs/design.md.
+The channel is plain Ray: a SchedulerInfo is the argument of an actor call, and the call's object
+ref stands for the step until its StepResult is fetched. With two steps in flight the transport is
+hidden behind the step before. Several ranks get one shared ref, and the first rank of the last
+stage answers; for one rank a ``ray.put`` costs more than it saves (docs/design.md).
 
-The ranks live and die together: when one is lost, all are replaced under a new epoch.
+If one rank is lost, all are replaced under a new epoch.
 """
 
 import logging

@@ -59,29 +59,29 @@ class Stream:
         return self._truth[:length]
 
     def check_logprobs(self) -> None:
-        """What was told is what the model thinks of each token, where it was asked for."""
+        """Delivered log probabilities are the model's, for each token if requested."""
         source, sampling, size = self.source, self.source.sampling, self._vocab_size
         prompt, first = len(source.prompt), len(source.prompt) + len(source.output)
         asked = sampling.logprobs is not None and source.beams is None
         assert len(self.logprobs) == (len(self.tokens) - len(source.output) if asked else 0)
-        for position, told in enumerate(self.logprobs, start=first):
-            self._check_logprob(position, told, sampling.logprobs or 0, size)
-        for position, told in enumerate(self.prompt_logprobs, start=1):
+        for position, logprob in enumerate(self.logprobs, start=first):
+            self._check_logprob(position, logprob, sampling.logprobs or 0, size)
+        for position, logprob in enumerate(self.prompt_logprobs, start=1):
             assert sampling.prompt_logprobs is not None
             size = size_of_prompt(source.prompt, size)
-            self._check_logprob(position, told, sampling.prompt_logprobs, size)
+            self._check_logprob(position, logprob, sampling.prompt_logprobs, size)
         if sampling.prompt_logprobs is not None and self.logprobs:
             assert len(self.prompt_logprobs) == prompt - 1, (
-                "the prompt is told of before its output"
+                "prompt log probabilities come before the output"
             )
 
-    def _check_logprob(self, position: int, told: TokenLogprob, most: int, size: int) -> None:
+    def _check_logprob(self, position: int, logprob: TokenLogprob, most: int, size: int) -> None:
         context = self.truth(position + 1)
         row = next_logprobs(context[:-1], self.seed, size)
-        assert told.logprob == row[context[-1]]
-        assert told.rank == 1 + (row > told.logprob).sum()
+        assert logprob.logprob == row[context[-1]]
+        assert logprob.rank == 1 + (row > logprob.logprob).sum()
         likeliest = np.argsort(-row, kind="stable")[:most]
-        assert told.top[:most] == tuple(
+        assert logprob.top[:most] == tuple(
             zip(likeliest.tolist(), row[likeliest].tolist(), strict=True)
         )
 
@@ -106,7 +106,7 @@ class Mirror:
     """What a runner knows of one handle, from diffs alone."""
 
     new: NewRequest
-    stream: Stream | None  # None: a request that no test has told of; only its pages are checked
+    stream: Stream | None  # None: a request that no test has named; only its pages are checked
     beams: EngineRequest | None  # of which it is a beam; then it has no stream of its own
     known: int  # tokens that the scheduler knew when it sent the request
     pages: list[int] = field(default_factory=list)
@@ -131,7 +131,7 @@ def next_logprobs(context: Int32Array, seed: int, vocab_size: int) -> Float32Arr
 
 
 def size_of_prompt(prompt: Int32Array, vocab_size: int) -> int:
-    """A vocabulary that has the prompt's tokens too, which nobody checks here."""
+    """A vocabulary that has the prompt's tokens too; they are not checked here."""
     return max(vocab_size, int(prompt.max()) + 1)
 
 

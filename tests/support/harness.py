@@ -116,7 +116,9 @@ class Harness:
                 stream = self.streams[client, key]
                 assert stream.open, "a prompt's log probabilities after the end"
                 for position, entry in logprobs.entries():
-                    assert position == len(stream.prompt_logprobs) + 1, "told twice, or not at all"
+                    assert position == len(stream.prompt_logprobs) + 1, (
+                        "delivered twice, or not at all"
+                    )
                     stream.prompt_logprobs.append(entry)
             for key, token in zip(keys, deltas.tokens.tolist(), strict=True):
                 stream = self.streams[client, key]

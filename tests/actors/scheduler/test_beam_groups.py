@@ -215,7 +215,7 @@ def test_preemption_hits_the_whole_group(
 
 
 def test_a_group_waits_for_slots(harness: Make) -> None:
-    """It is not overtaken, and nobody is preempted for it."""
+    """It is not overtaken, and no request is preempted for it."""
     h = harness(max_decoding_batch=4)
     h.add(_prompt(5), 9)
     h.add(_prompt(6), 5, beams=BeamParams(4))

@@ -110,7 +110,7 @@ def test_abort(harness: Make, scheduler: str, steps_in_flight: int) -> None:
     held = h.engine.lifecycle.state.tables.num_held
     assert held == len(h.engine.lifecycle.state.tables.pages_since(other_slot(h, other), 0))
     h.abort(stream)  # unknown by now: ignored
-    h.engine.abort("nobody", 99)
+    h.engine.abort("unknown", 99)
     h.run()
     h.check()
     assert h.engine.stats().finished == {"abort": 1, "length": 1}
@@ -168,7 +168,7 @@ def test_stop_goes_before_length(harness: Make) -> None:
 
 
 def test_tokens_past_a_stop_are_thrown_away(harness: Make) -> None:
-    """With two steps in flight one more token is computed; nobody sees it."""
+    """With two steps in flight one more token is computed, and not delivered."""
     free = harness()
     stream = free.add([5, 6, 7], 8)
     free.run()

@@ -1,4 +1,4 @@
-"""Choices of one prompt fork from the first one; nobody can tell from their tokens."""
+"""Choices of one prompt fork from the first one, which does not change their tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +92,7 @@ def test_siblings_wait_while_the_elder_is_in_its_prompt(harness: Make, caching: 
 def test_elder_that_is_short_of_a_few_tokens(
     harness: Make, steps_in_flight: int, caching: bool, length: int
 ) -> None:
-    """Its last chunk shares a step with nobody that would copy what it writes there."""
+    """Its last chunk shares no step with a choice that copies the page it writes."""
     h = harness(steps_in_flight=steps_in_flight, max_batch_tokens=8, prefix_caching=caching)
     _choices(h, length)
     h.run()

@@ -1,4 +1,4 @@
-"""Requests that begin alike share pages, and nobody can tell from their tokens."""
+"""Requests that begin alike share pages, which does not change their tokens."""
 
 import itertools
 import random
@@ -79,8 +79,8 @@ def test_conversation_that_goes_on_finds_the_answer_too(
     h = harness(steps_in_flight=steps_in_flight, **speed)
     first = h.add(_prompt(5), 13)
     h.run()
-    told = [*_prompt(5), *first.tokens]  # the last of its 18 tokens was never an input
-    second = h.add([*told, 1, 2, 3], 3)
+    first_turn = [*_prompt(5), *first.tokens]  # the last of its 18 tokens was never an input
+    second = h.add([*first_turn, 1, 2, 3], 3)
     h.run()
     h.check()
     assert second.ended.cached_tokens == 16
@@ -99,12 +99,12 @@ def test_stop_token_that_fills_a_page(
     h = harness(steps_in_flight=steps_in_flight, **speed)
     first = h.add(_prompt(length), 12, stop=[stop])
     h.run()
-    told = [*_prompt(length), *first.tokens]
+    first_turn = [*_prompt(length), *first.tokens]
     for more in ([1], [1, 2, 3, 4, 5]):
-        again = h.add([*told, *more], 3)
+        again = h.add([*first_turn, *more], 3)
         h.run()
         h.check()
-    assert again.ended.cached_tokens == (len(told) + 1) // 4 * 4  # a prompt's page is full
+    assert again.ended.cached_tokens == (len(first_turn) + 1) // 4 * 4  # a prompt's page is full
 
 
 def test_extra_keys_separate(harness: Make) -> None:

@@ -14,10 +14,10 @@ Make = Callable[..., Any]
 
 
 def owners(own: EngineSnapshot) -> Counter[int]:
-    told: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for owner, count in own.pages.map:
-        told[owner] += count
-    return told
+        counts[owner] += count
+    return counts
 
 
 def test_who_runs_and_who_waits(harness: Make) -> None:
@@ -85,7 +85,7 @@ def test_no_more_are_shown_than_a_page_holds(harness: Make) -> None:
 
 
 def test_a_question_that_goes_wrong_is_its_askers(harness: Make) -> None:
-    """Whoever watches cannot stop the loop."""
+    """A failing snapshot does not stop the loop."""
     engine = harness().engine
     wrong, right = EngineCall(lambda own: 1 / 0), EngineCall(lambda own: own.stats().steps)
     wrong.reply(engine)

@@ -1,4 +1,4 @@
-"""Clients of an engine: their news, their heartbeats, their silence."""
+"""Clients of an engine: their output, their heartbeats, their silence."""
 
 import inspect
 
@@ -20,7 +20,7 @@ def test_news_until_it_is_closed() -> None:
     subscriptions = Subscriptions()
     subscriptions.renew("a")
     first, second = runner_diff(1), runner_diff(2)
-    subscriptions.post({"a": first, "b": runner_diff(3)})  # nobody has heard of b
+    subscriptions.post({"a": first, "b": runner_diff(3)})  # b is no client
     subscriptions.post({"a": second})
     reading = subscriptions.read("a", lambda: BEAT)
     assert next(reading) is first and next(reading) is second
@@ -65,7 +65,7 @@ def test_a_call_ends_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_client_has_a_seat_of_its_own() -> None:
-    """From the first word to the last: the next one gets it when nobody reads in it any more."""
+    """From its first call to its last: another client gets it when no call reads in it."""
     subscriptions = Subscriptions()
     assert [subscriptions.seat(client) for client in "aba"] == [0, 1, 0]
     reading, first = subscriptions.read("a", lambda: BEAT), runner_diff(1)

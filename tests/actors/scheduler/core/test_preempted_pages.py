@@ -231,7 +231,7 @@ def test_row_that_fails_while_its_pages_go_out(harness: Make) -> None:
 
 
 def test_prompt_that_is_scored_is_computed_again(harness: Make) -> None:
-    """What its chunks in flight tell of it is dropped with them, so it must be told once more."""
+    """Log probabilities of chunks in flight are dropped, so they must be computed again."""
     h = harness(num_host_pages=8, max_batch_tokens=8, prefix_caching=False)
     stream = h.add(20, 4)
     stream.source.sampling = replace(stream.source.sampling, prompt_logprobs=0)

@@ -1,4 +1,4 @@
-"""Poison is found with few deaths; nobody else is convicted, and nothing is lost meanwhile."""
+"""Poisonous requests are found with few deaths; no other is convicted, and none is lost."""
 
 from collections.abc import Callable
 from typing import Any

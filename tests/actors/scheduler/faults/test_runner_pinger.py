@@ -43,9 +43,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def deaths(runners: Runners, engine: Engine) -> list[str]:
-    told: list[str] = []
-    RunnerPinger(runners, engine, told.append).ping_once()
-    return told
+    reasons: list[str] = []
+    RunnerPinger(runners, engine, reasons.append).ping_once()
+    return reasons
 
 
 def test_answer_is_no_news(clock: Time) -> None:

@@ -69,18 +69,18 @@ def test_engine_recalls_what_ended_and_takes_back_what_runs(harness: Make, sched
     h = harness(scheduler=scheduler, prefix_caching=False)
     h.engine.add(source("done", max_tokens=2))
     h.engine.add(source("runs"))
-    told: dict[int, list[int]] = {}
-    while len(told.get(hash("runs"), ())) < 3:
+    received: dict[int, list[int]] = {}
+    while len(received.get(hash("runs"), ())) < 3:
         message = h.engine.step().get("a")
         if message is not None:
             for key, token in zip(message.keys.tolist(), message.tokens.tolist(), strict=True):
-                told.setdefault(key, []).append(token)
+                received.setdefault(key, []).append(token)
     done, runs, other = h.engine.recall("me", ["done", "runs", "never"])
-    assert done == TokenLog(RECEIPT, 3, told[hash("done")], "length")
-    assert runs == TokenLog(RECEIPT, 3, told[hash("runs")], None)
+    assert done == TokenLog(RECEIPT, 3, received[hash("done")], "length")
+    assert runs == TokenLog(RECEIPT, 3, received[hash("runs")], None)
     assert other is None
     assert h.engine.recall("you", ["done", "runs"]) == [None, None]
-    (ended,) = h.engine.step()["a"].ended  # whoever reads it still is not left waiting
+    (ended,) = h.engine.step()["a"].ended  # a client that still reads it gets an end
     assert (ended.key, ended.finish_reason) == (hash("runs"), "abort")
     while h.engine.has_work:  # steps in flight
         assert h.engine.step() == {}

@@ -115,7 +115,7 @@ def test_idling_earns_no_credit() -> None:
 
 
 def test_what_a_tenant_had_is_not_forgotten_by_a_pause() -> None:
-    """It waited for nobody, so it comes back with its counter, as in the paper."""
+    """No other tenant waited, so it comes back with its counter, as in the paper."""
     queue = _Queue()
     queue.join("a", 10)
     queue.join("b", 1)

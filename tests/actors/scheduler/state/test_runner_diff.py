@@ -1,4 +1,4 @@
-"""A slot that changes hands between two steps is told of once, and rightly."""
+"""A slot that is freed and used again between two steps is sent once, and rightly."""
 
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.scheduler.state.runner_diff import RunnerDiff
