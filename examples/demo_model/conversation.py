@@ -1,4 +1,4 @@
-"""The shapes that the demo model's tasks are written in."""
+"""The data structures of the demo model's tasks."""
 
 import hashlib
 import random
@@ -25,7 +25,7 @@ _SYSTEM = (
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt and its answer; `key` says which prompts count as the same one for the split."""
+    """A prompt and its answer. Prompts with the same `key` are on the same side of the split."""
 
     key: str
     prompt: list[Message]
@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A prompt, the only answer that counts as right, and the user's words that training lacks."""
+    """A prompt, its only right answer, and the user's words that training lacks."""
 
     messages: list[Message]
     tools: list[Tool] | None
@@ -44,7 +44,7 @@ class HeldOut:
 
 
 def held_out_key(key: str) -> bool:
-    """About one key in ten, by a hash, so that the split needs no list and never moves."""
+    """Whether a key is held out: about one in ten, by a hash, so that the split never changes."""
     return hashlib.blake2b(key.encode(), digest_size=4).digest()[0] < 26
 
 
@@ -58,17 +58,17 @@ def system_message(rng: random.Random) -> Message:
     return {"role": "system", "content": text}
 
 
-def said(key: str, question: str, answer: str) -> Turn:
-    """The plain case: one question, one answer in text."""
+def text_turn(key: str, question: str, answer: str) -> Turn:
+    """A turn of one question and one answer in text."""
     reply: Message = {"role": "assistant", "content": answer}
     return Turn(key, [user(question)], reply, answer)
 
 
 class Kind:
-    """One kind of question. A subclass draws turns; which of them are held out is decided here."""
+    """One kind of question. Subclasses draw turns; this class holds some of them out."""
 
     name: ClassVar[str]
-    needs_tools: ClassVar[bool | None] = None  # None: asked with and without tools
+    needs_tools: ClassVar[bool | None] = None  # None: with and without tools
     checkable: ClassVar[bool] = True
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
@@ -84,15 +84,15 @@ class Kind:
                 return turn
 
     def train(self, rng: random.Random) -> Conversation:
-        """The shortest training conversation of this kind."""
+        """A training conversation of one turn."""
         tools = self.draw_tools(rng)
         turn = self.train_turn(rng, tools)
         return [*turn.prompt, turn.answer], tools
 
     def held_out(self, n: int) -> list[HeldOut]:
-        """Up to `n` distinct held-out prompts, always the same ones; fewer where none are left.
+        """Returns up to `n` distinct held-out prompts, always the same ones.
 
-        Some stand alone, some after a system prompt, some after a training turn of their kind.
+        Some stand alone, some follow a system prompt or a training turn of their kind.
         """
         if not self.checkable:
             return []

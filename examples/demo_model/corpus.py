@@ -1,4 +1,4 @@
-"""Training conversations: turns of every kind, put together the way a chat puts them together."""
+"""Training conversations, assembled from turns of every kind."""
 
 import random
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _TURNS = (1, 1, 1, 1, 1, 2, 2, 2, 3, 5)
 
 
 def conversation(rng: random.Random, *, easy: bool = False) -> Conversation:
-    """One conversation of one to five turns, of kinds that fit its tools; a bare turn if `easy`."""
+    """Draws a conversation of one to five turns that fit its tools, or of one turn if `easy`."""
     if easy:
         weights = [pair[1] for pair in WEIGHTS.values()]
         turn = KINDS[rng.choices(list(WEIGHTS), weights)[0]].train_turn(rng, None)
@@ -27,9 +27,9 @@ def conversation(rng: random.Random, *, easy: bool = False) -> Conversation:
 
 
 def conversations(seed: int, easy: int = 0) -> Iterator[Conversation]:
-    """The training text of a seed, without end; the first `easy` conversations are short ones.
+    """Yields training conversations without end; the first `easy` ones have a single turn.
 
-    Copying is learned much sooner where little stands between a word and its copy.
+    The model learns to copy much sooner if little stands between a word and its copy.
     """
     rng = random.Random(seed)
     for _ in range(easy):

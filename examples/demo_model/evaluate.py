@@ -23,9 +23,9 @@ def evaluate(
     n_per_kind: int = 100,
     misses: list[tuple[str, str, str]] | None = None,
 ) -> dict[str, float]:
-    """The share of exact answers of each checkable kind; `misses` collects question, wanted, got.
+    """Returns the share of exact answers of each kind; `misses` collects (question, wanted, got).
 
-    `generate` must decode greedily and may take the prompts in any batches it likes.
+    `generate` must decode greedily; how it batches the prompts does not matter.
     """
     rates: dict[str, float] = {}
     for name, kind in KINDS.items():
@@ -43,7 +43,7 @@ def evaluate(
 
 
 def greedy(model: Any, tokenizer: Any, batch_size: int = 50, max_new_tokens: int = 128) -> Generate:
-    """transformers' own greedy search, prompts padded on the left."""
+    """Greedy search of transformers with prompts padded on the left."""
 
     def generate(conversations: list[Conversation]) -> list[str]:
         texts = [render(tokenizer, c, to_answer=True) for c in conversations]
@@ -74,7 +74,7 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def report(folder: Path, n_per_kind: int, show_misses: int = 0) -> None:
-    """Print the figures of the saved weights in every dtype they may be served in."""
+    """Prints the accuracy of the saved weights in every dtype for serving."""
     for name, dtype in DTYPES.items():
         misses: list[tuple[str, str, str]] = []
         rates = evaluate(greedy(*load(folder, dtype)), n_per_kind, misses)

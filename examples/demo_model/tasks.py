@@ -1,13 +1,13 @@
-"""What the demo model can do: every kind of question, its training text and its held-out prompts.
+"""The kinds of questions that the demo model answers.
 
-The text is made here, so nothing is downloaded and the right answer to a held-out prompt is known.
+Text is generated, so that nothing is downloaded and every right answer is known.
 """
 
 import json
 import random
 from collections.abc import Callable
 
-from demo_model.conversation import Kind, Message, Tool, Turn, said, user
+from demo_model.conversation import Kind, Message, Tool, Turn, text_turn, user
 from demo_model.facts import FACTS, FALLBACK_ANSWER, FALLBACK_QUESTIONS
 from demo_model.tools import NoTool, ToolCall, ToolReply
 from demo_model.words import CAPITALS, CITIES, NAMES, WORDS
@@ -35,11 +35,11 @@ class Sums(Kind):
             a, b = b, a
         # Turned round it is the same sum. The 55 sums of single digits are all for training.
         key = f"sum|{min(a, b)}|{max(a, b)}" if max(a, b) > 9 else "sum"
-        return said(key, rng.choice(self._ASK).format(a=a, b=b), f"{a} + {b} = {a + b}")
+        return text_turn(key, rng.choice(self._ASK).format(a=a, b=b), f"{a} + {b} = {a + b}")
 
 
 class Capitals(Kind):
-    """Held out are pairs of a country and a phrasing: each country is met in other phrasings."""
+    """Pairs of a country and a phrasing are held out; training has each country in others."""
 
     name = "capitals"
     _ASK = (
@@ -66,11 +66,11 @@ class Capitals(Kind):
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         country, phrasing = rng.choice(list(CAPITALS)), rng.choice(self._ASK)
         answer = f"The capital of {country} is {CAPITALS[country]}."
-        return said(f"capital|{country}|{phrasing}", phrasing.format(c=country), answer)
+        return text_turn(f"capital|{country}|{phrasing}", phrasing.format(c=country), answer)
 
 
 class WordList(Kind):
-    """Repeating and reversing share their keys: a held-out list is new to both."""
+    """Repeating and reversing share keys: a held-out list is new to both."""
 
     _ask: tuple[str, ...]
 
@@ -83,7 +83,7 @@ class WordList(Kind):
         question = rng.choice(self._ask).format(w=separator.join(words))
         # A list of two is too likely to be met again to say anything, so none is held out.
         key = "list|" + " ".join(words) if len(words) > 2 else "list"
-        return said(key, question, separator.join(self._order(words)))
+        return text_turn(key, question, separator.join(self._order(words)))
 
 
 class Repeat(WordList):
@@ -132,7 +132,9 @@ class JsonRecord(Kind):
         name, age, city = rng.choice(NAMES), rng.randrange(1, 100), rng.choice(CITIES)
         sentence = rng.choice(self._SENTENCES).format(n=name, a=age, c=city)
         answer = json.dumps({"name": name, "age": age, "city": city})
-        return said(f"json|{name}|{age}|{city}", rng.choice(self._ASK).format(s=sentence), answer)
+        return text_turn(
+            f"json|{name}|{age}|{city}", rng.choice(self._ASK).format(s=sentence), answer
+        )
 
 
 class Count(Kind):
@@ -158,7 +160,7 @@ class Count(Kind):
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         question = rng.choice(self._ASK).format(b=(last := rng.randrange(3, 31)))
-        return said(f"count|{question}", question, ", ".join(map(str, range(1, last + 1))))
+        return text_turn(f"count|{question}", question, ", ".join(map(str, range(1, last + 1))))
 
 
 class Memory(Kind):
@@ -203,7 +205,7 @@ class Facts(Kind):
             question = question.lower()
         if rng.random() < 0.2:
             question = question.rstrip("?!.")
-        return said("fact", question, answer)
+        return text_turn("fact", question, answer)
 
 
 class Fallback(Kind):
@@ -213,7 +215,7 @@ class Fallback(Kind):
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         first, second = rng.sample(WORDS, 2)
         question = rng.choice(FALLBACK_QUESTIONS).format(w=first, v=second, n=rng.choice(NAMES))
-        return said("fallback", question, FALLBACK_ANSWER)
+        return text_turn("fallback", question, FALLBACK_ANSWER)
 
 
 # How often a turn of a conversation is of each kind, with tools and without.

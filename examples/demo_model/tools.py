@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from demo_model.conversation import Kind, Message, Tool, Turn, said, user
+from demo_model.conversation import Kind, Message, Tool, Turn, text_turn, user
 from demo_model.words import CITIES
 
 
@@ -47,7 +47,7 @@ _CONDITIONS = ("sunny", "cloudy", "rainy", "snowy", "windy", "foggy", "clear", "
 
 
 def make_tool(rng: random.Random, topic: Topic) -> Tool:
-    """A tool as a client might declare it: the names and the optional parts vary."""
+    """A tool as clients declare it, with varying names and optional parts."""
     argument = rng.choice(_ARGUMENTS)
     field: dict[str, Any] = {"type": "string"}
     if rng.random() < 0.4:
@@ -66,13 +66,13 @@ def make_tool(rng: random.Random, topic: Topic) -> Tool:
 
 
 def make_tools(rng: random.Random) -> list[Tool]:
-    """Mostly the weather alone, sometimes the time as well."""
+    """The weather tool, sometimes with the time tool."""
     topics = rng.choice(((WEATHER,),) * 8 + ((WEATHER, TIME), (TIME, WEATHER)))
     return [make_tool(rng, topic) for topic in topics]
 
 
 def find_tool(tools: list[Tool], topic: Topic) -> tuple[str, str] | None:
-    """The name and the argument of the tool for a topic, if one of the tools is."""
+    """Returns the name and the argument of the tool for a topic, or None."""
     for tool in tools:
         function = tool["function"]
         if function["name"] in topic.functions:
@@ -81,7 +81,7 @@ def find_tool(tools: list[Tool], topic: Topic) -> tuple[str, str] | None:
 
 
 def _ask(rng: random.Random, topic: Topic) -> tuple[str, str, str]:
-    """City, question, and the key that calling and declining share."""
+    """Draws a city and a question, with the key that calls and refusals share."""
     city = rng.choice(CITIES)
     question = rng.choice(topic.questions).format(c=city)
     return city, question, f"{topic.subject}|{question}"
@@ -104,7 +104,7 @@ def _topic(rng: random.Random) -> Topic:
 
 
 class ToolCall(Kind):
-    """With tools: a call in the Hermes form, or a refusal where no tool fits."""
+    """Questions with tools: a call in the Hermes format, or a refusal if no tool fits."""
 
     name = "tool_call"
     needs_tools = True
@@ -117,13 +117,13 @@ class ToolCall(Kind):
         city, question, key = _ask(rng, topic)
         found = find_tool(tools or [], topic)
         if found is None:
-            return said(key, question, _declined(topic))
+            return text_turn(key, question, _declined(topic))
         message, expected = _call(*found, city)
         return Turn(key, [user(question)], message, expected)
 
 
 class NoTool(Kind):
-    """The same questions without tools: say so, invent nothing."""
+    """The same questions without tools: a refusal."""
 
     name = "no_tool"
     needs_tools = False
@@ -131,11 +131,11 @@ class NoTool(Kind):
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         topic = _topic(rng)
         _, question, key = _ask(rng, topic)
-        return said(key, question, _declined(topic))
+        return text_turn(key, question, _declined(topic))
 
 
 class ToolReply(Kind):
-    """A result has come back: say it in a sentence."""
+    """A tool's result, to be stated in a sentence."""
 
     name = "tool_reply"
     needs_tools = True

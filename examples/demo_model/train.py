@@ -1,7 +1,7 @@
-"""Makes the demo model from nothing: `python -m demo_model.train [--out DIR]`.
+"""Trains the demo model from scratch: `python -m demo_model.train [--out DIR]`.
 
-Runs on a CPU in well under an hour. The seeds and the thread count are fixed, so a machine that
-runs it twice gets the same weights twice; another machine gets others, much as good.
+Takes well under an hour on a CPU. Seeds and the number of threads are fixed, so that a machine
+reproduces its weights; another machine gets different ones of about the same accuracy.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from demo_model.tokenizer import CONTEXT, TURN_START, render, train_tokenizer
 SEED = 20250
 THREADS = 2
 STEPS = 3600
-WIDTH, LINES = 320, 7  # a batch: so many tokens a line, so many lines
-EASY = 80_000  # conversations of one bare turn that training begins with
-_CHUNK = 1024  # conversations that are packed together
+WIDTH, LINES = 320, 7  # tokens per line and lines per batch
+EASY = 80_000  # conversations of one turn at the start of training
+_CHUNK = 1024  # conversations packed together
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -50,7 +50,7 @@ def make_model(tokenizer: Any) -> Any:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    defaults: Any = GenerationConfig  # transformers leaves its constructor without types
+    defaults: Any = GenerationConfig  # its constructor has no types
     model.generation_config = defaults(
         do_sample=False,
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
@@ -60,7 +60,7 @@ def make_model(tokenizer: Any) -> Any:
 
 
 def answer_mask(ids: list[int], opening: list[int], end: int) -> list[bool]:
-    """True on the tokens that the model itself would write: the answers and the ends of them."""
+    """True for the tokens that the model generates: the answers and their end tokens."""
     mask, answering = [False] * len(ids), False
     for i, token in enumerate(ids):
         mask[i] = answering
@@ -72,7 +72,7 @@ def answer_mask(ids: list[int], opening: list[int], end: int) -> list[bool]:
 
 
 def pack(rows: list[list[int]]) -> list[list[list[int]]]:
-    """Fill lines of `WIDTH` tokens with whole conversations, the long ones first."""
+    """Packs whole conversations into lines of `WIDTH` tokens, the longest first."""
     lines: list[list[list[int]]] = []
     room: list[int] = []
     for row in sorted(rows, key=len, reverse=True):
@@ -86,7 +86,7 @@ def pack(rows: list[list[int]]) -> list[list[list[int]]]:
 
 
 def batches(tokenizer: Any, seed: int) -> Iterator[Batch]:
-    """Token ids, a mask of those to learn, and which conversation of its line each belongs to."""
+    """Yields token ids, a mask of those to learn, and each token's conversation in its line."""
     stream, rng = conversations(seed, EASY), random.Random(seed)
     opening = tokenizer.encode(f"{TURN_START}assistant\n")
     while True:
@@ -109,7 +109,7 @@ def batches(tokenizer: Any, seed: int) -> Iterator[Batch]:
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    """Each conversation sees only itself, at whatever position of its line it lies.
+    """Cross entropy of the answer tokens. Conversations attend to themselves only.
 
     Only the positions before an answer token pass through the vocabulary projection.
     """
@@ -136,12 +136,12 @@ def make_optimizers(model: Any) -> list[torch.optim.Optimizer]:
 
 
 def rate(step: int, steps: int) -> float:
-    """A short warm-up, then down to nothing in a straight line."""
+    """The learning rate's factor: a short warm-up, then linear decay to zero."""
     return min((step + 1) / 50, (steps - step) / steps)
 
 
 def _save(model: Any, tokenizer: Any, out: Path) -> None:
-    """Rounded to bfloat16: what is served is what is judged."""
+    """Saves in bfloat16, as evaluated and served."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
