@@ -80,11 +80,13 @@ def bind_models(
         )
     keeper_class: Any = ResponseStoreDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
-    told = [
+    ingress_models = [
         replace(model, server=for_ingresses(model.server), from_zero=model.server.min_engines == 0)
         for model in models
     ]
-    app: Application = ingress.bind(for_ingresses(server), told, edge, engines, keeper, admin)
+    app: Application = ingress.bind(
+        for_ingresses(server), ingress_models, edge, engines, keeper, admin
+    )
     return app
 
 

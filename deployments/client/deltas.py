@@ -1,4 +1,4 @@
-"""A step's message, taken apart by request."""
+"""Splits a step's message into one delta per request."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,9 +8,9 @@ from rayfin.actors.messages import TokenDelta, TokenDeltas
 def split_deltas(
     message: TokenDeltas, request_ids: Mapping[int, str]
 ) -> Iterator[tuple[int, TokenDelta]]:
-    """(key, delta) of every request of ``request_ids`` that the message has news of.
+    """Yields (key, delta) for every request of ``request_ids`` that the message mentions.
 
-    A request that ended in an error has no delta: its error is the client's to raise.
+    A request that ended in an error has no delta: the caller raises its error.
     """
     ended = {end.key: end for end in message.ended}
     keys = message.keys.tolist()
@@ -22,7 +22,7 @@ def split_deltas(
     for key, token in zip(keys, message.tokens.tolist(), strict=True):
         if key in deltas:
             deltas[key].tokens.append(token)
-    _request_logprobs(message, deltas)
+    _add_logprobs(message, deltas)
     for key, delta in deltas.items():
         if (end := ended.get(key)) is not None:
             delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason
@@ -32,7 +32,7 @@ def split_deltas(
         yield key, delta
 
 
-def _request_logprobs(message: TokenDeltas, deltas: Mapping[int, TokenDelta]) -> None:
+def _add_logprobs(message: TokenDeltas, deltas: Mapping[int, TokenDelta]) -> None:
     for key, logprobs in message.prompt_logprobs.items():
         if key in deltas:
             deltas[key].prompt_logprobs = dict(logprobs.entries())

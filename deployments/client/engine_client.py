@@ -14,7 +14,7 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 
-# What an operator is told of one engine.
+# The report of one engine to an operator.
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class EngineReport:
 
     engine: str  # its label in metrics, by which commands name it
     name: str  # of its scheduler in Ray's actor registry
-    state: str  # "ready", "draining", "asleep", or "lost" where nobody answers
+    state: str  # "ready", "draining", "asleep", or "lost" if it does not answer
     stats: EngineStats
 
     @classmethod
     def of(cls, engine: str, name: str, stats: EngineStats | None) -> "EngineReport":
-        """``stats`` are None where nobody answers."""
+        """``stats`` is None if the engine does not answer."""
         if stats is None:
             return cls(engine, name, "lost", EngineStats())
         state = "asleep" if stats.asleep else "draining" if stats.draining else "ready"
@@ -76,9 +76,9 @@ class EngineClient(Protocol):
         ...
 
     async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
-        """What the tenant's requests of these ids were told so far; None where nothing is known.
+        """The output so far of the tenant's requests with these ids; None where nothing is known.
 
-        Those that still run are aborted: whoever asks goes on with them.
+        Running ones are aborted: the caller continues them.
         """
         ...
 
@@ -99,7 +99,7 @@ class EngineClient(Protocol):
         ...
 
     async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
-        """Tells an engine, or all, what an operator wants; how those are that were told.
+        """Sends a command to one engine or all; returns the reports of those that got it.
 
         Raises:
             NotFound: there is no such engine.

@@ -1,4 +1,4 @@
-"""A client's lease on an engine, renewed from a thread of its own."""
+"""Renews a client's lease on an engine from a separate thread."""
 
 import threading
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from rayfin.actors.timing import LEASE_RENEWAL_SECONDS
 class Renewal:
     """Calls ``renew`` every few ``seconds`` until it is closed.
 
-    An event loop that has a thousand requests to read may not turn for many seconds. A lease that
-    ran out for it would add to its load: all that it has open would be aborted, and sent again.
+    An event loop with a thousand requests to read may not turn for many seconds. If its lease ran
+    out meanwhile, all its requests would be aborted and sent again, which adds to its load.
 
     Args:
-        renew: quick; not called any more once ``close`` has returned.
+        renew: must be quick; is not called once ``close`` has returned.
     """
 
     def __init__(self, renew: Callable[[], object], seconds: float = LEASE_RENEWAL_SECONDS) -> None:

@@ -1,4 +1,4 @@
-"""A request whose engine may be lost: what it has been told, and what to ask the next engine.
+"""A request whose engine may be lost: its output so far, and the request for the next engine.
 
 The recipe of a replay is the token log: prompt plus tokens so far, as one longer prompt. Sampling
 depends on (seed, position) alone, so the tokens that follow are the ones that would have followed.
@@ -27,29 +27,30 @@ class Replay:
         self._source = source
         self._started = now
         self._output = list(source.output)
-        self._prompt_told = np.zeros(len(source.prompt), np.bool_)  # its log probabilities
-        self._told_since = False  # a token, since the last attempt began
-        self._lost = False  # and no news since
+        self._prompt_delivered = np.zeros(len(source.prompt), np.bool_)  # its log probabilities
+        self._advanced = False  # whether the current attempt has produced a token
+        self._lost = False  # and no delta since
         self.waiting_since = now
         self.attempts = 0
         self.deaths = source.deaths
 
     @property
     def begun(self) -> bool:
-        """Whether there are tokens of it."""
+        """Whether it has output."""
         return bool(self._output)
 
     def attempt(self, now: float) -> EngineRequest:
-        """What to send next, under a key that no attempt before had: late news are nobody's.
+        """The request to send next.
 
-        Siblings that are lost together have as many attempts, so they still find each other.
+        Each attempt has a fresh key, so late output of an earlier attempt is dropped. Choices of
+        one prompt that are lost together have equal numbers of attempts, so their keys still match.
 
         Raises:
-            DeadlineExceeded: the request's own time is over.
+            DeadlineExceeded: the request's own deadline has passed.
         """
         source = self._source
         sampling = source.sampling
-        if self._prompt_told[1:].all():
+        if self._prompt_delivered[1:].all():
             sampling = replace(sampling, prompt_logprobs=None)
         fork_parent = source.parent_key
         request = replace(
@@ -62,7 +63,7 @@ class Replay:
             deaths=self.deaths,
         )
         self.attempts += 1
-        self._told_since = False
+        self._advanced = False
         return request
 
     def left(self, now: float) -> float | None:
@@ -78,37 +79,37 @@ class Replay:
         if left <= 0:
             raise DeadlineExceeded(
                 f"the request's timeout of {timeout:g} s has passed: its engine was lost, and no "
-                "other one had gone on with it by then",
+                "other engine had continued it by then",
                 "timeout",
             )
         return left
 
     def accept(self, delta: TokenDelta, now: float) -> TokenDelta:
-        """Notes the news of the attempt under way; what was told before is left out of them."""
+        """Records a delta of the current attempt, and removes what was delivered before."""
         self._lost, self.waiting_since = False, now
         self._output += delta.tokens
-        self._told_since = self._told_since or bool(delta.tokens)
+        self._advanced = self._advanced or bool(delta.tokens)
         if delta.prompt_logprobs:
-            told = self._prompt_told
+            delivered = self._prompt_delivered
             delta.prompt_logprobs = {
-                at: entry for at, entry in delta.prompt_logprobs.items() if not told[at]
+                at: entry for at, entry in delta.prompt_logprobs.items() if not delivered[at]
             }
-            told[list(delta.prompt_logprobs)] = True
-        if self.attempts > 1:  # its own output may have been cached as well
+            delivered[list(delta.prompt_logprobs)] = True
+        if self.attempts > 1:  # its output may have been cached as well
             delta.cached_tokens = min(delta.cached_tokens, len(self._source.prompt))
         return delta
 
     def lost(self, now: float) -> None:
-        """The attempt under way has come to nothing: it waits from now on, or from before."""
+        """The current attempt failed: the request waits from now on, unless it did already."""
         if not self._lost:
             self._lost, self.waiting_since = True, now
 
     def died(self) -> None:
         """The engine has died with the request.
 
-        Only deaths in a row count: one that got on since the last death was not its cause.
+        Only deaths in a row count: a request that advanced since the last death did not cause it.
         """
-        self.deaths = 1 if self._told_since else self.deaths + 1
+        self.deaths = 1 if self._advanced else self.deaths + 1
 
     def _key(self, first: int) -> int:
         return (first + self.attempts * KEY_STEP) & KEY_MASK

@@ -1,4 +1,4 @@
-"""How long a request was on its way between ingress and engine, without a clock in common."""
+"""The time of a request between ingress and engine, measured without a common clock."""
 
 from rayfin.actors.messages import TokenDelta
 
@@ -6,9 +6,9 @@ from rayfin.actors.messages import TokenDelta
 class RequestOverheadTimer:
     """One request at one engine; ``sent`` in seconds of the ingress' clock.
 
-    The engine tells in its last message how long it had the request until the first token; what the
-    ingress has waited over that was the way there, until the engine's loop took the request in
-    between two steps, and the way back. The idea is NTP's: durations of two clocks, no times.
+    The engine's last message has its own time to the first token. The ingress subtracts that from
+    its own: the rest is the way there, the wait for the engine's loop, and the way back. As in NTP,
+    durations of two clocks are compared, never times.
     """
 
     def __init__(self, sent: float) -> None:
@@ -16,7 +16,7 @@ class RequestOverheadTimer:
         self._first: float | None = None
 
     def observe(self, delta: TokenDelta, now: float) -> float | None:
-        """News that came at ``now``; with the last one, the seconds on the way if known."""
+        """Records a delta that arrived at ``now``; returns the seconds at the last one, or None."""
         if self._first is None and delta.tokens:
             self._first = now
         if self._first is None or delta.finish_reason is None or delta.first_token is None:

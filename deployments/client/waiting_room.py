@@ -23,7 +23,7 @@ class WaitingRoom:
 
     Args:
         start: returns when an engine has been started; called while anybody waits, and cancelled
-            when nobody does. None where engines are not started on demand.
+            when none does. None where engines are not started on demand.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WaitingRoom:
     def check(self, tokens: int) -> None:
         """Whether a new prompt of so many tokens may wait.
 
-        Where engines are not started on demand any may: a wait is short, or in vain, and an engine
+        Where engines are not started on demand any may: a wait is short, or fails, and an engine
         that comes back has limits of its own.
 
         Raises:

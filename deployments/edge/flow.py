@@ -49,7 +49,7 @@ class ReplicaFlow:
         untaken, left, asked = 0, False, not _awaits_continue(scope)
         news = asyncio.Event()  # of untaken or left
 
-        async def told() -> Message:
+        async def receive_window() -> Message:
             nonlocal untaken, left, asked
             if not asked:
                 asked = True
@@ -71,7 +71,7 @@ class ReplicaFlow:
             untaken += _cost(message)
             await send(message)
 
-        await self._app(scope, told, windowed)
+        await self._app(scope, receive_window, windowed)
 
 
 class ProxyFlow:
@@ -107,7 +107,7 @@ class _Exchange:
         if asked:
             self._asked.set()
         self._windowed = False
-        self._taken = 0  # bytes, not told yet
+        self._taken = 0  # bytes, not reported yet
         self._left = False
         self._news = asyncio.Event()  # enough was taken, or the client has left
 

@@ -65,7 +65,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # the others are queued behind it
         self._deadline: asyncio.TimerHandle | None = None  # for the end of a head
         self._in_head = False
-        self._told = False  # the parser told of something that is no part of a head or trailer
+        self._parsed = False  # the parser reported something that is no part of a head or trailer
         self._untold = 0  # bytes since it did
         self._refused = False
 
@@ -87,9 +87,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._await_head()
-        self._told = False
+        self._parsed = False
         super().data_received(data)
-        self._untold = 0 if self._told else self._untold + len(data)
+        self._untold = 0 if self._parsed else self._untold + len(data)
         if self._untold > MAX_HEAD_BYTES:
             if self._in_head and len(self.url) > MAX_URL:
                 self._refuse(414, f"The URL is longer than {MAX_URL} bytes.")
@@ -100,7 +100,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._told = self._in_head = True
+        self._parsed = self._in_head = True
         self._await_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -108,7 +108,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._told, self._in_head = True, False
+        self._parsed, self._in_head = True, False
         self._head_is_there()
         if len(self.url) > MAX_URL:  # over 64 KiB the parser cannot take it apart
             self._refuse(414, f"The URL is longer than {MAX_URL} bytes.")
@@ -116,11 +116,11 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._told = True
+        self._parsed = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._told = True
+        self._parsed = True
         self._head_is_there()
         super().on_message_complete()
 

@@ -110,8 +110,8 @@ class ServeErrors:
             status = 503 if replaced is None else replaced["status"]
             headers = {}
             if status in (429, 503):
-                told = Headers(raw=replaced["headers"]) if replaced is not None else {}
-                headers["Retry-After"] = told.get("retry-after", str(RETRY_AFTER_SECONDS))
+                serve_headers = Headers(raw=replaced["headers"]) if replaced is not None else {}
+                headers["Retry-After"] = serve_headers.get("retry-after", str(RETRY_AFTER_SECONDS))
             message = MESSAGES.get(status, "The server cannot answer this request.")
             await http_error_response(status, message, headers)(scope, receive, send)
 

@@ -16,7 +16,7 @@ from rayfin.deployments.generation.beams import hypothesis_deltas
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.generation.usage import PromptTokensDetails, Usage
-from rayfin.deployments.http.caller import NOBODY, Caller
+from rayfin.deployments.http.caller import ANONYMOUS, Caller
 from rayfin.deployments.http.sse import cancelled
 from rayfin.deployments.requests.beams import build_searches
 from rayfin.deployments.requests.best_of import (
@@ -54,7 +54,7 @@ class Generation:
         requests: Sequence[Sequence[EngineRequest]],
         params: SamplingParams,
         search: BeamSearchParams | None = None,
-        caller: Caller = NOBODY,
+        caller: Caller = ANONYMOUS,
     ) -> None:
         self._client = service.client
         self._quotas, self._tenant = service.quotas, caller.tenant
@@ -87,7 +87,7 @@ class Generation:
         *,
         request_id: str,
         priority: int,
-        caller: Caller = NOBODY,
+        caller: Caller = ANONYMOUS,
         search: BeamSearchParams | None = None,
     ) -> "Generation":
         """Checks and builds the requests: of ``params``, or one of each prompt for a ``search``."""

@@ -1,4 +1,4 @@
-"""The API key, checked before any route sees the request."""
+"""API keys and operators' keys, checked before any route sees the request."""
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
@@ -9,18 +9,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.http.paths import ADMIN_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ping"})  # what a balancer asks, and nothing else
-ANTHROPIC_KEY = "x-api-key"  # where clients of Anthropic's put it
+OPEN_PATHS = frozenset({"/health", "/live", "/ping"})  # probes of load balancers
+ANTHROPIC_KEY = "x-api-key"  # the header of Anthropic's clients
 
 
 class BearerAuth:
-    """ASGI: lets in what carries a key, and tells the routes whose it is (``state.tenant``).
+    """ASGI: requires an API key, and sets ``state.tenant`` to the tenant that it belongs to.
 
-    All paths need a key but the open ones, whole and as the router itself reads them: prefixes, and
-    URLs put together from the Host header, have let strangers in elsewhere (CVE-2026-48746).
+    Every path needs a key except the open ones. Open paths are compared whole, as the router reads
+    them: prefixes, and URLs built from the Host header, let strangers in elsewhere
+    (CVE-2026-48746).
 
     Raises:
-        HTTPException: 401 no key or a wrong one, 400 two of them.
+        HTTPException: 401 no key or a wrong one, 400 two keys.
     """
 
     def __init__(
@@ -46,11 +47,10 @@ class BearerAuth:
         await self._app(scope, receive, send)
 
 
-# The operator's key, which is none of the API's keys, nor opens what those open.
-
-
 class AdminAuth:
-    """ASGI: lets in to ``ADMIN_PATHS`` whoever carries an operator's key (``state.operator``).
+    """ASGI: requires an operator's key on ``ADMIN_PATHS``, and sets ``state.operator``.
+
+    Operators' keys are separate from API keys: neither opens what the other does.
 
     Raises:
         HTTPException: 401 no key or a wrong one.
@@ -71,10 +71,10 @@ class AdminAuth:
 
 
 def require_operator(request: Request) -> str:
-    """For every route of an operator's: closed, should the layer above be missing.
+    """A dependency of every operator's route, which stays closed if ``AdminAuth`` is missing.
 
     Raises:
-        HTTPException: 401 nobody has looked at a key.
+        HTTPException: 401 no layer has checked a key.
     """
     operator: str | None = getattr(request.state, "operator", None)
     if operator is None:

@@ -1,4 +1,4 @@
-"""A request's body is counted and timed while it is read, whoever reads it."""
+"""Limits on requests: bytes and time of the body, sizes of the address and the headers."""
 
 import asyncio
 import re
@@ -8,17 +8,17 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-CLOSE = {"Connection": "close"}  # what is left of a refused body is not waited for
+CLOSE = {"Connection": "close"}  # the rest of a refused body is not read
 
 
 class BodyLimits:
     """ASGI: ``receive`` fails when the body is too large or too slow.
 
-    A size that Content-Length tells is refused before the body is asked for, so that a client that
-    waits for 100 Continue sends nothing.
+    A Content-Length over the limit is refused before the body is read, so a client that waits for
+    100 Continue sends nothing.
 
     Raises:
-        HTTPException: 413 too large, 408 not there in time, 415 it is compressed.
+        HTTPException: 413 too large, 408 too slow, 415 compressed.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
@@ -65,18 +65,13 @@ class BodyLimits:
         )
 
 
-# How much a client may send, and how slowly; all in one place.
-
 MAX_URL = 8 * 1024  # bytes of path and query
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 * 1024  # of all names and values together
 MAX_HEAD_BYTES = MAX_URL + MAX_HEADER_BYTES + 4 * MAX_HEADERS + 1024  # before anything is parsed
 MAX_BODY_BYTES = 4 * 2**20  # --max-body-bytes
-WINDOW_BYTES = 256 * 1024  # of an answer that a client has not taken yet; then its stream waits
-SEND_BUFFER_BYTES = 128 * 1024  # of a socket in the kernel, which doubles it
-
-
-# What is refused before a byte of the body: the address, the headers, the kind of connection.
+WINDOW_BYTES = 256 * 1024  # of an answer that a client has not read; then its stream waits
+SEND_BUFFER_BYTES = 128 * 1024  # of a socket; the kernel doubles it
 
 
 METHODS = frozenset(HTTPMethod)
@@ -84,11 +79,11 @@ HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
 class TransportLimits:
-    """ASGI: raises what is wrong with a request's first lines.
+    """ASGI: refuses a request by its first lines, before a byte of the body is read.
 
     Raises:
-        HTTPException: 400 no host, two or a malformed one, a path that is none, a method that is
-            none of HTTP's own, a WebSocket; 414 a long URL; 431 many or long headers.
+        HTTPException: 400 no, several or malformed Host headers, a target that is no path, an
+            unknown method, a WebSocket; 414 a long URL; 431 many or long headers.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -101,9 +96,9 @@ class TransportLimits:
             if not scope["path"].startswith("/"):
                 raise HTTPException(400, "The request's target must be a path.")
             if scope["type"] == "websocket":
-                raise HTTPException(400, "There are no WebSockets here.")
+                raise HTTPException(400, "WebSockets are not supported.")
             if scope["method"] not in METHODS:
-                raise HTTPException(400, "This is no method of HTTP.")
+                raise HTTPException(400, "Unknown HTTP method.")
         await self._app(scope, receive, send)
 
 
@@ -124,7 +119,7 @@ def check_size(scope: Scope) -> None:
 
 def _check_host(scope: Scope) -> None:
     hosts = [value for name, value in scope["headers"] if name == b"host"]
-    if not hosts and scope.get("http_version") == "1.0":  # which probes of balancers still speak
+    if not hosts and scope.get("http_version") == "1.0":  # probes of load balancers
         return
     if len(hosts) != 1 or not HOST.fullmatch(hosts[0]):
-        raise HTTPException(400, "There must be one Host header, a name and perhaps a port.")
+        raise HTTPException(400, "The request needs exactly one valid Host header.")

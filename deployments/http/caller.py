@@ -1,4 +1,4 @@
-"""Who sends a request, and how long they will wait for it."""
+"""The sender of a request, and how long it waits for the answer."""
 
 import re
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Caller:
     """What an HTTP request says beside its body."""
 
     tenant: str = ""  # the name of its API key
-    timeout: float | None = None  # seconds that the engine may take; None is for ever
-    session: str = ""  # its requests go to one engine
+    timeout: float | None = None  # seconds for the engine; None: no limit
+    session: str = ""  # requests of a session go to one engine
     arrival: float | None = None  # time.monotonic() of the request's first line
 
     @classmethod
@@ -46,4 +46,4 @@ class Caller:
         return cls(tenant, int(written) / 1000, session, arrival)
 
 
-NOBODY = Caller()
+ANONYMOUS = Caller()

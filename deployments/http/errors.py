@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's error body: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Failures as OpenAI's error body: ``{"error": {"message", "type", "param", "code"}}``."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -45,11 +45,11 @@ HTTP_CODES = {
 
 
 OBJECT_TYPES = ("dict_type", "model_type", "model_attributes_type")
-"""Of pydantic's errors those whose message names Python's classes."""
+"""Types of pydantic's errors whose message names Python's classes."""
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """The body for ``error``; one that is no RayfinError shows nothing of itself."""
+    """The body for ``error``; the text of an error that is not a RayfinError is not shown."""
     if not isinstance(error, RayfinError):
         error = RayfinError("The server had an error while processing the request.")
     message = error.message
@@ -72,14 +72,14 @@ def error_response(error: Exception) -> JSONResponse:
 def http_error_response(
     status: int, message: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """A refusal that is about the HTTP request itself rather than a field of its body."""
+    """An error about the HTTP request itself rather than a field of its body."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = HTTP_CODES.get(status, "http_error")
     return JSONResponse(_body(message, kind, None, code), status, headers)
 
 
 def invalid_request(errors: Sequence[Any]) -> InvalidRequest:
-    """The first of pydantic's errors, by the path of the field as the client wrote it."""
+    """The first of pydantic's errors, with the path of the field in the client's body."""
     first = errors[0]
     path = "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -99,7 +99,7 @@ def invalid_request(errors: Sequence[Any]) -> InvalidRequest:
 
 
 def failure_response(error: Exception, method: str, path: str) -> JSONResponse:
-    """The answer to any exception; those that are the server's fault are logged."""
+    """The answer to any exception; failures of the server are logged."""
     if isinstance(error, HTTPException):
         message = str(error.detail)
         if error.status_code == 404:

@@ -36,7 +36,9 @@ class Answer:
     digest: bytes  # of what was asked
     done: bool = False
     failure: Exception | None = None  # it broke off
-    task: "asyncio.Task[None] | None" = None  # that makes it, whoever still listens
+    task: "asyncio.Task[None] | None" = (
+        None  # computes the answer, with or without a client
+    )
     _messages: list[Message] = field(default_factory=list)
     _bytes: int = OVERHEAD
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,7 +135,7 @@ class Idempotency:
     """ASGI: the first POST with a key runs, others with it get the same answer, now or as it comes.
 
     The answer is its tenant's alone. It goes on when its client leaves, for the client's next try.
-    Only what went well is kept: a failure is told to all who wait for it, and then forgotten, so
+    Only successes are kept: a failure is sent to all clients that wait for it, and forgotten, so
     that the next try runs.
 
     Raises:
@@ -167,14 +169,14 @@ class Idempotency:
         await _replay(answer, receive, _marked(send) if known else send)
 
     async def _run(self, scope: Scope, body: bytes, answer: Answer) -> None:
-        """Makes the answer, for nobody in particular."""
+        """Computes the answer, independent of any one client."""
         unsent = [{"type": "http.request", "body": body, "more_body": False}]
         good = True
 
         async def receive() -> Message:
             if unsent:
                 return unsent.pop()
-            await asyncio.Event().wait()  # nobody leaves
+            await asyncio.Event().wait()  # this receiver never disconnects
             raise AssertionError
 
         async def send(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The keys that clients may use, known by their SHA-256 only, and whom each belongs to."""
+"""API keys, stored as SHA-256 digests, and the tenant of each."""
 
 import hashlib
 import hmac
@@ -11,7 +11,7 @@ from rayfin.actors.errors import InvalidConfig
 
 KEY = re.compile(r"[!-+\--~]{1,4096}")  # printable ASCII without blanks and commas
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
-TENANT_DIGITS = 8  # of a tenant that nobody has named
+TENANT_DIGITS = 8  # of the digest, in a tenant's made-up name
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ApiKeys:
         not count. The name is the key's tenant; without one it is made from the key's digest.
 
         Returns:
-            None where there is no source of keys at all, which lets everybody in.
+            None if no keys are configured; then the API needs no key.
 
         Raises:
             InvalidConfig: a source without a key, a malformed key or name, a key with two names.
@@ -59,9 +59,9 @@ class ApiKeys:
         return frozenset(digest for digest, _ in self.tenants)
 
     def tenant(self, authorization: str) -> str | None:
-        """Whom the key of an Authorization header belongs to; None if it is no key of ours.
+        """The tenant of the key in an Authorization header, or None for an unknown key.
 
-        Takes the same time whichever key it is, and however much of it is right.
+        Takes constant time: it does not reveal how much of a key is right.
         """
         scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip().encode("latin-1", "replace"))

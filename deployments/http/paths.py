@@ -1,4 +1,4 @@
-"""Where an operator's routes are, the whole list: nothing below them is open by its prefix."""
+"""Paths of the operators' routes and of the page at /ui, listed in full."""
 
 ADMIN_PATHS = frozenset(
     {
@@ -8,15 +8,13 @@ ADMIN_PATHS = frozenset(
         "/admin/cache/reset",
         "/admin/sleep",
         "/admin/wake",
-        "/reset_prefix_cache",  # vLLM's names for four of these
+        "/reset_prefix_cache",  # vLLM's names for four of them
         "/sleep",
         "/wake_up",
         "/is_sleeping",
     }
 )
 
-
-# The files of the page at /ui, and where each is found.
 
 SCRIPT = "text/javascript; charset=utf-8"
 FILES = {
@@ -27,4 +25,4 @@ FILES = {
 """Path -> (file, media type)."""
 
 PAGE_PATHS = frozenset(FILES)
-"""What needs no key: the page asks for one itself. Its data, /ui/state, needs it."""
+"""Paths that need no key: the page asks for one. Its data, /ui/state, needs the key."""

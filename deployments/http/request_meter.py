@@ -1,4 +1,4 @@
-"""The outermost layer: when a request arrived, what it was answered, when its first event left."""
+"""Measures each HTTP request: arrival, status of the answer, time to the first event."""
 
 import time
 
@@ -13,7 +13,7 @@ EVENTS = b"text/event-stream"
 class RequestMeter:
     """ASGI: counts every answer, and leaves ``arrival`` in the request's state.
 
-    An answer counts where ``counts`` in that state says, which is the model that was asked.
+    A route sets ``state.counts`` to the counters of the model that it resolved.
     """
 
     def __init__(self, app: ASGIApp, counts: IngressCounters) -> None:
@@ -26,11 +26,11 @@ class RequestMeter:
         arrival = time.monotonic()
         scope.setdefault("state", {})["arrival"] = arrival
         status: int | None = None
-        flushing = False  # the first event of a stream is still to come
+        flushing = False  # a stream whose first event has not been sent
 
         def counts() -> IngressCounters:  # layers on the way replace the state
-            own: IngressCounters = scope["state"].get("counts", self._counts)
-            return own
+            chosen: IngressCounters = scope["state"].get("counts", self._counts)
+            return chosen
 
         async def metered(message: Message) -> None:
             nonlocal status, flushing

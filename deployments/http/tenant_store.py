@@ -1,4 +1,4 @@
-"""What an ingress remembers for its tenants, bounded."""
+"""A bounded store of items that belong to tenants."""
 
 import itertools
 import time
@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Held(Protocol):
-    """One thing in a store."""
+    """An item of a store."""
 
     @property
     def id(self) -> str: ...
@@ -17,11 +17,11 @@ class Held(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it may be dropped: what still grows may not."""
+        """Whether it may be dropped; an item that still grows may not."""
         ...
 
     def size(self) -> int:
-        """Bytes of memory, more or less."""
+        """Bytes of memory, approximately."""
         ...
 
 
@@ -29,21 +29,21 @@ T = TypeVar("T", bound=Held)
 
 
 class TenantStore(Generic[T]):
-    """Things by id, each its tenant's own, bounded in number, bytes and age.
+    """Items by id, visible to their tenant only, bounded in number, bytes and age.
 
-    What is over a bound goes first where the most is held: the oldest thing that is done of the
-    tenant with the most bytes, so that no tenant can drive out another.
+    Over a bound, the oldest finished item of the tenant with the most bytes is dropped, so that no
+    tenant can drive out another.
     """
 
     def __init__(
         self,
-        most: int,
+        max_items: int,
         max_bytes: int,
         max_age: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_bytes = max_bytes
-        self._most = most
+        self._max_items = max_items
         self._max_age = max_age  # seconds
         self._clock = clock
         self._items: dict[str, T] = {}  # oldest first
@@ -59,11 +59,11 @@ class TenantStore(Generic[T]):
         return sum(self._bytes.values())
 
     def add(self, item: T) -> bool:
-        """Takes it in, unless the store is full of things that are not done."""
+        """Adds an item; False if the store is full of items that still grow."""
         self._drop_old()
         size = item.size()
         self._make_room(1, size)
-        if len(self._items) >= self._most:
+        if len(self._items) >= self._max_items:
             return False
         self._items[item.id] = item
         self._births[item.id] = self._clock()
@@ -72,13 +72,13 @@ class TenantStore(Generic[T]):
         return True
 
     def get(self, item_id: str, tenant: str) -> T | None:
-        """That tenant's thing of that id; another tenant's is none."""
+        """The tenant's item of that id, or None; items of other tenants are not found."""
         self._drop_old()
         item = self._items.get(item_id)
         return item if item is not None and item.tenant == tenant else None
 
     def settle(self, item: T) -> None:
-        """Counts what a thing has become."""
+        """Measures an item again after it has changed."""
         if item.id in self._items:
             self._resize(item, item.size())
             self._make_room(0, 0)
@@ -105,18 +105,18 @@ class TenantStore(Generic[T]):
 
     def _make_room(self, more: int, size: int) -> None:
         done = self._done_by_weight()
-        while len(self._items) + more > self._most or self.num_bytes + size > self.max_bytes:
+        while len(self._items) + more > self._max_items or self.num_bytes + size > self.max_bytes:
             victim = next(done, None)
             if victim is None:
                 return
             self.remove(victim)
 
     def _done_by_weight(self) -> Iterator[T]:
-        """The things that may go, in the order in which they should."""
+        """Items that may be dropped, in the order in which they go."""
         while self._items:
             for tenant in sorted(self._bytes, key=self._bytes.__getitem__, reverse=True):
-                mine = (item for item in self._items.values() if item.tenant == tenant)
-                oldest = next((item for item in mine if item.done), None)
+                owned = (item for item in self._items.values() if item.tenant == tenant)
+                oldest = next((item for item in owned if item.done), None)
                 if oldest is not None:
                     yield oldest
                     break

@@ -40,7 +40,7 @@ def wanted(reports: Mapping[str, Sequence[float]]) -> int:
 
 
 def engines_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Serve's autoscaling policy; as many as there are, while nobody has reported."""
+    """Serve's autoscaling policy; keeps the current number until an engine has reported."""
     metrics = context.aggregated_metrics or {}
     reports = {name: list(own.values()) for name, own in metrics.items()}
     if not any(reports.values()):
@@ -78,7 +78,7 @@ class AutoscalingReport:
     def update(self, stats: EngineStats, now: float) -> dict[str, float]:
         """The values of ``TARGETS``' names; ``now`` in seconds.
 
-        And "busy": 1 if there is work, or was since the last look, or nobody has looked yet.
+        And "busy": 1 if there is work, or was since the last look, or there was no look yet yet.
         """
         before, seconds = self._before, now - self._at
         busy = before is None or _work(stats) != _work(before) or stats.running or stats.waiting

@@ -51,7 +51,7 @@ class EngineDeployment:
         """Returns, for the engine is there: a call that waited for it (waiting_room.py)."""
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve's controller is told; see deployments/serve/autoscaling.py."""
+        """Statistics for Serve's controller; see deployments/serve/autoscaling.py."""
         return self._report.update(self._supervisor.stats, time.monotonic())
 
     async def __del__(self) -> None:

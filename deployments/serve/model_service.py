@@ -66,7 +66,7 @@ async def model_service(
     endpoint = server.otlp_traces_endpoint
     tracing = None if endpoint is None else start_tracing(endpoint, name)
     load = shared["load"]
-    # Requests of the whole ingress are told once.
+    # Requests of the whole ingress are counted once.
     counts = IngressCounters(lambda: load.in_flight if place == 0 else 0)
     port = None if server.metrics_port is None else server.metrics_port + place
     prefix = engine_prefix(context.app_name, model.deployment)

@@ -1,4 +1,4 @@
-"""Mistakes that can be told before anything starts: a bad folder, a model that is not served."""
+"""Checks before anything starts: a bad folder, a model that is not served."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a server may be told beside its engine's settings."""
+"""Settings of a server beside those of its engines."""
 
 import json
 import os
