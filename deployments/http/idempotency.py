@@ -36,9 +36,7 @@ class Answer:
     digest: bytes  # of what was asked
     done: bool = False
     failure: Exception | None = None  # it broke off
-    task: "asyncio.Task[None] | None" = (
-        None  # computes the answer, with or without a client
-    )
+    task: "asyncio.Task[None] | None" = None  # computes the answer, with or without a client
     _messages: list[Message] = field(default_factory=list)
     _bytes: int = OVERHEAD
     _news: asyncio.Event = field(default_factory=asyncio.Event)
