@@ -1,4 +1,4 @@
-"""Preemption: throughput and waiting as the pages of the cache become fewer."""
+"""Preemption: throughput and waiting with fewer and fewer pages."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +17,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "recompute, no prefix cache": {"prefix_caching": False},
     "swap, no prefix cache": {"num_host_pages": 4000, "prefix_caching": False},
 }
-"""Ways to make room, and the settings that choose them."""
+"""The kinds of preemption and their settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that come at random, faster than they leave; answers longer than their prompts."""
+    """Random arrivals, faster than completions; answers are longer than prompts."""
 
     requests: int = 200
     per_second: float = 30.0
@@ -40,7 +40,7 @@ class Load:
 
 
 def squeeze(load: Load, way: str, pages: int) -> Outcome:
-    """The load with so many pages."""
+    """Runs the load with ``num_pages`` pages."""
     config = make_config(max_decoding_batch=64, max_model_len=LONGEST, num_pages=pages)
     return run(replace(config, **WAYS[way]), load.visits())
 

@@ -1,4 +1,4 @@
-"""Prefix reuse: what it saves where prompts begin alike, and what it costs where none do."""
+"""Prefix caching: its gain for common prefixes, and its cost without any."""
 
 import tempfile
 import time
@@ -15,14 +15,14 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99)
 PROMPT = 2000
 CONVERSATIONS = (4, 8, 16, 32, 48, 64, 96)
 TURNS, OPENING, QUESTION, ANSWER = 6, 500, 100, 100
-"""Turns of a conversation, and tokens of its start and of each turn."""
+"""Turns of a conversation, and the tokens of its start and of each turn."""
 
 CONVERSATION_PAGES = 4000
 MOST_COST = 0.01
 
 
 def shared(share: float, *, caching: bool, requests: int = 200) -> Outcome:
-    """Requests whose prompts have the first ``share`` in common."""
+    """Requests whose prompts share their first ``share``."""
     random = np.random.default_rng(0)
     times = poisson(random, 12, requests)
     common = random_tokens(random, round(PROMPT * share))
@@ -34,7 +34,7 @@ def shared(share: float, *, caching: bool, requests: int = 200) -> Outcome:
 
 
 def conversations(count: int, *, caching: bool, turns: int = TURNS) -> Outcome:
-    """``count`` users with a conversation each: they read an answer for 5 s, then go on."""
+    """``count`` users with a conversation each: they read an answer for 5 s, then continue."""
     random = np.random.default_rng(0)
     turns_left: dict[int, int] = {}
 
@@ -58,13 +58,13 @@ def conversations(count: int, *, caching: bool, turns: int = TURNS) -> Outcome:
 
 
 def hit_share(outcome: Outcome) -> float:
-    """Share of the prompts' tokens that were in the cache."""
+    """Share of the prompt tokens that were in the cache."""
     asked = sum(len(visit.prompt) for visit in outcome.visits)
     return sum(visit.cached_tokens for visit in outcome.visits) / asked
 
 
 def cost(shape: str, rounds: int, requests: int) -> tuple[list[float], list[float]]:
-    """Tokens a second of a real model with and without prefix caching, with nothing to be found.
+    """Tokens per second of a real model with and without prefix caching, without common prefixes.
 
     Prompts are new in every round. The two take turns, and the first turn.
     """
@@ -72,7 +72,7 @@ def cost(shape: str, rounds: int, requests: int) -> tuple[list[float], list[floa
     with tempfile.TemporaryDirectory() as folder:
         common = settings(shape, Path(folder)) | {"max_model_len": 1024}
         engines = {caching: LLM(prefix_caching=caching, **common) for caching in rates}
-        for round_ in range(rounds + 1):  # the first one, a small one, warms up
+        for round_ in range(rounds + 1):  # the first round is small and warms up
             count = requests if round_ else min(8, requests)
             prompts, params = workload(2000, seed=round_, requests=count)
             for caching in sorted(engines, reverse=bool(round_ % 2)):

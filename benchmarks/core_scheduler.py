@@ -1,4 +1,4 @@
-"""What scheduling costs, without a model: ours, and vLLM's beside it."""
+"""The cost of scheduling without a model, for Rayfin and vLLM."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ TIMES_CHEAPER = 3
 
 
 def target(running: int) -> float:
-    """Seconds that a step of so many running requests may cost."""
+    """The target: maximum seconds of a step with this many running requests."""
     return 50e-6 + 0.3e-6 * running
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a step or a call: medians over the rounds of each round's p50 and p99."""
+    """Seconds of a step or a call: medians over rounds of p50 and p99."""
 
     p50: float
     p99: float
 
 
 Costs = dict[str, dict[str, Cost]]
-"""By subject ("Rayfin", "vLLM 0.1"), then by what was measured."""
+"""By subject ("Rayfin", "vLLM 0.1"), then by case."""
 
 
 def measure(subjects: Mapping[str, Subject], case: Case, rounds: int) -> Costs:
-    """The subjects take turns, so that what else the machine does hits all of them."""
+    """Measures the subjects in turns, so that other load hits all of them."""
     times: dict[str, dict[str, list[list[float]]]] = {name: {} for name in subjects}
     for _ in range(rounds):
         for name, subject in subjects.items():
@@ -49,7 +49,7 @@ def measure(subjects: Mapping[str, Subject], case: Case, rounds: int) -> Costs:
 
 
 def variants(steps: int, stock: int) -> dict[str, Callable[[int], Case]]:
-    """Cases beside the plain one, by what is different; ``stock`` requests wait in some."""
+    """Variants of the plain case, by name; ``stock`` requests wait in some."""
     return {
         "steady decode": lambda n: steps_case(n, steps=steps),
         f"{stock:,} waiting": lambda n: steps_case(n, steps=steps, waiting=stock),
@@ -87,7 +87,7 @@ def _write(report: Report, subjects: Mapping[str, Subject], toy: bool) -> None:
 
 
 def _ratio(costs: Mapping[str, Cost]) -> list[str]:
-    """How many times as much the second subject costs; nothing if there is none."""
+    """The second subject's cost relative to the first, or an empty text without one."""
     ours, *theirs = costs.values()
     return [f"{other.p50 / ours.p50:.1f}" for other in theirs]
 

@@ -1,4 +1,4 @@
-"""Ours and vLLM's scheduler under the same cases, without a model.
+"""Rayfin's and vLLM's scheduler under the same cases, without a model.
 
 A case is a plain dict, so that it can be sent to vLLM's environment as JSON (``core_vllm.py``).
 Both answer with seconds: of each steady step, or of each ``add`` and ``abort``. A step's are CPU
@@ -75,7 +75,7 @@ def queue_case(queued: int, *, calls: int = 500) -> Case:
 
 
 def prompt(name: int) -> list[int]:
-    """100 to 115 tokens that no other prompt begins with."""
+    """A prompt of 100 to 115 tokens without a common prefix."""
     return [
         3 + name // 900,
         3 + name % 900,
@@ -84,13 +84,13 @@ def prompt(name: int) -> list[int]:
 
 
 class Subject(Protocol):
-    """A scheduler that is measured."""
+    """A scheduler to measure."""
 
     def ask(self, case: Case) -> Seconds: ...
 
 
 class _TimedStub(StubExecutor):
-    """Notes the time that it takes itself: a runner's, and not the scheduler's."""
+    """Measures its own time, which is a runner's and not the scheduler's."""
 
     def __init__(self) -> None:
         super().__init__(StepTime(0.0, 0.0, 0.0, 0.0))
@@ -104,7 +104,7 @@ class _TimedStub(StubExecutor):
 
 
 class Rayfin:
-    """Our engine: a step schedules, builds the SchedulerInfo, takes the result in, delivers."""
+    """Rayfin's engine: a step schedules, builds the SchedulerInfo, applies the result, delivers."""
 
     def ask(self, case: Case) -> Seconds:
         return _steps(case) if case["kind"] == "steps" else _queue(case)
@@ -170,7 +170,7 @@ def _timed(call: Any, *arguments: Any) -> float:
 
 
 class Vllm:
-    """vLLM's scheduler, in a process of its own environment; a context manager.
+    """vLLM's scheduler, in a process of its environment, as a context manager.
 
     Args:
         python: the interpreter of an environment with vLLM in it.

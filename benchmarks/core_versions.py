@@ -1,4 +1,4 @@
-"""V0 against V1: what the first token and the next ones cost, as ``max_batch_tokens`` moves."""
+"""V0 against V1: latency of the first and later tokens by ``max_batch_tokens``."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ STALL_BUDGETS = (512, 2048, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that come at random: most prompts short, every tenth long."""
+    """Random arrivals: most prompts are short, every tenth is long."""
 
     requests: int = 300
     per_second: float = 16.0
@@ -30,7 +30,7 @@ class Load:
 
 
 def sweep(load: Load, budgets: tuple[int, ...] = BUDGETS) -> dict[str, Outcome]:
-    """The same load under V0, and under V1 with each of the budgets."""
+    """Runs the same load under V0, and under V1 with each budget."""
     outcomes = {"V0": run(make_config(scheduler="v0"), load.visits())}
     for budget in budgets:
         outcomes[f"V1, {budget:,}"] = run(make_config(max_batch_tokens=budget), load.visits())
@@ -38,7 +38,7 @@ def sweep(load: Load, budgets: tuple[int, ...] = BUDGETS) -> dict[str, Outcome]:
 
 
 def stalls(streams: int = 32, prompts: int = 4, tokens: int = 400) -> dict[str, Outcome]:
-    """``streams`` requests decode while ``prompts`` long prompts come in, half a second apart.
+    """``streams`` requests decode while ``prompts`` long prompts arrive, half a second apart.
 
     The streams are the first visits of each outcome.
     """

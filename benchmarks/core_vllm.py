@@ -100,7 +100,7 @@ class Peer:
             self._hasher = get_request_block_hasher(PAGE_SIZE, hash_function)
 
     def add(self, name: int, prompt: list[int], max_tokens: int) -> float:
-        """A request by the name of a number; seconds that taking it in took."""
+        """Adds a request named by a number; returns the seconds of ``add_request``."""
         params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=[2])
         params.update_from_generation_config({}, 2)
         started = time.perf_counter()
@@ -134,7 +134,7 @@ class Peer:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether requests run, and nobody is in the middle of a prompt."""
+        """Whether requests run and none is in its prompt."""
         running = self.scheduler.running
         return bool(running) and not any(request.is_prefill_chunk for request in running)
 
@@ -182,7 +182,7 @@ def queue_case(case: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def serve(answers: TextIO) -> None:
-    """Answers cases until stdin ends; the first line says what answers them."""
+    """Answers cases until stdin ends; the first line is the version."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL))
         print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
@@ -194,5 +194,5 @@ def serve(answers: TextIO) -> None:
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print goes beside the answers
+    os.dup2(2, 1)  # output of libraries must not mix with answers
     serve(answers)

@@ -1,11 +1,10 @@
-"""The CPU kernels beside torch, and beside what the machine can do.
+"""Compares the CPU kernels with torch and with the machine's limits.
 
     python benchmarks/cpu_kernels.py --threads 1
 
-Every figure is the best of many short runs: on a machine that does other things as well, the best
-is what the code can do and the mean is what the neighbours let it. A share of 1.00 is the machine's
-measured read bandwidth or its FMA peak (four times that with 8-bit weights), whichever an operation
-meets first.
+Every figure is the best of many short runs, for the mean depends on other load of the machine. A
+share of 1.00 is the measured read bandwidth or the FMA peak (four times that with 8-bit weights),
+whichever an operation meets first.
 """
 
 import argparse
@@ -39,13 +38,13 @@ SHAPES: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
 }
 HEADS = {"135m": (9, 3, 64), "0.6b": (16, 8, 128)}  # heads, kv_heads, dim
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024)
-CACHE_BYTES = 192 << 20  # weights rotate over so much memory, more than a cache holds
-PIECE = 12 << 20  # bytes read at once: short enough to be left in peace now and then
+CACHE_BYTES = 192 << 20  # weights rotate over more memory than a cache holds
+PIECE = 12 << 20  # bytes read at once, briefly enough to run undisturbed now and then
 PAGE_SIZE = 16
 
 
 def best(run: Callable[[int], object], seconds: float) -> float:
-    """The shortest of the runs that fit into ``seconds``, after one to warm up."""
+    """Returns the shortest time of the runs within ``seconds``, after one warm-up."""
     run(0)
     shortest, until, i = float("inf"), time.perf_counter() + seconds, 1
     while i < 4 or time.perf_counter() < until:
@@ -57,7 +56,7 @@ def best(run: Callable[[int], object], seconds: float) -> float:
 
 
 class Machine:
-    """Its measured limits."""
+    """The machine's measured limits."""
 
     def __init__(self, kernels: CpuKernels) -> None:
         library, pool = kernels.library, kernels.pool
@@ -69,7 +68,7 @@ class Machine:
         self.bandwidth, self.flops = PIECE / read, operations / multiply
 
     def floor(self, bytes_read: float, operations: float) -> float:
-        """Seconds that no code could beat."""
+        """Lower bound of the seconds."""
         return max(bytes_read / self.bandwidth, operations / self.flops)
 
 
@@ -124,7 +123,7 @@ def time_matmul(
 
 
 def make_batch(rows: int, cached: int, chunk: int) -> PagedBatch:
-    """Rows alike, with pages that lie in any order."""
+    """Equal rows with pages in random order."""
     length = cached + chunk
     pages = -(-length // PAGE_SIZE)
     tables = torch.randperm(rows * pages).to(torch.int32).view(rows, pages)
@@ -207,10 +206,10 @@ def norms(kernels: CpuKernels, machine: Machine, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--isa", help="portable, avx2, avx512 or amx; the best if not given")
+    parser.add_argument("--isa", help="portable, avx2, avx512 or amx; default: the best")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--only", choices=("matmul", "attention", "norm"))
-    parser.add_argument("--seconds", type=float, default=0.3, help="per figure")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds per figure")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)

@@ -1,4 +1,4 @@
-"""A whole step of a model with random weights: in torch, with packed linear layers, and fused.
+"""Times a step of a model with random weights: in torch, with packed linear layers, and fused.
 
     python benchmarks/cpu_step.py --shape 135m --threads 2
 
@@ -29,7 +29,7 @@ STEPS = [(1, 127, 1), (4, 127, 1), (16, 127, 1), (32, 511, 1), (64, 127, 1), (1,
 def models(
     shape: str, threads: int, isa: str | None
 ) -> Iterator[tuple[str, PagedModel | CpuDecoder]]:
-    """The three, one after the other: packing changes the model that it packs."""
+    """Times the three in order, for packing changes the model."""
     architecture, sizes = SHAPES[shape]
     config = AutoConfig.for_model(architecture, tie_word_embeddings=True, **sizes)
     model = AutoModelForCausalLM.from_config(
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--isa", help="portable, avx2, avx512 or amx; the best if not given")
+    parser.add_argument("--isa", help="portable, avx2, avx512 or amx; default: the best")
     parser.add_argument("--runs", type=int, default=10)
     args = parser.parse_args()
     torch.manual_seed(0)

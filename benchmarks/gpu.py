@@ -1,4 +1,4 @@
-"""The GPU path: checked first, then timed beside what the chip can do.
+"""Checks the GPU path, then times it against the chip's limits.
 
     make bench-gpu
     python benchmarks/gpu.py --sections check,attention
@@ -48,7 +48,7 @@ def lengths_of(spec: "list[int] | str", bench: Bench) -> list[int]:
 
 
 def make_batch(lengths: list[int], chunk: int, bench: Bench) -> PagedBatch:
-    """Rows of ``chunk`` tokens that see ``lengths``, with pages that lie in any order."""
+    """Rows of ``chunk`` tokens that see ``lengths``, with pages in random order."""
     pages = [-(-length // PAGE_SIZE) for length in lengths]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
@@ -93,7 +93,7 @@ class Layer:
 
 
 def check(bench: Bench) -> None:
-    """The device's attention against torch's; fails loudly."""
+    """Compares the device's attention with torch's; raises if they differ."""
     attend = select_attention(bench.device, bench.dtype)
     print("\n## Check\n")
     for pages in page_dtypes(attend, bench):
@@ -110,7 +110,7 @@ def check(bench: Bench) -> None:
 
 
 def page_dtypes(attend: PagedAttention, bench: Bench) -> list[torch.dtype]:
-    """The type of the queries, and fp8 where the attention reads it."""
+    """The dtype of the queries, and fp8 if the attention supports it."""
     read = page_types(attend)
     return [bench.dtype, *(dtype for dtype in read if dtype == torch.float8_e4m3fn)]
 

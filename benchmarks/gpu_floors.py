@@ -1,4 +1,4 @@
-"""What a chip cannot go under: the bytes that must be read and the operations that must be done.
+"""Lower bounds of a chip: the bytes that must be read and the operations that must be done.
 
 A decode step reads every weight once and the keys and values of every row; a prompt costs two
 operations for each weight and token. Launches, attention's operations and reads of activations are
@@ -14,7 +14,7 @@ BYTES = 2  # of a weight, a key, a value
 
 @dataclass(frozen=True)
 class Floors:
-    """Of one shape on one chip."""
+    """The lower bounds of one shape on one chip."""
 
     layer_weights: int  # of all layers
     head_weights: int
@@ -24,7 +24,7 @@ class Floors:
 
     @classmethod
     def of(cls, sizes: dict[str, Any], bandwidth: float, flops: float) -> "Floors":
-        """Of a dense decoder of these sizes (``SHAPES``) in 16 bits."""
+        """The bounds of a dense decoder of these sizes (``SHAPES``) in 16 bits."""
         hidden, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
         heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
         head_dim = sizes.get("head_dim", hidden // heads)
@@ -34,13 +34,13 @@ class Floors:
         return cls(layers * layer, hidden * sizes["vocab_size"], kv_bytes, bandwidth, flops)
 
     def decode(self, contexts: Sequence[int]) -> float:
-        """Seconds of a step of rows that see so many tokens each."""
+        """Seconds of a step whose rows see this many tokens each."""
         weights = self.layer_weights + self.head_weights
         read = weights * BYTES + sum(contexts) * self.kv_bytes
         return max(read / self.bandwidth, 2 * weights * len(contexts) / self.flops)
 
     def prefill(self, tokens: int) -> float:
-        """Seconds of prompts of so many tokens in all."""
+        """Seconds of prompts with this many tokens in total."""
         return 2 * self.layer_weights * tokens / self.flops
 
     def run(self, shapes: Sequence[tuple[int, int]]) -> float:

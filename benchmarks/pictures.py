@@ -1,4 +1,4 @@
-"""Takes the pictures of the documents: the page at /ui, and the dashboards' panels, of a real run.
+"""Takes the screenshots of the documents from a real run: the page at /ui and the dashboards.
 
     make pictures
 
@@ -33,7 +33,7 @@ PICTURES = ROOT / "docs" / "pictures"
 PANELS = {
     "overview": ("Answers by status", "Tokens", "Requests in the engines", "KV cache in use"),
 }
-"""Dashboard -> titles of those of its panels that are drawn, four each."""
+"""Dashboard -> titles of the four panels that are drawn."""
 
 WINDOW = "10s"  # in place of Grafana's $__rate_interval
 UNITS = {"s": "seconds", "reqps": "a second", "tokens/s": "tokens a second", "percentunit": "share"}
@@ -46,7 +46,7 @@ def observe() -> SimpleNamespace:
 
 
 def photograph(url: str, path: Path) -> None:
-    """The page, with a question that was answered, while the engine works for others."""
+    """Takes the page with an answered question, while the engine serves others."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
@@ -56,7 +56,7 @@ def photograph(url: str, path: Path) -> None:
         page.fill("#prompt", QUESTION)
         page.click("#send")
         page.wait_for_selector(".turn.assistant small")
-        time.sleep(10)  # of the lines that grow
+        time.sleep(10)  # for the lines to grow
         page.screenshot(path=path)
         browser.close()
 
@@ -67,7 +67,7 @@ def panel(dashboard: str, title: str) -> Any:
 
 
 def series(prometheus: httpx.Client, query: str, since: float) -> list[Any]:
-    """What Prometheus answers to one of a panel's queries, as Grafana would ask it."""
+    """Prometheus' answer to one of a panel's queries, as Grafana sends it."""
     for name, value in {"$__rate_interval": WINDOW, "$model": ".*", "$engine": ".*"}.items():
         query = query.replace(name, value)
     asked = {"query": query, "start": since, "end": time.time(), "step": 1}
@@ -123,7 +123,7 @@ def take(url: str, folder: Path, seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Take the pictures of the documents.")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the users' work")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of load")
     options = parser.parse_args()
     PICTURES.mkdir(exist_ok=True)
     with served() as url, tempfile.TemporaryDirectory(prefix="rayfin-pictures-") as name:

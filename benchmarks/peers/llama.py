@@ -48,7 +48,7 @@ ENDS = {
 
 @dataclass(slots=True)
 class Stream:
-    """A request in a sequence of the cache; ``pending`` are its tokens that are not in it yet."""
+    """A request in a sequence of the cache; ``pending`` are its tokens outside the cache."""
 
     index: int
     sequence: int
@@ -106,7 +106,7 @@ class LlamaCpp:
             self._running.remove(stream)
 
     def _fill(self) -> None:
-        """Who decodes first, then prompts, as many tokens as the batch holds."""
+        """Fills a batch with decodes first, then with prompts."""
         batch, used = self._batch, 0
         for stream in sorted(self._running, key=lambda own: len(own.pending) > 1):
             count = min(len(stream.pending), self._batch_tokens - used)
@@ -129,7 +129,7 @@ class LlamaCpp:
 
 
 def converted(model: Path, precision: str) -> Path:
-    """The model as a GGUF file without a tokenizer."""
+    """Writes the model as a GGUF file without a tokenizer."""
     path = model.with_name(f"{model.name}-{precision}.gguf")
     if not path.exists():
         config = json.loads((model / "config.json").read_text())
@@ -190,7 +190,7 @@ def add_tensor(
 
 
 def interleaved(weights: Any, heads: int) -> Any:
-    """llama.cpp turns neighbours of a Llama's head, transformers its two halves."""
+    """Permutes weights: llama.cpp rotates neighbours of a Llama head, transformers its halves."""
     rows, inputs = weights.shape
     halves = weights.reshape(heads, 2, rows // heads // 2, inputs)
     return halves.swapaxes(1, 2).reshape(rows, inputs)

@@ -18,7 +18,7 @@ def load(model: str, settings: dict[str, Any]) -> Static:
     network = network.eval().to(settings.get("device", "cpu"))
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> None:
-        """One length for all, the longest: ``generate_batch`` takes no length per request."""
+        """Uses the longest output length for all: ``generate_batch`` has no length per request."""
         config = GenerationConfig(
             max_new_tokens=max(lengths), do_sample=False, eos_token_id=-1, pad_token_id=0
         )

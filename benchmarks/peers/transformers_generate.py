@@ -1,4 +1,4 @@
-"""transformers' ``generate`` on padded batches: what everybody starts with."""
+"""transformers' ``generate`` on padded batches."""
 
 from typing import Any
 
