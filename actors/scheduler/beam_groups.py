@@ -114,7 +114,7 @@ class BeamGroups:
         running, tables = lifecycle.state.running, lifecycle.state.tables
         slots, forks = assign(parents, request.slots)
         for slot in slots[len(parents) :] + [target for _, target in forks]:
-            lifecycle.clear(slot)
+            lifecycle.vacate(slot)
             running.empty(slot)
         for source, target in forks:
             length = int(running.num_computed[source])

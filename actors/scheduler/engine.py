@@ -171,8 +171,8 @@ class Engine:
         """
         request = self.lifecycle.state.live.pop((client, key), None)
         if request is not None:
-            self._deadlines.forget(request)
-            self._quarantine.forget(request)
+            self._deadlines.discard(request)
+            self._quarantine.discard(request)
             self.lifecycle.finish(request, reason)
             self._logs.keep(request)
 
@@ -409,8 +409,8 @@ class Engine:
     ) -> None:
         source = request.source
         del self.lifecycle.state.live[source.client, source.key]
-        self._deadlines.forget(request)
-        self._quarantine.forget(request)
+        self._deadlines.discard(request)
+        self._quarantine.discard(request)
         moved = isinstance(error, RequestHandedBack)
         spoiled = isinstance(error, RequestFailed)
         self.lifecycle.finish(request, "moved" if moved else reason, spoiled=spoiled)

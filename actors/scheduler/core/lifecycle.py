@@ -180,10 +180,10 @@ class Lifecycle:
                 known, computed = int(running.num_known[slot]), int(running.num_computed[slot])
                 self.publish(slot, min(computed, known - 1))  # the last token is not an input
             running.leave(slot)
-            self.clear(slot)
+            self.vacate(slot)
         request.search = None
 
-    def clear(self, slot: int) -> None:
+    def vacate(self, slot: int) -> None:
         """Frees the slot's pages, and removes it from the runners."""
         self.state.tables.release(slot)
         self.state.runner_diff.leave(slot)

@@ -65,7 +65,7 @@ class StepPipeline:
     def clear(self) -> None:
         """Drops the steps in flight: the runners have died."""
         self._in_flight.clear()
-        self._overhead.forget()
+        self._overhead.reset()
 
     def restart(self, *, asleep: bool) -> None:
         """Replaces the runners by new ones of a new epoch, which sleep if ``asleep``.

@@ -117,7 +117,7 @@ class Quarantine:
         """See ``StepScheduler``."""
         self._scheduler.observe(out_of_memory=out_of_memory)
 
-    def forget(self, request: Request) -> None:
+    def discard(self, request: Request) -> None:
         """The request has ended."""
         self._suspects.pop(request, None)
         if request is self._tried:

@@ -19,7 +19,7 @@ class Deadlines:
         if request.source.timeout is not None:
             self._heap.push(request.arrival + request.source.timeout, request)
 
-    def forget(self, request: Request) -> None:
+    def discard(self, request: Request) -> None:
         """The request has ended."""
         self._heap.discard(request)
 

@@ -36,6 +36,6 @@ class StepOverheadTimer:
         self._returned = now
         return result
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drops the steps in flight."""
         self._sent.clear()

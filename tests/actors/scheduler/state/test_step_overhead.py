@@ -76,7 +76,7 @@ def test_steps_that_are_lost_are_forgotten(
         transport.sent()
     with pytest.raises(RunnerGroupFailed):
         transport.result(Pending(clock, 103.0, -1.0))
-    transport.forget()
+    transport.reset()
     transport.sent()
     transport.result(Pending(clock, 105.0, 1.5))
     assert seconds.sum == 0.5 and seconds.count == 1
