@@ -40,7 +40,7 @@ class Load:
 
 
 def squeeze(load: Load, way: str, pages: int) -> Outcome:
-    """Runs the load with ``num_pages`` pages."""
+    """Runs the load with this number of pages."""
     config = make_config(max_decoding_batch=64, max_model_len=LONGEST, num_pages=pages)
     return run(replace(config, **WAYS[way]), load.visits())
 
