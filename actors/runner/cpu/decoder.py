@@ -1,9 +1,9 @@
-"""Fusing after load: a recognised decoder becomes one call of the compiled kernels per step.
+"""Runs a recognized decoder as one call of the compiled kernels per step.
 
-The transformers model stays the authority. Its structure says which weights there are, a probe
-through it says how each layer attends and how the embedding is scaled, and in the end both compute
-the same prompt: if their logits differ, the fused one is dropped and the model runs as it is.
-A model that is to be quantised is held to that with its exact weights first.
+The transformers model is the reference. Its structure gives the weights, a forward through it gives
+the attention settings and the scale of embeddings, and at the end both compute the same prompt: if
+their logits differ, the transformers model is used. A model that is to be quantized is compared
+with its exact weights first.
 """
 
 from collections.abc import Callable
@@ -21,28 +21,26 @@ from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
 from rayfin.kernels.shapes import PagedBatch
 
-# A fused decoder in the place of a ``PagedModel``.
-
 FIRST_POSITIONS = 2048
 
 
 class CpuDecoder:
-    """Runs a step's packed tokens through compiled kernels: what ``PagedModel`` does, faster."""
+    """A ``StepModel`` on the compiled kernels."""
 
     def __init__(
         self,
         decoder: PackedDecoder,
-        rotate: Callable[[int], Tables],  # rotary tables of so many positions
+        rotate: Callable[[int], Tables],  # number of positions -> rotary tables
         layouts: list[KVLayout],
         dtype: torch.dtype,
     ) -> None:
         self._decoder = decoder
         self._rotate = rotate
         self.layouts = layouts
-        self.dtype = dtype  # of the pages, unless others are asked for
+        self.dtype = dtype  # of the pages, unless the configuration sets another
 
     def bind(self, cache: KVTensors) -> None:
-        """From now on the layers keep their keys and values in ``cache``."""
+        """Makes the layers keep their keys and values in ``cache``."""
         self._decoder.bind(cache.keys, cache.values)
 
     @torch.inference_mode()
@@ -61,19 +59,19 @@ class CpuDecoder:
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""How far logits may be apart, as a share of the largest one."""
+"""The largest difference of logits that is accepted, as a share of the largest logit."""
 
 
 WEIGHTS: dict[Quantization | None, torch.dtype | None] = {None: None, "int8": torch.int8}
-"""How weights are stored; None is as exactly as they came."""
+"""The storage of weights; None keeps them exact."""
 
 
 def build_cpu_decoder(
     paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
 ) -> CpuDecoder | None:
-    """The model on compiled kernels with the same results, or None if it is not recognised.
+    """The model on compiled kernels, or None if it is not recognized or its results differ.
 
-    With ``quantization``, results are what rounding makes of them.
+    With ``quantization`` the weights are rounded after the comparison.
     """
     decoder = verified_replacement(
         paged, lambda: [_build(paged, kernels, None)], TOLERANCE[paged.dtype]
@@ -124,7 +122,7 @@ def _pack_layer(
         weights = [linear.weight for linear in linears]
         return kernels.pack(weights, paired=paired, storage=storage)
 
-    assert isinstance(part.mlp, GatedParts)  # experts were not asked for
+    assert isinstance(part.mlp, GatedParts)  # inspect_decoder accepts no experts by default
     return DecoderLayer(
         qkv=pack(part.query_key_value),
         attention_out=pack([part.attention_out]),

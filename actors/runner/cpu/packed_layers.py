@@ -1,6 +1,6 @@
-"""Packed linear layers and experts in a model that is not fused whole: Mixtral, GPT-2, GPT-NeoX.
+"""Packed linear layers and experts, for models that are not fused as a whole (Mixtral, GPT-2).
 
-Small products of few rows are most of a decode step, and where torch on a CPU is slowest.
+Small products of few rows take most of a decode step, and torch on a CPU is slow at them.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b by the compiled kernels; takes and gives the dtype of x."""
+    """y = x W^T + b by the compiled kernels, in the dtype of x."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedExpertsModule(nn.Module):
-    """In the place of transformers' experts: same arguments, one call of the compiled kernels."""
+    """Replaces transformers' experts: same arguments, one call of the compiled kernels."""
 
     def __init__(self, experts: PackedExperts) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ def pack_linears(
 ) -> bool:
     """Replaces the linear layers and experts of a model in place and frees their weights.
 
-    A model that then computes something else, or reads a weight that is no longer there, gets its
-    own layers back: False. That is tried with exact weights, also if others are wanted.
+    Returns False, with the original layers in place, if the model then gives other logits or reads
+    a weight that is gone. The comparison uses exact weights, also with ``quantization``.
     """
     config = paged.transformer.config.get_text_config(decoder=True)
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))

@@ -1,4 +1,4 @@
-"""The decode rows of a lease, on the device: inputs at fixed addresses, which its steps advance."""
+"""The inputs of multi-step decoding, at fixed addresses on the device; each step advances them."""
 
 from dataclasses import dataclass
 
@@ -27,23 +27,23 @@ from rayfin.kernels.triton.device.decode_kernels import (
 from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap, make_multi_step_map
 
 MAX_GRAPH_ROWS = 512
-"""Of a recorded step: a larger one takes long enough to be launched kernel by kernel."""
+"""Rows of the largest graph. Larger steps are long enough to launch kernel by kernel."""
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
-    """Batch sizes that get a graph, smallest first: close together where a step is short."""
+    """Batch sizes that get a graph, ascending, with smaller gaps between small sizes."""
     max_rows = min(max_rows, MAX_GRAPH_ROWS)
     sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, MAX_GRAPH_ROWS, 32)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 def bucket_of(rows: int, sizes: list[int]) -> int | None:
-    """The smallest bucket that holds the rows, None if there is none."""
+    """The smallest bucket that holds the rows, or None if there is none."""
     return next((size for size in sizes if size >= rows), None)
 
 
 def max_steps_per_row(info: SchedulerInfo, slots: RequestSlots, page_size: int) -> Int32Array:
-    """[R] steps of the lease that each row may take: to its cap, and within its pages.
+    """[R] steps of the call that each row may take, up to its cap and within its pages.
 
     `StopTable`'s rule without the stop tokens, which only the device has seen.
     """
@@ -55,21 +55,21 @@ def max_steps_per_row(info: SchedulerInfo, slots: RequestSlots, page_size: int) 
 
 @dataclass(slots=True)
 class _GraphLaunch:
-    """The launch of all layers that are alike, at the size of the largest bucket."""
+    """The attention launch of layers of the same sizes, for the largest bucket."""
 
     shape: TileShape
     launch: Launch
 
 
 class GraphLaunches:
-    """Attention's launches at fixed addresses; a lease fills in its map."""
+    """Attention launches at fixed addresses, whose tile map each multi-step call fills in."""
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self._graph_launches: dict[Sizes, _GraphLaunch] = {}
 
     def __call__(self, attention: TritonAttention, batch: PagedBatch, sizes: Sizes) -> list[Launch]:
-        """What `PagedBatch.scratch` wants: the launch for the rows of ``batch``."""
+        """Returns the launch for the rows of ``batch``; called through `PagedBatch.scratch`."""
         if sizes not in self._graph_launches:
             shape = attention.decode_shape(sizes)
             places = self._max_rows + shape.programs
@@ -79,7 +79,7 @@ class GraphLaunches:
         return [self._for_rows(self._graph_launches[sizes], batch.rows)]
 
     def fill(self, rows: int, kv_len: Int32Array, steps: Int32Array) -> None:
-        """The maps of a lease into the launches for ``rows`` rows."""
+        """Writes the tile maps of a multi-step call into the launches for ``rows`` rows."""
         for sizes, graph_launch in self._graph_launches.items():
             launch = self._for_rows(graph_launch, rows)
             tile_map = make_multi_step_map(
@@ -92,7 +92,7 @@ class GraphLaunches:
             launch.items.copy_(staged(tile_map.items, launch.items.device), non_blocking=True)
 
     def place(self, rows: int, positions: torch.Tensor) -> None:
-        """Tells the items where their rows stand."""
+        """Writes the rows' positions into the work items."""
         for graph_launch in self._graph_launches.values():
             items = self._for_rows(graph_launch, rows).items
             place_items[(len(items),)](items, positions)
@@ -140,7 +140,7 @@ class DecodeState:
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
     def load(self, info: SchedulerInfo, steps: Int32Array, bucket: int) -> None:
-        """The rows of a lease; those of the bucket behind them compute for nobody."""
+        """Loads the rows of a multi-step call; the bucket's other rows are padding."""
         slots = self._slots
         ids, rows = info.ids, len(info.ids)
         first = info.merge_prompt[info.chunk_idx]
@@ -175,7 +175,7 @@ class DecodeState:
         self.launches.fill(bucket, info.kv_len, steps)
 
     def prepare(self, bucket: int) -> None:
-        """Where the step's keys and values go, and what its attention sees."""
+        """Computes the slots of the step's keys and values, and its attention items."""
         prepare_rows[(bucket,)](
             self.positions,
             self.remaining,
@@ -188,11 +188,11 @@ class DecodeState:
         self.launches.place(bucket, self.positions)
 
     def finish(self, bucket: int) -> None:
-        """On to the next step, with what was sampled."""
+        """Advances the rows to the next step with the sampled tokens."""
         finish_rows[(bucket,)](self.sampled, self.tokens, self.positions, self.remaining)
 
     def batch(self, bucket: int) -> PagedBatch:
-        """The rows as attention sees them: lengths are in the launches' items."""
+        """The batch for attention, whose lengths are in the launches' items."""
         rows: Int64Array = np.arange(bucket + 1)
         return PagedBatch(
             query_start=self._starts[: bucket + 1],
@@ -208,7 +208,7 @@ class DecodeState:
         )
 
     def sampling(self, bucket: int) -> SamplingRows:
-        """The rows' settings; the kernel looks at each row for itself."""
+        """The rows' sampling settings. Flags are set for all, since the kernel checks each row."""
         return SamplingRows(
             temperature=self.temperature[:bucket],
             top_k=self.top_k[:bucket],

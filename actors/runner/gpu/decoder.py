@@ -1,4 +1,4 @@
-"""A recognised decoder on the Triton kernels: merged projections, one kernel for each gap."""
+"""A recognized decoder on the Triton kernels: merged projections, fused kernels between them."""
 
 from collections.abc import Callable, Iterator
 
@@ -26,26 +26,24 @@ from rayfin.kernels.triton.products import FEW_ROWS, add_product, gated_product,
 
 
 class GpuDecoder:
-    """Runs a step's packed tokens: what ``PagedModel`` does, in fewer and larger kernels.
+    """A ``StepModel`` in fewer and larger kernels.
 
-    The norms before a layer's blocks are no launches: their weights are folded into the matrices
-    behind them, and a row's root mean square divides what comes out. Of few rows, which is what
-    decodes, a layer is then six launches:
+    The norms before attention and MLP need no launch: their weights are folded into the following
+    matrices, and the product is divided by the row's root mean square. With few rows (decode) a
+    layer takes six launches:
 
     1. the product of queries, keys and values, divided;
     2. norms of heads, rotary embedding and page write;
-    3. attention (two where decodes and prompts share a step);
-    4. the product that adds to the residual stream;
-    5. gate and up, divided, with the activation behind them;
-    6. the product that adds again.
+    3. attention (two launches if decode and prefill share a step);
+    4. the output product, added to the residual stream;
+    5. gate and up products, divided, with the activation;
+    6. the down product, added to the residual stream.
 
-    Of many rows it is seven. The products are torch's, which are the fastest for them, and those
-    that add do so where they write the stream (beta = 1). What no product of torch's can do waits
-    for the kernel behind it: 2 divides, and adds the bias of 1; between 5 and 6 is one more, which
-    divides gate and up and multiplies them.
+    With many rows it takes seven. torch's products are the fastest then; 4 and 6 add where they
+    write the stream (beta = 1). The next kernel does what torch's products cannot: 2 divides, and
+    adds the bias of 1; a kernel between 5 and 6 divides gate and up and multiplies them.
 
-    In the place of an MLP may be a mixture of experts: the model's own router around
-    `GroupedExperts`.
+    An MLP may be a mixture of experts: the model's router around `GroupedExperts`.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class GpuDecoder:
         self.few_rows = FEW_ROWS
 
     def bind(self, cache: KVTensors) -> None:
-        """From now on the layers keep their keys and values in ``cache``."""
+        """Makes the layers keep their keys and values in ``cache``."""
         self._pages = list(zip(cache.keys, cache.values, strict=True))
         positions = cache.num_pages * cache.page_size  # no request is longer than all pages
         self._tables = [
@@ -104,8 +102,8 @@ class GpuDecoder:
         return logits
 
     def fold_norms(self, parts: list[LayerParts]) -> None:
-        """From now on norms are within the weights, of which the modules ``parts`` have theirs."""
-        if self._shape.whole_norm:  # they come between the product and where it would be divided
+        """Folds norms into the weights, which the modules ``parts`` share."""
+        if self._shape.whole_norm:  # these norms come before the division
             return
         pairs = zip(self._layers, parts, strict=True)
         self._layers = [fold_norms(layer, part) for layer, part in pairs]
@@ -155,7 +153,7 @@ class GpuDecoder:
     def _project(
         self, projection: Projection, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, Behind | None]:
-        """Many rows' product [T, N], and what is left of it to do."""
+        """Many rows' product [T, N], and its unfinished part for the next kernel."""
         if projection.gain is None:
             x = self._normed(projection.norm, hidden)
             return F.linear(x, projection.weight, projection.bias), None
@@ -173,7 +171,7 @@ class GpuDecoder:
         out_norm: torch.Tensor | None,
         hidden: torch.Tensor,
     ) -> None:
-        """Few rows' product to the residual stream. A norm in between needs all of a row first."""
+        """Adds few rows' product to the residual stream; an ``out_norm`` takes another launch."""
         if out_norm is None:
             scale = self._shape.residual_scale
             add_product(x, weight, bias, hidden, residual_scale=scale)
@@ -188,7 +186,7 @@ class GpuDecoder:
         out_norm: torch.Tensor | None,
         hidden: torch.Tensor,
     ) -> None:
-        """Many rows' product to the residual stream."""
+        """Adds many rows' product to the residual stream."""
         if out_norm is None and bias is None:
             hidden.addmm_(x, weight.t(), alpha=self._shape.residual_scale)
         else:
@@ -213,10 +211,10 @@ class GpuDecoder:
         behind: Behind | None,
         batch: PagedBatch,
     ) -> torch.Tensor:
-        """What the heads give [T, H * Dv]; ``qkv`` is [T, H * Dk + Hkv * (Dk + Dv)]."""
+        """Attention output [T, H * Dv]; ``qkv`` is [T, H * Dk + Hkv * (Dk + Dv)]."""
         shape = self._shape
         query_norm, key_norm = layer.query_norm, layer.key_norm
-        if shape.whole_norm:  # over all heads at once: no program of the kernel below sees them all
+        if shape.whole_norm:  # over all heads, which no program of the next kernel has
             assert query_norm is not None and key_norm is not None
             sizes = [len(query_norm), len(key_norm)]
             query, key, value = torch.split(qkv, [*sizes, qkv.shape[1] - sum(sizes)], dim=1)
@@ -252,12 +250,11 @@ class GpuDecoder:
 
 @torch.inference_mode()
 def build_gpu_decoder(paged: PagedModel, attention: PagedAttention) -> "GpuDecoder | None":
-    """The model on Triton kernels with the same results, or None if it is not recognised.
+    """The model on Triton kernels, or None if it is not recognized or its results differ.
 
-    Mixtures are, whose experts `group_experts` has replaced.
-    Merged weights take the place of the transformers model's, which stays usable: nothing is
-    there twice. That its norms are within them is then the same but for rounding: of weights, once,
-    where there was one of each activation.
+    Mixtures are recognized after `group_experts` has replaced their experts.
+    The merged weights replace the transformers model's, which shares them and stays usable. With
+    folded norms weights are rounded once, instead of each activation.
     """
     if paged.dtype not in TOLERANCE:
         return None

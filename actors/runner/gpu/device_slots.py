@@ -1,4 +1,4 @@
-"""The request slots as a lease's steps need them, kept on the device by what has changed."""
+"""A copy of the request slots on the device, updated by what has changed."""
 
 import numpy as np
 import torch
@@ -11,14 +11,14 @@ from rayfin.kernels.staging import to_device
 class DeviceSlots:
     """Page tables and sampling settings by slot, on the device.
 
-    vLLM's V1 runner keeps such tables for its batch. Here they stand still in their slots, whoever
-    is in a step: only a request that has entered brings settings, and only new pages travel.
+    vLLM's V1 runner keeps such tables for its batch. Here they are indexed by slot, whichever
+    requests are in a step: only new requests copy settings, and only new pages are copied.
     """
 
     def __init__(self, slots: RequestSlots, pages_per_request: int, device: torch.device) -> None:
         num_slots = len(slots.num_pages)
         self._slots = slots
-        self._entries = np.zeros(num_slots, np.int64)  # of what the device has
+        self._entries = np.zeros(num_slots, np.int64)  # generation on the device
         self._num_pages = np.zeros(num_slots, np.int64)
         self.tables = torch.zeros(num_slots, pages_per_request, dtype=torch.int32, device=device)
         self.integers = torch.zeros(2, num_slots, dtype=torch.int64, device=device)  # top_k, seed
@@ -26,7 +26,7 @@ class DeviceSlots:
         """Temperature, top_p, min_p."""
 
     def update(self, ids: Int32Array) -> None:
-        """Brings slots ``ids`` [R] to what the host has; on a GPU behind what runs there."""
+        """Copies what changed in slots ``ids`` [R], in stream order on a GPU."""
         slots, device = self._slots, self.tables.device
         entered = ids[self._entries[ids] != slots.entries[ids]]
         if len(entered):

@@ -1,7 +1,7 @@
-"""Mixtures of experts by grouped products on a GPU, in the place of transformers' own.
+"""Replaces transformers' mixtures of experts by grouped products on a GPU.
 
-The model's router, and what experts share beside them, stay as they are. Only the loop over them,
-which asks the device who was chosen, is replaced: by kernels that find out for themselves.
+The model's router and shared experts stay. Only the loop over experts is replaced, which waits for
+the device to learn the router's choice; the kernels read the choice on the device.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ NAMES = {
     Activation.GELU_TANH: "gelu_tanh",
     Activation.GELU: "gelu",
 }
-"""What the Triton kernels call an activation."""
+"""The Triton kernels' names of activations."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""How far logits may be from the transformers model's, as a share of the largest one."""
+"""The largest difference of logits that is accepted, as a share of the largest logit."""
 
 
 class GroupedExperts(nn.Module):
-    """In the place of transformers' experts, on their weights: same arguments, no wait."""
+    """Replaces transformers' experts: same weights and arguments, no wait for the device."""
 
     def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, activation: str) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class GroupedExperts(nn.Module):
 
 @torch.inference_mode()
 def group_experts(paged: PagedModel) -> bool:
-    """Replaces the experts of a model in place: whether there were some, and results stay.
+    """Replaces the experts of a model in place.
 
-    A model that then computes something else gets its own back.
+    Returns False if there are none, or if logits would differ; then the model is unchanged.
     """
     config = paged.transformer.config.get_text_config(decoder=True)
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))

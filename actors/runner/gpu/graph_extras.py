@@ -1,4 +1,4 @@
-"""What some rows of a lease ask for beside their tokens: rules on logits, log probabilities."""
+"""Token rules and log probabilities within graphs, for the rows that request them."""
 
 from dataclasses import dataclass, fields
 
@@ -14,11 +14,11 @@ from rayfin.kernels.triton.adjust import adjust, count_sampled
 from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS, top_logprobs
 
 MAX_ENTRIES = 1 << 20
-"""Tokens in the lists of all rows of a lease (16 MiB): with more, its steps run one by one."""
+"""Entries in the lists of all rows (16 MiB); with more, steps run without graphs."""
 
 
 class GraphExtras:
-    """At fixed addresses, as graphs want them; ``load`` fills them in for a lease."""
+    """Inputs and outputs at fixed addresses, which ``load`` fills in for a multi-step call."""
 
     def __init__(self, max_rows: int, max_num_steps: int, device: torch.device) -> None:
         kinds = dict.fromkeys(("repetition", "presence", "frequency", "bias"), torch.float32)
@@ -42,12 +42,12 @@ class GraphExtras:
 
     @staticmethod
     def fits(rules: RowTokenRules | None, num_logprobs: Int64Array) -> bool:
-        """Whether the device can do what the rows [R] ask for."""
+        """Whether graphs support the rules and the log probabilities of the rows [R]."""
         listed = rules is None or (rules.entries <= MAX_ENTRIES and not rules.needs_host)
         return listed and bool((num_logprobs <= MAX_TOP_LOGPROBS).all())
 
     def load(self, rules: RowTokenRules | None, num_logprobs: Int64Array, bucket: int) -> None:
-        """For the rows of a lease; those of the bucket behind them ask for nothing."""
+        """Loads the rows of a multi-step call; the bucket's other rows request nothing."""
         rows = len(num_logprobs)
         self._num_logprobs[:bucket] = NO_LOGPROBS
         device = self._num_logprobs.device
@@ -61,25 +61,25 @@ class GraphExtras:
                 tensor[: len(array)].copy_(array, non_blocking=True)
 
     def adjust(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A step's logits [B, V] as the rules have them, fp32."""
+        """Applies the rules to a step's logits [B, V]; the result is fp32."""
         return adjust(logits, self._rules.rows(len(logits)), positions)
 
     def record_logprobs(
         self, logits: torch.Tensor, sampled: torch.Tensor, remaining: torch.Tensor
     ) -> None:
-        """Counts the tokens [B] just sampled, and says what the raw logits [B, V] made of them."""
+        """Computes log probabilities from raw logits [B, V], and counts sampled tokens [B]."""
         rows = len(sampled)
         collect = self._values[:rows], self._numbers[:rows]
         top_logprobs(logits, sampled, self._num_logprobs[:rows], *collect)
         count_sampled(sampled, self._rules.rows(rows), remaining)
 
     def store(self, step: int) -> None:
-        """Puts the log probabilities of a lease's step aside."""
+        """Saves the log probabilities of a step, which the next step overwrites."""
         self._all_values[step].copy_(self._values)
         self._all_numbers[step].copy_(self._numbers)
 
     def collect(self, num_steps: int, num_logprobs: Int64Array) -> "GraphLogprobs":
-        """What was put aside."""
+        """The saved log probabilities of the first steps."""
         rows = slice(len(num_logprobs))
         return GraphLogprobs(
             num_logprobs,
@@ -90,14 +90,14 @@ class GraphExtras:
 
 @dataclass(frozen=True, slots=True)
 class GraphLogprobs:
-    """Log probabilities of a lease."""
+    """Log probabilities of a multi-step call."""
 
     num_logprobs: Int64Array  # [R], as in ``RequestSlots.logprobs``
-    values: Float32Array  # [lease, R, 1 + MAX_TOP_LOGPROBS]
-    numbers: Int32Array  # [lease, R, 1 + MAX_TOP_LOGPROBS]
+    values: Float32Array  # [num_steps, R, 1 + MAX_TOP_LOGPROBS]
+    numbers: Int32Array  # [num_steps, R, 1 + MAX_TOP_LOGPROBS]
 
     def logprobs(self, step: int, rows: Int64Array, tokens: Int32Array) -> Logprobs | None:
-        """Those of the ``rows`` [N] that ask and have sampled one of ``tokens`` [N]."""
+        """Those of the ``rows`` [N] that request them and sampled a token of ``tokens`` [N]."""
         at = np.flatnonzero((self.num_logprobs[rows] != NO_LOGPROBS) & (tokens >= 0))
         if not len(at):
             return None

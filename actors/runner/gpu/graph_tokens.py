@@ -1,4 +1,4 @@
-"""The tokens of a lease's steps, brought to the host while later steps compute."""
+"""Copies the tokens of decode steps to the host while later steps compute."""
 
 import torch
 
@@ -6,28 +6,28 @@ from rayfin.actors.messages import Int32Array
 
 
 class SideStream:
-    """Copies to pinned memory beside the stream that computes, on a GPU."""
+    """Copies to pinned memory on a second CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begun when what computes now has written the source."""
+        """Starts a copy after the work that is queued now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """Until all copies have been made."""
+        """Waits for all copies."""
         self._stream.synchronize()
 
 
 class GraphTokens:
-    """What the steps of one lease sampled, for up to ``max_rows`` rows.
+    """The tokens that the steps of one multi-step call sampled, for up to ``max_rows`` rows.
 
-    With a ``side`` each step's tokens leave the device as soon as they are known, in the order of
-    steps; without one, all of them at the end.
+    With a ``side`` stream each step's tokens are copied as soon as they are sampled, in order;
+    without one, all are copied at the end.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class GraphTokens:
             self._host = torch.zeros(self._tokens.shape, dtype=torch.int64, pin_memory=pinned)
 
     def __len__(self) -> int:
-        """Steps that there is room for."""
+        """The largest number of steps."""
         return len(self._tokens)
 
     def store(self, step: int, sampled: torch.Tensor) -> None:
-        """Puts a step's tokens [B] int64 aside: the next step overwrites them."""
+        """Saves a step's tokens [B] int64, which the next step overwrites."""
         stored = self._tokens[step, : len(sampled)]
         stored.copy_(sampled)
         if self._side is not None:
             self._side.copy(self._host[step, : len(sampled)], stored)
 
     def collect(self, num_steps: int, rows: int) -> Int32Array:
-        """[lease, R] of the first steps and rows, copied: the next lease writes to the same place.
+        """Waits for all copies and returns a copy [num_steps, R] of the first steps and rows.
 
-        It waits for them; that no copy is under way afterwards lets the next lease begin.
+        The next multi-step call overwrites the buffers.
         """
         if self._side is not None:
             self._side.wait()

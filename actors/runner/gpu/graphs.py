@@ -1,9 +1,9 @@
-"""Whole decode steps as CUDA graphs: a lease is some replays one after the other, and one answer.
+"""Whole decode steps as CUDA graphs; a multi-step call replays one several times.
 
-A step from its inputs to its sampled tokens is recorded once for each batch size. Between two steps
-of a lease nothing comes from the host, and what was sampled goes there beside the next step. Batch
-sizes have a second record, with what changes logits and what tells their logarithms, for leases in
-which a row asks.
+A step from its inputs to its sampled tokens is captured once for each batch size. Between two steps
+of a call nothing comes from the host, and the sampled tokens are copied while the next step runs.
+Each batch size has a second graph with token rules and log probabilities, used if a row requests
+them.
 """
 
 import logging
@@ -29,17 +29,17 @@ from rayfin.kernels.triton.sample import sample
 
 logger = logging.getLogger(__name__)
 
-WARM_UPS = 2  # before recording: kernels are compiled, libraries take their workspace
+WARM_UPS = 2  # before capture: kernels are compiled, libraries allocate their workspace
 
 
 class CudaRecorder:
-    """Records a function's work on the GPU; all records share one pool of memory."""
+    """Captures a function's work on the GPU; all graphs share one memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What does the same work again, in one call."""
+        """Returns a function that replays the work."""
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -54,20 +54,20 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class MultiStepOutput:
-    """What a lease gave."""
+    """The result of a multi-step call."""
 
-    tokens: Int32Array  # [lease, R]; -1 where a row could not be sampled
+    tokens: Int32Array  # [num_steps, R]; -1 where a row could not be sampled
     graph_logprobs: GraphLogprobs | None
 
     def logprobs(self, step: int, rows: Int64Array) -> Logprobs | None:
-        """Of a step's ``rows`` [N], numbered 0 .. N - 1; None if none of them asks."""
+        """Those of a step's ``rows`` [N], numbered 0 .. N - 1, or None if no row requests them."""
         if self.graph_logprobs is None:
             return None
         return self.graph_logprobs.logprobs(step, rows, self.tokens[step, rows])
 
 
 class DecodeGraphs:
-    """Runs leases of plain decode rows; on a CPU without recording, for Triton's interpreter."""
+    """Runs decode steps as graphs; on a CPU without capture, for Triton's interpreter."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class DecodeGraphs:
             (size, extras): record(self._step(size, extras))
             for size in reversed(self._sizes)
             for extras in (False, True)
-        }  # the largest first: the others find their memory in its
+        }  # the largest first, whose memory the others reuse
 
     def supports(self, info: SchedulerInfo, rules: RowTokenRules | None) -> bool:
-        """Whether these are rows that decode one token each, not too many, with rules for it."""
+        """Whether a graph can run the step: decode rows only, not too many, supported rules."""
         rows = len(info.ids)
         return (
             rows == info.decoding_batch
@@ -111,10 +111,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(self, info: SchedulerInfo, rules: RowTokenRules | None) -> MultiStepOutput | None:
-        """The tokens of a lease.
+        """Runs the steps of a multi-step call.
 
-        What stands behind a row's end, by a stop token or its cap, is nothing. None where a row
-        could not be sampled and a rule may be why: step by step it is found out.
+        Tokens after a row's end (a stop token or its cap) are undefined. Returns None if a row
+        could not be sampled and a rule may be the reason; running step by step then finds it.
         """
         rows = len(info.ids)
         bucket = bucket_of(rows, self._sizes)
@@ -129,7 +129,7 @@ class DecodeGraphs:
             self._tokens.store(step, self._state.sampled[:bucket])
             if any_logprobs:
                 self._extras.store(step)
-        tokens = self._tokens.collect(info.num_steps, rows)  # the lease's only wait
+        tokens = self._tokens.collect(info.num_steps, rows)  # the only wait for the device
         if rules is not None and (tokens < 0).any():
             return None
         graph_logprobs = (
@@ -156,5 +156,5 @@ class DecodeGraphs:
 
 
 def _run_once(work: Callable[[], None]) -> Callable[[], None]:
-    work()  # as recording does: then the launches are known that a lease fills
+    work()  # as capture does, so that all launches exist
     return work

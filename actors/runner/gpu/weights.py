@@ -1,6 +1,6 @@
-"""A recognised layer's weights on a GPU: projections of the same rows merged into one.
+"""A recognized layer's weights on a GPU: projections of the same input are merged into one.
 
-With `fold_norms` they take the weights of the norms before them, so that no kernel need.
+`fold_norms` multiplies the weights of norms into the projections that follow them.
 """
 
 import math
@@ -14,7 +14,7 @@ from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, n
 
 LARGEST_FLOAT16 = 65504.0
 LARGEST_ROW = 4096.0
-"""Root mean square of a float16 row of the residual stream whose products are in its range."""
+"""The largest root mean square of a float16 residual row whose products must not overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Projection:
     bias: torch.Tensor | None  # [N]
     norm: torch.Tensor | None  # [hidden] fp32
     gain: float | None = None
-    """Not None: the norm's weights over this number are within ``weight``, and ``norm`` is None."""
+    """If not None, ``weight`` includes the norm's weights divided by this, and ``norm`` is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,10 @@ def merge_layer(part: LayerParts, spec: AttentionSpec, rotary: int) -> GpuLayer:
 
 
 def fold_norms(layer: GpuLayer, part: LayerParts) -> GpuLayer:
-    """The layer with the norms before its projections within their weights, in place.
+    """Folds the norms before the layer's projections into their weights, in place.
 
-    The module that the layer was read from, ``part``, has a part of these weights: its norms are
-    left with what makes it the same again, but for rounding. A norm of which a mixture reads the
-    result stays.
+    The transformers module ``part`` shares these weights. Its norms are set so that it computes the
+    same as before, except for rounding. The norm before a mixture stays.
     """
     qkv = _fold(layer.qkv, part.attention_norm)
     mlp = layer.mlp
@@ -101,13 +100,11 @@ def _fold(projection: Projection, norm: nn.Module | None) -> Projection:
 
 
 def _gain(weight: torch.Tensor, norm: torch.Tensor) -> float:
-    """What products of rows that are not yet divided are made smaller by: a power of two.
-
-    No output of a row is over its root mean square times ``largest_output`` (Cauchy and Schwarz).
-    """
+    """The power of two that keeps products of rows before their division in float16's range."""
     if weight.dtype != torch.float16:
         return 1.0
     lengths = torch.linalg.vector_norm(weight * norm, dim=1)
+    # No output exceeds the row's root mean square times this (Cauchy and Schwarz).
     largest_output = float(lengths.max()) * math.sqrt(weight.shape[1])
     return 2.0 ** max(
         0, math.ceil(math.log2(max(largest_output, 1.0) * LARGEST_ROW / LARGEST_FLOAT16))
@@ -125,7 +122,7 @@ def _merge_mlp(mlp: GatedParts | nn.Module, norm: torch.Tensor | None) -> GatedM
 
 
 def _merge(linears: list[nn.Linear]) -> torch.Tensor:
-    """The weights, one below the other; the layers keep theirs as a part of it."""
+    """Stacks the weights; the layers' weights become views of the result."""
     if len(linears) == 1:
         return linears[0].weight
     merged = torch.cat([linear.weight.detach() for linear in linears])

@@ -1,4 +1,4 @@
-"""Reading a whole decoder: its weights by its structure, its attention by watching a forward."""
+"""Reads a whole decoder: weights by structure, attention settings by watching a forward."""
 
 import inspect
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Tables = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How one layer's attention was called."""
+    """The sizes and settings of one layer's attention."""
 
     heads: int
     key_dim: int
@@ -47,7 +47,7 @@ class AttentionSpec:
 
 
 class _Observer:
-    """Sits on every attention module for one forward, and writes down how it is called."""
+    """Records the attention settings of every layer during one forward."""
 
     def __init__(self) -> None:
         self.seen: dict[nn.Module, AttentionSpec] = {}
@@ -79,13 +79,13 @@ class _Observer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """All that computes in a recognised decoder."""
+    """All parts of a recognized decoder."""
 
     shape: DecoderShape
     layers: list[LayerParts]
     attending: list[AttentionSpec]  # of each layer
-    rotary: list[int]  # of each layer, which of the tables it turns by
-    rotate: Callable[[int], Tables]  # the tables of so many positions
+    rotary: list[int]  # index of the rotary tables, for each layer
+    rotate: Callable[[int], Tables]  # number of positions -> tables
     embedding: nn.Embedding
     head: nn.Linear
     final_norm: torch.Tensor  # [hidden] fp32
@@ -93,10 +93,10 @@ class DecoderSpec:
 
 @torch.inference_mode()
 def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -> DecoderSpec:
-    """The parts of the model, of which some layers may be mixtures of such ``experts``.
+    """The parts of the model. MLPs may be mixtures whose experts are of the type ``experts``.
 
     Raises:
-        UnrecognizedModule: it has others, or uses them in another way.
+        UnrecognizedModule: The model has other parts, or uses them in another way.
     """
     model: Any = paged.transformer
     config = model.config.get_text_config(decoder=True)
@@ -150,7 +150,7 @@ def _backbone(model: Any) -> tuple[Any, list[nn.Module], nn.Embedding]:
 def _observe(
     paged: PagedModel, first_layer: nn.Module, embedding: nn.Embedding
 ) -> tuple[dict[nn.Module, AttentionSpec], float]:
-    """How each attention module is called, and what embeddings are multiplied by."""
+    """The settings of each attention module, and the factor on embeddings."""
     model, observer = paged.transformer, _Observer()
     device = embedding.weight.device
     tokens = torch.arange(1, 4, device=device).remainder(embedding.num_embeddings).unsqueeze(0)
@@ -177,7 +177,7 @@ def _observe(
 
 
 def _has_whole_norm(part: LayerParts, spec: AttentionSpec) -> bool:
-    """Whether the query norm runs over all heads at once (OLMo 2) and not over each (Qwen 3)."""
+    """Whether the query norm covers all heads at once (OLMo 2) or each head (Qwen 3)."""
     query_norm = norm_weight(part.query_norm)
     return query_norm is not None and len(query_norm[0]) != spec.key_dim
 

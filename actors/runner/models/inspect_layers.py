@@ -1,7 +1,7 @@
-"""Reading a decoder layer's modules: which weights it has, in which order it applies them.
+"""Reads a decoder layer: its weights, and the order in which it applies them.
 
-Recognised by structure, not by name of model: a module with a child that is not expected here is
-not read, since nobody knows what it would do.
+Layers are recognized by structure, not by the model's name. A module with an unexpected child is
+rejected, since its effect is unknown.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class LayerParts:
     attention: nn.Module
     query_key_value: list[nn.Linear]  # one merged, or three
     attention_out: nn.Linear
-    mlp: GatedParts | nn.Module  # a module: a mixture of experts, to be called as it is
+    mlp: GatedParts | nn.Module  # a module is a mixture of experts, called as it is
     attention_norm: nn.Module | None
     attention_out_norm: nn.Module | None
     mlp_norm: nn.Module | None
@@ -51,7 +51,7 @@ _NORMS = {
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
-    # Llama and its many children: before both
+    # Llama and most others: before both
     frozenset(("input_layernorm", "post_attention_layernorm")): (
         "input_layernorm",
         None,
@@ -70,10 +70,10 @@ _IDLE = (nn.Dropout, nn.Identity)
 
 
 def inspect_layer(layer: nn.Module, experts: type[nn.Module] | None = None) -> LayerParts:
-    """The parts of a decoder layer; its MLP may be a mixture of ``experts`` of that type.
+    """The parts of a decoder layer. The MLP may be a mixture whose experts are of type ``experts``.
 
     Raises:
-        UnrecognizedModule: it has others, or lacks some.
+        UnrecognizedModule: The layer has other parts, or lacks some.
     """
     children = _children(layer)
     try:
@@ -111,9 +111,9 @@ def _read_mlp(mlp: nn.Module, experts: type[nn.Module] | None) -> GatedParts | n
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it holds gate and up projections [E, 2 F, H], down projections [E, H, F], no more.
+    """Whether its weights are gate and up projections [E, 2 F, H] and down projections [E, H, F].
 
-    That is how transformers keeps them in Mixtral, Qwen 2 and 3, OLMoE, DeepSeek, Granite and more.
+    transformers has this layout in Mixtral, Qwen 2 and 3, OLMoE, DeepSeek, Granite and others.
     """
     weights = dict(module.named_parameters(recurse=False))
     if set(weights) != {"gate_up_proj", "down_proj"} or any(w.dim() != 3 for w in weights.values()):
@@ -129,7 +129,7 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 def _pop_linears(
     owner: nn.Module, children: dict[str, nn.Module], *choices: tuple[str, ...]
 ) -> list[nn.Linear]:
-    """The linear layers of the first choice that is there; the last ones must be all there are."""
+    """Removes and returns the linear layers of the first choice whose names all exist."""
     for names in choices:
         if all(type(children.get(name)) is nn.Linear for name in names):
             linears = [children.pop(name) for name in names]
@@ -140,23 +140,23 @@ def _pop_linears(
 
 
 def norm_weight(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
-    """What a root mean square norm multiplies by [D] float32, and its epsilon; None for None.
+    """The factors [D] float32 of an RMS norm and its epsilon, or None if there is no norm.
 
-    Some models multiply by 1 + weight (Gemma): the module itself is asked.
+    Some models multiply by 1 + weight (Gemma), so the module is run to find out.
 
     Raises:
-        UnrecognizedModule: it is another kind of norm.
+        UnrecognizedModule: It is another kind of norm.
     """
     if norm is None:
         return None
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = getattr(norm, "weight", None)
     if not isinstance(eps, float) or weight is None or len(list(norm.parameters())) != 1:
-        raise UnrecognizedModule(f"{type(norm).__name__} is no RMS norm")
+        raise UnrecognizedModule(f"{type(norm).__name__} is not an RMS norm")
     x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype, device=weight.device)
     scaled = x.float() / torch.sqrt(x.float().square().mean() + eps)
     tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
     for factor in (weight.detach().float(), 1.0 + weight.detach().float()):
         if torch.allclose(norm(x).float(), scaled * factor, rtol=tolerance, atol=tolerance):
             return factor.contiguous(), eps
-    raise UnrecognizedModule(f"{type(norm).__name__} is no RMS norm")
+    raise UnrecognizedModule(f"{type(norm).__name__} is not an RMS norm")

@@ -1,9 +1,9 @@
 """A transformers decoder whose attention reads and writes pages.
 
 Any ``AutoModelForCausalLM`` that dispatches its attention through transformers' attention registry
-can be served: the function registered here as "rayfin" finds, on the attention module that calls
-it, the ``PagedLayer`` that ``PagedModel`` put there. Nothing is global: two models in one process
-do not meet.
+can be served. The function registered here as "rayfin" uses the ``PagedLayer`` that ``PagedModel``
+has put on the calling attention module. There is no global state, so two models can share a
+process.
 """
 
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ PROBE_TOKENS = 2
 
 
 class AttentionLayer(Protocol):
-    """What sits on an attention module and computes for it."""
+    """Computes attention for the module that it is put on."""
 
     def attend(
         self,
@@ -52,8 +52,8 @@ def rayfin_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' side of the attention registry; hands over to the module's AttentionLayer."""
-    if attention_mask is not None:  # transformers makes none for this attention: the model's own
+    """The function in transformers' attention registry; calls the module's AttentionLayer."""
+    if attention_mask is not None:  # the model's own: transformers makes none for this attention
         name = type(module).__name__
         raise UnsupportedModel(f"{name} cannot be served: it attends through its own mask", "model")
     layer: AttentionLayer = getattr(module, LAYER)
@@ -68,7 +68,7 @@ AttentionInterface.register(ATTENTION, rayfin_attention)
 
 
 class StepModel(Protocol):
-    """What computes a step: this module's ``PagedModel``, or a fused one in its place."""
+    """Computes a step: ``PagedModel``, or a faster replacement."""
 
     @property
     def layouts(self) -> list[KVLayout]: ...
@@ -77,7 +77,7 @@ class StepModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def bind(self, cache: KVTensors) -> None:
-        """From now on the layers keep their keys and values in ``cache``."""
+        """Makes the layers keep their keys and values in ``cache``."""
 
     def forward(
         self,
@@ -90,13 +90,13 @@ class StepModel(Protocol):
 
 
 class CurrentStep:
-    """The step that a model is computing, seen by all its layers."""
+    """The step that a model is computing, shared by all its layers."""
 
     batch: PagedBatch | None = None
 
 
 class PagedLayer:
-    """One layer's pages and the kernel that reads them."""
+    """One layer's pages, and the attention kernel that reads them."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class PagedLayer:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Writes the step's keys and values into their slots, then attends over the pages."""
+        """Writes the step's keys and values to their slots, then attends over the pages."""
         batch = self._step.batch
         assert batch is not None, "a forward outside of a step"
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
@@ -141,7 +141,7 @@ class PagedLayer:
 
 
 class _Probe:
-    """Stands in for every layer once, to learn what each one stores."""
+    """Replaces every layer for one forward, to learn what each one stores."""
 
     def __init__(self) -> None:
         self.seen: dict[torch.nn.Module, KVLayout] = {}
@@ -172,10 +172,10 @@ class PagedModel:
     """Runs a step's packed tokens through the model, with the cache of ``bind``.
 
     Args:
-        layers: those of the model's that are here; None: all.
+        layers: the layers of the model that this stage has, or None for all.
 
     Raises:
-        UnsupportedModel: some layer keeps state that pages cannot hold.
+        UnsupportedModel: A layer keeps state that pages cannot hold.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class PagedModel:
         return self._attention_modules
 
     def bind(self, cache: KVTensors) -> None:
-        """From now on the layers keep their keys and values in ``cache``."""
+        """Makes the layers keep their keys and values in ``cache``."""
         pages = zip(self._attention_modules, cache.keys, cache.values, strict=True)
         for module, k_pages, v_pages in pages:
             layer = PagedLayer(k_pages, v_pages, self._kernel, self._step)
@@ -239,8 +239,8 @@ class PagedModel:
         tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=self.device)
         positions = torch.arange(PROBE_TOKENS, device=self.device).unsqueeze(0)
         probe, logits = self._run_probe(input_ids=tokens, position_ids=positions)
-        _, own_logits = self._run_probe(input_ids=tokens)
-        if not torch.allclose(logits, own_logits, rtol=1e-3, atol=1e-3, equal_nan=True):
+        _, default_logits = self._run_probe(input_ids=tokens)
+        if not torch.allclose(logits, default_logits, rtol=1e-3, atol=1e-3, equal_nan=True):
             name = type(self._model).__name__
             raise UnsupportedModel(
                 f"{name} cannot be served: it numbers positions in its own way", "model"
@@ -250,7 +250,7 @@ class PagedModel:
         return list(probe.seen.values())
 
     def _run_probe(self, **inputs: torch.Tensor) -> tuple[_Probe, torch.Tensor]:
-        """A forward in which every attention gives zeros; the probe saw all layers."""
+        """Runs a forward in which every attention returns zeros and the probe records it."""
         probe = _Probe()
         for module in self._model.modules():
             setattr(module, LAYER, probe)
@@ -260,7 +260,7 @@ class PagedModel:
         return probe, output.logits
 
     def _check_layers(self, probe: _Probe) -> None:
-        """Every layer must attend once, through the registry, with the window that it declares."""
+        """Raises unless each layer attends once, through the registry, with its declared window."""
         config = self._model.config.get_text_config(decoder=True)
         name = type(self._model).__name__
         if len(probe.seen) != len(self._layers):

@@ -1,4 +1,4 @@
-"""From a folder or a Hugging Face name to a transformers model with weights."""
+"""Loads a transformers model from a folder or a Hugging Face name."""
 
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ def load_config(args: EngineArgs) -> PretrainedConfig:
     """The model's Hugging Face configuration.
 
     Raises:
-        InvalidConfig: no such folder or name, or no configuration in it.
-        UnsupportedModel: not a decoder that a paged cache can serve.
+        InvalidConfig: The folder or name does not exist, or has no configuration.
+        UnsupportedModel: It is not a decoder that a paged cache can serve.
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -46,7 +46,7 @@ def load_model(
     ``load_format="dummy"`` draws random weights from ``seed`` and reads no file.
 
     Raises:
-        InvalidConfig: weights are missing, broken, of other shapes or not in safetensors form.
+        InvalidConfig: Weights are missing, broken, of other shapes or not safetensors.
         UnsupportedModel: transformers cannot dispatch this architecture's attention.
     """
     dtype = resolve_dtype(args, config, device)
@@ -82,26 +82,27 @@ def load_model(
 
 
 def dispatch_refused(config: PretrainedConfig, attention: str, error: KeyError) -> Exception:
-    """What to raise for a KeyError on making a model: it may say that there is no dispatch."""
+    """The error to raise for a KeyError from making a model: its attention may lack dispatch."""
     if error.args != (attention,):
         return error
     return UnsupportedModel(_unsupported(config, "its attention cannot be paged"), "model")
 
 
 def require_pageable(model: PreTrainedModel) -> None:
-    """Refuses a model whose attention transformers does not dispatch, or that has other state.
+    """Raises unless transformers dispatches the model's attention and it has no other state.
 
     Raises:
-        UnsupportedModel: it is one.
+        UnsupportedModel: The model's attention cannot be paged.
     """
     if not model._supports_attention_backend or model._is_stateful:
         raise UnsupportedModel(_unsupported(model.config, "its attention cannot be paged"), "model")
 
 
 def resolve_dtype(args: EngineArgs, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """``auto`` is the checkpoint's own on a GPU and float32 on a CPU (exact for a bf16 checkpoint).
+    """The model's dtype. ``auto`` is the checkpoint's dtype on a GPU and float32 on a CPU.
 
-    torch's 16-bit matrix products on an AVX2 CPU are several times slower than its float32 ones.
+    float32 is exact for a bf16 checkpoint, and torch's 16-bit matrix products on an AVX2 CPU are
+    several times slower than its float32 ones.
     """
     if args.dtype != "auto":
         return DTYPES[args.dtype]
@@ -111,11 +112,11 @@ def resolve_dtype(args: EngineArgs, config: PretrainedConfig, device: torch.devi
 
 
 def max_position(config: PretrainedConfig) -> int | None:
-    """The most positions that the model can tell apart, None if it has no such limit.
+    """The largest number of positions of the model, or None if it has no limit.
 
     A rotary embedding that changes with the longest request of the batch ("longrope", "dynamic")
-    would make a request's tokens depend on its batch mates; such a model is held to the positions
-    that it was first trained on, where the change never happens.
+    would make a request's tokens depend on the batch. Such a model is limited to the positions that
+    it was first trained on, where the embedding does not change.
     """
     text = config.get_text_config(decoder=True)
     limit: int | None = getattr(text, "max_position_embeddings", None)
@@ -141,10 +142,10 @@ def _refuse_unservable(config: PretrainedConfig) -> None:
 
 
 def require_safetensors(model: str) -> None:
-    """Refuses a local folder with weights in another form, or none.
+    """Raises unless a local folder holds weights in safetensors form.
 
     Raises:
-        InvalidConfig: it holds no safetensors file.
+        InvalidConfig: The folder holds no safetensors file.
     """
     folder = Path(model)
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
@@ -154,7 +155,7 @@ def require_safetensors(model: str) -> None:
 
 
 def _require_all_weights(model: str, report: dict[str, Any]) -> None:
-    """transformers draws at random what a checkpoint lacks, and such a model talks rubbish."""
+    # transformers initializes missing weights at random, and the model would produce nonsense.
     if missing := sorted(report["missing_keys"]):
         raise InvalidConfig(
             f"{model} lacks {len(missing)} weights, {missing[0]} among them", "model"
@@ -172,7 +173,7 @@ def _unsupported(config: PretrainedConfig, why: str) -> str:
 
 
 def why_not_loaded(model: str, error: Exception) -> str:
-    """One line about a model that could not be loaded."""
+    """One line that says why the model could not be loaded."""
     path = Path(model)
     if not path.exists() and (path.is_absolute() or model.startswith((".", "~"))):
         return f"there is no folder {model}"
@@ -182,18 +183,16 @@ def why_not_loaded(model: str, error: Exception) -> str:
     return f"cannot load {model!r}: {first_line.strip()}"
 
 
-# Of what type the pages of the KV cache are.
-
 PAGE_TYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 def page_type(
     name: KVCacheDtype, model_dtype: torch.dtype, attention: PagedAttention
 ) -> torch.dtype:
-    """The pages' type: the model's, unless another is asked for.
+    """The dtype of the KV cache's pages: the model's, unless ``name`` is another one.
 
     Raises:
-        InvalidConfig: the attention does not read such pages.
+        InvalidConfig: The attention backend does not read such pages.
     """
     if name == "auto":
         return model_dtype

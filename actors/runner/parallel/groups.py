@@ -1,9 +1,8 @@
-"""What the runners of a group say to each other: sums and parts of tensors, hidden states, tokens.
+"""Communication between the runners of a group: tensor sums and parts, hidden states, tokens.
 
-NCCL between GPUs; Gloo between CPUs, and for what only the processes need to know. The process
-groups belong to a ``ProcessGroups``, not to torch's global state: two ranks may be threads of one
-process, and a new epoch begins on new connections, so that no message of an old step is taken
-for one of a new step.
+NCCL connects GPUs. Gloo connects CPUs, and carries what stays on the host. The process groups
+belong to a ``ProcessGroups`` instead of torch's global state: two ranks may be threads of one
+process, and a new epoch opens new connections, so that it gets no message of an old step.
 """
 
 from collections import Counter, deque
@@ -30,32 +29,32 @@ SENDS_UNDER_WAY = 16
 
 @dataclass(frozen=True, slots=True)
 class _Agreement:
-    """That is under way; tensors live until then."""
+    """An agreement in progress, with the tensors that it uses."""
 
     work: Any
-    own: torch.Tensor  # [2] step, sums so far
+    state: torch.Tensor  # [2] step, sums so far
     parts: list[torch.Tensor]  # of each rank
 
 
 class ProcessGroups:
-    """One rank's connections: to those that share its layers, and to its like in other stages."""
+    """One rank's connections: within its stage, and to the same tensor rank of other stages."""
 
     def __init__(self, place: ParallelRank, device: torch.device) -> None:
         self.place = place
         self.device = device
-        self._tensor: Any = None  # process groups of torch; None where there is nobody else
+        self._tensor: Any = None  # torch's process groups; None if this rank is alone
         self._hidden: Any = None
         self._tokens: Any = None
         self._agreed: Any = None
         self._agreement: _Agreement | None = None
-        self._sent = deque[tuple[Any, torch.Tensor]]()  # a tensor lives until it has arrived
-        self._messages = Counter[str]()  # of each kind so far: their tags
+        self._sent = deque[tuple[Any, torch.Tensor]]()  # keeps tensors until they are received
+        self._messages = Counter[str]()  # number of messages of each kind, which are the tags
 
     def connect(self, name: str, seconds: float = PEER_STEP_SECONDS) -> None:
-        """New connections, which all ranks make under the same new name.
+        """Opens new connections; all ranks call it with the same new name.
 
         Raises:
-            PeerLost: a peer does not come.
+            PeerLost: A peer does not connect.
         """
         place, patience = self.place, timedelta(seconds=seconds)
         self._sent.clear()
@@ -81,7 +80,7 @@ class ProcessGroups:
         _or_lost(connect)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of what the ranks of this stage hold, the same bits on each; in place."""
+        """Sums x over the ranks of this stage, in place; all ranks get the same bits."""
         if self._tensor is not None and x.numel():
             if failpoints.ACTIVE and failpoints.ACTIVE.hit("peers.sum") == "drop":
                 return x
@@ -91,37 +90,36 @@ class ProcessGroups:
         return x
 
     def begin_agreement(self, step: int) -> None:
-        """All sums of a step are queued: tells the others, whom ``agree`` hears in the end.
+        """Sends this rank's step and number of sums, once all sums of a step are queued.
 
         Raises:
-            PeerLost: a peer is gone.
+            PeerLost: A peer is gone.
         """
         if self._agreed is None:
             return
-        own = torch.tensor([step, self._messages["sums"]])
-        parts = [torch.empty_like(own) for _ in range(self.place.tensor_size)]
-        work = _or_lost(lambda: self._agreed.allgather([parts], [own]))
-        self._agreement = _Agreement(work, own, parts)
+        state = torch.tensor([step, self._messages["sums"]])
+        parts = [torch.empty_like(state) for _ in range(self.place.tensor_size)]
+        work = _or_lost(lambda: self._agreed.allgather([parts], [state]))
+        self._agreement = _Agreement(work, state, parts)
 
     def agree(self, step: int) -> None:
-        """All ranks of this stage have queued the same sums, and are at the same step.
+        """Checks that all ranks of this stage are at the same step with the same number of sums.
 
-        A sum has no tag: one that a rank leaves out is made up of its next one, and the numbers
-        are wrong without anybody knowing. The ranks' processes say so to each other, and no device
-        is waited for.
+        A sum has no tag: if a rank skips one, its next sum takes its place and results are silently
+        wrong. The check runs between the processes and waits for no device.
 
         Raises:
-            PeerLost: they have not.
+            PeerLost: The ranks differ.
         """
         if self._agreement is None:
             self.begin_agreement(step)
-        begun, self._agreement = self._agreement, None
-        if begun is None:
+        agreement, self._agreement = self._agreement, None
+        if agreement is None:
             return
-        _or_lost(begun.work.wait)
-        told = [tuple(part.tolist()) for part in begun.parts]
-        if len(set(told)) > 1:
-            raise PeerLost(f"the ranks are not in step: {told} of (step, sums)")
+        _or_lost(agreement.work.wait)
+        states = [tuple(part.tolist()) for part in agreement.parts]
+        if len(set(states)) > 1:
+            raise PeerLost(f"the ranks are not in step: {states} of (step, sums)")
 
     def concatenate(self, x: torch.Tensor) -> torch.Tensor:
         """[..., N] of each rank of this stage as [..., N * tensor size], on each of them."""
@@ -133,24 +131,24 @@ class ProcessGroups:
         return torch.cat(parts, dim=-1)
 
     def send_hidden(self, x: torch.Tensor) -> None:
-        """Hands hidden states to the next stage, without waiting for it."""
+        """Sends hidden states to the next stage, without waiting."""
         self._send(self._hidden, x.contiguous(), self.place.stage + 1, self._tag("sent"))
 
     def receive_hidden(self, like: torch.Tensor) -> torch.Tensor:
-        """The hidden states of the stage before, in the shape and dtype of ``like``."""
+        """Receives the previous stage's hidden states, in the shape and dtype of ``like``."""
         x, tag = torch.empty_like(like), self._tag("received")
         before = self.place.stage - 1
         _or_lost(lambda: self._hidden.recv([x], before, tag).wait())
         return x
 
     def send_tokens(self, tokens: Int32Array) -> None:
-        """Tells sampled tokens [S] to all earlier stages."""
+        """Sends sampled tokens [S] to all earlier stages."""
         tag = self._tag("tokens")
         for stage in range(self.place.stage):
             self._send(self._tokens, torch.from_numpy(tokens.copy()), stage, tag)
 
     def receive_tokens(self, count: int) -> Int32Array:
-        """The next ``count`` tokens that the last stage has sampled."""
+        """Receives the next ``count`` tokens that the last stage sampled."""
         tokens, tag = torch.empty(count, dtype=torch.int32), self._tag("tokens")
         last = self.place.stages - 1
         _or_lost(lambda: self._tokens.recv([tokens], last, tag).wait())
@@ -164,13 +162,13 @@ class ProcessGroups:
             _or_lost(self._sent.popleft()[0].wait)
 
     def _tag(self, kind: str) -> int:
-        """Both ends count, so that a message can only be taken for what it is."""
+        """The number of the message, which both ends count."""
         self._messages[kind] += 1
         return self._messages[kind] % 2**30
 
 
 def open_store() -> Any:
-    """Where the ranks of a group will find each other; lives in rank 0, as long as it is held."""
+    """Opens the store through which ranks connect; rank 0 has to keep a reference to it."""
     every_address, any_port = "0.0.0.0", 0
     return dist.TCPStore(every_address, any_port, None, True, wait_for_workers=False)
 
@@ -189,7 +187,7 @@ def _nccl(store: Any, rank: int, size: int, patience: timedelta, host: str) -> A
 
 
 def _or_lost(call: Callable[[], Any]) -> Any:
-    """Raises PeerLost for what torch raises when a connection breaks or nothing comes."""
+    """Turns torch's errors for broken connections and timeouts into PeerLost."""
     try:
         return call()
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""What the last stage samples, made known to the stages before it.
+"""Sends the tokens of the last pipeline stage to the earlier stages.
 
-Only the last stage has logits. A stage before it goes on to its next step at once, and waits for
-tokens where that step is to begin with them: in between it computes prompts.
+Only the last stage has logits. An earlier stage starts its next step at once, and waits for tokens
+only if that step needs them as input; meanwhile it computes prompts.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from rayfin.actors.runner.step.request_slots import RequestSlots
 
 
 class PipelineTokenChannel:
-    """Stands between a stage's forward and the step's result."""
+    """Samples on the last stage, and receives its tokens on earlier stages."""
 
     def __init__(
         self, peers: ProcessGroups, slots: RequestSlots, sampler: Sampler, config: EngineConfig
@@ -30,27 +30,27 @@ class PipelineTokenChannel:
         self._awaited = deque[tuple[SchedulerInfo, Int64Array]]()  # steps, and rows that sample
 
     def before(self, info: SchedulerInfo) -> None:
-        """The step's inputs are about to be built; some may be tokens that are on their way."""
+        """Waits for the tokens that the step's inputs need."""
         starts = info.chunk_idx[: info.decoding_batch]
         unknown = info.ids[: info.decoding_batch][info.merge_prompt[starts] < 0]
         while any(np.isin(unknown, earlier.ids[rows]).any() for earlier, rows in self._awaited):
             self._settle_oldest()
 
     def sample(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> Sampled:
-        """The step's tokens; on a stage before the last NO_TOKEN for those that are to come."""
+        """The step's tokens, or on an earlier stage NO_TOKEN for those not yet received."""
         rows = inputs.sampled_rows
         if self._peers.place.is_last:
             sampled = self._sampler.sample(info, inputs, logits)
             if len(rows):
                 self._peers.send_tokens(sampled.tokens[rows])
             return sampled
-        if info.num_steps > 1 and len(rows):  # which of its rows go on depends on them
+        if info.num_steps > 1 and len(rows):  # they decide which rows still decode
             while self._awaited:
                 self._settle_oldest()
             return Sampled(self._receive(info, rows))
         if len(rows):
             self._awaited.append((info, rows))
-        while len(self._awaited) > self._steps_in_flight:  # nobody asks, but they have come
+        while len(self._awaited) > self._steps_in_flight:  # not needed yet, but received
             self._settle_oldest()
         return Sampled(np.full(len(info.ids), NO_TOKEN, np.int32))
 

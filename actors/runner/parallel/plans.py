@@ -12,22 +12,22 @@ import torch
 from transformers import PreTrainedModel
 
 COLUMNS, ROWS = "colwise", "rowwise"
-GATHERED = "colwise_gather_output"  # of the head only: a share of the vocabulary
+GATHERED = "colwise_gather_output"  # the head, a share of the vocabulary
 EXPERTS = "moe_tp_experts"
 WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 
-SUMMED = "summed"  # what the module gives is summed, so that what is in it need not be:
+SUMMED = "summed"  # the module's output is summed, so its children need no sum:
 UNSUMMED_ROWS, UNSUMMED_EXPERTS = "rowwise, unsummed", "experts, unsummed"
-NORM = "norm"  # root mean square over the columns of all ranks
+NORM = "norm"  # RMS norm over the columns of all ranks
 
-ONCE = "once"  # what is added to a sum over ranks: zeros on all but the first
+ONCE = "once"  # added to a sum over ranks: zeros on all ranks but the first
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Columns of several projections side by side: a share of each.
+    """Several projections merged into one; a rank keeps a share of each.
 
-    Their widths are to each other as these fields of the model's configuration.
+    Their widths are in proportion to these fields of the model's configuration.
     """
 
     fields: tuple[str, ...]
@@ -35,7 +35,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """What the decoder calls the parts that stages have some of."""
+    """The decoder's names of the parts that belong to some stages."""
 
     embeddings: tuple[str, ...]  # of the first stage
     layers: str
@@ -44,14 +44,14 @@ class StageParts:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """How a family is cut. Names are below the decoder, with * for a layer's number."""
+    """How a model family is sharded. Names are relative to the decoder; * is a layer's number."""
 
     styles: Mapping[str, str | Merged]
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Attributes of modules that say how much of something there is: a rank has its share."""
+    """Attributes of modules that are sizes, which are divided."""
     parameters: Mapping[str, int | str] = field(default_factory=dict)
-    """Of modules that stay: the dimension that a rank has a share of, or ``ONCE``."""
-    stages: StageParts | None = None  # None: it cannot be cut into stages
+    """Parameters of modules that stay: the sharded dimension, or ``ONCE``."""
+    stages: StageParts | None = None  # None if pipelines are not supported
 
 
 _USUAL = StageParts(("embed_tokens",), "layers", "norm")
@@ -72,7 +72,7 @@ _MERGED_MLP: dict[str, str | Merged] = {
     "layers.*.mlp.down_proj": ROWS,
 }
 _MIXTURE: dict[str, str | Merged] = {
-    "layers.*.mlp": SUMMED,  # a mixture, or a plain MLP in the place of one
+    "layers.*.mlp": SUMMED,  # a mixture, or the plain MLP of a dense layer
     "layers.*.mlp.gate_proj": COLUMNS,
     "layers.*.mlp.up_proj": COLUMNS,
     "layers.*.mlp.down_proj": UNSUMMED_ROWS,
@@ -82,7 +82,7 @@ _MIXTURE: dict[str, str | Merged] = {
     "layers.*.mlp.shared_experts.down_proj": UNSUMMED_ROWS,
 }
 
-_COHERE = ShardPlan(  # Command R+ has norms with weights of their own for each head
+_COHERE = ShardPlan(  # Command R+ has norm weights for each head
     {**_ATTENTION, **_MLP},
     parameters={"layers.*.self_attn.q_norm.weight": 0, "layers.*.self_attn.k_norm.weight": 0},
     stages=_USUAL,
@@ -114,17 +114,15 @@ _QWEN2_MOE = ShardPlan(
     stages=_USUAL,
 )
 
-_DEEPSEEK = (
-    ShardPlan(  # what heads have in common, before the second product of each pair, is whole
-        {
-            "layers.*.self_attn.q_proj": COLUMNS,
-            "layers.*.self_attn.q_b_proj": COLUMNS,
-            "layers.*.self_attn.kv_b_proj": COLUMNS,
-            "layers.*.self_attn.o_proj": ROWS,
-            **_MIXTURE,
-        },
-        stages=_USUAL,
-    )
+_DEEPSEEK = ShardPlan(  # the latent projections, which all heads share, are whole
+    {
+        "layers.*.self_attn.q_proj": COLUMNS,
+        "layers.*.self_attn.q_b_proj": COLUMNS,
+        "layers.*.self_attn.kv_b_proj": COLUMNS,
+        "layers.*.self_attn.o_proj": ROWS,
+        **_MIXTURE,
+    },
+    stages=_USUAL,
 )
 
 _WHOLE_NORMS: dict[str, str | Merged] = {
@@ -149,7 +147,7 @@ _GPT2 = ShardPlan(
 
 _GPT_NEOX = ShardPlan(
     {
-        "layers.*.attention.query_key_value": COLUMNS,  # by heads, each of the three
+        "layers.*.attention.query_key_value": COLUMNS,  # ordered by heads, three parts each
         "layers.*.attention.dense": ROWS,
         "layers.*.mlp.dense_h_to_4h": COLUMNS,
         "layers.*.mlp.dense_4h_to_h": ROWS,
@@ -161,7 +159,7 @@ _GPT_OSS = ShardPlan(
     {**_ATTENTION, "layers.*.mlp.experts": SUMMED},
     parameters={
         "layers.*.self_attn.sinks": 0,
-        "layers.*.mlp.experts.gate_up_proj": 2,  # [E, H, 2 F]: gate and up take turns
+        "layers.*.mlp.experts.gate_up_proj": 2,  # [E, H, 2 F]: gate and up alternate
         "layers.*.mlp.experts.gate_up_proj_bias": 1,
         "layers.*.mlp.experts.down_proj": 1,  # [E, F, H]
         "layers.*.mlp.experts.down_proj_bias": ONCE,
@@ -188,15 +186,16 @@ PLANS: dict[str, ShardPlan] = {
 
 
 def plan_of(model: PreTrainedModel) -> ShardPlan:
-    """The plan of a model, by the whole names of its modules; without styles if nobody has one."""
+    """The plan of a model, with full module names. It has no styles if there is no plan."""
     config = model.config.get_text_config(decoder=True)
-    if own := PLANS.get(config.model_type):
+    if plan := PLANS.get(config.model_type):
         base = model.base_model_prefix
         return ShardPlan(
-            {f"{base}.{name}": style for name, style in own.styles.items()} | {"lm_head": GATHERED},
-            {f"{base}.{name}": fields for name, fields in own.counts.items()},
-            {f"{base}.{name}": dim for name, dim in own.parameters.items()},
-            own.stages,
+            {f"{base}.{name}": style for name, style in plan.styles.items()}
+            | {"lm_head": GATHERED},
+            {f"{base}.{name}": fields for name, fields in plan.counts.items()},
+            {f"{base}.{name}": dim for name, dim in plan.parameters.items()},
+            plan.stages,
         )
     styles = dict(model.tp_plan or {})
     if not {COLUMNS, ROWS} <= set(styles.values()):  # a plan for the head only, or for training
@@ -208,17 +207,17 @@ def plan_of(model: PreTrainedModel) -> ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Of one tensor."""
+    """A part of one tensor."""
 
     dim: int
     start: int
-    stop: int  # may be over ``whole``: the rest is zeros
+    stop: int  # may exceed ``whole``; the rest is zeros
     whole: int
 
 
 @dataclass(frozen=True, slots=True)
 class MergedSlice:
-    """Several parts of one tensor, one after the other along the dimension that all are cut in."""
+    """Several parts of one tensor, concatenated along the sliced dimension."""
 
     parts: tuple[WeightSlice, ...]
 
@@ -232,7 +231,7 @@ class TransposedSlice:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSlice:
-    """Of all experts' gate and up projections, or of all their down projections."""
+    """A part of all experts' gate and up projections, or of all their down projections."""
 
     start: int
     stop: int
@@ -241,21 +240,19 @@ class ExpertsSlice:
 
 AnyCut = WeightSlice | MergedSlice | TransposedSlice | ExpertsSlice
 Cuts = dict[str, AnyCut]
-"""By the name in a checkpoint; what is not there is whole."""
+"""By the name in a checkpoint. Tensors without an entry are whole."""
 
 
-# A rank's share of a mixture's experts: of each its part of the inner width, summed over ranks.
-#
-# The router is whole on each rank, so all of them choose alike. A checkpoint keeps the experts'
-# weights in two tensors for all of them, or one by one under other names: both are read in
-# slices.
+# A rank has a part of the inner width of each expert, and results are summed over ranks. The router
+# is whole on each rank, so all ranks choose the same experts. A checkpoint stores the experts'
+# weights in two tensors, or one by one under other names; both are read in slices.
 
 
 Read = Callable[[str, torch.Size, WeightSlice | None], torch.Tensor]
 """Name, shape of the part, which part -> the part."""
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
-_FORMS = (  # of one expert: what stands for "mlp", and its gate, up and down
+_FORMS = (  # names in a checkpoint: the MLP, and an expert's gate, up and down
     ("mlp", "gate_proj", "up_proj", "down_proj"),  # Qwen 2 and 3, OLMoE
     ("block_sparse_moe", "w1", "w3", "w2"),  # Mixtral
 )
@@ -268,7 +265,7 @@ _OLD_NAMES = {
 
 
 def stored_name(name: str, known: Callable[[str], bool]) -> str:
-    """The name under which a checkpoint has a parameter that transformers has renamed since."""
+    """The checkpoint's name of a parameter, which transformers may have renamed."""
     others = (name.replace(new, old) for new, old in _OLD_NAMES.items())
     return name if known(name) else next(filter(known, others), name)
 
@@ -279,7 +276,7 @@ def read_experts(
     """A rank's part [E, ...] of the experts' parameter ``name``.
 
     Raises:
-        InvalidConfig: it is not there, under no name that is known (``read`` says so).
+        InvalidConfig: The checkpoint has it under no known name (raised by ``read``).
     """
     count, width = shape[0], cut.stop - cut.start
     is_down = name.endswith(DOWN)
@@ -288,12 +285,12 @@ def read_experts(
         prefix = base.replace(".mlp.", f".{mlp}.")
         if not known(f"{prefix}.0.{down}.weight"):
             continue
-        own = WeightSlice(1 if is_down else 0, cut.start, cut.stop, cut.whole)
+        part = WeightSlice(1 if is_down else 0, cut.start, cut.stop, cut.whole)
         rows = [shape[1], width] if is_down else [width, shape[2]]
         kinds = (down,) if is_down else (gate, up)
         experts = [
             torch.cat(
-                [read(f"{prefix}.{i}.{kind}.weight", torch.Size(rows), own) for kind in kinds]
+                [read(f"{prefix}.{i}.{kind}.weight", torch.Size(rows), part) for kind in kinds]
             )
             for i in range(count)
         ]

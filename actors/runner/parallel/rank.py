@@ -1,4 +1,4 @@
-"""Where a runner stands in its group: which stage of the layers, which share of each layer."""
+"""A runner's place in its group: its pipeline stage and its tensor rank."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class ParallelRank:
-    """One of ``stages`` x ``tensor_size`` runners: ranks count through a stage, then the next one.
+    """One of ``stages`` x ``tensor_size`` runners; ranks are numbered stage by stage.
 
-    The last stage has the logits; its first rank answers for all.
+    The last stage has the logits. Its first rank returns the results of the group.
     """
 
     rank: int
     tensor_size: int
     stages: int
-    store: Address  # where the ranks find each other: rank 0's
-    host: str  # this rank's own address
+    store: Address  # rank 0's store, through which ranks connect
+    host: str  # this rank's address
 
     @property
     def size(self) -> int:
-        """Runners of the group."""
+        """The number of runners."""
         return self.tensor_size * self.stages
 
     @property
@@ -47,10 +47,10 @@ class ParallelRank:
         return self.is_last and self.tensor_rank == 0
 
     def layers(self, total: int) -> range:
-        """This stage's share of the model's layers: consecutive ones, as evenly as they go."""
+        """The consecutive layers of this stage, split as evenly as possible."""
         return range(total * self.stage // self.stages, total * (self.stage + 1) // self.stages)
 
 
 def group_size(args: EngineArgs) -> int:
-    """Runners of an engine."""
+    """The number of runners of an engine."""
     return args.tensor_parallel_size * args.pipeline_parallel_size

@@ -1,13 +1,12 @@
-"""A model cut for one rank of a group, before it has weights.
+"""Shards a model for one rank of a group, before it has weights.
 
-Tensor parallel (Megatron-LM): by the plan of the model's family (``plans.py``) some layers of
-attention and MLP keep a share of their outputs, those that follow a share of their inputs, and what
-these give is summed over the ranks: twice a layer. The head has a share of the vocabulary;
-embedding and norms are whole on each rank.
+Tensor parallel (Megatron-LM): by the plan of the model's family (``plans.py``) the first linear
+layers of attention and MLP keep a share of their outputs and the following ones a share of their
+inputs, whose results are summed over the ranks, twice per layer. The head has a share of the
+vocabulary; embedding and norms are whole on each rank.
 
-Pipeline parallel (GPipe): a stage keeps consecutive layers. In the place of those before and after
-stand modules that receive, pass on and send the hidden states, so that the model's own forward runs
-on each stage as it is.
+Pipeline parallel (GPipe): a stage keeps consecutive layers. The other layers are replaced by
+modules that receive, pass on and send hidden states, so that the model's forward runs unchanged.
 """
 
 import copy
@@ -46,11 +45,11 @@ from rayfin.actors.runner.parallel.plans import (
 )
 from rayfin.actors.runner.parallel.rank import ParallelRank
 
-SHARD = "shard"  # what a wrapped module is called within its wrapper
+SHARD = "shard"  # the name of a wrapped module in its wrapper
 
 
 class Summed(nn.Module):
-    """The sum over ranks of what their shares give."""
+    """Sums the outputs of a module over the ranks."""
 
     def __init__(self, shard: nn.Module, peers: ProcessGroups) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class Summed(nn.Module):
         self._peers = peers
 
     def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        """[..., N], as the shard has it."""
+        """The sum, in the shape of the shard's output."""
         return self._peers.sum(self.shard(*inputs, **named))
 
 
@@ -78,7 +77,7 @@ class RowParallel(nn.Module):
 
 
 class SharedNorm(nn.Module):
-    """A root mean square norm over what all ranks have; each scales its share.
+    """An RMS norm over the columns of all ranks; each rank scales its share.
 
     Args:
         weight: this rank's share, [N / ranks].
@@ -94,14 +93,14 @@ class SharedNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., N / ranks] -> the same shape and dtype, computed in float32."""
-        own = x.float()
-        squares = self._peers.sum(own.square().sum(-1, keepdim=True))
-        scaled = own * torch.rsqrt(squares / self._whole + self._eps)
+        x32 = x.float()
+        squares = self._peers.sum(x32.square().sum(-1, keepdim=True))
+        scaled = x32 * torch.rsqrt(squares / self._whole + self._eps)
         return (self.weight * scaled).to(x.dtype)
 
 
 class GatheredHead(nn.Module):
-    """Each rank computes its share of the vocabulary; all get all logits."""
+    """Computes a share of the vocabulary on each rank and gathers all logits on all ranks."""
 
     def __init__(self, shard: nn.Linear, vocab_size: int, peers: ProcessGroups) -> None:
         super().__init__()
@@ -115,7 +114,7 @@ class GatheredHead(nn.Module):
 
 
 class NoEmbedding(nn.Module):
-    """On a stage after the first: what it gives is only looked at for its shape."""
+    """Replaces the embedding on later stages, where only the shape of its output is used."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -129,7 +128,7 @@ class NoEmbedding(nn.Module):
 
 
 class ElsewhereLayer(nn.Module):
-    """In the place of a layer of another stage; next to this stage's it receives, or sends."""
+    """Replaces a layer of another stage; those next to this stage's layers receive or send."""
 
     def __init__(
         self, layer: nn.Module, peers: ProcessGroups, *, receives: bool = False, sends: bool = False
@@ -150,9 +149,9 @@ class ElsewhereLayer(nn.Module):
 
 
 class LayerSharder:
-    """Makes the shares; ``cuts`` says which parts of a checkpoint's tensors they are.
+    """Replaces modules by their shares; ``cuts`` has the slices of a checkpoint's tensors.
 
-    Modules are to come before those that they are in.
+    Child modules have to be replaced before their parents.
     """
 
     def __init__(self, model: PreTrainedModel, peers: ProcessGroups) -> None:
@@ -172,10 +171,10 @@ class LayerSharder:
         }
 
     def cut(self, module: nn.Module, name: str, style: str | Merged) -> nn.Module | None:
-        """What stands for the module on this rank; None: it is not what the style is for.
+        """This rank's share of the module, or None if the style does not fit the module.
 
         Raises:
-            InvalidConfig: it does not divide.
+            InvalidConfig: A size is not divisible by the number of ranks.
         """
         if isinstance(style, Merged):
             widths = [int(getattr(self._config, field)) for field in style.fields]
@@ -184,7 +183,7 @@ class LayerSharder:
         return None if way is None else way(module, name)
 
     def divide(self, module: Any, fields: Sequence[str]) -> None:
-        """This rank's share in attributes that count; a configuration becomes the module's own."""
+        """Divides attributes that are sizes; a shared configuration is copied first."""
         for path in fields:
             owner, _, field = path.rpartition(".")
             if owner:
@@ -194,7 +193,7 @@ class LayerSharder:
             setattr(counting, field, share.stop - share.start)
 
     def slice(self, module: nn.Module, leaf: str, name: str, dim: int | str) -> None:
-        """A parameter of a module that stays: its share in a dimension, or zeros but ``ONCE``."""
+        """Shards a parameter in a dimension, or zeros it on all ranks but the first (``ONCE``)."""
         parameter, place = module.get_parameter(leaf), self._peers.place
         shape = list(parameter.shape)
         if isinstance(dim, int):
@@ -208,7 +207,7 @@ class LayerSharder:
         setattr(module, leaf, nn.Parameter(empty))
 
     def _columns(self, linear: Any, name: str, widths: Sequence[int] = (1,)) -> nn.Module | None:
-        """A share of each of the projections that lie side by side in one, as wide as that."""
+        """A share of each projection that is merged into this layer."""
         sizes = _sizes(linear)
         if sizes is None or sizes[1] % sum(widths):
             return None
@@ -246,7 +245,7 @@ class LayerSharder:
         return GatheredHead(shard, vocab_size, self._peers)
 
     def _experts(self, experts: Any, name: str) -> nn.Module | None:
-        """Where there are a router and these experts only: none that all rows share."""
+        """Experts with a router, and without shared experts."""
         mixture = self._model.get_submodule(name.rpartition(".")[0])
         if {child for child, _ in mixture.named_children()} != {"gate", "experts"}:
             return None
@@ -257,10 +256,10 @@ class LayerSharder:
         if not is_experts(experts):
             return None
         count, hidden, width = experts.down_proj.shape
-        own = self._even(width, 2, name)
-        cut = ExpertsSlice(own.start, own.stop, width)
+        part = self._even(width, 2, name)
+        cut = ExpertsSlice(part.start, part.stop, width)
         self.cuts[f"{name}.{GATE_UP}"] = self.cuts[f"{name}.{DOWN}"] = cut
-        share, dtype = own.stop - own.start, experts.down_proj.dtype
+        share, dtype = part.stop - part.start, experts.down_proj.dtype
         gate_up = torch.empty(count, 2 * share, hidden, device="meta", dtype=dtype)
         experts.gate_up_proj = nn.Parameter(gate_up)
         down = torch.empty(count, hidden, share, device="meta", dtype=dtype)
@@ -272,8 +271,8 @@ class LayerSharder:
         if not isinstance(eps, float) or set(parameters) != {"weight"} or norm.weight.dim() != 1:
             return None
         whole, dtype = len(norm.weight), norm.weight.dtype
-        own = self.cuts[f"{name}.weight"] = self._even(whole, 0, name)
-        weight = torch.empty(own.stop - own.start, device="meta", dtype=dtype)
+        part = self.cuts[f"{name}.weight"] = self._even(whole, 0, name)
+        weight = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
         return SharedNorm(nn.Parameter(weight), eps, whole, self._peers)
 
     def _summed(self, module: nn.Module, _: str) -> nn.Module:
@@ -282,7 +281,7 @@ class LayerSharder:
     def _weight_part(
         self, linear: nn.Module, dim: int, whole: int, name: str, widths: Sequence[int] = (1,)
     ) -> WeightSlice | MergedSlice | TransposedSlice:
-        """Of a weight [outputs, inputs], which a ``Conv1D`` keeps as [inputs, outputs]."""
+        """The slice of a weight [outputs, inputs]; a ``Conv1D`` has [inputs, outputs]."""
         if isinstance(linear, Conv1D):
             return TransposedSlice(self._part(1 - dim, whole, name, widths))
         return self._part(dim, whole, name, widths)
@@ -292,10 +291,10 @@ class LayerSharder:
     ) -> WeightSlice | MergedSlice:
         parts, first = list[WeightSlice](), 0
         for width in widths:
-            own = whole // sum(widths) * width
-            part = self._even(own, dim, name)
+            size = whole // sum(widths) * width
+            part = self._even(size, dim, name)
             parts.append(WeightSlice(dim, first + part.start, first + part.stop, whole))
-            first += own
+            first += size
         return parts[0] if len(parts) == 1 else MergedSlice(tuple(parts))
 
     def _even(self, whole: int, dim: int, name: str) -> WeightSlice:
@@ -310,7 +309,7 @@ class LayerSharder:
 
 
 def _sizes(linear: nn.Module) -> tuple[int, int] | None:
-    """Inputs and outputs of a linear layer; None: it is something else."""
+    """Inputs and outputs of a linear layer, or None for another module."""
     if type(linear) is nn.Linear:
         return linear.in_features, linear.out_features
     if type(linear) is Conv1D:
@@ -323,11 +322,11 @@ def _linear(like: Any, inputs: int, outputs: int, bias: bool) -> nn.Linear:
 
 
 def check_sizes(config: PretrainedConfig, place: ParallelRank) -> None:
-    """Refuses what does not divide.
+    """Checks that the sizes are divisible.
 
     Raises:
-        InvalidConfig: heads, key-value heads or the MLP's width are no multiple of the tensor size,
-            or there are fewer layers than stages.
+        InvalidConfig: The heads, key-value heads or the MLP's width are not a multiple of the
+            tensor size, or there are fewer layers than stages.
     """
     text, size = config.get_text_config(decoder=True), place.tensor_size
     for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -346,11 +345,11 @@ def check_sizes(config: PretrainedConfig, place: ParallelRank) -> None:
 
 
 def shard_model(model: PreTrainedModel, peers: ProcessGroups) -> Cuts:
-    """Cuts a model without weights in place; which tensors of a checkpoint it has parts of.
+    """Shards a model without weights in place and returns the slices of checkpoint tensors.
 
     Raises:
-        InvalidConfig: something does not divide.
-        UnsupportedModel: there is no plan for it, or it is not as its plan says.
+        InvalidConfig: A size is not divisible.
+        UnsupportedModel: There is no plan for the model, or the plan does not fit.
     """
     plan = plan_of(model)
     if peers.place.stages > 1:
@@ -359,12 +358,12 @@ def shard_model(model: PreTrainedModel, peers: ProcessGroups) -> Cuts:
 
 
 def checkpoint_name(parameter: str) -> str:
-    """The name under which a checkpoint has a parameter of a cut model."""
+    """The checkpoint's name of a parameter of a sharded model."""
     return parameter.replace(f".{SHARD}.", ".")
 
 
 def _whole_experts(model: PreTrainedModel) -> Cuts:
-    """Experts are read one by one where a checkpoint has them so, also by a rank that has all."""
+    """Slices of whole experts, which some checkpoints store one by one."""
     cuts: Cuts = {}
     for name, module in model.named_modules():
         if is_experts(module):
@@ -378,7 +377,7 @@ def _cut_layers(model: PreTrainedModel, plan: ShardPlan, peers: ProcessGroups) -
     if not plan.styles:
         raise _refused(model, peers, "tensor", "there is no plan to share its layers")
     cutter, used = LayerSharder(model, peers), set[str]()
-    for name, module in reversed(list(model.named_modules())):  # what is in a module, then itself
+    for name, module in reversed(list(model.named_modules())):  # children before their parents
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         cutter.divide(module, plan.counts.get(pattern, ()))
         for leaf in list(module._parameters):
@@ -403,11 +402,11 @@ def _keep_stage(model: PreTrainedModel, plan: ShardPlan, peers: ProcessGroups) -
     layers = getattr(base, parts.layers, None) if parts else None
     if parts is None or not isinstance(layers, nn.ModuleList):
         raise _refused(model, peers, "pipeline", "there is no plan to cut it into stages")
-    own = place.layers(len(layers))
+    kept = place.layers(len(layers))
     for index, layer in enumerate(layers):
-        if index not in own:
+        if index not in kept:
             layers[index] = ElsewhereLayer(
-                layer, peers, receives=index == own.start - 1, sends=index == own.stop
+                layer, peers, receives=index == kept.start - 1, sends=index == kept.stop
             )
     if not place.is_first:
         hidden_size = model.config.get_text_config(decoder=True).hidden_size

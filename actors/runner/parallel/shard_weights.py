@@ -1,4 +1,4 @@
-"""A rank's share of a model, read from safetensors slice by slice: no rank reads the whole."""
+"""Loads a rank's share of a model from safetensors slices, without reading the whole files."""
 
 import json
 import zlib
@@ -38,13 +38,13 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Checkpoint:
-    """The tensors of a model's safetensors files, opened as they are wanted.
+    """The tensors of a model's safetensors files, opened on demand.
 
-    Names may lack the ``prefix`` of all of the decoder's: some were saved without the head (GPT-2).
+    Names may lack the decoder's ``prefix``, since some models were saved without a head (GPT-2).
 
     Raises:
-        InvalidConfig: there are no such files.
-        OSError: a name of the hub that cannot be had.
+        InvalidConfig: There are no such files.
+        OSError: A file of the hub cannot be loaded.
     """
 
     def __init__(self, args: EngineArgs, prefix: str) -> None:
@@ -63,26 +63,26 @@ class Checkpoint:
         return name if name in self._files else name.removeprefix(self._prefix)
 
     def read(self, name: str, shape: torch.Size, cut: WeightSlice | None) -> torch.Tensor:
-        """The tensor ``name``, or its part; ``shape`` is what is wanted, of the part.
+        """Reads the tensor ``name`` or a part of it, whose shape is ``shape``.
 
         Raises:
-            InvalidConfig: it is not there, or of another shape.
+            InvalidConfig: It is missing, or has another shape.
         """
         if name not in self:
             raise InvalidConfig(f"{self._model} lacks the weight {name}", "model")
-        wanted, own_name = list(shape), self._stored(name)
+        expected, stored_as = list(shape), self._stored(name)
         if cut is not None:
-            wanted[cut.dim] = cut.whole
-        with safe_open(self._files[own_name], framework="pt") as file:
-            stored = file.get_slice(own_name)
-            if stored.get_shape() != wanted:
+            expected[cut.dim] = cut.whole
+        with safe_open(self._files[stored_as], framework="pt") as file:
+            stored = file.get_slice(stored_as)
+            if stored.get_shape() != expected:
                 raise InvalidConfig(
                     f"{self._model} holds {name} of shape {stored.get_shape()}, its config "
-                    f"wants {wanted}",
+                    f"wants {expected}",
                     "model",
                 )
             if cut is None:
-                whole: torch.Tensor = file.get_tensor(own_name)
+                whole: torch.Tensor = file.get_tensor(stored_as)
                 return whole
             stop = min(cut.stop, cut.whole)
             start = min(cut.start, stop)
@@ -97,15 +97,14 @@ def load_share(
     attention: str,
     peers: ProcessGroups,
 ) -> PreTrainedModel:
-    """What ``load_model`` gives, of which this rank has its share only.
+    """Loads this rank's share of the model that ``load_model`` would load.
 
-    ``load_format="dummy"`` draws each weight from ``seed`` and its name: not what one rank alone
-    draws.
+    ``load_format="dummy"`` draws each weight from ``seed`` and its name, so weights differ from
+    those of a single device.
 
     Raises:
-        InvalidConfig: sizes do not divide; weights are missing, broken or of other shapes.
-        UnsupportedModel: the architecture cannot be cut, or its attention not be paged; the weights
-            are quantised.
+        InvalidConfig: Sizes are not divisible; weights are missing, broken or of other shapes.
+        UnsupportedModel: The architecture cannot be sharded or paged, or the weights are quantized.
     """
     check_sizes(config, peers.place)
     _refuse_quantised(args, config)
@@ -135,10 +134,11 @@ def load_share(
 
 
 def _refuse_quantised(args: EngineArgs, config: PretrainedConfig) -> None:
-    """Scales would not be read: the weights would be nonsense, and nothing would say so."""
-    own = getattr(config, "quantization_config", None)
-    if own is not None:
-        method = own.get("quant_method") if isinstance(own, dict) else None
+    # The scales would not be read, and the weights would silently be wrong.
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        is_dict = isinstance(quantization, dict)
+        method = quantization.get("quant_method") if is_dict else None
         raise UnsupportedModel(
             f"{args.model} holds quantised weights ({method or 'of some kind'}): "
             "tensor_parallel_size and pipeline_parallel_size take plain ones",
@@ -153,15 +153,15 @@ def _read(
     ties: dict[str, str],
     device: torch.device,
 ) -> None:
-    found = checkpoint.__contains__
+    known = checkpoint.__contains__
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         source = checkpoint_name(name)
         cut = cuts.get(source)
         if source in ties and (ties[source] in checkpoint or source not in checkpoint):
             source = ties[source]
-        tensor = _assemble(source, parameter.shape, cut, found, checkpoint.read)
+        tensor = _assemble(source, parameter.shape, cut, known, checkpoint.read)
         _set(model, name, tensor.to(device, parameter.dtype))
-    exact = model._get_dtype_plan(model.dtype)  # some are kept in float32 whatever the rest is in
+    exact = model._get_dtype_plan(model.dtype)  # some are always float32
     for name in _saved_buffers(model):
         buffer = model.get_buffer(name)
         tensor = checkpoint.read(checkpoint_name(name), buffer.shape, None)
@@ -201,7 +201,7 @@ def _assemble(
     known: Callable[[str], bool],
     read: Read,
 ) -> torch.Tensor:
-    """A parameter of that shape from the parts that ``read`` gives."""
+    """Assembles a parameter of that shape from the parts that ``read`` returns."""
     if isinstance(cut, ExpertsSlice):
         return read_experts(source, shape, cut, known, read)
     if isinstance(cut, TransposedSlice):
@@ -211,20 +211,20 @@ def _assemble(
         return read(name, shape, cut)
     parts = []
     for part in cut.parts:
-        own = list(shape)
-        own[part.dim] = part.stop - part.start
-        parts.append(read(name, torch.Size(own), part))
+        sizes = list(shape)
+        sizes[part.dim] = part.stop - part.start
+        parts.append(read(name, torch.Size(sizes), part))
     return torch.cat(parts, dim=cut.parts[0].dim)
 
 
 def _saved_buffers(model: PreTrainedModel) -> list[str]:
-    """The buffers that checkpoints hold: a router's corrections, not rotary frequencies."""
+    """The buffers that checkpoints hold, such as a router's corrections."""
     buffers = {name for name, _ in model.named_buffers()}
     return [name for name in model.state_dict() if name in buffers]
 
 
 def _filled_up(part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """``part`` with zeros behind its rows where there are not enough."""
+    """Pads ``part`` with rows of zeros."""
     if part.shape == shape:
         return part
     whole = part.new_zeros(shape)
@@ -239,7 +239,7 @@ def _set(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
 
 
 def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Rotary frequencies and such, by the model's own initialisation, as transformers does it."""
+    """Initializes buffers such as rotary frequencies with the model's code, like transformers."""
     for module in model.modules():
         buffers: dict[str, Any] = module._buffers
         if not buffers:
@@ -252,15 +252,15 @@ def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 def _files(args: EngineArgs) -> list[Path]:
     def find(name: str) -> str | None:
-        found: str | None = cached_file(
+        path: str | None = cached_file(
             args.model, name, revision=args.revision, _raise_exceptions_for_missing_entries=False
         )
-        return found
+        return path
 
     if index := find(INDEX):
         names = set(json.loads(Path(index).read_text())["weight_map"].values())
-        found = [find(name) for name in sorted(names)]
-        return [Path(path) for path in found if path]
+        paths = [find(name) for name in sorted(names)]
+        return [Path(path) for path in paths if path]
     if single := find(SINGLE):
         return [Path(single)]
     return sorted(Path(args.model).glob("*.safetensors"))
