@@ -1,7 +1,7 @@
-"""The obvious version of every kernel: slow, loop-written, fp32. The oracle of all the others.
+"""A slow and obvious fp32 version of every kernel, the oracle of the tests.
 
-Nothing here is clever, and no fast kernel leans on it. The page-level forms of the project's first
-design (V0, V1) live in `rayfin.kernels.reference_pages` and are names of this module too.
+No fast kernel uses this code. `rayfin.kernels.reference_pages` has the page-level kernels of the
+first design (V0, V1), which this module exports as well.
 """
 
 import math
@@ -100,7 +100,7 @@ def write_kv(
     v_pages: torch.Tensor,  # [num_pages, page_size, Hkv, Dv]
     slots: torch.Tensor,  # [T] int64
 ) -> None:
-    """Put each token's key and value into its slot, one token at a time, in place."""
+    """Writes each token's key and value to its slot, one token at a time."""
     page_size = k_pages.shape[1]
     if k_pages.dtype == torch.float8_e4m3fn:
         key, value = e4m3(key), e4m3(value)
@@ -110,15 +110,15 @@ def write_kv(
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The nearest number of 8 bits (4 of exponent, 3 of mantissa): [...] -> [...] fp32.
+    """Rounds to 8 bits (4 of exponent, 3 of mantissa): [...] -> [...] fp32.
 
-    Ties go to the even mantissa; what is over 448, the largest one, becomes it (Micikevicius et
+    Ties go to the even mantissa; values over 448, the largest number, become 448 (Micikevicius et
     al., 2022, "FP8 formats for deep learning").
     """
     out = []
     for value in x.flatten().tolist():
         size = min(abs(value), 448.0)
-        exponent = max(math.frexp(size)[1] - 1, -6)  # below 2**-6 numbers are as far apart as at it
+        exponent = max(math.frexp(size)[1] - 1, -6)  # below 2**-6 the spacing is constant
         step = 2.0 ** (exponent - 3)
         out.append(value if math.isnan(value) else math.copysign(round(size / step) * step, value))
     return torch.tensor(out).view(x.shape)
@@ -140,7 +140,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rotary(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotary position embedding (Su et al., 2021), in the half-split layout of Llama.
 
-    Pair i of a head is (x[i], x[i + D/2]), turned by positions * theta ** (-2i / D) radians.
+    Pair i of a head is (x[i], x[i + D/2]), rotated by positions * theta ** (-2i / D) radians.
     [T, H, D], [T] int64 -> [T, H, D] in x's dtype.
     """
     half = x.shape[-1] // 2
@@ -178,9 +178,9 @@ def experts(
     chosen: torch.Tensor,  # [T, K] int64
     weights: torch.Tensor,  # [T, K]
 ) -> torch.Tensor:
-    """Each row's experts (SwiGLU), one after the other, weighted and added up: [T, H].
+    """The weighted sum of each row's experts (SwiGLU): [T, H].
 
-    An expert that does not exist counts for nothing.
+    Ids of experts that do not exist are ignored.
     """
     out = torch.zeros_like(x)
     for row in range(len(x)):
@@ -192,14 +192,14 @@ def experts(
 
 
 def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as integers from -127 to 127 and a scale each, its largest magnitude over 127.
+    """Quantizes rows to integers from -127 to 127; the scale is the largest magnitude over 127.
 
     [M, K] -> [M, K] int8, [M] float32.
     """
     values, scales = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(len(x))
     for row, numbers in enumerate(x.float()):
         largest = numbers.abs().max()
-        if largest >= 1e-30:  # else the row is as good as zero
+        if largest >= 1e-30:  # else the row counts as zeros
             factor = torch.tensor(127.0) / largest  # 127 / largest would be 127 * (1 / largest)
             values[row] = torch.round(numbers * factor).to(torch.int8)
             scales[row] = largest / 127
@@ -207,7 +207,7 @@ def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def matmul_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T of rows and outputs rounded to 8 bits: sums of integers times both scales.
+    """x W^T of rows and outputs quantized to 8 bits: integer sums times both scales.
 
     [M, K], [N, K] -> [M, N] float32.
     """
@@ -275,7 +275,7 @@ def adjusted(
     banned: Collection[int] = (),
     bias: dict[int, float] | None = None,
 ) -> torch.Tensor:
-    """[V] -> [V]: what comes before penalties: nothing but allowed tokens, bans, bias."""
+    """[V] -> [V]: the changes before penalties, which are allowed tokens, bans and bias."""
     out = logits.float().clone()
     for token in range(len(out)):
         if token in banned or (allowed is not None and token not in allowed):
@@ -293,7 +293,7 @@ def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, int, list
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) of (seed, position), in Python's own integers."""
+    """The number in [0, 1) of (seed, position), in Python integers."""
 
     def mix(x: int) -> int:
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64

@@ -1,10 +1,10 @@
-"""The page-level forms of the first design, kept as oracles: V0's pages as rows, V1's split KV.
+"""The page-level kernels of the first design, kept as oracles: V0's pages as rows, V1's split KV.
 
 V0 lays prompts out as a batch of pages, attends page against page, and combines the partial results
 by their log-sum-exps (the online softmax of Milakov and Gimelshein, 2018, spread over pages as in
 Flash-Decoding). V1 gets keys and values of all chunks in one tensor, splits them per request and
-copies each part into the request's pages. What serves requests does neither: it writes straight
-into slots and gathers, and must agree with these.
+copies each part into the request's pages. The serving kernels write straight to slots and gather
+from them, and must give the same results.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ import torch
 def page_level_prefill_inputs(
     prompts: Sequence[Sequence[int]], page_size: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """Prompts cut into pages, the last page of each padded with 0.
+    """Splits prompts into pages, the last page of each padded with 0.
 
     A prompt that ends on a page boundary fills its last page and gets no empty one after it.
 
     Returns:
-        ids [num_pages, page_size] int64, and how many pages each prompt takes.
+        ids [num_pages, page_size] int64, and the number of pages of each prompt.
 
     Raises:
-        ValueError: a prompt is empty.
+        ValueError: A prompt is empty.
     """
     pages, request_num_pages = [], []
     for index, prompt in enumerate(prompts):
@@ -38,7 +38,7 @@ def page_level_prefill_inputs(
 
 
 def last_token_index(prompt_len: int, page_size: int) -> int:
-    """Where in its last page a prompt's last token lies.
+    """The offset of a prompt's last token in its last page.
 
     `prompt_len % page_size` would be one too many, and 0 when the last page is exactly full.
     """
@@ -48,7 +48,7 @@ def last_token_index(prompt_len: int, page_size: int) -> int:
 def partial_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over some of the keys only, and the log-sum-exp needed to combine it with the rest.
+    """Attention over a part of the keys, with the log-sum-exp that is needed to combine parts.
 
     Args:
         query: [n, H, Dk].
@@ -75,7 +75,7 @@ def partial_attention(
 def combine_partials(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
     """Attention over all keys from partial ones: [N, n, H, Dv], [N, n, H] -> [n, H, Dv].
 
-    Each part counts as much as its share of the whole softmax denominator, exp(lse).
+    Each part's weight is its share of the softmax denominator, exp(lse).
     """
     share = torch.softmax(lses, dim=0)  # [N, n, H]
     return (share.unsqueeze(-1) * outs).sum(dim=0)
@@ -90,8 +90,8 @@ def page_level_prefill_attention(
 ) -> torch.Tensor:  # [num_pages, page_size, H, Dv] fp32
     """Causal attention within each request, page against page.
 
-    Padding lies behind a request's last token, where no token of the request looks; what comes out
-    at padding is meaningless.
+    Padding follows a request's last token, so no token of the request attends to it. The output at
+    padding is meaningless.
     """
     page_size = query.shape[1]
     full = torch.ones(page_size, page_size, dtype=torch.bool)
@@ -119,7 +119,7 @@ def page_level_decode_attention(
     kv_len: torch.Tensor,  # [R] tokens visible
     scale: float,
 ) -> torch.Tensor:  # [R, H, Dv] fp32
-    """Each row's query against each of its pages where it lies, nothing gathered, then combined."""
+    """Attends to each page of a row without gathering, then combines the parts."""
     page_size = k_pages.shape[1]
     out = []
     for row, visible_tokens in enumerate(kv_len.tolist()):
@@ -146,7 +146,7 @@ def split_and_write_kv(
     k_pages: torch.Tensor,  # [L, num_pages, page_size, Hkv, D], written in place
     v_pages: torch.Tensor,  # [L, num_pages, page_size, Hkv, D], written in place
 ) -> None:
-    """V1's update: split the step's keys and values per request, copy each part into its pages."""
+    """V1's update: splits the step's keys and values per request and copies them to pages."""
     page_size = k_pages.shape[2]
     parts = torch.split(kv, list(chunk_len), dim=2)
     for part, before, pages in zip(parts, cached, page_tables, strict=True):

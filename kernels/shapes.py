@@ -1,8 +1,9 @@
-"""What every paged attention backend takes and gives.
+"""The inputs and outputs that all kernel backends share.
 
 Paged attention (Kwon et al., SOSP 2023, "PagedAttention") keeps the keys and values of a request in
-fixed pages that may lie anywhere in one big tensor; a page table per request says where. One call
-serves a mixed step: rows that decode one token and rows that prefill a chunk, packed along `T`.
+fixed pages anywhere in one big tensor; each request has a page table. A page is vLLM's block.
+One call serves a mixed step: rows that decode one token and rows that prefill a chunk, packed
+along `T`.
 """
 
 from collections.abc import Sequence
@@ -18,31 +19,33 @@ HostInts = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedBatch:
-    """One step's rows, as attention sees them.
+    """One step's rows for attention.
 
-    Decoding rows come first, then prefill rows; their tokens are packed along T. Build a new
-    one for every step: all layers share it, and `scratch` keeps what a backend derived from it.
+    Decode rows come first, then prefill rows; their tokens are packed along T. Each step needs a
+    new batch: all layers share it, and `scratch` caches what a backend derives from it.
     """
 
     query_start: torch.Tensor  # [R + 1] int32, where each row's chunk starts in T (last = T)
     kv_len: torch.Tensor  # [R] int32, tokens visible to the row's last one: cached + this chunk
-    page_tables: torch.Tensor  # [R, P] int32, page ids; any valid page id past the row's own pages
+    page_tables: torch.Tensor  # [R, P] int32, page ids; any valid page id past the row's pages
     slots: torch.Tensor  # [T] int64, page_id * page_size + offset: where each token's K, V go
     positions: torch.Tensor  # [T] int64, index of the token in its request
     query_start_cpu: HostInts  # [R + 1], host copy of query_start: no device sync to read it
     kv_len_cpu: HostInts  # [R], host copy of kv_len
     decoding: int  # the first `decoding` rows are chunks of one token
     page_size: int  # tokens per page
-    scratch: dict[Any, Any] = field(default_factory=dict, repr=False)  # a backend's own, per step
+    scratch: dict[Any, Any] = field(
+        default_factory=dict, repr=False
+    )  # a backend's cache for the step
 
     @property
     def rows(self) -> int:
-        """How many rows the batch has (R)."""
+        """The number of rows (R)."""
         return len(self.kv_len_cpu)
 
 
 class PagedAttention(Protocol):
-    """The function that every backend gives."""
+    """The function that every backend implements."""
 
     def __call__(
         self,
@@ -58,8 +61,8 @@ class PagedAttention(Protocol):
     ) -> torch.Tensor:
         """Causal attention of each row's chunk over all tokens of its request so far.
 
-        The chunk's own keys and values must already lie in their slots (see `write_kv`). What lies
-        in slots that no row may see is never read into a result, whatever it is (NaN included).
+        The chunk's keys and values must already be in their slots (see `write_kv`). The content of
+        slots that a row may not see never affects a result, not even NaN.
 
         Args:
             query: [T, H, Dk], any float dtype.
@@ -80,9 +83,9 @@ class PagedAttention(Protocol):
         ...
 
 
-# Rules on logits as lists of tokens on the device: the layout that kernels of a GPU read.
+# Rules on logits, as lists of tokens on the device, in the layout that GPU kernels read.
 
-USED = 1  # kinds of a token in a list, which may be of several
+USED = 1  # kinds of a token in a list, combined as bits
 ALLOWED = 2
 BANNED = 4
 BANNED_EARLY = 8
@@ -90,26 +93,26 @@ BANNED_EARLY = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRules:
-    """What changes the logits of S rows: a list of tokens for each, in E places that all share.
+    """Changes to the logits of S rows: a list of tokens for each row, in E entries that all share.
 
-    Sampled tokens that are counted lengthen a list: whoever lays them out leaves room.
+    Counting sampled tokens appends to a list, so lists need spare entries.
     """
 
-    first: torch.Tensor  # [S] int32, where the row's list begins
-    length: torch.Tensor  # [S] int32, 0 = the row stays as it is, unless it is restricted
+    first: torch.Tensor  # [S] int32, start of the row's list
+    length: torch.Tensor  # [S] int32, 0 = no change, unless the row is restricted
     restricted: torch.Tensor  # [S] int32, 1 = only tokens of kind ALLOWED may be sampled
-    counted: torch.Tensor  # [S] int32, 1 = what the row samples is counted
-    banned_until: torch.Tensor  # [S] int64, the first position at which BANNED_EARLY tokens may be
+    counted: torch.Tensor  # [S] int32, 1 = the row's sampled tokens are counted
+    banned_until: torch.Tensor  # [S] int64, first position that allows BANNED_EARLY tokens
     repetition: torch.Tensor  # [S] fp32, 1 is off
     presence: torch.Tensor  # [S] fp32, 0 is off
     frequency: torch.Tensor  # [S] fp32, 0 is off
-    token: torch.Tensor  # [E] int32, none twice in a list
-    count: torch.Tensor  # [E] int32, how often it was generated
+    token: torch.Tensor  # [E] int32, unique within a list
+    count: torch.Tensor  # [E] int32, times it was generated
     kind: torch.Tensor  # [E] int32, a sum of the kinds; USED = penalties apply
     bias: torch.Tensor  # [E] fp32
 
     def rows(self, count: int) -> "TokenRules":
-        """Those of the first ``count`` rows."""
+        """The rules of the first ``count`` rows."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return TokenRules(
             **{
@@ -120,12 +123,12 @@ class TokenRules:
 
 
 PER_ENTRY = ("token", "count", "kind", "bias")
-"""The fields of `TokenRules` that are of all lists together."""
+"""The fields of `TokenRules` with an entry per token instead of per row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
-    """How to sample each row; one entry per sampled row, on the logits' device."""
+    """The sampling settings; one entry per sampled row, on the logits' device."""
 
     temperature: torch.Tensor  # [S] fp32, 0 = greedy
     top_k: torch.Tensor  # [S] int64, 0 = off
@@ -133,7 +136,7 @@ class SamplingRows:
     min_p: torch.Tensor  # [S] fp32, 0 = off
     seed: torch.Tensor  # [S] int64
     position: torch.Tensor  # [S] int64, index in its request of the token being sampled
-    all_greedy: bool  # known on the host, as the three below: work that no row asks for is skipped
+    all_greedy: bool  # on the host, like the next three, to skip filters that no row uses
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool

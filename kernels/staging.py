@@ -1,4 +1,4 @@
-"""Small arrays on their way from the host to a device, so that the host need not wait for them."""
+"""Copies small arrays from the host to a device without waiting."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ import torch
 
 
 def staged(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array as a tensor on the host to copy to ``device`` from: pinned for a GPU.
+    """The array as a host tensor to copy to ``device``, pinned if that is a GPU.
 
-    Only from pinned memory does a copy run beside the host. torch's allocator gives such memory
-    to nobody else before the copies from it have been made, so that the tensor may be dropped at
-    once; for a CPU it shares the array's memory.
+    Only copies from pinned memory are asynchronous. torch's allocator does not reuse pinned memory
+    before copies from it are done, so the tensor may be dropped at once. For a CPU the tensor
+    shares the array's memory.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory() if device.type == "cuda" and tensor.numel() else tensor
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array on ``device``; on a GPU the copy may still be under way on its current stream."""
+    """The array on ``device``; on a GPU the copy is queued on the current stream."""
     return staged(array, device).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Which attention backend a device and a dtype get."""
+"""Selects the attention backend of a device and a dtype."""
 
 import torch
 
@@ -19,13 +19,13 @@ def select_attention(
     name: str = "auto",
     kernels: CpuKernels | None = None,
 ) -> PagedAttention:
-    """The backend called `name`, or with "auto" the fastest one for this device and dtype.
+    """The backend called `name`, or for "auto" the fastest one for this device and dtype.
 
-    "cpu" is the compiled one, on the threads of `kernels`; without those "auto" is torch's.
-    "triton" is for a GPU.
+    "cpu" is the compiled backend with the threads of `kernels`; without `kernels` "auto" selects
+    torch. "triton" needs a GPU.
 
     Raises:
-        ValueError: no backend of that name, or not for this device and dtype.
+        ValueError: The backend does not exist, or does not support this device and dtype.
     """
     compiled = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     if name == "cpu" and not (compiled and kernels):
@@ -53,6 +53,6 @@ def select_attention(
 
 
 def page_types(attention: PagedAttention) -> tuple[torch.dtype, ...]:
-    """What pages a backend reads, whatever the type of its queries."""
+    """The dtypes of pages that a backend reads, for any dtype of queries."""
     types: tuple[torch.dtype, ...] = getattr(attention, "page_types", FLOATS)
     return types

@@ -1,13 +1,13 @@
-"""Paged attention from plain torch operations: works on every device, and is fast enough on a CPU.
+"""Paged attention in plain torch operations, for every device.
 
 Keys and values are gathered token by token from their pages (`index_select`, one memory copy per
-token), then handed to torch's fused attention. Two things keep the gather honest and small:
+token), then passed to torch's fused attention. Two things keep the gather correct and small:
 
 * a slot past a row's last token is replaced by the row's last token, so padding never reads memory
   that another request left behind: a masked NaN would still poison a softmax;
-* grouped heads are a dimension of their own, broadcast over the keys by stride 0, never repeated.
+* grouped heads are a separate dimension, broadcast over the keys by stride 0 instead of repeated.
 
-What depends on the step alone (slots, masks) is worked out by the first layer and kept in
+The first layer computes what depends on the step alone (slots, masks) and caches it in
 `batch.scratch` for the others.
 """
 
@@ -19,23 +19,23 @@ import torch.nn.functional as F
 
 from rayfin.kernels.shapes import HostInts, PagedBatch
 
-GATHER_TOKENS = 1 << 16  # keys gathered at once by decoding rows: bounds the extra memory
-SPLIT_LENGTH = 512  # rows shorter than half of a longest row of at least this are a group apart
+GATHER_TOKENS = 1 << 16  # keys gathered at once by decode rows: bounds the extra memory
+SPLIT_LENGTH = 512  # longer rows are not grouped with rows of less than half their length
 QUERY_BLOCK = 512  # queries of one row attended at once: bounds the mask, skips unseen keys
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Decoding rows of similar length, attended in one call."""
+    """Decode rows of similar length, attended in one call."""
 
-    rows: torch.Tensor | None  # [N] int64, which rows; None = all decoding rows in order
-    slots: torch.Tensor  # [N, L] int64, where the keys of each row lie, padded to the longest
+    rows: torch.Tensor | None  # [N] int64, row indices; None = all decode rows in order
+    slots: torch.Tensor  # [N, L] int64, slots of each row's keys, padded to the longest
     mask: torch.Tensor | None  # [N, 1, 1, 1, L] bool, True = visible; None = all are
 
 
 @dataclass(frozen=True, slots=True)
 class _QueryBlock:
-    """Consecutive queries of one prefill row, and the gathered keys that they may see."""
+    """Consecutive queries of one prefill row, and the gathered keys that they see."""
 
     start: int  # first query, index in T
     end: int  # past the last query
@@ -62,7 +62,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend as `PagedAttention` says: all decoding rows together, prefill rows one by one."""
+    """Implements `PagedAttention`: decode rows in groups, prefill rows one by one."""
     tokens, heads, key_dim = query.shape
     kv_heads, value_dim = v_pages.shape[2:]
     grouped = query.view(tokens, kv_heads, heads // kv_heads, key_dim)  # [T, Hkv, G, Dk]
@@ -107,7 +107,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,  # [Hkv, G, 1, 1] fp32
 ) -> torch.Tensor:  # [..., Hkv, G, n, Dv]
-    """Attention of grouped heads, with fp32 softmax whatever the dtype."""
+    """Attention of grouped heads, with fp32 softmax for any dtype."""
     if softcap is None and sinks is None and q.shape[-1] == v.shape[-1]:
         if q.dim() == 5:  # decoding, n = 1: the group takes the place of the queries
             flat_mask = None if mask is None else mask.squeeze(3)
@@ -135,7 +135,7 @@ def _attend(
 
 
 def _decode_groups(batch: PagedBatch, window: int | None) -> list[_DecodeGroup]:
-    """The decoding rows in groups of similar length, worked out once per step and window."""
+    """The decode rows in groups of similar length, computed once per step and window."""
     key = ("torch", "decode", window)
     if key not in batch.scratch:
         lengths = [int(n) for n in batch.kv_len_cpu[: batch.decoding]]
@@ -150,7 +150,7 @@ def _decode_groups(batch: PagedBatch, window: int | None) -> list[_DecodeGroup]:
 
 
 def _split_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group row indices so that padding to the longest wastes little, and memory stays bounded.
+    """Groups rows so that padding to the longest wastes little and memory stays bounded.
 
     A group ends where a row is shorter than half of a long group's longest, or where the group
     would gather more than GATHER_TOKENS keys. Rows of one group keep their order.
@@ -167,7 +167,7 @@ def _split_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _decode_group(batch: PagedBatch, rows: list[int], longest: int, shortest: int) -> _DecodeGroup:
-    """Slots and mask of some decoding rows whose visible keys are `shortest` .. `longest` long."""
+    """Slots and mask of decode rows that see `shortest` .. `longest` keys."""
     device = batch.kv_len.device
     every = len(rows) == batch.decoding
     index = None if every else torch.tensor(rows, device=device)
@@ -186,7 +186,7 @@ def _decode_group(batch: PagedBatch, rows: list[int], longest: int, shortest: in
 
 
 def _prefill_rows(batch: PagedBatch, window: int | None) -> list[_PrefillRow]:
-    """The prefill rows' slots and query blocks, worked out once per step and window."""
+    """The prefill rows' slots and query blocks, computed once per step and window."""
     key = ("torch", "prefill", window)
     if key not in batch.scratch:
         starts: HostInts = batch.query_start_cpu

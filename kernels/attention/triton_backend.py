@@ -10,28 +10,28 @@ from rayfin.kernels.staging import to_device
 from rayfin.kernels.triton.device.attention_kernels import attend_tiles
 from rayfin.kernels.triton.tile_map import TileMap, make_tile_map
 
-PROGRAMS_PER_CORE = 4  # wanted of each launch: what fits on a multiprocessor, with some to spare
-DECODE_ROWS = 16  # the least that a tensor core multiplies
+PROGRAMS_PER_CORE = 4  # target of each launch: some more than fit on a multiprocessor
+DECODE_ROWS = 16  # the smallest number that a tensor core multiplies
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAUNCHES = "triton launches"
-"""In `PagedBatch.scratch`: gives launches for (attention, batch, sizes) instead of it."""
+"""Key in `PagedBatch.scratch` of a function (attention, batch, sizes) -> launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What a launch is compiled for, as far as the map of its tiles depends on it."""
+    """The tile sizes of a launch."""
 
-    rows: int  # of a tile, queries times group, padded to a power of two
-    queries: int  # of a tile at most
+    rows: int  # queries times group of a tile, padded to a power of two
+    queries: int  # at most, in a tile
     keys: int  # read at once
-    programs: int  # items wanted
+    programs: int  # target number of items
     warps: int
-    stages: int  # loads under way at once
+    stages: int  # loads in flight
 
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """One launch over some rows of a step, and the places of its partial results."""
+    """One launch over some rows of a step, and the buffers of its partial results."""
 
     shape: TileShape
     items: torch.Tensor  # [N, 10] int32
@@ -42,7 +42,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of one layer's attention."""
+    """The sizes of one layer's attention."""
 
     heads: int
     kv_heads: int
@@ -59,11 +59,11 @@ class Sizes:
 class TritonAttention:
     """`PagedAttention` in float32, float16 or bfloat16, accumulated in float32.
 
-    Pages may be of another of these types, and of fp8 (e4m3) on a GPU that converts it.
+    Pages may have another of these dtypes, and fp8 (e4m3) on a GPU that converts it.
 
-    Decoding rows and prefill chunks go in a launch each, made of tiles of queries with all heads of
-    a group; parts of long rows are merged within it. What a step's launches look like is
-    worked out once and shared by all layers that are alike (`PagedBatch.scratch`).
+    Decode rows and prefill chunks are a launch each. Its tiles are queries with all heads of a
+    group; the launch merges the parts of long rows. A step's launches are computed once and shared
+    by all layers of the same sizes (`PagedBatch.scratch`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class TritonAttention:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends as `PagedAttention` says."""
+        """Implements `PagedAttention`."""
         assert k_pages.is_contiguous() and v_pages.is_contiguous()
         assert k_pages.dtype == v_pages.dtype and k_pages.dtype in self.page_types
         if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
@@ -129,14 +129,14 @@ class TritonAttention:
         return out
 
     def decode_shape(self, sizes: Sizes) -> TileShape:
-        """The tiles of rows of one query."""
+        """The tile shape of decode rows."""
         rows = max(DECODE_ROWS, width(sizes.group))
         keys = 64 if _is_narrow(sizes) else 32
         programs = self.cores * PROGRAMS_PER_CORE // sizes.kv_heads
         return TileShape(rows, 1, keys, max(programs, 1), 4, _stages(sizes))
 
     def prefill_shape(self, sizes: Sizes) -> TileShape:
-        """The tiles of prompt chunks."""
+        """The tile shape of prefill chunks."""
         rows = max(128 if _is_narrow(sizes) else 64, width(sizes.group))
         keys = 64 if _is_narrow(sizes) else 32
         programs = self.cores * 2 // sizes.kv_heads
@@ -144,7 +144,7 @@ class TritonAttention:
         return TileShape(rows, rows // sizes.group, keys, max(programs, 1), warps, _stages(sizes))
 
     def tile_map(self, shape: TileShape, sizes: Sizes, batch: PagedBatch, rows: slice) -> TileMap:
-        """The work of a launch over some of the step's rows."""
+        """The work items of a launch over some of the step's rows."""
         starts, lengths = np.asarray(batch.query_start_cpu), np.asarray(batch.kv_len_cpu)
         return make_tile_map(
             starts[rows.start : rows.stop + 1],
@@ -157,7 +157,7 @@ class TritonAttention:
         )
 
     def _launches(self, batch: PagedBatch, sizes: Sizes) -> list[Launch]:
-        if LAUNCHES in batch.scratch:  # somebody keeps them from step to step
+        if LAUNCHES in batch.scratch:  # CUDA graphs reuse them in every step
             kept: list[Launch] = batch.scratch[LAUNCHES](self, batch, sizes)
             return kept
         if sizes not in batch.scratch:
@@ -177,9 +177,11 @@ class TritonAttention:
 
 
 def make_launch(shape: TileShape, sizes: Sizes, tile_map: TileMap, device: torch.device) -> Launch:
-    """The launch of a map, with room for its partial results."""
+    """A launch of a tile map, with buffers for its partial results."""
     places = (tile_map.parts, sizes.kv_heads, shape.rows)
-    counters = torch.zeros if tile_map.parts else torch.empty  # of none, nothing to launch either
+    counters = (
+        torch.zeros if tile_map.parts else torch.empty
+    )  # with no parts, zeros would be a launch for nothing
     return Launch(
         shape,
         to_device(tile_map.items, device),
@@ -190,7 +192,7 @@ def make_launch(shape: TileShape, sizes: Sizes, tile_map: TileMap, device: torch
 
 
 def width(size: int) -> int:
-    """Up to a power of two that a tensor core can multiply."""
+    """Rounds up to a power of two that a tensor core can multiply."""
     return max(16, 1 << (size - 1).bit_length())
 
 

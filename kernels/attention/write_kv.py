@@ -1,4 +1,4 @@
-"""Storing a step's keys and values in their pages."""
+"""Writes a step's keys and values to their pages."""
 
 import torch
 
@@ -13,16 +13,16 @@ def write_kv(
     v_pages: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Put each token's key and value straight into its slot, in place: no split, no second copy.
+    """Writes each token's key and value to its slot, in place, with a single copy.
 
     Args:
         key: [T, Hkv, Dk].
         value: [T, Hkv, Dv].
-        k_pages: [num_pages, page_size, Hkv, Dk], written in place; slots that are not named keep
-            what they hold. Into fp8 pages (e4m3) goes the nearest number that they have.
+        k_pages: [num_pages, page_size, Hkv, Dk], written in place; other slots do not change. fp8
+            pages (e4m3) get the nearest number.
         v_pages: [num_pages, page_size, Hkv, Dv], written in place.
-        slots: [T] int64, page_id * page_size + offset. Padding tokens may share one slot, whose
-            content is then any one of theirs.
+        slots: [T] int64, page_id * page_size + offset. Padding tokens may share one slot,
+            which gets any one of them.
     """
     for pages, tokens in ((k_pages, key), (v_pages, value)):
         flat = pages.view(-1, *pages.shape[2:])  # [num_pages * page_size, Hkv, D], never a copy

@@ -14,7 +14,7 @@ _SHAPE = ("heads", "kv_heads", "key_dim", "value_dim", "window", "storage")
 
 
 class AttentionArguments(ctypes.Structure):
-    """The struct of attention.h."""
+    """The struct Attention of paged_attention/attention.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -27,8 +27,8 @@ class AttentionArguments(ctypes.Structure):
 class CpuAttention:
     """`PagedAttention` over float32 or bfloat16 pages, in float32 arithmetic.
 
-    Decoding rows are split along their keys, so that one long row keeps all threads busy; prompt
-    chunks go in blocks of queries by heads, with an online softmax (FlashAttention).
+    Decode rows are split along their keys, so that one long row uses all threads. Prefill chunks
+    are split into blocks of queries and heads, with an online softmax (FlashAttention).
     """
 
     page_types = (torch.float32, torch.bfloat16)
@@ -48,7 +48,7 @@ class CpuAttention:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends as `PagedAttention` says."""
+        """Implements `PagedAttention`."""
         dtype = query.dtype
         query = query.float().contiguous()
         sinks = None if sinks is None else sinks.float().contiguous()
@@ -88,7 +88,7 @@ class CpuAttention:
 
 
 def step_lengths(batch: PagedBatch) -> tuple[np.ndarray, np.ndarray]:
-    """query_start [R + 1] and kv_len [R] as dense int32, made once per step."""
+    """query_start [R + 1] and kv_len [R] as dense int32, cached per step."""
     key = ("cpu", "lengths")
     if key not in batch.scratch:
         batch.scratch[key] = (_int32(batch.query_start_cpu), _int32(batch.kv_len_cpu))

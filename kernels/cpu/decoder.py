@@ -17,13 +17,13 @@ from rayfin.kernels.shapes import PagedBatch
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """One layer's weights and settings; vectors are float32, None is absent."""
+    """One layer's weights and settings. Vectors are float32; None means absent."""
 
-    qkv: Matrix  # query, key and value heads, one below the other
+    qkv: Matrix  # query, key and value heads, stacked
     attention_out: Matrix
     gate_up: Matrix  # paired
     down: Matrix
-    scale: float  # of attention scores
+    scale: float  # factor on attention scores
     attention_norm: torch.Tensor | None = None  # [hidden], before attention
     attention_out_norm: torch.Tensor | None = None  # [hidden], after it
     mlp_norm: torch.Tensor | None = None
@@ -37,7 +37,7 @@ class DecoderLayer:
     sinks: torch.Tensor | None = None  # [heads]
     window: int | None = None
     softcap: float | None = None
-    rotary: int = 0  # which of the tables given to ``PackedDecoder.set_rope_tables``
+    rotary: int = 0  # index of the layer's tables in ``PackedDecoder.set_rope_tables``
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class _Step(ctypes.Structure):
 
 
 class PackedDecoder:
-    """Packed weights, the pages that ``bind`` gave, a workspace that grows to the largest step."""
+    """Packed weights, bound pages, and a workspace that grows to the largest step."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class PackedDecoder:
 
     @property
     def positions(self) -> int:
-        """How many positions the rotary tables reach."""
+        """The number of positions of the rotary tables."""
         return len(self._tables[0][0]) if self._tables else 0
 
     def set_rope_tables(self, tables: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -158,7 +158,7 @@ class PackedDecoder:
             layer.cos, layer.sin = (table.data_ptr() for table in self._tables[kind])
 
     def bind(self, k_pages: list[torch.Tensor], v_pages: list[torch.Tensor]) -> None:
-        """From now on layer i keeps its keys and values in k_pages[i] and v_pages[i]."""
+        """Makes layer i keep its keys and values in k_pages[i] and v_pages[i]."""
         self._pages = (k_pages, v_pages)
         self._decoder.storage = STORAGES[k_pages[0].dtype]
         for layer, k, v in zip(self._layers, k_pages, v_pages, strict=True):

@@ -1,4 +1,4 @@
-"""A mixture of experts in one call of the compiled kernels (kernels/cpu/layers/experts.h)."""
+"""Runs a mixture of experts in one call of the compiled kernels (kernels/cpu/layers/experts.h)."""
 
 import ctypes
 
@@ -53,12 +53,12 @@ class PackedExperts:
     def run(
         self,
         x: torch.Tensor,  # [T, H] float32
-        chosen: torch.Tensor,  # [T, K] int64; one that does not exist counts for nothing
+        chosen: torch.Tensor,  # [T, K] int64; ids that do not exist are ignored
         weights: torch.Tensor,  # [T, K] float32
     ) -> torch.Tensor:
-        """The weighted sum of the chosen experts' outputs [T, H], added up in the order of ranks.
+        """The weighted sum of the chosen experts' outputs [T, H], in the order of ``chosen``.
 
-        A row's result does not depend, to the last bit, on the rows beside it.
+        A row's result does not depend on the other rows, to the last bit.
         """
         x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
         assert x.shape[1] == self.hidden and x.dtype == weights.dtype == torch.float32

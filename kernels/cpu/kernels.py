@@ -1,7 +1,7 @@
-"""The compiled kernels on torch tensors: shapes are checked here, arithmetic is done in C++.
+"""The compiled kernels on torch tensors. Shapes are checked here; the arithmetic is in C++.
 
-`CpuKernels` owns the thread pool; whoever computes on a CPU makes one and hands it on. All tensors
-are on the CPU, float32 unless said otherwise, with dense rows.
+`CpuKernels` owns the thread pool and is passed to all users. All tensors are on the CPU with dense
+rows, and float32 unless documented otherwise.
 """
 
 import ctypes
@@ -13,11 +13,11 @@ import torch
 from rayfin.kernels.cpu.library import LibraryUnavailable, load, try_load
 
 STORAGES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""How weights and, but for int8, pages may be stored (Storage in matrix.h)."""
+"""Storage of weights, and except int8 of pages (Storage in matrix.h)."""
 
 
 class Activation(IntEnum):
-    """What a matmul does to its sums (Activation in vmath.h)."""
+    """The activation of a matmul (Activation in vmath.h)."""
 
     NONE = 0
     SILU = 1
@@ -26,12 +26,12 @@ class Activation(IntEnum):
 
 
 class CpuKernels:
-    """A set of compiled kernels and the threads that they run on.
+    """The compiled kernels with their threads.
 
-    Operations take turns: two Python threads may share it. It works while the GIL is free.
+    Operations are serialized, so Python threads may share it. They release the GIL.
 
     Raises:
-        LibraryUnavailable: the kernels are not built, or not for this machine.
+        LibraryUnavailable: The kernels are not built, or not for this machine.
     """
 
     def __init__(self, threads: int, isa: str | None = None) -> None:
@@ -47,12 +47,12 @@ class CpuKernels:
         paired: bool = False,
         storage: torch.dtype | None = None,
     ) -> "Matrix":
-        """Packs weights [N_i, K] (float32 or bfloat16), one below the other, for ``matmul``.
+        """Packs weights [N_i, K] (float32 or bfloat16), stacked, for ``matmul``.
 
-        ``storage`` None keeps them exact: bfloat16 if that holds every value, float32 if not. int8
-        gives each output a scale, and makes the matmul round its rows to 8 bits too: what
-        ``reference.matmul_int8`` says.
-        ``paired`` wants a gate and an up projection of one shape, whose product the matmul makes.
+        ``storage`` None keeps them exact: bfloat16 if that holds every value, else float32. int8
+        gives each output a scale, and the matmul then rounds its rows to 8 bits as well
+        (``reference.matmul_int8``).
+        ``paired`` takes a gate and an up projection of one shape, whose product the matmul returns.
         """
         weights = [weight.detach().contiguous() for weight in weights]
         if storage is None:
@@ -67,7 +67,7 @@ class CpuKernels:
         return matrix
 
     def fits_bfloat16(self, weight: torch.Tensor) -> bool:
-        """Whether every value is one of bfloat16."""
+        """Whether every value is exactly representable in bfloat16."""
         if weight.dtype == torch.bfloat16:
             return True
         return bool(self.library.rayfin_fits_bfloat16(weight.data_ptr(), weight.numel()))
@@ -85,7 +85,7 @@ class CpuKernels:
     ) -> torch.Tensor:
         """residual + alpha * act(x W^T + bias), or act(gate) * up of a paired weight: [M, N].
 
-        A row's result does not depend, to the last bit, on the rows beside it.
+        A row's result does not depend on the other rows, to the last bit.
         """
         assert x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == weight.inputs, x.shape
         assert x.stride(1) == 1 or x.shape[1] == 1
@@ -143,7 +143,7 @@ class CpuKernels:
         return out
 
     def highest(self, x: torch.Tensor) -> torch.Tensor:  # [M, N], rows dense
-        """The first index of each row's highest number, -1 where that is not finite: [M] int64."""
+        """The first index of each row's largest value, or -1 if that is not finite: [M] int64."""
         assert x.dim() == 2 and x.stride(1) == 1 and x.dtype == torch.float32
         index = torch.empty(x.shape[0], dtype=torch.int64)
         self.library.rayfin_highest(
@@ -153,10 +153,10 @@ class CpuKernels:
 
 
 class Matrix:
-    """A weight [outputs, inputs] packed for ``CpuKernels.matmul``, in memory of its own.
+    """A weight [outputs, inputs] packed for ``CpuKernels.matmul``, which owns its memory.
 
     Raises:
-        MemoryError: there is none left.
+        MemoryError: The allocation fails.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class Matrix:
 
     @property
     def columns(self) -> int:
-        """What a matmul gives for a row."""
+        """The number of values that a matmul returns per row."""
         return self.outputs // 2 if self.paired else self.outputs
 
     def fill(self, first: int, weight: torch.Tensor) -> None:
-        """Packs weight [n, inputs] as the outputs from ``first`` on."""
+        """Packs weight [n, inputs] as the outputs from index ``first``."""
         if weight.dtype not in (torch.float32, torch.bfloat16):
             weight = weight.float()
         assert weight.shape[1] == self.inputs and first + len(weight) <= self.outputs
@@ -187,7 +187,7 @@ class Matrix:
         )
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The weights of some outputs [n] int64, as they were rounded: [n, inputs] float32."""
+        """The stored weights of some outputs [n] int64: [n, inputs] float32."""
         assert outputs.dtype == torch.int64 and outputs.is_contiguous()
         out = torch.empty(len(outputs), self.inputs)
         self._library.rayfin_matrix_rows(
@@ -197,7 +197,7 @@ class Matrix:
 
 
 def try_kernels(threads: int) -> CpuKernels | None:
-    """The kernels, or None where there are none (said once in the log)."""
+    """The kernels, or None if they are unavailable (logged once)."""
     if try_load() is None:
         return None
     try:

@@ -1,8 +1,7 @@
-"""Finding and loading the compiled kernels.
+"""Finds and loads the compiled kernels.
 
-The same C++ sources are compiled once per instruction set (setup.py), each into a whole library of
-its own; the one that this machine runs best is loaded by ctypes. Without a compiler there is none,
-and everything runs on torch.
+setup.py compiles the C++ sources once per instruction set, each into a complete library. ctypes
+loads the best one for this machine. Without a compiler there is none, and torch does the work.
 """
 
 import ctypes
@@ -14,7 +13,7 @@ import sysconfig
 from pathlib import Path
 
 ISAS = ("portable", "avx2", "avx512", "amx")
-"""Instruction sets from the most common to the widest; amx is avx512 and Intel's matrix tiles."""
+"""Instruction sets from the most common to the widest; amx is avx512 with Intel's matrix tiles."""
 
 FOLDER = Path(__file__).parent
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class LibraryUnavailable(Exception):
-    """The compiled kernels cannot be used here; the message says why."""
+    """The compiled kernels cannot be used; the message says why."""
 
 
 def source_hash(folder: Path = FOLDER) -> str:
@@ -66,10 +65,10 @@ def source_hash(folder: Path = FOLDER) -> str:
 
 
 def load(isa: str | None = None) -> ctypes.CDLL:
-    """The kernels of an instruction set; None is RAYFIN_CPU_ISA, or else the machine's best.
+    """The library of an instruction set. None selects RAYFIN_CPU_ISA, or else the machine's best.
 
     Raises:
-        LibraryUnavailable: not built, built from other sources, or not for this machine.
+        LibraryUnavailable: It is not built, built from other sources, or not for this machine.
     """
     name = isa or os.environ.get("RAYFIN_CPU_ISA")
     best = (_open("portable").rayfin_best_isa() or b"").decode()
@@ -84,16 +83,16 @@ def load(isa: str | None = None) -> ctypes.CDLL:
 
 
 def try_load() -> ctypes.CDLL | None:
-    """``load``, or None after saying once in the log why there are no kernels."""
+    """``load``, or None if the kernels are unavailable, which is logged once."""
     try:
         return load()
     except LibraryUnavailable as error:
-        _say_once(str(error))
+        _warn_once(str(error))
         return None
 
 
 def path_of(isa: str) -> Path:
-    """Where the build puts an instruction set's library."""
+    """The path of an instruction set's library."""
     return FOLDER / f"_{isa}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -119,5 +118,5 @@ def _open(isa: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def _say_once(why: str) -> None:
-    logger.warning("%s; Rayfin computes with torch, several times slower", why)
+def _warn_once(reason: str) -> None:
+    logger.warning("%s; Rayfin computes with torch, several times slower", reason)

@@ -1,13 +1,13 @@
-"""Filters on logits: each returns a copy with -inf where a token may not be sampled.
+"""Filters on logits: each returns a copy with -inf for tokens that may not be sampled.
 
-They are applied in vLLM's order, min_p, top_k, top_p, after the temperature; each sees the
-distribution that the one before left, renormalised.
+They run in vLLM's order, min_p, top_k, top_p, after the temperature. Each sees the renormalized
+distribution that the previous one left.
 """
 
 import torch
 
 NEVER = float("-inf")
-NUCLEUS_GUESS = 1024  # on a CPU: sort this many first, all of them only if that is too few
+NUCLEUS_GUESS = 1024  # logits that a CPU sorts first; it sorts all only if these are too few
 
 
 def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
 
 
 def min_p_filter(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Keep tokens at least min_p times as likely as the likeliest (Nguyen et al., 2024).
+    """Keeps tokens at least min_p times as likely as the likeliest (Nguyen et al., 2024).
 
     [S, V] fp32, [S] fp32 (0 = off) -> [S, V].
     """
@@ -30,7 +30,7 @@ def min_p_filter(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
 
 
 def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Keep tokens whose logit is no lower than the k-th highest: equals of it stay, as in vLLM.
+    """Keeps tokens whose logit is no lower than the k-th highest; ties stay, as in vLLM.
 
     [S, V] fp32, [S] int64 (0 = off) -> [S, V].
     """
@@ -45,7 +45,7 @@ def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of likeliest tokens with mass >= top_p (Holtzman et al., 2020).
+    """Keeps the smallest set of likeliest tokens with mass >= top_p (Holtzman et al., 2020).
 
     Among equal logits the lower index comes first; the likeliest token always stays.
     [S, V] fp32, [S] fp32 (1 = off) -> [S, V].
@@ -69,7 +69,7 @@ def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _nucleus(
     logits: torch.Tensor, needed: torch.Tensor, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `depth` highest logits, and which of them it takes to reach the needed mass.
+    """The `depth` highest logits, and which of them are needed to reach the mass.
 
     [S, V] fp32, [S, 1] fp64 -> [S, depth] fp32 highest first, [S, depth] bool. All True may mean
     that more would be needed.
@@ -83,22 +83,19 @@ def _nucleus(
     return highest, before < needed
 
 
-# Tokens that may not be sampled, or alone may, or are preferred: on a few rows of many.
-#
-# All change fp32 logits [S, V] in place, and take pairs of a row [N] int64 and a token [N] int64.
-
-NEVER = float("-inf")
+# Bans, allowed tokens and bias for a few rows. The functions change fp32 logits [S, V] in place and
+# take pairs of a row [N] int64 and a token [N] int64.
 
 
 def forbid(logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> None:
-    """The tokens are never sampled."""
+    """Bans the tokens."""
     logits[row, token] = NEVER
 
 
 def allow_only(
     logits: torch.Tensor, rows: torch.Tensor, row: torch.Tensor, token: torch.Tensor
 ) -> None:
-    """In ``rows`` [M] int64 nothing is sampled but the tokens of the pairs, which are of them."""
+    """Bans all tokens in ``rows`` [M] int64 but those of the pairs, which are of these rows."""
     kept = logits[row, token]
     logits[rows] = NEVER
     logits[row, token] = kept
@@ -107,17 +104,16 @@ def allow_only(
 def add_bias(
     logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor, bias: torch.Tensor
 ) -> None:
-    """``bias`` [N] fp32 is added; no pair may be there twice."""
+    """Adds ``bias`` [N] fp32; pairs have to be unique."""
     logits[row, token] += bias
 
 
-# Probabilities as integers, and an exact order of logits: sums and ties that cannot wobble.
+# Probabilities as integers, and an exact order of logits.
 #
-# Adding floats gives a result that depends on the order of the additions, and with it on the
-# batch shape and the device. Token weights are therefore 40-bit fixed point integers: their sums
-# are exact in any order, so a row's token does not depend on its batch mates, and a cumulative
-# sum never steps back. Tokens less than 2**-40 times as likely as the likeliest one have weight
-# zero.
+# A sum of floats depends on the order of additions, and so on the batch shape and the device. Token
+# weights are therefore 40-bit fixed point integers: their sums are exact in any order, so a row's
+# token does not depend on the other rows, and a cumulative sum never decreases. Tokens less than
+# 2**-40 times as likely as the likeliest one have weight zero.
 
 WEIGHT_BITS = 40  # 2**40 * vocabulary size must stay below 2**63: any vocabulary up to 2**22
 
@@ -129,7 +125,7 @@ def fixed_point_weights(logits: torch.Tensor) -> torch.Tensor:
 
 
 def sort_keys(logits: torch.Tensor) -> torch.Tensor:
-    """[S, V] fp32 -> [S, V] int64, all different, in the order "higher logit, then lower index"."""
+    """[S, V] fp32 -> [S, V] int64, unique, in the order "higher logit, then lower index"."""
     bits = (logits + 0.0).view(torch.int32).long()  # + 0.0: -0.0 and 0.0 are a tie
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # IEEE 754 floats sort as integers
     index = torch.arange(logits.shape[-1], device=logits.device)
@@ -139,6 +135,6 @@ def sort_keys(logits: torch.Tensor) -> torch.Tensor:
 def stable_top(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the `count` highest logits, highest first, lower index first among equals.
 
-    [S, V] fp32 -> [S, count] int64. `torch.topk` promises nothing about equals.
+    [S, V] fp32 -> [S, count] int64. `torch.topk` does not define the order of ties.
     """
     return torch.topk(sort_keys(logits), count, dim=-1, sorted=True).indices

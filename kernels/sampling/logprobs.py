@@ -8,12 +8,12 @@ from rayfin.kernels.sampling.filters import stable_top
 def top_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the model thought of `tokens`, and what it would have liked best.
+    """The log probabilities and ranks of `tokens`, and of the top tokens.
 
     Args:
         logits: [S, V] any float dtype, before temperature and filters.
         tokens: [S] integer ids.
-        k: how many of the likeliest tokens to give; 0 gives empty tensors, more than V gives V.
+        k: number of top tokens; 0 gives empty tensors, more than V gives V.
 
     Returns:
         token logprob [S] fp32; top ids [S, k] int64, likeliest first, lower id first among equals

@@ -1,4 +1,4 @@
-"""Sampling one token per row, batched, on the logits' device, without a host sync."""
+"""Samples one token per row on the logits' device, without a host sync."""
 
 import torch
 
@@ -19,7 +19,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """One token per row: [S, V] any float dtype -> [S] int64.
 
     A greedy row gets the highest raw logit, the lowest index among equals. Any other row's token is
-    a function of its own logits, parameters, seed and position: its batch mates do not matter. The
+    a function of its logits, parameters, seed and position, independent of the other rows. The
     order is vLLM's: temperature, min_p, top_k, top_p, draw. A bad row (`find_bad_rows`) gets -1.
     """
     highest, greedy = logits.max(dim=-1)
@@ -38,32 +38,31 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Inverse of the cumulative distribution in vocabulary order: never a token of weight zero.
+    """Inverts the cumulative distribution in vocabulary order; never draws weight zero.
 
     [S, V] fp32 (-inf = never), [S] fp64 in [0, 1) -> [S] int64: the first token at which the
     cumulative weight exceeds u times the total. Integer weights make the sums exact.
     """
-    mass = fixed_point_weights(logits).cumsum(dim=-1)  # [S, V] int64, never steps back
+    mass = fixed_point_weights(logits).cumsum(dim=-1)  # [S, V] int64, never decreases
     total = mass[:, -1]
     # u <= 1 - 2**-53, so that even rounded in fp64 the target stays below the total.
     target = (u * total.double()).long().unsqueeze(1)  # [S, 1]
     token = torch.searchsorted(mass, target, right=True).squeeze(1)
-    return token.clamp(max=logits.shape[-1] - 1)  # only a bad row gets here without a token
+    return token.clamp(max=logits.shape[-1] - 1)  # only a bad row has no token
 
 
 def find_bad_rows(logits: torch.Tensor) -> torch.Tensor:
     """Rows that cannot be sampled: [S, V] -> [S] bool.
 
-    True where a row holds a NaN or +inf, or nothing but -inf: then, and only then, its maximum
-    is not finite.
+    These are rows with NaN or +inf, or with only -inf: exactly those whose maximum is not finite.
     """
     return ~torch.isfinite(logits.amax(dim=-1))
 
 
 # Random numbers as a pure function of (seed, position): no generator, no state.
 #
-# A request's draw for its token at `position` is the same whatever the batch, the step, the
-# process or the device, so a replay after a preemption or a restart repeats the same tokens.
+# A request's draw for its token at `position` is the same in any batch, step, process and device,
+# so a replay after a preemption or a restart repeats the same tokens.
 # Counter-based generation is from Salmon et al., SC 2011 ("Parallel random numbers: as easy as 1,
 # 2, 3"); the mixing function is splitmix64's (Steele, Lea and Flood, OOPSLA 2014).
 
@@ -80,7 +79,7 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser: a bijection of 64 bits in which each input bit flips half of them."""
+    """splitmix64's finalizer: a bijection in which each input bit flips half of the bits."""
     x = (x ^ _shift_right(x, 30)) * MIX_1
     x = (x ^ _shift_right(x, 27)) * MIX_2
     return x ^ _shift_right(x, 31)

@@ -1,4 +1,4 @@
-"""Which sampling a device gets."""
+"""Selects the sampling function of a device."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,9 +16,9 @@ Sample = Callable[[torch.Tensor, SamplingRows], torch.Tensor]
 def select_sample(
     device: torch.device, name: str = "auto", kernels: CpuKernels | None = None
 ) -> Sample:
-    """Of the attention backend's name: torch's `sample`, on a GPU the one without a sort.
+    """The sampling function for an attention backend's name.
 
-    With the CPU's compiled ``kernels``, theirs.
+    It is the Triton one on a GPU, the compiled one with ``kernels``, else torch's `sample`.
     """
     if name in ("auto", "triton") and can_use_triton(device):
         from rayfin.kernels.triton.sample import sample as triton_sample  # not installed everywhere
@@ -27,10 +27,7 @@ def select_sample(
     return sample if kernels is None else partial(sample_on_cpu, kernels)
 
 
-# Sampling with the compiled CPU kernels: greedy rows in one read of the logits.
-
-
 def sample_on_cpu(kernels: CpuKernels, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """`rayfin.kernels.sampling.sample.sample` for a CPU: [S, V] fp32 -> [S] int64."""
+    """`sample` for a CPU: [S, V] fp32 -> [S] int64. Greedy rows take one pass over the logits."""
     dense = logits.dtype == torch.float32 and logits.stride(-1) == 1
     return kernels.highest(logits) if rows.all_greedy and dense else sample(logits, rows)

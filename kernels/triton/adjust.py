@@ -1,4 +1,4 @@
-"""Logits changed before sampling, on a GPU: what `kernels/sampling` does by pairs from the host."""
+"""Applies token rules to logits on a GPU, like `kernels/sampling` does on a CPU."""
 
 import torch
 import triton
@@ -11,10 +11,9 @@ ENTRIES_AT_ONCE = 1024
 
 
 def adjust(logits: torch.Tensor, rules: TokenRules, positions: torch.Tensor) -> torch.Tensor:
-    """Logits as the rules have them: [S, V] any float -> [S, V] fp32.
+    """Applies the rules: [S, V] any float -> [S, V] fp32.
 
-    ``positions`` [S] int64 are those of the tokens about to be sampled. A logit that is not finite
-    stays what it is.
+    ``positions`` [S] int64 are those of the tokens to sample. Logits that are not finite stay.
     """
     count, vocabulary = logits.shape
     out = torch.empty(count, vocabulary, dtype=torch.float32, device=logits.device)

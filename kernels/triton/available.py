@@ -1,4 +1,4 @@
-"""Whether the kernels of this folder can be used: its other modules need Triton to be imported."""
+"""Whether this folder can be used: importing most of its modules needs Triton."""
 
 import importlib.util
 
@@ -6,5 +6,5 @@ import torch
 
 
 def can_use_triton(device: torch.device) -> bool:
-    """On a GPU with Triton installed, as torch for a GPU brings it along."""
+    """True on a GPU with Triton, which torch for GPUs installs."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None

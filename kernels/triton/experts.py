@@ -1,4 +1,4 @@
-"""A mixture of experts, as a function of tensors."""
+"""Runs a mixture of experts."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ SUM_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class ExpertTileShape:
-    """How a grouped product is cut into programs."""
+    """The tile sizes of a grouped product."""
 
     rows: int
     columns: int
@@ -24,7 +24,7 @@ class ExpertTileShape:
 
 
 FEW = ExpertTileShape(rows=16, columns=64, depth=64, warps=4, stages=4)
-"""For weights that are read for a few rows each: the least that a tensor core multiplies."""
+"""For few rows per expert: the smallest tile that a tensor core multiplies."""
 
 MANY = ExpertTileShape(rows=128, columns=64, depth=64, warps=8, stages=3)
 
@@ -33,14 +33,14 @@ def run_experts(
     x: torch.Tensor,  # [T, H]
     gate_up: torch.Tensor,  # [E, 2 F, H], gate above up
     down: torch.Tensor,  # [E, H, F]
-    chosen: torch.Tensor,  # [T, K] int64; one that does not exist counts for nothing
+    chosen: torch.Tensor,  # [T, K] int64; ids that do not exist are ignored
     weights: torch.Tensor,  # [T, K]
     activation: str,
 ) -> torch.Tensor:
-    """The weighted sum of the chosen experts' outputs [T, H], added up in the order of choices.
+    """The weighted sum of the chosen experts' outputs [T, H], in the order of ``chosen``.
 
-    Four launches, whatever was chosen, and nothing comes back to the host: the map of tiles is made
-    on the device, for as many as there can be. ``activation`` is a name of `ACTIVATIONS`.
+    It takes four launches and does not wait for the device: the tile map is computed there, for the
+    largest possible number of tiles. ``activation`` is a name of `ACTIVATIONS`.
     """
     experts, hidden, intermediate = down.shape
     tokens, choices = chosen.shape
@@ -93,10 +93,10 @@ def run_experts(
 
 
 def shape_for(assignments: int, experts: int) -> ExpertTileShape:
-    """By the rows that an expert has on average: all that the host knows."""
+    """The tile shape, by the average number of rows per expert."""
     return FEW if assignments <= 32 * experts else MANY
 
 
 def max_tiles_for(assignments: int, experts: int, rows: int) -> int:
-    """Tiles that no choice of experts goes over: each expert's last may be filled with one row."""
+    """The largest possible number of tiles, if each expert's last tile has one row."""
     return (assignments + min(experts, assignments) * (rows - 1)) // rows

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer between its matrix products, as functions of tensors."""
+"""The operations of a decoder layer between its matrix products."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,16 @@ from rayfin.kernels.triton.device.activation import ACTIVATIONS
 HEADS_AT_ONCE = 8
 COLUMNS_AT_ONCE = 1024
 HEADS_AT_ONCE_BEHIND, COLUMNS_AT_ONCE_BEHIND = 16, 4096
-"""Of a program; behind a product more, for each reads its row's stream as well."""
+"""Per program; more after a product, since each program then reads its row's stream too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What a matrix product has left to the kernel behind it.
+    """The part of a product that the next kernel has to finish.
 
-    The product is x W^T of a residual stream x, and wanted is gain * x / rms(x) W^T + bias: the
-    norm's weights, over ``gain``, are within W. So a norm is no launch, and torch's product takes
-    the stream as it is.
+    The product is x W^T of a residual stream x; the result has to be gain * x / rms(x) W^T + bias.
+    W includes the norm's weights over ``gain``. So the norm needs no launch, and torch's product
+    reads the stream directly.
     """
 
     stream: torch.Tensor  # [T, D]
@@ -38,7 +38,7 @@ def add_and_norm(
     out_weight: torch.Tensor | None = None,  # [D] fp32
     residual_scale: float = 1.0,
 ) -> torch.Tensor:
-    """A block's output added to the residual stream in place, and the next block's input.
+    """Adds a block's output to the residual stream in place and returns the next block's input.
 
     ``out_weight`` norms the output before it is added (Gemma, OLMo 2).
 
@@ -51,7 +51,7 @@ def add_and_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`reference.rms_norm` of rows [T, D], which may be a part of something wider."""
+    """`reference.rms_norm` of rows [T, D], which may be a slice of wider rows."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, x, None, weight, out, eps, 1.0, add=False)
     return out
@@ -102,9 +102,9 @@ def rope_and_write_kv(
     eps: float,
     behind: Behind | None = None,
 ) -> torch.Tensor:
-    """Norm of heads, rotary embedding and page write in one (HPC-Ops, 2026).
+    """Norms heads, applies rotary embedding and writes pages in one launch (HPC-Ops, 2026).
 
-    A token of a negative slot is written nowhere. ``behind`` a product, its end is done first.
+    Tokens with a negative slot are not written. ``behind`` is finished first.
 
     Returns:
         [T, H, Dk] the queries, for `PagedAttention`.
@@ -150,7 +150,7 @@ def gate(
 ) -> torch.Tensor:
     """activation(gate) * up, by a name of `ACTIVATIONS`: [T, F].
 
-    ``behind`` a product, its end is done first.
+    ``behind`` is finished first.
     """
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
@@ -170,7 +170,7 @@ def gate(
 
 
 def _end(product: torch.Tensor, behind: Behind | None) -> dict[str, Any]:
-    """A kernel's arguments for the end of the product before it."""
+    """The kernel arguments that finish the product before it."""
     stream = product if behind is None else behind.stream
     bias = None if behind is None else behind.bias
     assert behind is None or stream.is_contiguous()

@@ -1,4 +1,4 @@
-"""Log probabilities on a GPU: two launches, nothing sorted."""
+"""Log probabilities on a GPU, in two launches without a sort."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ def top_logprobs(
 
     Args:
         logits: [S, V] any float dtype, before temperature and filters.
-        tokens: [S] int64, what was sampled.
+        tokens: [S] int64, the sampled tokens.
         num_logprobs: [S] int32, number of top tokens, at most N = ``MAX_TOP_LOGPROBS``; negative
             skips the row.
         values: [S, 1 + N] fp32, written: the log probabilities of the token and of the top tokens.

@@ -1,7 +1,7 @@
-"""Matrix products of few rows, fused with what stands around them, as functions of tensors.
+"""Matrix products of few rows, fused with the operations around them.
 
-For decode rows, where a launch costs as much as a small product. For many rows torch's own product
-is the better one; there the kernels behind it do the rest (`layers`).
+They are for decode rows, where a launch costs as much as a small product. For many rows torch's
+product is faster, and the next kernel does the rest (`layers`).
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ def gated_product(
 ) -> torch.Tensor:
     """activation(gate) * up of y [gate | up]^T + b, by a name of `ACTIVATIONS`: [T, F].
 
-    y as in `product`.
+    y is that of `product`.
     """
     outputs = len(gate_up) // 2
     assert x.is_contiguous() and gate_up.is_contiguous()
@@ -109,7 +109,7 @@ def _launch(
 
 
 def _tiles(rows: int, outputs: int, dtype: torch.dtype) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and what each program takes: narrower ones where there would be too few of them."""
+    """The grid and the tile sizes, with narrower tiles if there would be too few programs."""
     columns = 64 if outputs >= 16384 else 32 if outputs >= 4096 else 16
     depth = 256 // dtype.itemsize  # 256 bytes of each weight row: whole cache lines
     tile_rows = min(max(triton.next_power_of_2(rows), 16), FEW_ROWS)

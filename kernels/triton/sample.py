@@ -1,4 +1,4 @@
-"""Sampling on a GPU: one launch, nothing sorted."""
+"""Samples on a GPU in one launch without a sort."""
 
 import torch
 
@@ -11,8 +11,8 @@ BLOCK = 4096
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """`rayfin.kernels.sampling.sample.sample` for a GPU: [S, V] any float dtype -> [S] int64.
 
-    The draws are the same ones; where a token's share differs in the last bit of an exponential
-    from the CPU's, the one in 2**22 that falls between may be its neighbour. A row that cannot be
+    The draws are the same. Where a token's weight differs from the CPU's in the last bit of an
+    exponential, about one draw in 2**22 gives a neighbouring token. A row that cannot be
     sampled (`find_bad_rows`) gets -1.
     """
     count, vocabulary = logits.shape

@@ -1,9 +1,8 @@
-"""Which program of a GPU attends with which queries over which keys: worked out on the host.
+"""Assigns queries and keys to the programs of an attention launch, on the host.
 
-A row's queries are cut into tiles, and a tile's keys into parts where there would otherwise be too
-few programs to fill the chip, or one that takes longer than all others (split-KV: Flash-Decoding,
-2023; a map made anew for every step: FlashInfer, arXiv 2501.01005). Plain NumPy, and nothing of it
-depends on a device.
+A row's queries are split into tiles. A tile's keys are split into parts if there would be too few
+programs to fill the GPU, or one much longer than the others (split-KV: Flash-Decoding, 2023; a map
+for each step: FlashInfer, arXiv 2501.01005). This is plain NumPy and independent of devices.
 """
 
 from dataclasses import dataclass
@@ -27,25 +26,24 @@ ITEM_FIELDS = (
     "parts",
 )
 WHOLE = -1
-"""In an item's ``part``: it sees all keys of its tile, and writes the result itself."""
+"""In an item's ``part``: the item sees all keys of its tile and writes the result itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileMap:
     """The work of one launch, longest item first.
 
-    An item: the queries ``token .. token + queries`` of T, which belong to ``row`` and of which the
-    first is at ``position`` of its request, over the keys ``first_key .. end_key`` of the row. Its
-    result goes to place ``part`` of the partial results, unless it is `WHOLE`; its tile's are the
-    ``parts`` places from ``first_part``. ``is_first`` is 1 in the one item of each tile that counts
-    what belongs to no key (the sink).
+    An item attends with the queries ``token .. token + queries`` of T over the keys ``first_key ..
+    end_key`` of ``row``; the first query is at ``position`` of its request. The result goes to
+    entry ``part`` of the partial results, unless it is `WHOLE`; its tile has the ``parts`` entries from
+    ``first_part``. ``is_first`` is 1 in the one item of each tile that adds the sink.
     """
 
     items: Int32Array  # [N, 10], ITEM_FIELDS
-    parts: int  # places that the partial results take
+    parts: int  # entries of the partial results
 
     def padded(self, items: int) -> "TileMap":
-        """With empty work (no queries) up to this number: a shape that a CUDA graph can keep."""
+        """Pads with empty items (no queries) to a fixed shape, for CUDA graphs."""
         padded = np.zeros((items, len(ITEM_FIELDS)), np.int32)
         padded[: len(self.items)] = self.items
         return TileMap(padded, self.parts)
@@ -68,11 +66,11 @@ def make_tile_map(
         query_start: [R + 1] where each row's chunk starts in T.
         kv_len: [R] keys visible to each row's last query.
         first_row: number of the first of these rows in the step's page tables.
-        tile_queries: most queries of a tile.
-        key_block: keys that a program reads at once: parts are multiples of it.
-        programs: items wanted at least, where there is work enough for so many.
-        min_part: no part is made shorter: merging costs more than it saves.
-        window: keys that a query sees at most, None for all before it.
+        tile_queries: largest number of queries of a tile.
+        key_block: keys that a program reads at once; parts are multiples of it.
+        programs: smallest number of items, if there is enough work.
+        min_part: smallest part, since merging shorter ones costs more than it saves.
+        window: largest number of keys that a query sees, None for all.
 
     Returns:
         At most ``programs + tiles`` items.
@@ -138,15 +136,15 @@ def make_multi_step_map(
     programs: int,
     window: int | None = None,
 ) -> TileMap:
-    """One map for several decode steps of each row, so that nobody makes one between them.
+    """One map for several decode steps of each row, so that none is computed between them.
 
     Args:
         kv_len: [R] keys in the cache before the first step.
-        steps: [R] how many steps each row takes, at least 1.
+        steps: [R] number of steps of each row, at least 1.
 
     Returns:
-        Items of one query each. A part may end behind the keys of an early step, or begin before
-        the window of a late one: whoever attends cuts it down to what the query sees.
+        Items of one query each. A part may end after the keys of an early step, or begin before the
+        window of a late one; the kernel clips it to what the query sees.
     """
     counts = np.asarray(steps, np.int64)
     starts = np.append(0, np.cumsum(counts))

@@ -1,4 +1,4 @@
-"""What a gate is put through, within a kernel."""
+"""The activations of gates, within kernels."""
 
 import triton
 import triton.language as tl

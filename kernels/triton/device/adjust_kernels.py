@@ -1,8 +1,8 @@
-"""Penalties, biases and bans on logits, from short lists of tokens that lie on the device.
+"""Penalties, biases and bans on logits, from short lists of tokens on the device.
 
-Each row has a list of the tokens that something is known of: used ones with their counts, banned,
-allowed and biased ones. Only those logits are looked at; nothing of the vocabulary's size comes
-from the host, and a sampled token is counted where it was sampled.
+Each row has a list of its used tokens with their counts and of its banned, allowed and biased
+tokens. Only their logits change. The host sends nothing of the vocabulary's size, and sampled
+tokens are counted on the device.
 """
 
 import triton
@@ -26,7 +26,7 @@ def copy_rows(
     vocabulary,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, block). Of a restricted row nothing but what is not finite: it must be seen."""
+    """Program (row, block). Of a restricted row only NaN and inf are copied, to be detected."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = index < vocabulary
@@ -95,7 +95,7 @@ def count_rows(
     biases,  # [E] fp32, written
     BLOCK: tl.constexpr,
 ):
-    """Program (row), of one warp: none may read a length that another has written."""
+    """Program (row), of one warp: no other warp may change a length in between."""
     row = tl.program_id(0)
     token = tl.load(sampled + row).to(tl.int32)
     if (tl.load(counted + row) > 0) & (tl.load(remaining + row) > 0) & (token >= 0):

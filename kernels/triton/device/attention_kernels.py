@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: one kernel for decode and prefill tiles, which merges parts as well."""
+"""Paged attention on a GPU: one kernel for decode and prefill tiles that also merges parts."""
 
 import triton
 import triton.language as tl
@@ -19,9 +19,9 @@ def merge_parts(
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A tile's result [ROWS, VALUE_WIDTH] from those of its parts, by their shares of the softmax.
+    """Merges the parts of a tile to [ROWS, VALUE_WIDTH], by their shares of the softmax.
 
-    What other programs wrote a moment ago is read from the L2 cache, which they share.
+    The results of other programs are read from the L2 cache, which all share.
     """
     written = valid[:, None] & (dv[None, :] < VALUE_DIM)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -80,8 +80,8 @@ def attend_tiles(
 
     Program (key head, item). Row m of the tile is query m // GROUP with head m % GROUP of the
     group: each key is read once for all of them. Softmax online and in base 2 (FlashAttention-2).
-    Of a tile in several parts, the program that is done last merges them, in their own order
-    whichever that is (after the last block of a reduction in CUDA's threadFenceReduction sample).
+    The program that finishes the last part of a tile merges all parts, always in their order (like
+    the last block of a reduction in CUDA's threadFenceReduction sample).
     """
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 10

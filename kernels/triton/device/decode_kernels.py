@@ -1,4 +1,4 @@
-"""A decode step's own bookkeeping, on the device: where it stands, and on to the next one."""
+"""Prepares and advances decode steps on the device."""
 
 import triton
 import triton.language as tl
@@ -20,10 +20,10 @@ def enter_rows(
     slot_count,  # S
     slot_stride,
     table_stride,
-    widest,  # columns that are in use
+    widest,  # columns in use
     BLOCK: tl.constexpr,
 ):
-    """Program (row): a lease's row from its slot. Rows of no slot compute for nobody."""
+    """Loads a row from its slot. Rows without a slot are padding. Program (row)."""
     row = tl.program_id(0)
     slot = tl.load(new_rows + row)
     used = slot >= 0
@@ -46,11 +46,11 @@ def enter_rows(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def prepare_rows(
-    positions,  # [B] int64, of the token that a row computes now
-    remaining,  # [B] int32, steps that it may still take
+    positions,  # [B] int64, of the token that a row computes
+    remaining,  # [B] int32, steps left
     tables,  # [B, P] int32
     slots,  # [B] int64, written: where its keys and values go, -1 = nowhere
-    drawn_positions,  # [B] int64, written: of the token that it samples now
+    drawn_positions,  # [B] int64, written: of the token that it samples
     table_stride,
     PAGE_SIZE: tl.constexpr,
 ):
@@ -83,7 +83,7 @@ def finish_rows(
     positions,  # [B] int64, written
     remaining,  # [B] int32, written
 ):
-    """Program (row). A row that has no steps left stays where it is."""
+    """Program (row). A row without steps left does not change."""
     row = tl.program_id(0)
     left = tl.load(remaining + row)
     if left > 0:

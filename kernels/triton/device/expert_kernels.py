@@ -8,8 +8,8 @@ from rayfin.kernels.triton.device.activation import activated
 
 @triton.jit(do_not_specialize=["assignments", "max_tiles"])
 def map_tiles(
-    chosen,  # [A] int64, the expert of each assignment; one that does not exist counts for nothing
-    order,  # [A] int32, written: assignments, those of an expert side by side, else as they were
+    chosen,  # [A] int64, the expert of each assignment; ids that do not exist are ignored
+    order,  # [A] int32, written: assignments, stably sorted by expert
     tiles,  # [N, 3] int32, written: expert (-1: none), first place in ``order``, assignments
     assignments,
     max_tiles,
@@ -18,9 +18,9 @@ def map_tiles(
     ROWS: tl.constexpr,  # of a tile
     BLOCK: tl.constexpr,  # assignments read at once
 ):
-    """Program (expert): counts all experts' assignments, then puts its own in order (MegaBlocks).
+    """Program (expert): counts all experts' assignments, then sorts its own (MegaBlocks).
 
-    Every program counts for itself, so that none waits for another, and nothing is atomic.
+    Each program counts everything, so that no program waits and no atomics are needed.
     """
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -56,7 +56,7 @@ def map_tiles(
 
 @triton.jit
 def assignments_of(tile, order, ROWS: tl.constexpr):
-    """A tile's assignments [ROWS] int64, and which of them there are."""
+    """A tile's assignments [ROWS] int64, and a mask of those that exist."""
     m = tl.arange(0, ROWS)
     valid = m < tl.load(tile + 2)
     return tl.load(order + tl.load(tile + 1) + m, mask=valid, other=0).to(tl.int64), valid

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products, one kernel for each gap."""
+"""The operations of a decoder layer between its matrix products."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from rayfin.kernels.triton.device.pages import to_page
 
 @triton.jit
 def add_and_norm(
-    x,  # [T, D] what a block gave
+    x,  # [T, D] a block's output
     hidden,  # [T, D] the residual stream, written in place
     out_weight,  # [D] fp32, any pointer without OUT_NORM
     weight,  # [D] fp32, any pointer without NORM
@@ -23,7 +23,7 @@ def add_and_norm(
     OUT_NORM: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """hidden += scale * norm(x), then out = norm(hidden); each of the three may be left out.
+    """hidden += scale * norm(x), then out = norm(hidden); each step is optional.
 
     Program (row). Without ADD it norms x.
     """
@@ -68,7 +68,7 @@ def rope_and_write_kv(
     v_pages,  # [num_pages, page_size, Hkv, Dv], written
     qkv_stride,
     eps,
-    stream,  # [T, INPUTS] what qkv is a product of, any pointer without NORM
+    stream,  # [T, INPUTS] the input of qkv's product, any pointer without NORM
     bias,  # [H * Dk + Hkv * (Dk + Dv)], any pointer without BIAS
     gain,
     INPUTS: tl.constexpr,
@@ -80,15 +80,15 @@ def rope_and_write_kv(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,  # the larger of both, up to a power of two
-    HALF: tl.constexpr,  # pairs that are turned; what is behind 2 * HALF stays
+    HALF: tl.constexpr,  # rotated pairs; dims from 2 * HALF stay
     AT_ONCE: tl.constexpr,  # heads of a program
     QUERY_NORM: tl.constexpr,
     KEY_NORM: tl.constexpr,
 ):
-    """Norm of query and key heads, rotary embedding, and keys and values put into their pages.
+    """Norms query and key heads, applies rotary embedding, and writes keys and values to pages.
 
-    Program (token, some heads). Pair i of a head is (x[i], x[i + HALF]). Before all that, with NORM
-    qkv is multiplied by gain / rms(stream), and with BIAS it gets its bias.
+    Program (token, some heads). Pair i of a head is (x[i], x[i + HALF]). First, with NORM
+    qkv is multiplied by gain / rms(stream), and with BIAS the bias is added.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -155,7 +155,7 @@ def gate(
     out,  # [T, F]
     size,
     eps,
-    stream,  # [T, INPUTS] what gate_up is a product of, any pointer without NORM
+    stream,  # [T, INPUTS] the input of gate_up's product, any pointer without NORM
     bias,  # [2 F], any pointer without BIAS
     gain,
     INPUTS: tl.constexpr,
@@ -167,7 +167,7 @@ def gate(
 ):
     """activation(gate) * up. Program (row, block of columns).
 
-    Before that, with NORM both are multiplied by gain / rms(stream), and with BIAS get their bias.
+    First, with NORM both are multiplied by gain / rms(stream), and with BIAS the bias is added.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""Log probabilities without a sort: the likeliest of each block, then the likeliest of those.
+"""Log probabilities without a sort: the top tokens of each block, then the top tokens of those.
 
-The vocabulary is read once, by as many programs as it has blocks. Each leaves its block's likeliest
-tokens, its part of the softmax's sum, and how many of its tokens are likelier than the sampled one.
+The vocabulary is read once, with one program per block. A program stores its block's top tokens,
+its part of the softmax's sum, and the number of its tokens that are likelier than the sampled one.
 """
 
 import triton
@@ -17,7 +17,7 @@ LOW_BITS = tl.constexpr(0xFFFFFFFF)
 def summarise_blocks(
     logits,  # [S, V] any float
     tokens,  # [S] int64
-    num_logprobs,  # [S] int32, how many of the likeliest; negative = the row is left alone
+    num_logprobs,  # [S] int32, number of top tokens; negative = the row is skipped
     keys,  # [S, BLOCKS, MAX_TOP] int64, written: `num_logprobs` of each block, likeliest first
     highest,  # [S, BLOCKS] fp32, written
     total,  # [S, BLOCKS] fp32, written: sum of exp(logit - highest)

@@ -1,4 +1,4 @@
-"""What a page keeps of a key or a value."""
+"""Conversion of keys and values to the dtype of pages."""
 
 import triton
 import triton.language as tl
@@ -10,10 +10,10 @@ SHIFT = tl.constexpr(1572864.0)  # 1.5 * 2**20: fp32 beside it has three bits be
 
 @triton.jit
 def to_page(x, pages):
-    """fp32 -> the type of ``pages``: for fp8 (e4m3) the nearest of its numbers, ties to even.
+    """fp32 -> the dtype of ``pages``. For fp8 (e4m3) it rounds to nearest, ties to even.
 
-    Rounded here, so that the cast has nothing to decide: the interpreter's does not round, and
-    whether a machine's saturates is its own affair. A NaN stays one.
+    It rounds before the cast, because the interpreter's cast does not round and not every machine's
+    cast saturates. NaN stays NaN.
     """
     if pages.dtype.element_ty == tl.float8e4nv:
         x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)

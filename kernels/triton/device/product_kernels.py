@@ -1,10 +1,9 @@
-"""Matrix products of few rows, with what a decoder layer does before and after them.
+"""Matrix products of few rows, fused with the operations around them.
 
-A step of few rows reads every weight once and does little with it: what costs beside that are
-launches. So the norm of the rows is taken within the product that reads them, by each program for
-itself, and what comes behind a product is done before its result leaves the program. The norm's
-weights are within the product's: what is left of it is one number for each row, which divides sums
-in float32.
+A step of few rows reads every weight once and computes little, so launches are the other cost.
+Each program therefore computes the norm of its input rows itself, and applies what follows a
+product before it stores the result. The norm's weights are folded into the product's; what remains
+is one number per row, which divides the sums in float32.
 """
 
 import triton
@@ -15,7 +14,7 @@ from rayfin.kernels.triton.device.activation import activated
 
 @triton.jit
 def rows_part(x, squares, m, k, rows, INPUTS: tl.constexpr, NORM: tl.constexpr):
-    """Inputs k of the rows m; ``squares`` and theirs added."""
+    """Inputs k of the rows m, and ``squares`` plus their squares."""
     known = (m < rows)[:, None] & (k < INPUTS)[None, :]
     a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
     if NORM:
@@ -32,8 +31,8 @@ def product(
     out,  # [T, N], written; with ADD the residual stream
     rows,  # T
     eps,
-    gain,  # of what is divided by a row's root mean square, with NORM
-    scale,  # of what is added
+    gain,  # factor on rows divided by their root mean square, with NORM
+    scale,  # factor on the added product
     INPUTS: tl.constexpr,  # K
     OUTPUTS: tl.constexpr,  # N
     NORM: tl.constexpr,
@@ -45,8 +44,8 @@ def product(
 ):
     """y = gain * x / rms(x) W^T + b, and out = y, or out += scale * y.
 
-    Program (block of columns, of rows). A row's root mean square is that of the whole row, known
-    when its last part was multiplied.
+    Program (block of columns, of rows). A row's root mean square is known after the whole row
+    has been multiplied.
     """
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -78,7 +77,7 @@ def gated_product(
     out,  # [T, F], written
     rows,  # T
     eps,
-    gain,  # of what is divided by a row's root mean square, with NORM
+    gain,  # factor on rows divided by their root mean square, with NORM
     INPUTS: tl.constexpr,  # K
     OUTPUTS: tl.constexpr,  # F
     ACTIVATION: tl.constexpr,

@@ -1,32 +1,30 @@
-"""Sampling one token per row without a sort: thresholds are searched for, not read off a list.
+"""Samples one token per row without a sort, by a search for thresholds.
 
-What is kept by top-k and top-p is what lies above some logit, and that logit is found by asking
-again and again how many tokens, or how much probability, lie above a guess (the pivots of
-FlashInfer's sampling, 2025). Integer weights and exact comparisons give the set of
-`rayfin.kernels.sampling` to the token.
+Top-k and top-p keep the tokens above some logit. A search finds it by counting the tokens, or
+summing the probability, above several guesses (the pivots of FlashInfer's sampling, 2025). Integer
+weights and exact comparisons keep exactly the tokens that `rayfin.kernels.sampling` keeps.
 
-The draw inverts the distribution function at a number that (seed, position) is hashed to, where
-others add Gumbel noise made from the two: either way it depends on nothing else in the batch, and
-this one is what the CPU draws.
+The draw inverts the distribution function at the hash of (seed, position). Like Gumbel noise from
+both it depends on nothing else in the batch, and it is the draw of the CPU.
 """
 
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-28.0)  # exp(-28) * 2**40 < 1: what lies below has no weight
+LOWEST = tl.constexpr(-28.0)  # exp(-28) * 2**40 < 1: smaller logits have no weight
 NONE = tl.constexpr(2147483647)
 
 
 @triton.jit
 def order_of(x):
-    """fp32 -> int32 that sorts alike: IEEE 754 floats do, but for the negative ones' direction."""
+    """fp32 -> int32 with the same order: IEEE 754 bits, with negative numbers reversed."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0.0 and 0.0 are a tie
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def value_of(order):
-    """`order_of`, backwards."""
+    """The inverse of `order_of`."""
     bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
     return bits.to(tl.float32, bitcast=True)
 
@@ -66,9 +64,9 @@ def scaled(row, start, vocabulary, highest, temperature, BLOCK: tl.constexpr):
 def search(
     row, vocabulary, highest, temperature, floor, needed, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The highest order t >= floor with as much as is ``needed`` at t or above, else ``floor``.
+    """The highest order t >= floor with ``needed`` mass or tokens at t or above, else ``floor``.
 
-    Of mass (weights) or of tokens. Three guesses at a time: reading the logits is what it costs.
+    It tests three guesses per pass, since reading the logits is the cost.
     """
     low = floor
     high = tl.full([], 1, tl.int32)  # 0.0 is the highest, its order is 0
@@ -151,7 +149,7 @@ def sample_rows(
 @triton.jit
 def draw(row, vocabulary, highest, temperature, top_k, top_p, min_p, u, BLOCK: tl.constexpr):
     """The token of a number in [0, 1): inverse of the cumulative weights in vocabulary order."""
-    # What is kept lies above `floor`, and of those at it the first `equals`.
+    # Keeps the tokens above `floor`, and the first `equals` of those at it.
     lowest = tl.full([], LOWEST, tl.float32)
     floor = order_of(tl.maximum(tl.log(tl.maximum(min_p, 1e-13)), lowest))
     if (top_k > 0) & (top_k < vocabulary):
@@ -180,7 +178,7 @@ def draw(row, vocabulary, highest, temperature, top_k, top_p, min_p, u, BLOCK: t
         equals = tl.minimum(tl.maximum(equals, (above == 0).to(tl.int64)), count)
         total = above + equals * floor_weight
     else:
-        floor -= 1  # all that are at it are above now
+        floor -= 1  # tokens at the floor are above it now
 
     target = (u * total.to(tl.float64)).to(tl.int64)
     before = tl.zeros([], tl.int64)  # weight of the blocks so far

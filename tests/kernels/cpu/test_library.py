@@ -36,7 +36,7 @@ def test_not_built(
 ) -> None:
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     library._open.cache_clear()
-    library._say_once.cache_clear()
+    library._warn_once.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             assert library.try_load() is None
