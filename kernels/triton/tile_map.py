@@ -35,8 +35,8 @@ class TileMap:
 
     An item attends with the queries ``token .. token + queries`` of T over the keys ``first_key ..
     end_key`` of ``row``; the first query is at ``position`` of its request. The result goes to
-    entry ``part`` of the partial results, unless it is `WHOLE`; its tile has the ``parts`` entries from
-    ``first_part``. ``is_first`` is 1 in the one item of each tile that adds the sink.
+    entry ``part`` of the partial results, unless it is `WHOLE`; its tile has the ``parts`` entries
+    from ``first_part``. ``is_first`` is 1 in the one item of each tile that adds the sink.
     """
 
     items: Int32Array  # [N, 10], ITEM_FIELDS
