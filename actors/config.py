@@ -1,8 +1,8 @@
-"""What a user may set, and what an engine runs with.
+"""What a user sets, and what an engine runs with.
 
-``EngineArgs`` is the user's side: one field per flag, None where Rayfin should decide. ``resolve``
-turns it, with the facts that only a loaded model knows, into a new frozen ``EngineConfig``. Nothing
-is ever written back, and nothing else decides a default.
+``EngineArgs`` has one field per flag, None where Rayfin decides. ``resolve`` combines it with facts
+of the loaded model into a frozen ``EngineConfig``. Nothing is written back, and no other function
+decides a default.
 """
 
 import math
@@ -28,7 +28,7 @@ DECIDE_TOKENS = (
     *("model", "revision", "dtype", "quantization", "kv_cache_dtype"),
     *("load_format", "seed"),
 )
-"""The settings that decide which tokens come; the others decide when."""
+"""The settings that decide which tokens are sampled; the others decide when."""
 
 DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 DEFAULT_BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -39,13 +39,38 @@ DEFAULT_MEMORY_UTILIZATION = {
 }  # a CPU's memory is shared with everything else
 
 
+CHOICES: dict[str, Any] = {
+    "dtype": Dtype,
+    "kv_cache_dtype": KVCacheDtype,
+    "load_format": LoadFormat,
+    "scheduler": SchedulerName,
+    "policy": Policy,
+    "device": Device,
+    "log_format": LogFormat,
+    "log_level": LogLevel,
+    "preemption": Preemption,
+    "quantization": Quantization,
+}
+OPTIONAL_CHOICES = ("preemption", "quantization")
+POSITIVE = (  # or None
+    *("max_model_len", "max_batch_tokens", "max_decoding_batch", "max_prefill_batch"),
+    *("page_size", "kv_cache_memory", "max_waiting_requests", "max_waiting_tokens"),
+    *("max_lease", "threads", "tensor_parallel_size", "pipeline_parallel_size"),
+)
+
+
+def _require(condition: bool, name: str, rule: str) -> None:
+    if not condition:
+        raise InvalidConfig(f"{name} {rule}", name)
+
+
 def _flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """One engine as the user asks for it, under the names of the CLI, ``LLM`` and Serve."""
+    """One engine's settings, under the names of the CLI, ``LLM`` and Serve."""
 
     model: str = _flag(
         "demo", "local folder, Hugging Face name, or 'demo' (the built-in toy model)"
@@ -139,49 +164,31 @@ class EngineArgs:
     enforce_eager: bool = _flag(False, "disable CUDA graphs")
 
     def __post_init__(self) -> None:
-        choices: dict[str, Any] = {
-            "dtype": Dtype,
-            "kv_cache_dtype": KVCacheDtype,
-            "load_format": LoadFormat,
-            "scheduler": SchedulerName,
-            "policy": Policy,
-            "device": Device,
-            "log_format": LogFormat,
-            "log_level": LogLevel,
-        }
-        if self.preemption is not None:
-            choices["preemption"] = Preemption
-        if self.quantization is not None:
-            choices["quantization"] = Quantization
-        for name, literal in choices.items():
-            if (value := getattr(self, name)) not in get_args(literal):
+        for name, literal in CHOICES.items():
+            value = getattr(self, name)
+            if not (value in get_args(literal) or (value is None and name in OPTIONAL_CHOICES)):
                 raise InvalidConfig(
                     f"{name} must be one of {get_args(literal)}, got {value!r}", name
                 )
-        for name in (
-            "max_model_len",
-            "max_batch_tokens",
-            "max_decoding_batch",
-            "max_prefill_batch",
-            "page_size",
-            "kv_cache_memory",
-            "max_waiting_requests",
-            "max_waiting_tokens",
-            "max_lease",
-            "threads",
-        ):
+        for name in POSITIVE:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
-        if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
-            raise InvalidConfig(
-                f"memory_utilization must be in (0, 1], got {self.memory_utilization}",
-                "memory_utilization",
-            )
-        if not 0 <= self.swap_space < math.inf:
-            raise InvalidConfig(
-                f"swap_space must be at least 0 GiB, got {self.swap_space}", "swap_space"
-            )
+            _require(value is None or value >= 1, name, f"must be at least 1, got {value}")
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        share, space, aging = self.memory_utilization, self.swap_space, self.priority_aging
+        chunk, steps = self.long_prefill_token_threshold, self.steps_in_flight
+        logprobs = self.max_logprobs
+        in_range = share is None or 0 < share <= 1
+        _require(in_range, "memory_utilization", f"must be in (0, 1], got {share}")
+        _require(0 <= space < math.inf, "swap_space", f"must be at least 0 GiB, got {space}")
+        _require(0 <= aging < math.inf, "priority_aging", f"must be at least 0 s, got {aging}")
+        _require(chunk >= 0, "long_prefill_token_threshold", f"must be at least 0, got {chunk}")
+        _require(steps in (1, 2), "steps_in_flight", f"must be 1 or 2, got {steps}")
+        _require(logprobs >= -1, "max_logprobs", f"must be at least 0, or -1, got {logprobs}")
+
+    def _check_combinations(self) -> None:
         tokens, decoding = self.max_batch_tokens, self.max_decoding_batch
         if tokens is not None and decoding is not None and decoding > tokens:
             raise InvalidConfig(
@@ -189,37 +196,16 @@ class EngineArgs:
                 "each running request takes a token of every step",
                 "max_decoding_batch",
             )
-        if not 0 <= self.priority_aging < math.inf:
-            raise InvalidConfig(
-                f"priority_aging must be at least 0 s, got {self.priority_aging}", "priority_aging"
-            )
-        if self.long_prefill_token_threshold < 0:
-            raise InvalidConfig(
-                "long_prefill_token_threshold must be at least 0, got "
-                f"{self.long_prefill_token_threshold}",
-                "long_prefill_token_threshold",
-            )
-        if self.long_prefill_token_threshold and self.scheduler == "v0":
-            raise InvalidConfig(
-                "long_prefill_token_threshold splits prompts, which scheduler v0 never does",
-                "long_prefill_token_threshold",
-            )
-        if parse_weights(self.tenant_weights) and self.policy != "fair":
-            raise InvalidConfig(
-                f"tenant_weights has no meaning under policy {self.policy!r}: it needs 'fair'",
-                "tenant_weights",
-            )
-        if self.steps_in_flight not in (1, 2):
-            raise InvalidConfig(
-                f"steps_in_flight must be 1 or 2, got {self.steps_in_flight}", "steps_in_flight"
-            )
-        if self.max_logprobs < -1:
-            raise InvalidConfig(
-                f"max_logprobs must be at least 0, or -1, got {self.max_logprobs}", "max_logprobs"
-            )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(f"{name} must be at least 1, got {getattr(self, name)}", name)
+        _require(
+            not (self.long_prefill_token_threshold and self.scheduler == "v0"),
+            "long_prefill_token_threshold",
+            "splits prompts, which scheduler v0 never does",
+        )
+        _require(
+            not parse_weights(self.tenant_weights) or self.policy == "fair",
+            "tenant_weights",
+            f"has no meaning under policy {self.policy!r}: it needs 'fair'",
+        )
 
     @property
     def identity(self) -> str:
@@ -243,7 +229,7 @@ class EngineArgs:
         """Builds from keyword names.
 
         Raises:
-            InvalidConfig: a name that is no field, or a value out of range.
+            InvalidConfig: an unknown name, or a value out of range.
         """
         names = {f.name for f in fields(cls)}
         for name in values:
@@ -280,11 +266,11 @@ def parse_weights(text: str | None) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a loaded model and its device say. Made by the runner, read by ``resolve``."""
+    """Facts of a loaded model and its device, which the runner measures for ``resolve``."""
 
     architecture: str
     vocab_size: int
-    max_position: int | None  # None: no limit of its own
+    max_position: int | None  # None: no limit
     page_bytes: int  # of one page of all layers, keys and values
     available_bytes: int  # memory left for pages, by a profiling run
 
@@ -300,7 +286,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """An engine as it runs. Made by ``resolve`` only."""
+    """The settings that an engine runs with; only ``resolve`` creates them."""
 
     limits: BatchLimits
     max_model_len: int
@@ -326,7 +312,7 @@ class EngineConfig:
 
 
 def resolve_limits(args: EngineArgs, device: str, model_len: int) -> BatchLimits:
-    """The limits of a step on ``device`` ("cpu", "cuda"), for contexts of ``model_len`` tokens."""
+    """Returns the limits of a step on ``device`` ("cpu", "cuda"), for ``model_len`` tokens."""
     decoding = args.max_decoding_batch or DEFAULT_DECODING_BATCH[device]
     tokens = args.max_batch_tokens or max(DEFAULT_BATCH_TOKENS[device], decoding)
     if args.max_decoding_batch is None:
@@ -341,7 +327,7 @@ def resolve_limits(args: EngineArgs, device: str, model_len: int) -> BatchLimits
 
 
 def resolve_model_len(args: EngineArgs, max_position: int | None) -> int:
-    """The longest request, tokens: the user's wish, checked against the model's positions."""
+    """Returns the tokens of the longest request, checked against the model's positions."""
     if args.max_model_len is None:
         return max_position or 32_768
     if max_position is not None and args.max_model_len > max_position:
@@ -353,10 +339,10 @@ def resolve_model_len(args: EngineArgs, max_position: int | None) -> int:
 
 
 def resolve_host_pages(args: EngineArgs, page_bytes: int, most: int) -> int:
-    """Pages of swap space, at most ``most``; 0 when preempted requests are recomputed.
+    """Returns the pages of swap space, at most ``most``; 0 if preempted requests are recomputed.
 
     Raises:
-        InvalidConfig: swapping was asked for, and there is not room for a page.
+        InvalidConfig: preemption is "swap", and there is no room for a page.
     """
     if (args.preemption or DEFAULT_PREEMPTION[args.scheduler]) == "recompute":
         return 0
@@ -370,19 +356,18 @@ def resolve_host_pages(args: EngineArgs, page_bytes: int, most: int) -> int:
 
 
 def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
-    """Those of the rank with room for the fewest pages, of a group's: each rank has all pages."""
+    """Returns the facts of the rank with room for the fewest pages: each rank holds all pages."""
     return min(facts, key=lambda own: own.available_bytes // own.page_bytes)
 
 
 def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:
     """Decides the number of pages and the longest request.
 
-    pages = available bytes / page bytes, and no more than all slots could ever fill.
-    Nor is more swap space worth taking: first come, first served, there are no more requests that
-    have begun than slots.
+    pages = available bytes / page bytes, limited to what all slots can fill. The same limit holds
+    for swap space, because no more requests than slots have begun (first come, first served).
 
     Raises:
-        InvalidConfig: not even one request of ``max_model_len`` would fit.
+        InvalidConfig: one request of ``max_model_len`` does not fit.
     """
     model_len = resolve_model_len(args, facts.max_position)
     available = args.kv_cache_memory or facts.available_bytes

@@ -1,4 +1,4 @@
-"""Everything that crosses an actor boundary, in the order in which one request meets it.
+"""All messages between actors, in the order in which a request meets them.
 
     ingress   ── EngineRequest ──►  scheduler     once per request (a list per call)
     scheduler ── SchedulerInfo ──►  runners       once per step, deltas only
@@ -32,10 +32,10 @@ NO_TOKEN = -1
 """In ``last_pos`` and ``StepResult.tokens``: a chunk that ends mid-prompt samples nothing."""
 
 NO_STEP = -1
-"""Epoch and step of a message that belongs to none (a refusal at the door)."""
+"""Epoch and step of a message outside of any step (a refusal at admission)."""
 
 COPY, SWAP_OUT, SWAP_IN = 0, 1, 2
-"""Kinds of ``SchedulerInfo.moves``: a page copied, brought to host memory, brought back from it."""
+"""Kinds of ``SchedulerInfo.moves``: copy of a page, to host memory, back from host memory."""
 
 
 def no_moves() -> Int32Array:
@@ -44,7 +44,7 @@ def no_moves() -> Int32Array:
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
-    """What the runner needs to know to sample one request's tokens."""
+    """One request's sampling settings for the runner."""
 
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
@@ -53,29 +53,29 @@ class Sampling:
     seed: int = 0
     banned: tuple[int, ...] = ()  # token ids that may not be sampled ...
     banned_until: int = 0  # ... at positions of the request below this (min_tokens)
-    presence_penalty: float = 0.0  # off each logit whose token is in the output
-    frequency_penalty: float = 0.0  # and this for each time it is
+    presence_penalty: float = 0.0  # subtracted from each logit whose token is in the output
+    frequency_penalty: float = 0.0  # and this for each of its occurrences
     repetition_penalty: float = 1.0  # divides logits of tokens of prompt or output (CTRL)
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     allowed: tuple[int, ...] = ()  # the only token ids that may be sampled; () is all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token strings that may not be completed
-    logprobs: int | None = None  # tell each token's log probability, and those of so many likeliest
+    logprobs: int | None = None  # return each token's, and those of so many likeliest tokens
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     @property
     def needs_history(self) -> bool:
-        """Whether the runner must be sent the request's tokens, the ones before and to come."""
+        """Whether the runner needs the request's tokens, past and future ones."""
         return self.penalises or bool(self.bad_words) or self.prompt_logprobs is not None
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on which tokens were there before."""
+        """Whether logits depend on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 @dataclass(slots=True, frozen=True)
 class StopRules:
-    """When the scheduler ends a request; stop *strings* are the ingress' business."""
+    """When the scheduler ends a request; the ingress handles stop *strings*."""
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()  # end of sequence included, unless ignored
@@ -248,7 +248,7 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class Ended:
-    """The last word on one request."""
+    """The end of one request."""
 
     key: int
     finish_reason: str  # "stop", "length", "abort", "error"
@@ -263,7 +263,7 @@ class Ended:
 
 @dataclass(slots=True)
 class TokenDeltas:
-    """One step's news for one client: ``tokens[i]`` belongs to its request ``keys[i]``."""
+    """One step's output for one client: ``tokens[i]`` belongs to its request ``keys[i]``."""
 
     epoch: int
     step: int
@@ -291,14 +291,14 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class TokenDelta:
-    """One request's share of a TokenDeltas, as the client's demultiplexer hands it on."""
+    """One request's part of a TokenDeltas."""
 
     request_id: str
     tokens: list[int]
     finish_reason: str | None = None
     stop_reason: int | None = None
     cached_tokens: int = 0  # prompt tokens that were not computed
-    logprobs: list[TokenLogprob] | None = None  # one for each token, where the request asks
+    logprobs: list[TokenLogprob] | None = None  # one for each token, if requested
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
     hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
     queued: float = 0.0  # seconds, in the last delta: until its engine admitted it ...
@@ -307,19 +307,19 @@ class TokenDelta:
 
 @dataclass(slots=True, frozen=True)
 class TokenLog:
-    """A request's tokens as its engine keeps them, also for a while after its end."""
+    """A request's tokens, which its engine keeps for a while after its end."""
 
     receipt: Receipt
     seed: int
     tokens: list[int]
-    finish_reason: str | None = None  # None: it was not done
+    finish_reason: str | None = None  # None: it had not finished
     stop_reason: int | None = None
     cached_tokens: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class EngineInfo:
-    """What an ingress must know about an engine to check requests at the door."""
+    """The limits of an engine, against which an ingress checks requests."""
 
     name: str
     max_model_len: int
@@ -356,13 +356,13 @@ class EngineStats:
     seconds_since_progress: float = 0.0  # 0 when idle
     last_step_seconds: float = 0.0
     draining: bool = False  # it takes no new requests
-    asleep: bool = False  # nor runs those that it has: it has no pages
+    asleep: bool = False  # nor runs any: it has no pages
     seconds_since_tick: float = 0.0  # since the scheduler's loop turned
     generation: int = 0  # how often its scheduler was replaced
     incarnation: str = ""  # unique to the life in which all this was counted
     page_size: int = 0
     pages_cached: int = 0  # free, with content that can be found again
-    evictions: int = 0  # pages whose content was given up for something new
+    evictions: int = 0  # cached pages that were reused for new content
     deferred: int = 0  # requests that wait, and may not run beside others yet
     suspects: int = 0  # requests that were in flight when runners died, and are not cleared
     runner_restarts: int = 0
@@ -384,10 +384,10 @@ class Command(StrEnum):
     WAKE = "wake"
 
 
-# What an engine shows of itself to whoever watches: who runs, who waits, whose the pages are.
+# What an engine shows to operators: running and waiting requests, and the owners of pages.
 
 FREE, KEPT, SHARED = -1, -2, -3
-"""Owners of a page that is no single request's: nobody; nobody, but found by its content; many."""
+"""Page owners other than one request: FREE, KEPT (free, reusable by prefix), SHARED (several)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +408,7 @@ class WaitingView:
 
     id: int
     prompt: int  # tokens
-    seconds: float  # since it came
+    seconds: float  # since its arrival
 
 
 @dataclass(frozen=True, slots=True)
