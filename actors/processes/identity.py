@@ -32,14 +32,14 @@ def is_alive(process: Process) -> bool:
         except ProcessLookupError:
             return False
         return True
-    found = _stat(process.pid)
-    return found is not None and found[0] not in "ZX" and found[1] == process.started
+    stat = _stat(process.pid)
+    return stat is not None and stat[0] not in "ZX" and stat[1] == process.started
 
 
 def is_stopped(process: Process) -> bool:
     """Whether a signal has stopped a process of this node, so that it answers no call."""
-    found = _stat(process.pid)
-    return found is not None and found[0] in "Tt" and found[1] == process.started
+    stat = _stat(process.pid)
+    return stat is not None and stat[0] in "Tt" and stat[1] == process.started
 
 
 def end(process: Process, seconds: float = PROCESS_KILL_SECONDS) -> bool:

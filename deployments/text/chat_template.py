@@ -45,7 +45,7 @@ def render_chat(
     keep their meaning inside messages, since an assistant's earlier turns hold them.
 
     Args:
-        chat_template: replaces the model's own; from the operator, never from a request.
+        chat_template: replaces the model's template; from the operator, never from a request.
         variables: the template's further variables, from the request; scalars only.
         seconds: of processor time, at most.
 
@@ -94,16 +94,16 @@ def render_chat(
 def _template(tokenizer: Tokenizer, override: str | None, has_tools: bool) -> str:
     if override is not None:
         return override
-    own = tokenizer.inner.chat_template
-    if isinstance(own, dict):
-        own = (own.get("tool_use") if has_tools else None) or own.get("default")
-    if not own:
+    template = tokenizer.inner.chat_template
+    if isinstance(template, dict):
+        template = (template.get("tool_use") if has_tools else None) or template.get("default")
+    if not template:
         raise InvalidRequest(
             "This model has no chat template. Use /v1/completions, or start the server with "
             "--chat-template.",
             "messages",
         )
-    return str(own)
+    return str(template)
 
 
 def _variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -128,15 +128,15 @@ def _holds_control_token(tokenizer: Tokenizer, sources: object) -> bool:
     Raises:
         InvalidRequest: the key of an object holds one; keys cannot be made literal.
     """
-    found = False
+    holds_token = False
     for text, is_key in _texts(sources):
         if tokenizer.control_tokens.search(text):
             if is_key:
                 raise InvalidRequest(
                     "The keys of tools and of tool arguments may not hold control tokens.", "tools"
                 )
-            found = True
-    return found
+            holds_token = True
+    return holds_token
 
 
 def _texts(value: object) -> Iterator[tuple[str, bool]]:

@@ -47,8 +47,8 @@ class Tokenizer:
         self.backend: tokenizers.Tokenizer = inner.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
-        own = () if inner.eos_token_id is None else (inner.eos_token_id,)
-        self.eos_token_ids = frozenset(eos_token_ids) | frozenset(own)
+        own_eos = () if inner.eos_token_id is None else (inner.eos_token_id,)
+        self.eos_token_ids = frozenset(eos_token_ids) | frozenset(own_eos)
         inner.chat_control_tokens = self._control_tokens()
         self.vocab_size = len(inner)  # added tokens included; the model's may be larger (padding)
 
