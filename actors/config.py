@@ -305,6 +305,8 @@ class EngineConfig:
     max_lease: int = 1
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     num_host_pages: int = 0  # of swap space; 0: preempted requests are recomputed
+    num_speculative_tokens: int = 0  # most drafts of a decoding row in a step
+    send_history: bool = False  # runners get the tokens of every request, for a proposer, say
 
     @property
     def max_pages_per_request(self) -> int:

@@ -28,6 +28,9 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 SAMPLED_LAST_STEP = -1
 """In ``merge_prompt``: the token that this request sampled last, which the runner knows."""
 
+DRAFT = -2
+"""In ``merge_prompt``: a place for a token that the runner's proposer guesses."""
+
 NO_TOKEN = -1
 """In ``last_pos`` and ``StepResult.tokens``: a chunk that ends mid-prompt samples nothing."""
 
@@ -134,6 +137,7 @@ class NewRequest:
     stop_token_ids: frozenset[int] = frozenset()  # and at these
     history: Int32Array | None = None  # [N] its known tokens, where sampling needs them ...
     prompt_len: int = 0  # ... and how many of those are prompt
+    extra_keys: tuple[str, ...] = ()  # EngineRequest.extra_keys: an adapter, say
 
 
 @dataclass(slots=True)
@@ -148,9 +152,9 @@ class SchedulerInfo:
     step: int
     ids: Int32Array  # [R] handles: the runner's slot of each request
     chunk_idx: Int32Array  # [R] where the row's chunk starts in merge_prompt
-    chunk_len: Int32Array  # [R]
-    merge_prompt: Int32Array  # [T] token ids, or SAMPLED_LAST_STEP
-    kv_len: Int32Array  # [R] tokens in the cache before this step
+    chunk_len: Int32Array  # [R] new tokens of the row; a decoding row has 1 and its drafts
+    merge_prompt: Int32Array  # [T] token ids, SAMPLED_LAST_STEP, or DRAFT
+    kv_len: Int32Array  # [R] tokens in the cache before this step; with drafts in flight, at most
     kv_page_len: Int32Array  # [R] pages held for this step
     last_pos: Int32Array  # [R] index in the chunk whose logits are sampled, or NO_TOKEN
     is_decoding: BoolArray  # [R]
@@ -163,6 +167,18 @@ class SchedulerInfo:
     num_steps: int = 1  # decode steps granted
     moves: Int32Array = field(default_factory=no_moves)  # [M, 3] kind, from page, to page; before
     # everything else of the step, in this order
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the rows that do not decode."""
+        if not self.prefill_batch:
+            return 0
+        return len(self.merge_prompt) - int(self.chunk_idx[self.decoding_batch])
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens of decoding rows that the runner's proposer guesses."""
+        return len(self.merge_prompt) - self.num_prefill_tokens - self.decoding_batch
 
     def chunk_prompt(self, row: int) -> Int32Array:
         """The tokens of one row's chunk (the seed's ``chunk_prompts[row]``)."""
@@ -221,20 +237,28 @@ class Logprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave: ``tokens[i]`` for row i, NO_TOKEN where nothing was sampled.
+    """What a step gave: W or fewer tokens of each row, then NO_TOKEN.
 
-    A lease of L steps gives L tokens; a row that ended early has NO_TOKEN from there on.
+    A row samples a token in each decode step of the call until it ends, and in a step with drafts
+    one more for each draft that was right.
     """
 
     epoch: int
     step: int
-    tokens: Int32Array  # [R, L]
+    tokens: Int32Array  # [R, W]
     errors: dict[int, RequestFailed] = field(default_factory=dict)  # row -> why it alone failed
     seconds: float = 0.0  # time in the runner
+    num_steps: int = 1  # decode steps that ran: fewer than granted if all rows end early
     out_of_memory: bool = False  # it had to be computed in parts
-    logprobs: Logprobs | None = None  # of the rows that ask; ``at`` is row * L + column
+    logprobs: Logprobs | None = None  # of the rows that ask; ``at`` is row * W + column
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row; ``at`` is the
     # prompt position [1, P) of the token
+
+    @property
+    def num_tokens(self) -> Int64Array:
+        """[R] tokens that each row sampled."""
+        counts: Int64Array = np.count_nonzero(self.tokens >= 0, axis=1)
+        return counts
 
 
 @dataclass(slots=True, frozen=True)

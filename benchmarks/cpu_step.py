@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rayfin.actors.runner.cpu.decoder import CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
+from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.cpu.attention import CpuAttention
@@ -62,7 +63,7 @@ def seconds_per_step(
     for _ in range(runs):
         batch = make_batch(rows, cached, chunk)
         start = time.perf_counter()
-        model.forward(tokens, batch, sampled)
+        model.forward(StepInputs(tokens, batch, sampled))
         shortest = min(shortest, time.perf_counter() - start)
     return shortest
 

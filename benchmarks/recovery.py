@@ -55,7 +55,8 @@ class StubRunner:
 
     def execute(self, info: SchedulerInfo) -> StepResult:
         tokens = np.where(info.last_pos >= 0, 7, NO_TOKEN).astype(np.int32)
-        return StepResult(info.epoch, info.step, np.repeat(tokens[:, None], info.num_steps, 1))
+        tokens = np.repeat(tokens[:, None], info.num_steps, 1)
+        return StepResult(info.epoch, info.step, tokens, num_steps=info.num_steps)
 
 
 class _Method:

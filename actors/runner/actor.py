@@ -44,8 +44,7 @@ class ModelRunnerActor:
     def __init__(self, lease: float = RUNNER_LEASE_SECONDS) -> None:
         self._args: EngineArgs | None = None
         self._config: EngineConfig | None = None
-        self._epoch = -1
-        self._answers = StepResultCache()
+        self._results = StepResultCache()
         self._speaks = True  # for its group
         self._store: Any = None
         self._lifeline = Lifeline(lease, _exit)
@@ -94,8 +93,7 @@ class ModelRunnerActor:
         """Allocates the pages."""
         with self._lifeline.work():
             self._runner.start(config, epoch)
-            self._config, self._epoch = config, epoch
-            self._answers.start(epoch)
+            self._config = config
 
     def sleep(self) -> None:
         """Gives the pages' memory back, until the next ``start``."""
@@ -110,9 +108,9 @@ class ModelRunnerActor:
         """
         if self._config is None or args != self._args or identity != args.identity:
             return None
-        generation = max(generation, (self._epoch >> GENERATION_BITS) + 1)
+        generation = max(generation, (self._runner.next_step[0] >> GENERATION_BITS) + 1)
         self.start(self._config, generation << GENERATION_BITS)
-        return Adoption(self._config, self._epoch)
+        return Adoption(self._config, self._runner.next_step[0])
 
     def execute(self, info: SchedulerInfo) -> StepResult | None:
         """Runs a step; its answer is an object ref in the scheduler's hands meanwhile.
@@ -124,12 +122,12 @@ class ModelRunnerActor:
             StepMissing: the step before it has not come.
         """
         with self._lifeline.work():
-            result = self._answers.find(info)
+            result = self._results.find(info, self._runner.next_step)
             if result is None:
                 if failpoints.ACTIVE:
                     failpoints.ACTIVE.hit_step("runner.before_execute", info)
                 result = self._runner.execute(info)
-                self._answers.keep(result)
+                self._results.keep(result)
                 if failpoints.ACTIVE:
                     failpoints.ACTIVE.hit_step("runner.before_reply", info)
             return result if self._speaks else None

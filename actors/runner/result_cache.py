@@ -1,8 +1,7 @@
-"""The last answers of a runner, for calls that are made again because they, or their answers, were
-lost on their way.
+"""The last results of a runner, for steps that are sent again because a call or its reply was lost.
 
-The idea is that of every remote call that runs "at most once" (Birrell and Nelson, 1984): the
-caller numbers its calls and repeats them, the callee remembers what it has answered.
+Remote calls with "at most once" semantics (Birrell and Nelson, 1984): the caller numbers its calls
+and repeats them, the callee remembers its replies.
 """
 
 from collections import deque
@@ -15,34 +14,30 @@ KEPT = 8
 
 
 class StepResultCache:
-    """Of one epoch."""
+    """The last ``kept`` results. `ModelRunner` alone knows which step comes next."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._last: deque[StepResult] = deque(maxlen=kept)
-        self._epoch = -1
-        self._next = 0
-
-    def start(self, epoch: int) -> None:
-        """Steps of ``epoch`` come from now on, from 0; those before are forgotten."""
-        self._last.clear()
-        self._epoch, self._next = epoch, 0
 
     def keep(self, result: StepResult) -> None:
-        """The step has been run."""
+        """Remembers the result of a step that has run."""
         self._last.append(result)
-        self._next = result.step + 1
 
-    def find(self, info: SchedulerInfo) -> StepResult | None:
-        """What was answered to this step; None: it is new, or not known.
+    def find(self, info: SchedulerInfo, next_step: tuple[int, int]) -> StepResult | None:
+        """The result of this step, or None if the step is new or not known.
+
+        Args:
+            next_step: epoch and number of the step that the runner takes next.
 
         Raises:
-            StepMissing: it is not the next one, but a later one.
+            StepMissing: it is a later step than the next one.
         """
-        if info.epoch != self._epoch or info.step == self._next:
+        epoch, number = next_step
+        if info.epoch != epoch or info.step == number:
             return None
-        if info.step > self._next:
-            raise StepMissing(f"step {info.step} has come, and {self._next} has not")
+        if info.step > number:
+            raise StepMissing(f"step {info.step} has come, and {number} has not")
         for result in self._last:
-            if result.step == info.step:
+            if (result.epoch, result.step) == (info.epoch, info.step):
                 return result
         return None

@@ -43,6 +43,7 @@ from rayfin.actors.scheduler.core.step_pipeline import StepPipeline
 from rayfin.actors.scheduler.faults.corruption import requests_sharing_failed_pages
 from rayfin.actors.scheduler.faults.quarantine import Quarantine, StepScheduler
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
+from rayfin.actors.scheduler.policy.drafts import DraftPolicy
 from rayfin.actors.scheduler.policy.multi_step import MultiStepPolicy
 from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
@@ -86,7 +87,8 @@ class Engine:
         self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
         self.lifecycle.gates = [self._quarantine]
         self._beams = BeamGroups(self.lifecycle)
-        self._multi_step = MultiStepPolicy(state, microbatcher, config.max_lease)
+        drafts = DraftPolicy(state, config.limits, config.num_speculative_tokens)
+        self._multi_step = MultiStepPolicy(state, microbatcher, config.max_lease, drafts)
         self._pipeline = StepPipeline(state, executor, clock)
         self._outbox = Outbox()
         self._logs = TokenLogs(clock)
@@ -269,8 +271,10 @@ class Engine:
         try:
             while len(self._pipeline) < self._quarantine.depth:
                 decoding, chunks = self._quarantine.schedule()
-                num_steps = 1 if chunks else self._multi_step.grant(decoding)
-                if not self._pipeline.submit(decoding, chunks, num_steps):
+                drafts = self._multi_step.drafts.grant(decoding, chunks)
+                alone = not chunks and drafts is None
+                num_steps = self._multi_step.grant(decoding) if alone else 1
+                if not self._pipeline.submit(decoding, chunks, num_steps, drafts):
                     break
             if self._pipeline:
                 self._update_from_oldest()
@@ -339,7 +343,7 @@ class Engine:
             if streams[row]:
                 self._deliver_prompt(running.request(int(record.slots[row])), logprobs)
         sampled = []
-        for number, column in enumerate(result.tokens.T):  # one for each step of the call
+        for number, column in enumerate(result.tokens.T):
             rows = streams & (column >= 0)
             tokens = column[rows]
             self._append(record.slots[rows], tokens, column_logprobs(result, number, rows))
@@ -350,14 +354,23 @@ class Engine:
                 self._end(running.request(slot), "error", error=error)
         for request in self._beams.apply(record, result):
             self._end_search(request)
-        steps = max(1, int((result.tokens >= 0).any(axis=0).sum()))  # rows may all end early
+        if record.granted is not None:
+            self._take_back_drafts(record, record.granted - result.num_tokens)
+            sampled = [sum(sampled)]  # all of one step
+        steps = result.num_steps
         self._multi_step.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
-        prefill = len(record.info.merge_prompt) - record.info.decoding_batch
+        prefill = record.info.num_prefill_tokens
         self.lifecycle.state.counters.step(prefill, sampled, steps, result.seconds)
         self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0
         self._quarantine.observe(out_of_memory=result.out_of_memory)
+
+    def _take_back_drafts(self, record: StepRecord, missing: Int64Array) -> None:
+        """Drafts that were wrong, [R] of each row, are not computed: of rows that still run."""
+        running = self.lifecycle.state.running
+        rows = (running.admission[record.slots] == record.admissions) & (missing > 0)
+        running.take_back(record.slots[rows], missing[rows])
 
     def _note_first_tokens(self, record: StepRecord, current: BoolArray) -> None:
         rows = np.flatnonzero(current & ~record.info.is_decoding & (record.info.last_pos >= 0))

@@ -123,6 +123,7 @@ class FakeExecutor:
         result = StepResult(info.epoch, info.step - (call in self.stale_at), tokens)
         self._told: list[tuple[int, int, Float32Array]] = []  # (place, token, log probabilities)
         columns = self._run_rows(info, result)
+        result.num_steps = max(1, int((tokens >= 0).any(axis=0).sum()))
         if self._told:
             asked = (mirror.new.sampling.logprobs or 0 for mirror in self.live.values())
             result.logprobs = tell(sorted(self._told, key=itemgetter(0)), max(asked))

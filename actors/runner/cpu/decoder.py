@@ -16,10 +16,10 @@ from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, Tables, i
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, norm_weight
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import verified_replacement
+from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
-from rayfin.kernels.shapes import PagedBatch
 
 FIRST_POSITIONS = 2048
 
@@ -44,18 +44,13 @@ class CpuDecoder:
         self._decoder.bind(cache.keys, cache.values)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        input_ids: torch.Tensor,  # [T] int64
-        batch: PagedBatch,
-        sampled: torch.Tensor,  # [S] int64, indices in T
-    ) -> torch.Tensor:
-        """The logits [S, V] of the tokens at ``sampled``; the cache gets all T tokens."""
-        longest = int(max(batch.kv_len_cpu, default=0))
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
+        longest = int(max(inputs.batch.kv_len_cpu, default=0))
         if longest > self._decoder.positions:
             positions = max(FIRST_POSITIONS, 2 * self._decoder.positions, longest)
             self._decoder.set_rope_tables(self._rotate(positions))
-        return self._decoder.run(input_ids, batch, sampled)
+        return self._decoder.run(inputs.input_ids, inputs.batch, inputs.sampled)
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}

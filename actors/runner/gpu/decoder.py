@@ -18,6 +18,7 @@ from rayfin.actors.runner.models.inspect_decoder import DecoderSpec, Tables, ins
 from rayfin.actors.runner.models.inspect_layers import LayerParts
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import verified_replacement
+from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
@@ -79,21 +80,16 @@ class GpuDecoder:
         ]
 
     @torch.inference_mode()
-    def forward(
-        self,
-        input_ids: torch.Tensor,  # [T] int64
-        batch: PagedBatch,
-        sampled: torch.Tensor,  # [S] int64, indices in T
-    ) -> torch.Tensor:
-        """The logits [S, V] of the tokens at ``sampled``; the cache gets all T tokens."""
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         shape = self._shape
-        hidden = F.embedding(input_ids, self._embedding)
+        hidden = F.embedding(inputs.input_ids, self._embedding)
         if shape.embedding_scale != 1.0:
             hidden = hidden * shape.embedding_scale
         run_layer = self._run_few if len(hidden) <= self.few_rows else self._run_many
         for layer, pages in zip(self._layers, self._pages, strict=True):
-            run_layer(layer, pages, hidden, batch)
-        x = rms_norm(hidden.index_select(0, sampled), self._final_norm, shape.eps)
+            run_layer(layer, pages, hidden, inputs.batch)
+        x = rms_norm(hidden.index_select(0, inputs.sampled), self._final_norm, shape.eps)
         logits = F.linear(x, self._head, self._head_bias)
         if shape.logit_scale != 1.0:
             logits = logits * shape.logit_scale

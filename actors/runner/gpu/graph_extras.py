@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.messages import NO_TOKEN, Float32Array, Int32Array, Int64Array, Logprobs
-from rayfin.actors.runner.sampling.token_rules import RowTokenRules
+from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS
 from rayfin.kernels.shapes import PER_ENTRY, TokenRules
 from rayfin.kernels.staging import staged
@@ -43,7 +43,7 @@ class GraphExtras:
     @staticmethod
     def fits(rules: RowTokenRules | None, num_logprobs: Int64Array) -> bool:
         """Whether graphs support the rules and the log probabilities of the rows [R]."""
-        listed = rules is None or (rules.entries <= MAX_ENTRIES and not rules.needs_host)
+        listed = rules is None or rules.entries <= MAX_ENTRIES
         return listed and bool((num_logprobs <= MAX_TOP_LOGPROBS).all())
 
     def load(self, rules: RowTokenRules | None, num_logprobs: Int64Array, bucket: int) -> None:

@@ -23,7 +23,8 @@ from rayfin.actors.runner.gpu.decode_state import (
 from rayfin.actors.runner.gpu.decoder import GpuDecoder
 from rayfin.actors.runner.gpu.graph_extras import GraphExtras, GraphLogprobs
 from rayfin.actors.runner.gpu.graph_tokens import GraphTokens, SideStream
-from rayfin.actors.runner.sampling.token_rules import RowTokenRules
+from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
+from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.triton.sample import sample
 
@@ -144,7 +145,7 @@ class DecodeGraphs:
         @torch.inference_mode()
         def step() -> None:
             state.prepare(bucket)
-            logits = self._model.forward(state.tokens[:bucket], batch, rows)
+            logits = self._model.forward(StepInputs(state.tokens[:bucket], batch, rows))
             changed = self._extras.adjust(logits, state.drawn[:bucket]) if extras else logits
             state.sampled[:bucket].copy_(sample(changed, sampling))
             if extras:

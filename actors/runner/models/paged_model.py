@@ -12,9 +12,10 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from rayfin.actors.errors import UnsupportedModel
+from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.write_kv import write_kv
-from rayfin.kernels.shapes import PagedAttention, PagedBatch
+from rayfin.kernels.shapes import PagedAttention
 
 ATTENTION = "rayfin"
 LAYER = "paged_layer"  # the attribute of an attention module that holds its AttentionLayer
@@ -79,20 +80,15 @@ class StepModel(Protocol):
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,  # [T] int64
-        batch: PagedBatch,
-        sampled: torch.Tensor,  # [S] int64, indices in T
-    ) -> torch.Tensor:  # [S, V]
-        """The logits of the tokens at ``sampled``; the cache gets all T tokens."""
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         ...
 
 
 class CurrentStep:
     """The step that a model is computing, shared by all its layers."""
 
-    batch: PagedBatch | None = None
+    inputs: StepInputs | None = None
 
 
 class PagedLayer:
@@ -123,8 +119,8 @@ class PagedLayer:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Writes the step's keys and values to their slots, then attends over the pages."""
-        batch = self._step.batch
-        assert batch is not None, "a forward outside of a step"
+        assert self._step.inputs is not None, "a forward outside of a step"
+        batch = self._step.inputs.batch
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
         write_kv(k, v, self._k_pages, self._v_pages, batch.slots)
         out = self._kernel(
@@ -214,23 +210,18 @@ class PagedModel:
             setattr(module, LAYER, layer)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        input_ids: torch.Tensor,  # [T] int64
-        batch: PagedBatch,
-        sampled: torch.Tensor,  # [S] int64, indices in T
-    ) -> torch.Tensor:
-        """The logits [S, V] of the tokens at ``sampled``; the cache gets all T tokens."""
-        self._step.batch = batch
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
+        self._step.inputs = inputs
         try:
             output = self._model(
-                input_ids=input_ids.unsqueeze(0),
-                position_ids=batch.positions.unsqueeze(0),
+                input_ids=inputs.input_ids.unsqueeze(0),
+                position_ids=inputs.batch.positions.unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=sampled,
+                logits_to_keep=inputs.sampled,
             )
         finally:
-            self._step.batch = None
+            self._step.inputs = None
         logits: torch.Tensor = output.logits[0]
         return logits
 

@@ -9,6 +9,7 @@ import torch
 
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.paged_model import PagedModel, StepModel
+from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.shapes import PagedBatch
 
@@ -88,6 +89,6 @@ def probe_logits(model: StepModel, paged: PagedModel) -> torch.Tensor:
             page_size=page_size,
         )
         every = torch.arange(half, device=device)
-        logits.append(model.forward(tokens[start : start + half], batch, every))
+        logits.append(model.forward(StepInputs(tokens[start : start + half], batch, every)))
     model.bind(KVTensors(paged.layouts, 0, page_size, paged.dtype, paged.device))
     return torch.cat(logits).float()

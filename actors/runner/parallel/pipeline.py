@@ -13,7 +13,7 @@ from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler
-from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.runner.step.batch import SampledRows
 from rayfin.actors.runner.step.request_slots import RequestSlots
 
 
@@ -36,11 +36,11 @@ class PipelineTokenChannel:
         while any(np.isin(unknown, earlier.ids[rows]).any() for earlier, rows in self._awaited):
             self._settle_oldest()
 
-    def sample(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> Sampled:
+    def sample(self, info: SchedulerInfo, at: SampledRows, logits: torch.Tensor) -> Sampled:
         """The step's tokens, or on an earlier stage NO_TOKEN for those not yet received."""
-        rows = inputs.sampled_rows
+        rows = at.rows
         if self._peers.place.is_last:
-            sampled = self._sampler.sample(info, inputs, logits)
+            sampled = self._sampler.sample(info, at, logits)
             if len(rows):
                 self._peers.send_tokens(sampled.tokens[rows])
             return sampled

@@ -1,16 +1,26 @@
 """From a step's logits to its tokens: processors, sampling, log probabilities, bad rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from rayfin.actors.errors import NumericalError, RequestFailed
-from rayfin.actors.messages import NO_TOKEN, Int32Array, Logprobs, SchedulerInfo
-from rayfin.actors.runner.sampling.logits_processors import LogitsProcessors
+from rayfin.actors.messages import (
+    NO_TOKEN,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    Logprobs,
+    SchedulerInfo,
+    StepResult,
+)
 from rayfin.actors.runner.sampling.logprobs import logprobs_of, sampled_logprobs, scored_chunks
-from rayfin.actors.runner.sampling.token_rules import RowTokenRules
-from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.runner.sampling.processors.base import ProcessorFactory
+from rayfin.actors.runner.sampling.processors.chain import ProcessorChain
+from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
+from rayfin.actors.runner.step.batch import SampledRows, StepInputs
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.sampling.sample import NOTHING, find_bad_rows
 from rayfin.kernels.sampling.select import Sample
@@ -29,20 +39,59 @@ class Sampled:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row
 
 
+class StepOutput:
+    """Collects what the forwards of a call sample into its StepResult."""
+
+    def __init__(self, info: SchedulerInfo) -> None:
+        drafting = info.chunk_len[: info.decoding_batch] if info.num_drafts else 1
+        self._width = max(info.num_steps, int(np.max(drafting)))
+        tokens = np.full((len(info.ids), self._width), NO_TOKEN, np.int32)
+        self.result = StepResult(info.epoch, info.step, tokens)
+        self._drafting = bool(info.num_drafts)
+        self._logprobs: list[Logprobs] = []
+
+    def add(self, rows: Int64Array, column: int, sampled: Sampled) -> None:
+        """``sampled`` is what the call's ``rows`` [R] gave as their token number ``column``."""
+        result = self.result
+        result.tokens[rows, column] = sampled.tokens
+        result.errors |= {int(rows[row]): error for row, error in sampled.errors.items()}
+        for row, scores in sampled.prompt_logprobs.items():
+            result.prompt_logprobs[int(rows[row])] = scores
+        if sampled.logprobs is not None:
+            self._logprobs.append(sampled.logprobs.renumbered(rows * self._width + column))
+        if not self._drafting:
+            result.num_steps = max(result.num_steps, column + 1)
+
+    def finish(self) -> StepResult:
+        if self._logprobs:
+            self.result.logprobs = Logprobs.joined(self._logprobs)
+        return self.result
+
+
 class Sampler:
     """Samples for the requests in ``slots``, which it only reads."""
 
-    def __init__(self, slots: RequestSlots, device: torch.device, sample: Sample) -> None:
+    def __init__(
+        self,
+        slots: RequestSlots,
+        device: torch.device,
+        sample: Sample,
+        processors: Sequence[ProcessorFactory] = (),
+    ) -> None:
         self._slots = slots
         self._sample = sample
-        self._processors = LogitsProcessors(device)
+        self._processors = ProcessorChain(device, processors)
 
     def apply_diff(self, info: SchedulerInfo) -> None:
-        """Who left and who is new."""
+        """Drops the step's finished requests and starts its new ones."""
         self._processors.apply_diff(info)
 
+    def needs_host(self, info: SchedulerInfo) -> BoolArray:
+        """[R] which rows have a logits processor that CUDA graphs cannot run."""
+        return self._processors.needs_host(info.ids)
+
     def row_token_rules(self, info: SchedulerInfo) -> RowTokenRules | None:
-        """What changes the rows' logits before they sample, for a lease; None is nothing."""
+        """The rules on the rows' logits for a CUDA graph, or None if no row has any."""
         return self._processors.row_token_rules(info.ids, info.num_steps)
 
     def replayed(
@@ -50,28 +99,32 @@ class Sampler:
     ) -> Sampled:
         """What a CUDA graph has sampled: [R], negative where the logits were not finite."""
         bad = np.flatnonzero(tokens < 0).tolist()
-        self._processors.remember(info.ids, tokens)
+        self._processors.accept(info.ids, tokens)
         return Sampled(tokens, {row: NumericalError(NOT_FINITE) for row in bad}, logprobs)
 
-    def wanted(self, info: SchedulerInfo, inputs: StepInputs) -> torch.Tensor:
-        """Tokens [S + P] of the step whose logits are needed: the S sampled ones, then P scored."""
-        if not (chunks := scored_chunks(info, self._slots)):
-            return inputs.sampled
-        index = np.concatenate([chunk.index for chunk in chunks])
-        return torch.cat([inputs.sampled, torch.from_numpy(index).to(inputs.sampled)])
+    def add_scored(self, info: SchedulerInfo, inputs: StepInputs) -> None:
+        """Asks the forward for the logits of P prompt tokens to score, behind the sampled ones."""
+        if chunks := scored_chunks(info, self._slots):
+            index = np.concatenate([chunk.index for chunk in chunks])
+            scored = torch.from_numpy(index).to(inputs.sampled)
+            inputs.sampled = torch.cat([inputs.sampled, scored])
 
-    def sample(self, info: SchedulerInfo, inputs: StepInputs, logits: torch.Tensor) -> Sampled:
-        """Tokens from the logits [S + P, V] of the ``wanted`` ones."""
-        rows = inputs.sampled_rows
+    def sample(self, info: SchedulerInfo, at: SampledRows, logits: torch.Tensor) -> Sampled:
+        """Tokens from the logits [S + P, V]: S sampled rows, then P scored tokens."""
         result = Sampled(np.full(len(info.ids), NO_TOKEN, np.int32))
-        self._score(info, logits[len(rows) :], result)
-        if not len(rows):
-            return result
-        raw = logits[: len(rows)]
-        slots = info.ids[rows]
-        position = (info.kv_len + info.chunk_len)[rows]
-        processed = self._processors.process(raw, slots, position)
-        tokens = self._sample(processed, inputs.sampling).cpu().numpy().astype(np.int32)
+        self._score(info, logits[len(at.rows) :], result)
+        if len(at.rows):
+            self._draw(at, logits[: len(at.rows)], result)
+        return result
+
+    def rollback(self, info: SchedulerInfo, tokens: Int32Array) -> None:
+        """Takes back the tokens [R] of the last ``sample``: its step is computed again."""
+        self._processors.rollback(info.ids, tokens)
+
+    def _draw(self, at: SampledRows, raw: torch.Tensor, result: Sampled) -> None:
+        rows, slots = at.rows, at.slots
+        processed = self._processors.process(raw, slots, at.positions)
+        tokens = self._sample(processed, at.settings).cpu().numpy().astype(np.int32)
         unsampled = tokens == NOTHING
         bad = unsampled if processed is raw else find_bad_rows(raw).cpu().numpy()
         empty = unsampled & ~bad
@@ -83,14 +136,13 @@ class Sampler:
         if (most := int(asked.max())) != NO_LOGPROBS:
             asking = asked != NO_LOGPROBS
             result.logprobs = sampled_logprobs(raw, tokens, asking, rows, most)
-        self._processors.remember(slots, tokens)
-        return result
+        self._processors.accept(slots, tokens)
 
     def _score(self, info: SchedulerInfo, logits: torch.Tensor, result: Sampled) -> None:
         start = 0
         for chunk in scored_chunks(info, self._slots) if len(logits) else []:
-            own = logits[start : start + len(chunk.index)]
+            scores = logits[start : start + len(chunk.index)]
             start += len(chunk.index)
             result.prompt_logprobs[chunk.row] = logprobs_of(
-                own, chunk.targets, chunk.positions, chunk.k
+                scores, chunk.targets, chunk.positions, chunk.k
             )

@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rayfin.actors.messages import SAMPLED_LAST_STEP, BoolArray, Int64Array, SchedulerInfo
+from rayfin.actors.messages import (
+    SAMPLED_LAST_STEP,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    SchedulerInfo,
+)
 from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.kernels.shapes import PagedBatch, SamplingRows
 from rayfin.kernels.staging import to_device
@@ -13,19 +19,29 @@ from rayfin.kernels.staging import to_device
 
 @dataclass(slots=True)
 class StepInputs:
-    """Everything that a forward and the sampling after it need."""
+    """Everything that a model's forward reads."""
 
     input_ids: torch.Tensor  # [T] int64
     batch: PagedBatch
-    sampled_rows: Int64Array  # [S], rows of the step that sample a token
-    sampled: torch.Tensor  # [S] int64, the index in T of each one's last token
-    sampling: SamplingRows
+    sampled: torch.Tensor  # [S] int64, indices in T of the tokens whose logits are needed
+    slots: Int32Array | None = None  # [R] the slot of each row's request, for data kept by slot:
+    # adapters, positions of images
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """What the sampler reads beside the logits of S rows."""
+
+    rows: Int64Array  # [S], rows of the step
+    slots: Int32Array  # [S]
+    positions: Int32Array  # [S] of the tokens to sample
+    settings: SamplingRows
 
 
 def build_inputs(
     info: SchedulerInfo, slots: RequestSlots, page_size: int, device: torch.device
-) -> StepInputs:
-    """The tensors of a step; ``slots`` has already taken in the step's news."""
+) -> tuple[StepInputs, SampledRows]:
+    """The tensors of a step; ``slots`` has already applied the step's diff."""
     tokens, lengths = len(info.merge_prompt), info.chunk_len
     row = np.repeat(np.arange(len(info.ids)), lengths)  # [T]
     positions = np.arange(tokens) + (info.kv_len - info.chunk_idx)[row]
@@ -34,7 +50,7 @@ def build_inputs(
     kv_len = info.kv_len + lengths
     query_start = np.append(info.chunk_idx, np.int32(tokens))
     widest = int(info.kv_page_len.max())
-    sampled_rows = np.flatnonzero(info.last_pos >= 0)
+    rows = np.flatnonzero(info.last_pos >= 0)
     batch = PagedBatch(
         query_start=to_device(query_start, device),
         kv_len=to_device(kv_len, device),
@@ -43,20 +59,42 @@ def build_inputs(
         positions=to_device(positions, device),
         query_start_cpu=query_start,
         kv_len_cpu=kv_len,
-        decoding=info.decoding_batch,
+        decoding=0 if info.num_drafts else info.decoding_batch,
         page_size=page_size,
     )
-    return StepInputs(
+    inputs = StepInputs(
         input_ids=to_device(input_ids.astype(np.int64), device),
         batch=batch,
-        sampled_rows=sampled_rows,
-        sampled=to_device((info.chunk_idx + info.last_pos)[sampled_rows].astype(np.int64), device),
-        sampling=_sampling_rows(info.ids[sampled_rows], kv_len[sampled_rows], slots, device),
+        sampled=to_device((info.chunk_idx + info.last_pos)[rows].astype(np.int64), device),
+        slots=info.ids,
+    )
+    return inputs, sampled_rows(info.ids[rows], rows, kv_len[rows], slots, device)
+
+
+def decoding_rows(info: SchedulerInfo, rows: Int64Array) -> SchedulerInfo:
+    """The ``rows`` [N] of a step that only decodes, without its diff."""
+    steady = np.arange(len(rows), dtype=np.int32)
+    none = np.zeros(0, np.int32)
+    return replace(
+        info,
+        ids=info.ids[rows],
+        chunk_idx=steady,
+        chunk_len=np.ones_like(steady),
+        merge_prompt=info.merge_prompt[rows],
+        kv_len=info.kv_len[rows],
+        kv_page_len=info.kv_page_len[rows],
+        last_pos=np.zeros_like(steady),
+        is_decoding=info.is_decoding[rows],
+        decoding_batch=len(rows),
+        new_pages=none,
+        new_pages_len=np.zeros_like(steady),
+        new_requests=[],
+        finished=[],
     )
 
 
 def next_step_info(info: SchedulerInfo, rows: BoolArray) -> SchedulerInfo:
-    """The next step within a lease: the decoding ``rows`` [R], each with the token just sampled."""
+    """The next step of the call: its decoding ``rows`` [R], each with the token just sampled."""
     count = int(rows.sum())
     steady = np.arange(count, dtype=np.int32)
     return replace(
@@ -73,13 +111,17 @@ def next_step_info(info: SchedulerInfo, rows: BoolArray) -> SchedulerInfo:
     )
 
 
-def _sampling_rows(
-    ids: np.ndarray, positions: np.ndarray, slots: RequestSlots, device: torch.device
-) -> SamplingRows:
-    """Settings of the sampled rows; a sampled token's position is the tokens before it."""
+def sampled_rows(
+    ids: Int32Array,
+    rows: Int64Array,
+    positions: Int32Array,
+    slots: RequestSlots,
+    device: torch.device,
+) -> SampledRows:
+    """Settings of the rows; a sampled token's position is the number of tokens before it."""
     top_k, top_p, min_p = slots.top_k[ids], slots.top_p[ids], slots.min_p[ids]
     temperature = slots.temperature[ids]
-    return SamplingRows(
+    settings = SamplingRows(
         temperature=to_device(temperature, device),
         top_k=to_device(top_k, device),
         top_p=to_device(top_p, device),
@@ -91,3 +133,4 @@ def _sampling_rows(
         any_top_p=bool((top_p < 1).any()),
         any_min_p=bool(min_p.any()),
     )
+    return SampledRows(rows, ids, positions, settings)

@@ -1,4 +1,4 @@
-"""Memory behind host pages before a step writes them first: the system clears it, slowly."""
+"""Gives host pages their memory before a step writes them first: the system clears it, slowly."""
 
 import atexit
 import ctypes
@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from rayfin.actors.messages import SchedulerInfo
+from rayfin.actors.runner.observers import Observer
+
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_WRITE = 23
@@ -18,13 +21,13 @@ STRIDE_BYTES = 2 << 20
 """Of a tensor at a time: a huge page."""
 
 
-class PagePrefaulter:
+class PagePrefaulter(Observer):
     """A thread that has the system back the next ``ahead`` pages with memory, lowest ids first.
 
-    Pages are given out by ascending id the first time (``PagePool``), so those to come are above
-    the highest that ``reach`` was told. The thread runs at idle priority: it takes time that nobody
-    wants, and a step that comes before it pays for its own memory as if there were no thread. A
-    cache thus holds what was used and ``ahead`` pages, not all that it may take.
+    ``PagePool`` allocates pages by ascending id the first time, so the next ones are above the
+    highest that ``reach`` was given. The thread runs at idle priority: a step that comes before it
+    pays for its own memory, as it would without the thread. A cache thus takes the memory of used
+    pages and of ``ahead`` more, not of all pages.
 
     ``tensors`` are the cache's keys and values, [num_pages, ...] each, on the host.
     """
@@ -39,17 +42,24 @@ class PagePrefaulter:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="first-touch", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # inside a call when the interpreter goes, it would abort it
+        atexit.register(self.stop)  # a thread inside a call at exit would abort the interpreter
+
+    def before(self, info: SchedulerInfo) -> None:
+        if len(info.new_pages):
+            self.reach(int(info.new_pages.max()))
 
     def reach(self, page: int) -> None:
-        """``page`` is in use, and those above it will be."""
+        """Prepares the pages above ``page``, which is in use."""
         wanted = min(page + 1 + self._ahead, self._num_pages)
         if wanted > self._wanted:
             self._wanted = wanted
             self._woken.set()
 
+    def close(self) -> None:
+        self.stop()
+
     def stop(self) -> None:
-        """Returns when the thread touches the tensors no more."""
+        """Stops the thread; returns when it has."""
         self._stopped = True
         self._woken.set()
         self._thread.join()

@@ -94,14 +94,16 @@ class Lifecycle:
         """Sends the slot's request to the runners with the first step that has a row of it."""
         running, source = self.state.running, self.state.running.request(slot).source
         known = running.tokens[slot, : running.num_known[slot]]
+        needs_history = source.sampling.needs_history or self.state.runner_diff.send_history
         self.state.runner_diff.enter(
             NewRequest(
                 handle=slot,
                 sampling=source.sampling,
                 cap=int(running.stops.cap[slot]),
                 stop_token_ids=source.stopping.stop_token_ids,
-                history=known.copy() if source.sampling.needs_history else None,
+                history=known.copy() if needs_history else None,
                 prompt_len=len(source.prompt),
+                extra_keys=source.extra_keys,
             )
         )
 

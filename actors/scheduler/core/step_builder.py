@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayfin.actors.messages import (
+    DRAFT,
     NO_TOKEN,
     SAMPLED_LAST_STEP,
     BoolArray,
@@ -30,6 +31,7 @@ class StepRecord:
     info: SchedulerInfo
     slots: Int64Array  # [R]
     admissions: Int64Array  # [R] results for other admissions are dropped
+    granted: Int64Array | None = None  # [R] most tokens that each row samples, with drafts
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,11 +66,16 @@ class StepBuilder:
         self._sent_pages[:] = 0
 
     def build(
-        self, decoding: Int64Array, chunks: list[Chunk], num_steps: int = 1
+        self,
+        decoding: Int64Array,
+        chunks: list[Chunk],
+        num_steps: int = 1,
+        drafts: Int64Array | None = None,
     ) -> StepRecord | None:
         """Returns the step that decodes ``decoding`` [D], then computes the chunks.
 
         Each slot of ``decoding`` gets up to ``num_steps`` tokens; over 1 only without chunks.
+        With ``drafts`` [D] each gets up to so many more, of a single step.
         Returns None if the step is empty: then the runner diff and page moves wait.
         """
         if not len(decoding) and not chunks:
@@ -82,8 +89,8 @@ class StepBuilder:
             self._sent_pages[[new.handle for new in new_requests]] = 0
         kv_len, held = running.num_computed[slots], tables.held[slots]
         shape = self._decode_shape(len(decoding))
-        if chunks:
-            shape = self._mixed_shape(slots, kv_len, decoding, chunks)
+        if chunks or drafts is not None:
+            shape = self._mixed_shape(slots, kv_len, decoding, chunks, drafts)
         new_pages_len = held - self._sent_pages[slots]
         info = SchedulerInfo(
             epoch=self.epoch,
@@ -91,7 +98,7 @@ class StepBuilder:
             ids=slots.astype(np.int32),
             chunk_idx=shape.chunk_idx,
             chunk_len=shape.chunk_len,
-            merge_prompt=self._merge(decoding, kv_len[: len(decoding)], chunks),
+            merge_prompt=self._merge(decoding, kv_len[: len(decoding)], chunks, drafts),
             kv_len=kv_len.astype(np.int32),
             kv_page_len=held,
             last_pos=shape.last_pos,
@@ -105,10 +112,13 @@ class StepBuilder:
             num_steps=num_steps,
             moves=self._state.moves.drain(),
         )
-        self._advance(slots, shape, len(decoding), num_steps)
+        granted = None
+        if drafts is not None:
+            granted = np.where(shape.is_decoding, shape.chunk_len, shape.last_pos >= 0)
+        self._advance(slots, shape, len(decoding), num_steps, granted)
         self._sent_pages[slots] = held
         self._step += 1
-        return StepRecord(info, slots, running.admission[slots])
+        return StepRecord(info, slots, running.admission[slots], granted)
 
     def _decode_shape(self, rows: int) -> _Shape:
         """The layout of a step of ``rows`` decoding rows."""
@@ -124,12 +134,19 @@ class StepBuilder:
         return shape
 
     def _mixed_shape(
-        self, slots: Int64Array, kv_len: Int64Array, decoding: Int64Array, chunks: list[Chunk]
+        self,
+        slots: Int64Array,
+        kv_len: Int64Array,
+        decoding: Int64Array,
+        chunks: list[Chunk],
+        drafts: Int64Array | None,
     ) -> _Shape:
         running = self._state.running
         lengths = np.ones(len(slots), np.int32)
         lengths[len(decoding) :] = [chunk.length for chunk in chunks]
         ends_prompt = kv_len + lengths == running.num_known[slots] + running.num_pending[slots]
+        if drafts is not None:
+            lengths[: len(decoding)] += drafts.astype(np.int32)
         return _Shape(
             chunk_idx=(np.cumsum(lengths) - lengths).astype(np.int32),
             chunk_len=lengths,
@@ -137,8 +154,15 @@ class StepBuilder:
             is_decoding=np.arange(len(slots)) < len(decoding),
         )
 
-    def _advance(self, slots: Int64Array, shape: _Shape, decoding: int, num_steps: int) -> None:
-        """Advances the counters to where the step leaves them."""
+    def _advance(
+        self,
+        slots: Int64Array,
+        shape: _Shape,
+        decoding: int,
+        num_steps: int,
+        with_drafts: Int64Array | None,
+    ) -> None:
+        """Advances the counters to where the step leaves them if all of its drafts are right."""
         running = self._state.running
         if num_steps > 1:
             granted = np.minimum(num_steps, running.room(slots))
@@ -147,17 +171,28 @@ class StepBuilder:
             return
         running.num_computed[slots] += shape.chunk_len
         sampling = shape.last_pos >= 0
-        running.num_pending[slots] += sampling
+        running.num_pending[slots] += sampling if with_drafts is None else with_drafts
         if len(slots) > decoding:
             running.start_decoding(slots[decoding:][sampling[decoding:]].tolist())
 
-    def _merge(self, decoding: Int64Array, computed: Int64Array, chunks: list[Chunk]) -> Int32Array:
+    def _merge(
+        self,
+        decoding: Int64Array,
+        computed: Int64Array,
+        chunks: list[Chunk],
+        drafts: Int64Array | None,
+    ) -> Int32Array:
         """The input tokens of all rows; those not known yet are placeholders."""
         running = self._state.running
         known = computed < running.num_known[decoding]
         decode_tokens = np.where(
             known, running.tokens[decoding, computed], np.int32(SAMPLED_LAST_STEP)
         )
+        if drafts is not None:
+            ends = np.cumsum(1 + drafts)
+            with_drafts = np.full(int(ends[-1]), DRAFT, np.int32)
+            with_drafts[ends - 1 - drafts] = decode_tokens
+            decode_tokens = with_drafts
         if not chunks:
             return decode_tokens
         parts = [decode_tokens]

@@ -31,9 +31,15 @@ class StepPipeline:
     def epoch(self) -> int:
         return self._builder.epoch
 
-    def submit(self, decoding: Int64Array, chunks: list[Chunk], num_steps: int) -> bool:
+    def submit(
+        self,
+        decoding: Int64Array,
+        chunks: list[Chunk],
+        num_steps: int,
+        drafts: Int64Array | None = None,
+    ) -> bool:
         """Submits the step, unless it is empty; returns whether it did. See ``StepBuilder``."""
-        record = self._builder.build(decoding, chunks, num_steps)
+        record = self._builder.build(decoding, chunks, num_steps, drafts)
         if record is None:
             return False
         self._overhead.sent()

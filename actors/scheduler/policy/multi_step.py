@@ -12,6 +12,7 @@ import numpy as np
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
+from rayfin.actors.scheduler.policy.drafts import DraftPolicy
 
 CALL_SECONDS = 0.0012
 CALLS_OF_WORK = 4
@@ -24,8 +25,13 @@ class MultiStepPolicy:
     """Picks the number of steps from the measured time of a step."""
 
     def __init__(
-        self, state: SchedulerState, microbatcher: DecodeMicrobatcher, max_steps: int
+        self,
+        state: SchedulerState,
+        microbatcher: DecodeMicrobatcher,
+        max_steps: int,
+        drafts: DraftPolicy,
     ) -> None:
+        self.drafts = drafts  # a step with drafts is a single one
         self._state = state
         self._microbatcher = microbatcher
         self._max_steps = max_steps

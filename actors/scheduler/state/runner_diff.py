@@ -12,7 +12,8 @@ class RunnerDiff:
     runners do not know is not freed there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, send_history: bool = False) -> None:
+        self.send_history = send_history  # with every request, not only where sampling needs it
         self._new: dict[int, NewRequest] = {}  # by handle
         self._freed: list[int] = []
         self._known: set[int] = set()

@@ -142,6 +142,12 @@ class RunningTable:
         self.num_known[slots] += 1
         self.num_pending[slots] -= 1
 
+    def take_back(self, slots: Int64Array, counts: Int64Array) -> None:
+        """Of the tokens scheduled for the slots [N], ``counts`` [N] were not sampled: their drafts
+        were wrong. The slots keep their pages."""
+        self.num_computed[slots] -= counts
+        self.num_pending[slots] -= counts
+
     def _take_slot(self, request: Request, client: int) -> int:
         slot = self._free.pop()
         source = request.source

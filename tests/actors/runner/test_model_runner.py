@@ -10,7 +10,8 @@ import torch
 from rayfin.actors.config import DEFAULT_BATCH_TOKENS, BatchLimits, resolve
 from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig, RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling
-from rayfin.actors.runner.model_runner import ModelRunner, pick_device
+from rayfin.actors.runner.loading import pick_device
+from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.step.memory import largest_step, total_host_bytes
 
 Make = Callable[..., Any]

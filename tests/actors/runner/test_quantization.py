@@ -12,7 +12,8 @@ from demo_model.evaluate import MODEL_DIR
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.cpu.decoder import build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear, pack_linears
-from rayfin.actors.runner.model_runner import ModelRunner, _require_quantisable
+from rayfin.actors.runner.loading import _require_quantisable, on_cpu_kernels
+from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.models.replace import probe_logits
 from rayfin.kernels.attention.torch_backend import paged_attention
@@ -111,4 +112,4 @@ def test_a_model_that_reads_its_weights(tiny_model: Make, kernels: CpuKernels) -
     forward = block.forward
     block.forward = lambda x: forward(x) * block.c_fc.weight.abs().mean()
     with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel cannot be quantised"):
-        ModelRunner._on_kernels(paged, kernels, "int8")
+        on_cpu_kernels(paged, kernels, "int8")

@@ -107,6 +107,11 @@ class ModelRunner:
         self._executor.epoch = epoch
         self._executor.step_seconds = STEP_SECONDS
 
+    @property
+    def next_step(self) -> tuple[int, int]:
+        executor = self._executor
+        return (-1, 0) if executor is None else (executor.epoch, executor._next_step)
+
     def execute(self, info: SchedulerInfo) -> StepResult:
         executor = self._executor
         if executor is None or (info.epoch, info.step) != (executor.epoch, executor._next_step):

@@ -142,7 +142,7 @@ def test_fp8_pages_on_triton(
         max_decoding_batch=2,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
-    assert engine.runner._gpu_model is not None and engine.runner._graphs is not None
+    assert engine.runner._loaded.gpu_model is not None and engine.runner._graphs is not None
     engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
     tokens = engine.run(*(request_of(key, PROMPTS[key], 4) for key in (0, 2)))
     for key in (0, 2):

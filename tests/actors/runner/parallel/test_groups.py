@@ -252,7 +252,7 @@ def test_tokens_that_nobody_asks_for(
     requests = [request_of(key, PROMPTS[0], limit) for key in range(12)]
     tokens, _, _ = _run(ranks, requests, stagger=2)
     assert set(map(tuple, tokens.values())) == {tuple(tiny.greedy(PROMPTS[0], limit))}
-    taken, told = (runner._peers._messages["tokens"] for runner in ranks.runners)
+    taken, told = (runner._loaded.peers._messages["tokens"] for runner in ranks.runners)
     assert told >= 12 and told - taken <= steps_in_flight
 
 
@@ -278,7 +278,7 @@ def test_fp8_pages_of_two_ranks(
     ranks = group(folder, 2, 1, **settings)
     tokens, _, _ = _run(ranks, requests)
     assert tokens == served(folder, **settings).run(*requests)
-    assert {runner._page_type for runner in ranks.runners} == {torch.float8_e4m3fn}
+    assert {runner._loaded.page_type for runner in ranks.runners} == {torch.float8_e4m3fn}
 
 
 def test_peer_that_does_not_come(tiny_model: Make, group: Make) -> None:

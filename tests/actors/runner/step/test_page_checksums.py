@@ -10,8 +10,16 @@ from rayfin.actors import failpoints
 from rayfin.actors.errors import PageCorrupted
 from rayfin.actors.failpoints import Failpoints
 from rayfin.actors.messages import Sampling
+from rayfin.actors.runner.step.page_checksums import PageChecksums
 
 Make = Callable[..., Any]
+
+
+def _checksums(engine: Any) -> PageChecksums:
+    observers = engine.runner._observers
+    return next(own for own in observers if isinstance(own, PageChecksums))
+
+
 PROMPT = [5, 9, 3, 100, 7, 7, 60, 2, 44, 31, 8, 17, 90]
 OUTPUT = 9
 
@@ -23,7 +31,7 @@ def test_a_bit_that_flips(
 ) -> None:
     engine = served(tiny_model("llama").folder, check_pages=True)
     engine.run(request_of(0, PROMPT, OUTPUT))
-    held = engine.runner._page_sums._pages[tensor]
+    held = _checksums(engine)._pages[tensor]
     held[page, held.shape[1] // 2] ^= 16
     with pytest.raises(PageCorrupted, match=rf"pages \[{page}\]"):
         engine.run(request_of(1, PROMPT, OUTPUT))
@@ -33,7 +41,7 @@ def test_whoever_does_not_read_it_goes_on(tiny_model: Make, served: Make, reques
     tiny = tiny_model("llama")
     engine = served(tiny.folder, check_pages=True)
     engine.run(request_of(0, PROMPT, OUTPUT))
-    engine.runner._page_sums._pages[0][2] ^= 1  # of tokens 8 to 11, which this prompt has not
+    _checksums(engine)._pages[0][2] ^= 1  # of tokens 8 to 11, which this prompt has not
     other = [*PROMPT[:8], 4, 4, 4, 4, 4]
     assert engine.run(request_of(1, other, OUTPUT))[1] == tiny.greedy(other, OUTPUT)
     assert engine.cached[1] == 8

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from rayfin.actors.runner.sampling.token_rules import TokenCounts
+from rayfin.actors.runner.sampling.processors.device_rules import TokenCounts
 
 
 def told(used: TokenCounts) -> dict[int, int]:

@@ -1,18 +1,19 @@
 """The lists of tokens that a lease's rows bring to the device."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from rayfin.actors.messages import Sampling
-from rayfin.actors.runner.sampling.token_rules import (
-    RowTokenRules,
-    Ruled,
-    TokenCounts,
-    make_row_token_rules,
-)
+from rayfin.actors.messages import NewRequest, Sampling
+from rayfin.actors.runner.sampling.processors.chain import ProcessorChain
+from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS
 from rayfin.kernels.shapes import ALLOWED, BANNED, BANNED_EARLY, USED
 
+Make = Callable[..., Any]
 PENALTIES = Sampling(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5)
 EVERYTHING = Sampling(
     repetition_penalty=1.5,
@@ -39,12 +40,25 @@ def list_of(rules: RowTokenRules, row: int) -> dict[int, tuple[int, int, float]]
     return {token: tuple(rest) for token, *rest in zip(*columns, strict=True)}
 
 
-def test_lists() -> None:
-    """Of rows 0 and 2 of three; each counting row has room for what it samples in the lease."""
-    used = TokenCounts(ints(9, 3, 9), ints(3, 3, 11))
-    rules = make_row_token_rules(
-        3, [Ruled(0, PENALTIES, used), Ruled(2, EVERYTHING, TokenCounts(ints(3, 20), ints()))], 4
-    )
+def chain_of(step_of: Make, row: Make, *requests: NewRequest) -> ProcessorChain:
+    chain = ProcessorChain(torch.device("cpu"))
+    chain.apply_diff(step_of(row(0, [1]), new=requests))
+    return chain
+
+
+def rules_of(chain: ProcessorChain, rows: int, num_steps: int) -> RowTokenRules:
+    slots = np.arange(rows, dtype=np.int32)
+    assert not chain.needs_host(slots).any()
+    rules = chain.row_token_rules(slots, num_steps)
+    assert rules is not None
+    return rules
+
+
+def test_lists(step_of: Make, row: Make) -> None:
+    """Of rows 0 and 2 of three; each counting row has room for what it samples in the call."""
+    penalties = NewRequest(0, PENALTIES, 99, frozenset(), ints(9, 3, 9, 3, 3, 11), 3)
+    everything = NewRequest(2, EVERYTHING, 99, frozenset(), ints(3, 20), 2)
+    rules = rules_of(chain_of(step_of, row, penalties, everything), 3, 4)
     assert list_of(rules, 0) == {
         9: (0, USED, NO_BIAS),
         3: (2, USED, NO_BIAS),
@@ -68,26 +82,41 @@ def test_lists() -> None:
     assert rules.arrays["frequency"].tolist() == [0.25, 0.0, 0.0]
 
 
-def test_rows_that_do_not_count_get_no_room() -> None:
-    bias = Sampling(logit_bias=((3, 5.0),))
-    rules = make_row_token_rules(1, [Ruled(0, bias, None)], 16)
-    assert rules.entries == 1 and not rules.arrays["counted"].any() and not rules.needs_host
+def test_rows_that_do_not_count_get_no_room(step_of: Make, row: Make) -> None:
+    bias = NewRequest(0, Sampling(logit_bias=((3, 5.0),)), 99)
+    rules = rules_of(chain_of(step_of, row, bias), 1, 16)
+    assert rules.entries == 1 and not rules.arrays["counted"].any()
 
 
-def test_what_the_device_cannot_do() -> None:
-    """Bad words of several tokens, lists without end, more log probabilities than it keeps."""
+def test_rows_that_need_the_host(step_of: Make, row: Make) -> None:
+    """Bad words of several tokens, and no row beside theirs."""
+    words = [(), ((1,),), ((1,), (1, 2))]
+    requests = [
+        NewRequest(slot, Sampling(bad_words=own), 99, frozenset(), ints(5), 1)
+        for slot, own in enumerate(words)
+    ]
+    chain = chain_of(step_of, row, *requests)
+    assert chain.needs_host(ints(0, 1, 2)).tolist() == [False, False, True]
+    assert chain.needs_host(ints(2, 3)).tolist() == [True, False]
+
+
+def test_what_the_device_cannot_do(step_of: Make, row: Make) -> None:
+    """Lists without end, more log probabilities than it keeps."""
     pytest.importorskip("triton")
     from rayfin.actors.runner.gpu.graph_extras import MAX_ENTRIES, GraphExtras
     from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS
 
     def rules(**sampling: object) -> RowTokenRules:
         own = Sampling(**sampling)  # type: ignore[arg-type]
-        return make_row_token_rules(1, [Ruled(0, own, None)], 16)
+        return rules_of(
+            chain_of(step_of, row, NewRequest(0, own, 99, frozenset(), ints(), 0)), 1, 16
+        )
 
     none, most = np.array([NO_LOGPROBS]), np.array([MAX_TOP_LOGPROBS])
-    assert GraphExtras.fits(None, none) and GraphExtras.fits(rules(banned=(3,)), most)
+    assert GraphExtras.fits(None, none) and GraphExtras.fits(
+        rules(banned=(3,), banned_until=2), most
+    )
     assert not GraphExtras.fits(None, most + 1)
     assert GraphExtras.fits(rules(bad_words=((1,),)), none)
-    assert not GraphExtras.fits(rules(bad_words=((1,), (1, 2))), none)
     many = tuple(range(MAX_ENTRIES + 1))
     assert not GraphExtras.fits(rules(allowed=many), none)

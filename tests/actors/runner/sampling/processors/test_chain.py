@@ -12,7 +12,7 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling
-from rayfin.actors.runner.sampling.logits_processors import LogitsProcessors
+from rayfin.actors.runner.sampling.processors.chain import ProcessorChain
 
 Make = Callable[..., Any]
 VOCABULARY = 30
@@ -59,7 +59,7 @@ def introduce(
     return NewRequest(slot, own, 100, frozenset(), history, len(prompt))
 
 
-def process(processors: LogitsProcessors, logits: torch.Tensor, *rows: tuple[int, int]) -> Any:
+def process(processors: ProcessorChain, logits: torch.Tensor, *rows: tuple[int, int]) -> Any:
     slots, positions = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     return processors.process(logits, slots, positions)
 
@@ -80,7 +80,7 @@ def process(processors: LogitsProcessors, logits: torch.Tensor, *rows: tuple[int
 def test_against_a_loop(own: Sampling, step_of: Make, row: Make) -> None:
     """Tokens come one by one; a row without rules beside it stays as it was."""
     numbers = random.Random(1)
-    processors = LogitsProcessors(torch.device("cpu"))
+    processors = ProcessorChain(torch.device("cpu"))
     prompt, output = [5, 6, 9, 9], [5, 6, 5]
     processors.apply_diff(
         news(step_of, row, introduce(1, own, prompt, output), introduce(0, Sampling(), prompt))
@@ -93,9 +93,9 @@ def test_against_a_loop(own: Sampling, step_of: Make, row: Make) -> None:
         torch.testing.assert_close(changed[1], expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(changed[0], before[0]) and torch.equal(logits, before)
         token = numbers.choice([1, 2, 3, 5, 6, 9])
-        processors.remember(np.array([0, 1], np.int32), np.array([7, token], np.int32))
+        processors.accept(np.array([0, 1], np.int32), np.array([7, token], np.int32))
         output.append(token)
-    processors.remember(np.array([1], np.int32), np.array([-1], np.int32))  # nothing was sampled
+    processors.accept(np.array([1], np.int32), np.array([-1], np.int32))  # nothing was sampled
     after = process(processors, torch.zeros(1, VOCABULARY), (1, 50))
     expected = torch.tensor(reference([0.0] * VOCABULARY, replace(own, banned=()), prompt, output))
     torch.testing.assert_close(after[0], expected)
@@ -105,7 +105,7 @@ def test_as_transformers_has_them(step_of: Make, row: Make) -> None:
     prompt = [3, 4, 4, 9]
     words = ((7,), (4, 5))
     own = Sampling(repetition_penalty=1.7)
-    processors = LogitsProcessors(torch.device("cpu"))
+    processors = ProcessorChain(torch.device("cpu"))
     bad = Sampling(bad_words=words)
     processors.apply_diff(
         news(step_of, row, introduce(0, own, prompt), introduce(1, bad, [1], output=[3, 4]))
@@ -120,9 +120,9 @@ def test_as_transformers_has_them(step_of: Make, row: Make) -> None:
 
 def test_a_slot_keeps_nothing_of_the_request_before(step_of: Make, row: Make) -> None:
     """I20."""
-    used, fresh = (LogitsProcessors(torch.device("cpu")) for _ in range(2))
+    used, fresh = (ProcessorChain(torch.device("cpu")) for _ in range(2))
     used.apply_diff(news(step_of, row, introduce(2, RICH, [5, 5, 9], [6, 5])))
-    used.remember(np.array([2], np.int32), np.array([9], np.int32))
+    used.accept(np.array([2], np.int32), np.array([9], np.int32))
     for own in (RICH, Sampling(), Sampling(frequency_penalty=1.0)):
         for processors, finished in ((used, [2]), (fresh, [])):
             new = introduce(2, own, [1, 2])
@@ -135,7 +135,7 @@ def test_a_slot_keeps_nothing_of_the_request_before(step_of: Make, row: Make) ->
 
 def test_rules_with_nothing_to_say_copy_nothing(step_of: Make, row: Make) -> None:
     """A minimum length that is reached, a bad word that has not begun; slots without rules."""
-    processors = LogitsProcessors(torch.device("cpu"))
+    processors = ProcessorChain(torch.device("cpu"))
     logits = torch.randn(2, VOCABULARY)
     assert process(processors, logits, (0, 3), (1, 3)) is logits
     short = Sampling(banned=(1,), banned_until=5)
@@ -147,7 +147,7 @@ def test_rules_with_nothing_to_say_copy_nothing(step_of: Make, row: Make) -> Non
 
 
 def test_half_precision_is_processed_in_full(step_of: Make, row: Make) -> None:
-    processors = LogitsProcessors(torch.device("cpu"))
+    processors = ProcessorChain(torch.device("cpu"))
     processors.apply_diff(news(step_of, row, introduce(0, Sampling(logit_bias=((1, 0.01),)), [1])))
     logits = torch.full((1, VOCABULARY), 64.0, dtype=torch.bfloat16)
     assert process(processors, logits, (0, 1)).argmax() == 1
@@ -155,7 +155,7 @@ def test_half_precision_is_processed_in_full(step_of: Make, row: Make) -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_through_the_engine(
-    num_steps: int, tiny_model: Make, served: Make, request_of: Make
+    num_steps: int, tiny_model: Make, served: Make, request_of: Make, step_of: Make, row: Make
 ) -> None:
     """With preemptions and without: a loop over transformers' logits picks the same tokens."""
     tiny = tiny_model("llama")
@@ -169,11 +169,10 @@ def test_through_the_engine(
     prompts = {key: list(range(10 + key, 24 + key)) for key in range(3)}
     expected = {}
     for key, prompt in prompts.items():
-        processors = LogitsProcessors(torch.device("cpu"))
+        processors = ProcessorChain(torch.device("cpu"))
         output: list[int] = []
         for _ in range(18):
-            new = introduce(0, sampling, prompt, output)
-            processors._rules[0] = processors._make(new)
+            processors.apply_diff(news(step_of, row, introduce(0, sampling, prompt, output)))
             logits = tiny.logits([*prompt, *output])[-1:]
             output.append(int(process(processors, logits, (0, 99)).argmax()))
         expected[key] = output

@@ -1,0 +1,186 @@
+"""Loads a model, or a rank's share of it, and puts it on the kernels of its device."""
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from rayfin.actors.runner.parallel.groups import ProcessGroups
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rayfin.actors.config import EngineArgs, Quantization
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
+from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
+from rayfin.actors.runner.models.weights import load_config, load_model, page_type
+from rayfin.actors.runner.parallel.rank import ParallelRank
+from rayfin.actors.runner.parallel.shard_weights import load_share
+from rayfin.actors.timing import MODEL_LOAD_SECONDS
+from rayfin.cache.kv_tensors import KVTensors, page_bytes
+from rayfin.kernels.attention.select import select_attention
+from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
+from rayfin.kernels.cpu.library import try_load
+from rayfin.kernels.shapes import PagedAttention
+from rayfin.kernels.triton.available import can_use_triton
+
+if TYPE_CHECKING:
+    from rayfin.actors.runner.gpu.decoder import GpuDecoder
+
+logger = logging.getLogger(__name__)
+
+ONE_THREAD_PARAMETERS = 32_000_000
+"""Models with fewer parameters compute on one thread unless ``threads`` is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device, and what was decided with it."""
+
+    device: torch.device
+    config: PretrainedConfig
+    model: StepModel
+    gpu_model: "GpuDecoder | None"  # the same model, if CUDA graphs can record it
+    page_type: torch.dtype
+    kernels: CpuKernels | None
+    peers: ProcessGroups | None  # of a rank among several
+
+    def page_bytes(self, page_size: int) -> int:
+        return page_bytes(self.model.layouts, page_size, self.page_type)
+
+    def bind(self, num_pages: int, page_size: int) -> KVTensors:
+        """Allocates the pages; the model keeps its keys and values there from now on."""
+        model = self.model
+        cache = KVTensors(model.layouts, num_pages, page_size, self.page_type, self.device)
+        model.bind(cache)
+        return cache
+
+    def host_pages(self, num_pages: int, page_size: int) -> KVTensors:
+        """Swap space: pages in host memory, pinned if a GPU copies to and from it."""
+        pinned = num_pages > 0 and self.device.type == "cuda"
+        host, layouts = torch.device("cpu"), self.model.layouts
+        try:
+            return KVTensors(layouts, num_pages, page_size, self.page_type, host, pinned=pinned)
+        except (RuntimeError, MemoryError) as error:
+            raise InvalidConfig(f"swap_space could not be taken: {error}", "swap_space") from None
+
+
+def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
+    """Loads the model, or the share of the rank ``place``; then all ranks call this at once.
+
+    Raises:
+        InvalidConfig, UnsupportedModel: the model cannot be served.
+    """
+    device = pick_device(args.device)
+    ranks = 1 if place is None else place.size
+    if args.quantization:
+        _require_quantisable(args, device, ranks)
+    config = load_config(args)
+    peers = None if place is None else ProcessGroups(place, device)
+    model, layers = _load_weights(args, config, device, peers)
+    kernels: CpuKernels | None = None
+    if device.type == "cpu":
+        threads = args.threads or default_threads(model.num_parameters(), ranks)
+        torch.set_num_threads(threads)
+        kernels = try_kernels(threads) if args.attention in ("auto", "cpu") else None
+    try:
+        kernel = select_attention(device, model.dtype, args.attention, kernels)
+    except ValueError as error:
+        raise InvalidConfig(str(error), "attention") from None
+    pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
+    paged = PagedModel(model, kernel, layers)
+    step_model: StepModel = paged
+    gpu_model: GpuDecoder | None = None
+    if args.attention in ("auto", "triton") and can_use_triton(device):
+        gpu_model = _on_triton(paged, kernel, whole=peers is None)
+        step_model = gpu_model or paged
+    elif peers and kernels and model.dtype in TOLERANCE:
+        pack_linears(paged, kernels)
+    if not peers and kernels and model.dtype in TOLERANCE:
+        step_model = on_cpu_kernels(paged, kernels, args.quantization)
+    return LoadedModel(device, config, step_model, gpu_model, pages, kernels, peers)
+
+
+def _load_weights(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, peers: ProcessGroups | None
+) -> tuple[PreTrainedModel, range | None]:
+    """The model, or this rank's share of it and the layers that it has."""
+    if peers is None:
+        return load_model(args, config, device, ATTENTION), None
+    model = load_share(args, config, device, ATTENTION, peers)
+    peers.connect("load", MODEL_LOAD_SECONDS)
+    total = config.get_text_config(decoder=True).num_hidden_layers
+    return model, peers.place.layers(total)
+
+
+def _on_triton(paged: PagedModel, attention: PagedAttention, *, whole: bool) -> "GpuDecoder | None":
+    """Puts the experts on Triton's kernels, and all of a ``whole`` model if it is recognized."""
+    from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
+    from rayfin.actors.runner.gpu.experts import group_experts  # Triton is not everywhere
+
+    group_experts(paged)
+    return build_gpu_decoder(paged, attention) if whole else None
+
+
+def on_cpu_kernels(
+    paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None
+) -> PagedModel | CpuDecoder:
+    """The model with all of it, or its linear layers, on compiled kernels."""
+    if decoder := build_cpu_decoder(paged, kernels, quantization):
+        torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
+        return decoder
+    packed = pack_linears(paged, kernels, quantization)
+    if quantization and not packed:
+        name = type(paged.transformer).__name__
+        raise UnsupportedModel(
+            f"{name} cannot be quantised: it reads its weights for itself", "quantization"
+        )
+    return paged
+
+
+def _require_quantisable(args: EngineArgs, device: torch.device, ranks: int = 1) -> None:
+    """Refuses quantization where its kernels do not run; says why."""
+    why = None
+    if ranks > 1:
+        why = "is for one device, not for several that share a model"
+    elif device.type != "cpu":
+        why = f"is for a CPU, and the device is {device.type!r}"
+    elif args.attention not in ("auto", "cpu"):
+        why = f"runs on the compiled CPU kernels, not with attention {args.attention!r}"
+    elif args.dtype == "float16":
+        why = "wants dtype float32 or bfloat16, not 'float16'"
+    elif try_load() is None:
+        why = "runs on the compiled CPU kernels, and they are not built"
+    if why:
+        raise InvalidConfig(f"quantization {args.quantization!r} {why}", "quantization")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a flag's value.
+
+    Raises:
+        InvalidConfig: it asks for a GPU where there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfig("device 'cuda' asked for, and torch finds no GPU", "device")
+    return torch.device(name)
+
+
+def default_threads(parameters: int, ranks: int = 1) -> int:
+    """Compute threads for a rank of a model on a CPU: its share of the usable cores, or one for a
+    very small model.
+
+    A step of a small model is over before its threads have found each other, and beside a busy
+    HTTP process a thread that waits for a core holds up the others (docs/benchmarks/channel.md).
+    """
+    return max(usable_cores() // ranks, 1) if parameters >= ONE_THREAD_PARAMETERS else 1
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on (a container's share, not the machine's)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,75 @@
+"""What watches a runner's steps without being part of their computation, as a list.
+
+A further observer is one more entry of ``RunnerPlugins.observers``.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from rayfin.actors.runner.parallel.groups import ProcessGroups
+
+from rayfin.actors import failpoints
+from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
+
+
+class StepObserver(Protocol):
+    """Watches the calls of a runner; to derive from `Observer` saves the empty methods."""
+
+    def before(self, info: SchedulerInfo) -> None:
+        """A call begins. Its page moves are made and its diff is applied."""
+
+    def forwarded(self, info: SchedulerInfo, rows: Int64Array, logits: torch.Tensor) -> None:
+        """A forward of the call has given logits [L, V], which the ``rows`` [S] sample from."""
+
+    def after(self, info: SchedulerInfo, result: StepResult) -> None:
+        """A call ends with ``result``."""
+
+    def close(self) -> None:
+        """The cache's pages are about to be freed."""
+
+
+class Observer:
+    """A StepObserver that does nothing, to derive from."""
+
+    def before(self, info: SchedulerInfo) -> None:
+        pass
+
+    def forwarded(self, info: SchedulerInfo, rows: Int64Array, logits: torch.Tensor) -> None:
+        pass
+
+    def after(self, info: SchedulerInfo, result: StepResult) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RowFaults(Observer):
+    """Passes the failpoint ``runner.row`` for each row of each forward."""
+
+    def forwarded(self, info: SchedulerInfo, rows: Int64Array, logits: torch.Tensor) -> None:
+        if not failpoints.ACTIVE:
+            return
+        step = {"epoch": info.epoch, "step": info.step}
+        nan = [
+            row
+            for row in range(len(info.ids))
+            if failpoints.ACTIVE.hit("runner.row", **step, tokens=info.chunk_prompt(row)) == "nan"
+        ]
+        if nan:
+            logits[np.isin(rows, nan).nonzero()[0]] = torch.nan
+
+
+class RankAgreement(Observer):
+    """Checks that all ranks of a group are at the same step."""
+
+    def __init__(self, peers: ProcessGroups) -> None:
+        self._peers = peers
+
+    def forwarded(self, info: SchedulerInfo, rows: Int64Array, logits: torch.Tensor) -> None:
+        if info.num_steps == 1:  # the exchange runs while tokens are sampled
+            self._peers.begin_agreement(info.step)
+
+    def after(self, info: SchedulerInfo, result: StepResult) -> None:
+        self._peers.agree(info.step)

@@ -1,0 +1,122 @@
+"""All logits processors of a runner, in order.
+
+vLLM's order: allowed tokens, bad words, minimum length and bias, then penalties. Temperature and
+the filters come after (`kernels/sampling`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rayfin.actors.messages import BoolArray, Int32Array, SchedulerInfo
+from rayfin.actors.runner.sampling.processors.base import LogitsProcessor, ProcessorFactory, Rows
+from rayfin.actors.runner.sampling.processors.device_rules import (
+    DeviceRules,
+    RowTokenRules,
+    make_row_token_rules,
+)
+from rayfin.actors.runner.sampling.processors.penalties import Penalties
+from rayfin.actors.runner.sampling.processors.token_rules import TokenRules
+
+DEFAULT_PROCESSORS: tuple[ProcessorFactory, ...] = (TokenRules, Penalties)
+
+
+class ProcessorChain:
+    """Knows which slots have which processors. A slot without any costs nothing.
+
+    ``extra`` processors come before the default ones, as a grammar's mask does.
+    """
+
+    def __init__(self, device: torch.device, extra: Sequence[ProcessorFactory] = ()) -> None:
+        self._processors = [make(device) for make in (*extra, *DEFAULT_PROCESSORS)]
+        self._slots: dict[int, list[LogitsProcessor]] = {}
+
+    def __len__(self) -> int:
+        """Slots with a processor."""
+        return len(self._slots)
+
+    def apply_diff(self, info: SchedulerInfo) -> None:
+        """Removes the step's finished requests, then adds its new ones."""
+        for slot in info.finished:
+            self._remove(slot)
+        for new in info.new_requests:
+            self._remove(new.handle)
+            if added := [own for own in self._processors if own.add(new.handle, new)]:
+                self._slots[new.handle] = added
+
+    def any_of(self, slots: Int32Array) -> bool:
+        """Whether one of the slots [R] has a processor."""
+        return bool(self._slots) and not self._slots.keys().isdisjoint(slots.tolist())
+
+    def accept(self, slots: Int32Array, tokens: Int32Array) -> None:
+        """Appends the token [R] that each of the slots [R] sampled; negative ones are none."""
+        if not self._slots:
+            return
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            if token >= 0:
+                for processor in self._slots.get(slot, ()):
+                    processor.accept(slot, (token,))
+
+    def rollback(self, slots: Int32Array, tokens: Int32Array) -> None:
+        """Takes back what ``accept`` appended with the same arguments, the last ones first."""
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            if token >= 0:
+                for processor in self._slots.get(slot, ()):
+                    processor.rollback(slot, 1)
+
+    def process(
+        self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array
+    ) -> torch.Tensor:
+        """Logits [S, V] of the slots [S], each about to sample the token of its position [S].
+
+        Returns:
+            The same tensor if no processor is active for a row; else a new one, fp32.
+        """
+        if not self._slots:
+            return logits
+        active: dict[LogitsProcessor, list[tuple[int, int, int]]] = {}
+        for row, slot in enumerate(slots.tolist()):
+            for processor in self._slots.get(slot, ()):
+                if processor.is_active(slot, position := int(positions[row])):
+                    active.setdefault(processor, []).append((row, slot, position))
+        if not active:
+            return logits
+        changed = logits.to(torch.float32, copy=True)
+        for processor in self._processors:
+            if rows := active.get(processor):
+                index, of_slots, at = (list(column) for column in zip(*rows, strict=True))
+                processor.apply(changed, Rows(index, of_slots, at))
+        return changed
+
+    def needs_host(self, slots: Int32Array) -> BoolArray:
+        """[R] which of the slots have a processor that works on the host at every token."""
+        if not self._slots:
+            return np.zeros(len(slots), np.bool_)
+        listed = slots.tolist()
+        return np.array([slot in self._slots and self._rules(slot) is None for slot in listed])
+
+    def row_token_rules(self, slots: Int32Array, num_steps: int) -> RowTokenRules | None:
+        """The rules of the slots [R] for a GPU, or None if no slot has any.
+
+        No slot may be one of those that need the host.
+        """
+        rules = {
+            row: merged
+            for row, slot in enumerate(slots.tolist() if self._slots else ())
+            if slot in self._slots and (merged := self._rules(slot)) is not None
+        }
+        return make_row_token_rules(len(slots), rules, num_steps) if rules else None
+
+    def _rules(self, slot: int) -> DeviceRules | None:
+        merged: DeviceRules | None = DeviceRules()
+        for processor in self._slots[slot]:
+            rules = processor.device_rules(slot)
+            if rules is None or merged is None:
+                return None
+            merged = merged.merged(rules)
+        return merged
+
+    def _remove(self, slot: int) -> None:
+        for processor in self._slots.pop(slot, ()):
+            processor.remove(slot)
