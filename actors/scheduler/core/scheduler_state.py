@@ -43,4 +43,7 @@ def make_state(config: EngineConfig) -> SchedulerState:
         waiting=make_queue(config),
         queue_limits=QueueLimits(config.max_waiting_requests, config.max_waiting_tokens),
         counters=EngineCounters(config.max_model_len),
+        runner_diff=RunnerDiff(
+            send_history=config.send_history or config.num_speculative_tokens > 0
+        ),
     )

@@ -25,7 +25,7 @@ class DraftPolicy:
         if not self._most or not len(decoding):
             return None
         running, tables, limits = self._state.running, self._state.tables, self._limits
-        counts = np.clip(running.room(decoding) - 1, 0, self._most)
+        counts: Int64Array = np.clip(running.room(decoding) - 1, 0, self._most)
         counts[running.lockstep[decoding]] = 0
         tokens = len(decoding) + sum(chunk.length for chunk in chunks)
         rows = len(decoding) + len(chunks)

@@ -101,7 +101,7 @@ def test_refused_on_a_gpu(engine_args: Make) -> None:
 def test_refused_without_kernels(
     tiny_model: Make, engine_args: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayfin.actors.runner.model_runner.try_load", lambda: None)
+    monkeypatch.setattr("rayfin.actors.runner.loading.try_load", lambda: None)
     with pytest.raises(InvalidConfig, match="not built"):
         ModelRunner(engine_args(tiny_model("llama").folder, quantization="int8"))
 

@@ -90,7 +90,8 @@ def test_no_measurement_no_lease(harness: Make) -> None:
 def test_policy_follows_the_measured_time(harness: Make) -> None:
     """Of a step, not of a call: a lease of 16 that takes 16 times as long changes nothing."""
     h = harness()
-    policy = MultiStepPolicy(h.engine.lifecycle.state, h.engine._multi_step._microbatcher, 16)
+    own = h.engine._multi_step
+    policy = MultiStepPolicy(h.engine.lifecycle.state, own._microbatcher, 16, own.drafts)
     policy.observe(0.001, 1)
     policy.observe(0.016, 16)
     assert policy._step_seconds == pytest.approx(0.001)
