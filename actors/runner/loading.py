@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from rayfin.actors.runner.parallel.groups import ProcessGroups
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.config import EngineArgs, Quantization
@@ -15,6 +14,7 @@ from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_de
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.models.weights import load_config, load_model, page_type
+from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
 from rayfin.actors.timing import MODEL_LOAD_SECONDS

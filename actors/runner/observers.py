@@ -7,10 +7,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from rayfin.actors.runner.parallel.groups import ProcessGroups
 
 from rayfin.actors import failpoints
 from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.runner.parallel.groups import ProcessGroups
 
 
 class StepObserver(Protocol):
