@@ -111,7 +111,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         made = {own.name: own.default_factory for own in dataclasses.fields(function)}
     elif inspect.isclass(function):
         hints = get_type_hints(function.__init__)
-    told = []
+    entry = []
     for name, own in signature.parameters.items():
         text = name + (f": {words_of(hints[name])}" if name in hints else "")
         if own.default is not own.empty:
@@ -120,10 +120,10 @@ def parameters(function: Callable[..., Any]) -> list[str]:
             text += f" = {value!r}"
         if own.kind is not own.POSITIONAL_OR_KEYWORD:
             text += f" ({own.kind.description})"
-        told.append(text)
+        entry.append(text)
     if "return" in hints and not inspect.isclass(function):
-        told.append(f"-> {words_of(hints['return'])}")
-    return told
+        entry.append(f"-> {words_of(hints['return'])}")
+    return entry
 
 
 def methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -140,12 +140,12 @@ def methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def members(kind: type) -> Json:
     """A public class: how it is made, its methods, and what is in what it gives back."""
-    told: Json = {"()": parameters(kind)} | insides(kind)
+    entry: Json = {"()": parameters(kind)} | insides(kind)
     for name, function in methods(kind):
-        told[name] = parameters(function)
+        entry[name] = parameters(function)
         for inner in internal_classes(get_type_hints(function).get("return")):
-            told[f"the * of {name}"] = output(inner)
-    return told
+            entry[f"the * of {name}"] = output(inner)
+    return entry
 
 
 def output(kind: type) -> Json:
@@ -164,13 +164,13 @@ def insides(kind: type) -> Json:
 
 def python() -> Json:
     """The names of ``import rayfin``; the keyword settings of ``LLM`` are an engine's."""
-    told: Json = {"names": sorted(rayfin.__all__)}
+    entry: Json = {"names": sorted(rayfin.__all__)}
     for name in rayfin.__all__:
         value = getattr(rayfin, name)
         is_class = inspect.isclass(value)
-        told[name] = members(value) if is_class else type(value).__name__
-    told["settings of LLM()"] = sorted(own.name for own in dataclasses.fields(EngineArgs))
-    return told
+        entry[name] = members(value) if is_class else type(value).__name__
+    entry["settings of LLM()"] = sorted(own.name for own in dataclasses.fields(EngineArgs))
+    return entry
 
 
 # The command line
@@ -180,13 +180,13 @@ def command_line() -> Json:
     """Every command by its words, with its arguments in order and its options by their flags."""
 
     def walk(command: click.Command, words: str) -> Iterator[tuple[str, Json]]:
-        told: Json = {"arguments": [], "options": {}}
+        entry: Json = {"arguments": [], "options": {}}
         for own in command.params:
             if isinstance(own, click.Option):
-                told["options"][" ".join([*own.opts, *own.secondary_opts])] = parameter(own)
+                entry["options"][" ".join([*own.opts, *own.secondary_opts])] = parameter(own)
             else:
-                told["arguments"].append([own.human_readable_name, parameter(own)])
-        yield words, told
+                entry["arguments"].append([own.human_readable_name, parameter(own)])
+        yield words, entry
         if isinstance(command, click.Group):
             for name, inner in command.commands.items():
                 yield from walk(inner, f"{words} {name}")
@@ -197,7 +197,7 @@ def command_line() -> Json:
 def parameter(own: click.Parameter) -> Json:
     """What is said of it that is no help; what is as usual is left out."""
     kind: Any = own.type
-    told = own.to_info_dict()
+    entry = own.to_info_dict()
     text = kind.name
     if isinstance(kind, click.Choice):
         text = "|".join(kind.choices)
@@ -206,7 +206,7 @@ def parameter(own: click.Parameter) -> Json:
         text += f" {left}{kind.min}, {kind.max}{right}"
     switches = ("required", "multiple", "count", "hidden", "is_flag")
     usual = dict.fromkeys(switches, False) | {"nargs": 1, "default": None, "envvar": None}
-    facts = {name: told[name] for name, value in usual.items() if told.get(name, value) != value}
+    facts = {name: entry[name] for name, value in usual.items() if entry.get(name, value) != value}
     return {"type": text, **facts}
 
 
@@ -230,7 +230,7 @@ def plain(schema: Any, schemas: Json, above: tuple[str, ...] = ()) -> Any:
             return f"as {len(above) - above.index(name)} above"
         others = {key: value for key, value in schema.items() if key != "$ref"}
         return plain(schemas[name] | others, schemas, (*above, name))
-    told: Json = {}
+    entry: Json = {}
     for key, value in schema.items():
         if key in ("title", "description", "examples", "discriminator"):
             continue
@@ -240,19 +240,19 @@ def plain(schema: Any, schemas: Json, above: tuple[str, ...] = ()) -> Any:
             value = [plain(own, schemas, above) for own in value]
         elif key in ("items", "additionalProperties", "not", "contains"):
             value = plain(value, schemas, above)
-        told[key] = sorted(value) if key == "required" else value
-    return told
+        entry[key] = sorted(value) if key == "required" else value
+    return entry
 
 
 def described(document: Json) -> Json:
-    """An OpenAPI document by routes; bodies of failures that are all alike are told once."""
+    """An OpenAPI document by routes; bodies of failures that are all alike are listed once."""
     schemas = document["components"]["schemas"]
 
     def bodies(own: Json) -> Json:
         content = own.get("content", {})
         return {kind: plain(value.get("schema"), schemas) for kind, value in content.items()}
 
-    told: Json = {}
+    entry: Json = {}
     failures: list[Json] = []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -261,7 +261,7 @@ def described(document: Json) -> Json:
             for status in failed:
                 if answers[status] not in failures:
                     failures.append(answers[status])
-            told[f"{method.upper()} {path}"] = {
+            entry[f"{method.upper()} {path}"] = {
                 "parameters": [
                     [own["name"], own["in"], own["required"], plain(own["schema"], schemas)]
                     for own in operation.get("parameters", ())
@@ -270,14 +270,14 @@ def described(document: Json) -> Json:
                 "answers": {s: own for s, own in answers.items() if s not in failed},
                 "failures": " ".join(failed),
             }
-    return {"routes": told, "bodies of failures": failures}
+    return {"routes": entry, "bodies of failures": failures}
 
 
 SAYS = {"max_tokens": 4, "seed": 1}
 TALK = {"messages": [{"role": "user", "content": "hello"}], **SAYS}
 IDS = {"return_token_ids": True, **SAYS}
 LONG = {"max_output_tokens": 16}
-TOLD = {"stream_options": {"include_usage": True}, "stream": True}
+STREAMED = {"stream_options": {"include_usage": True}, "stream": True}
 GETS = (
     "/ /health /live /ping /load /version /metrics /docs /ui /ui/state /admin/engines /is_sleeping "
     "/v1/models /v1/models/tiny /v1/responses/none /v1/completions /v1/other"
@@ -289,10 +289,10 @@ ASKED: tuple[tuple[str, Json | None], ...] = (
     ("POST /detokenize", {"tokens": [5, 6]}),
     ("POST /v1/completions", {"prompt": "hello", **SAYS}),
     ("POST /v1/completions", {"logprobs": 1, "prompt_logprobs": 1, "prompt": "hello", **IDS}),
-    ("POST /v1/completions", {"prompt": "hello", **TOLD, **SAYS}),
+    ("POST /v1/completions", {"prompt": "hello", **STREAMED, **SAYS}),
     ("POST /v1/chat/completions", TALK),
     ("POST /v1/chat/completions", {"logprobs": True, "top_logprobs": 1, **TALK, **IDS}),
-    ("POST /v1/chat/completions", {**TOLD, **TALK}),
+    ("POST /v1/chat/completions", {**STREAMED, **TALK}),
     ("POST /invocations", TALK),
     ("POST /v1/responses", {"input": "hello", **LONG}),
     ("POST /v1/responses", {"input": "hello", "stream": True, **LONG}),
@@ -327,19 +327,22 @@ def shape(value: Any, name: str = "") -> Any:
 def answer(response: httpx.Response) -> Json:
     """Its status, its headers and the shape of its body; of a stream, the kinds of events."""
     kind = response.headers.get("content-type", "").partition(";")[0]
-    told: Json = {"status": response.status_code, "headers": " ".join(sorted(response.headers))}
+    entry: Json = {
+        "status": response.status_code,
+        "headers": " ".join(sorted(response.headers)),
+    }
     if kind == "application/json":
-        told["body"] = shape(response.json())
+        entry["body"] = shape(response.json())
     elif kind == "text/event-stream":
-        told["events"] = []
+        entry["events"] = []
         for text in response.text.split("\n\n"):
             lines = [line.partition(": ") for line in text.splitlines() if text[0] != ":"]
             event = {name: told_in_event(name, value) for name, _, value in lines}
-            if event and event not in told["events"]:
-                told["events"].append(event)
+            if event and event not in entry["events"]:
+                entry["events"].append(event)
     elif kind:
-        told["type"] = kind
-    return told
+        entry["type"] = kind
+    return entry
 
 
 def told_in_event(name: str, value: str) -> Any:
@@ -393,8 +396,8 @@ def http() -> Json:
         },
         "described": described(document.json()),
         "answers": {
-            f"{words} {'' if body is None else json.dumps(body)}".strip(): answer(told)
-            for (words, body), told in answers
+            f"{words} {'' if body is None else json.dumps(body)}".strip(): answer(entry)
+            for (words, body), entry in answers
         },
         "codes of refusals": HTTP_CODES,
         "types of refusals, Anthropic's": TYPES,
@@ -405,13 +408,13 @@ def http() -> Json:
 
 
 def metrics() -> Json:
-    """The series, as they are told; a label that has a closed set of values has them listed."""
+    """The series, as they are rendered; a label that has a closed set of values has them listed."""
     ledger = Ledger()
     ledger.apply(engine_report("0", stats(), 0.0), 0.0)
     ledger.apply(IngressCounters().report(), 0.0)
     own, both = (series(Writer("tiny", alias).write(ledger).decode()) for alias in (None, "vllm"))
     assert own.items() <= both.items()
-    alias = {name: told for name, told in both.items() if name not in own}
+    alias = {name: entry for name, entry in both.items() if name not in own}
     return {"always": own, "with --metrics-alias vllm": alias}
 
 
@@ -426,10 +429,10 @@ def series(text: str) -> Json:
                 values = labels.setdefault(label, [])
                 if value not in values:
                     values.append(value)
-        told: Json = {"type": family.type, "buckets": " ".join(labels.pop("le", ()))}
-        told["labels"] = {label: " ".join(values) for label, values in labels.items()}
+        entry: Json = {"type": family.type, "buckets": " ".join(labels.pop("le", ()))}
+        entry["labels"] = {label: " ".join(values) for label, values in labels.items()}
         name = family.samples[0].name.removesuffix("_bucket")
-        found[name] = {key: value for key, value in told.items() if value}
+        found[name] = {key: value for key, value in entry.items() if value}
     return found
 
 
@@ -468,13 +471,13 @@ def import_paths() -> dict[str, list[str]]:
 
 def settings(kind: type[BaseModel]) -> Json:
     """The keys of a model of pydantic's; one that holds other models tells theirs."""
-    told: Json = {"others": kind.model_config.get("extra", "ignore"), "keys": {}}
+    entry: Json = {"others": kind.model_config.get("extra", "ignore"), "keys": {}}
     for name, own in kind.model_fields.items():
         default = "" if own.is_required() else f" = {own.get_default(call_default_factory=True)!r}"
-        told["keys"][name] = words_of(own.annotation) + default
+        entry["keys"][name] = words_of(own.annotation) + default
         for inner in internal_classes(own.annotation):
-            told[f"the * of {name}"] = settings(inner)
-    return told
+            entry[f"the * of {name}"] = settings(inner)
+    return entry
 
 
 def configurations() -> Json:
@@ -499,13 +502,13 @@ def package() -> Json:
 def failures() -> Json:
     """HTTP status and type of each code that an error of ours has."""
     kinds = [own for own in vars(errors).values() if inspect.isclass(own)]
-    told: dict[str, list[Json]] = {}
+    entry: dict[str, list[Json]] = {}
     for kind in kinds:
         if issubclass(kind, errors.RayfinError):
             facts = {"status": kind.status, "type": kind.type}
-            if facts not in told.setdefault(kind.code, []):
-                told[kind.code].append(facts)
-    return told
+            if facts not in entry.setdefault(kind.code, []):
+                entry[kind.code].append(facts)
+    return entry
 
 
 def failpoint_words() -> Json:
@@ -546,8 +549,8 @@ def as_json(value: Any) -> Any:
 
 
 def written() -> Json:
-    told: Json = json.loads(LIST.read_text())
-    return told
+    entry: Json = json.loads(LIST.read_text())
+    return entry
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -566,8 +569,8 @@ def test_what_configurations_import_is_there() -> None:
 
 
 def test_the_list_is_as_it_is_written() -> None:
-    told = written()
-    assert told.keys() == {"", *PARTS} and LIST.read_text() == pretty(told) + "\n"
+    entry = written()
+    assert entry.keys() == {"", *PARTS} and LIST.read_text() == pretty(entry) + "\n"
 
 
 def test_names_of_schemas_are_no_part_of_it() -> None:

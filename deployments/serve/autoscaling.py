@@ -52,8 +52,8 @@ def autoscaling(least: int, most: int, idle_seconds: float) -> dict[str, Any]:
     """The ``autoscaling_config`` of the engine deployment.
 
     With ``least`` 0 the first engine is started all the same: ingresses learn its limits. From zero
-    Serve starts one for what is queued at the deployment's handle, which is a call of whoever waits
-    (deployments/client/waiting_room.py): this policy is not asked.
+    With no engine, Serve starts one for a call that is queued at the deployment's handle, which the
+    waiting room makes (deployments/client/waiting_room.py). This policy is not called then.
     """
     return {
         "min_replicas": least,

@@ -110,7 +110,7 @@ class Reader:
         for delta in self.deltas:
             oracle.logprobs += delta.logprobs or []
             for position, entry in delta.prompt_logprobs.items():
-                assert position == len(oracle.prompt_logprobs) + 1, "told twice, or not at all"
+                assert position == len(oracle.prompt_logprobs) + 1, "delivered twice, or not at all"
                 oracle.prompt_logprobs.append(entry)
         oracle.check_logprobs()
 
@@ -285,12 +285,12 @@ async def test_draining_engine_gets_nothing_new(world: Any, client: EnginePool) 
 async def test_sleeping_engine_gets_nothing_new_and_loses_nothing(
     world: Any, client: EnginePool
 ) -> None:
-    """What is there pauses; without another engine newcomers are told so at once."""
+    """Running requests pause; without another engine new ones are refused at once."""
     sleeper = world.start("app/engine/0")
     readers = [Reader(client, request(40)) for _ in range(3)]
     await until(lambda: all(len(reader.tokens) > 5 for reader in readers))
-    (told,) = await client.manage(Command.SLEEP, "0")
-    assert (told.engine, told.state, told.stats.pages_held) == ("0", "asleep", 0)
+    (reported,) = await client.manage(Command.SLEEP, "0")
+    assert (reported.engine, reported.state, reported.stats.pages_held) == ("0", "asleep", 0)
     with pytest.raises(EngineAsleep):
         await Reader(client, request()).task
     other = world.start("app/engine/1")
@@ -434,8 +434,8 @@ async def test_engines_have_short_names_in_metrics(world: Any, client: EnginePoo
 
 async def test_each_whole_answer_tells_its_time_on_the_way(client: EnginePool, world: Any) -> None:
     """Also after a replay: of the attempt that came to its end."""
-    told: list[float] = []
-    client.events.transported = told.append
+    reported: list[float] = []
+    client.events.transported = reported.append
     one = world.start("one")
     readers = [Reader(client, request()) for _ in range(3)]
     await until(lambda: all(reader.tokens for reader in readers))
@@ -443,5 +443,5 @@ async def test_each_whole_answer_tells_its_time_on_the_way(client: EnginePool, w
     world.start("two")
     for reader in readers:
         await reader.check()
-    assert len(told) == len(readers) and all(0 <= seconds < 20 for seconds in told)
+    assert len(reported) == len(readers) and all(0 <= seconds < 20 for seconds in reported)
     assert not one.alive

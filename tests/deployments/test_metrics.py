@@ -1,4 +1,4 @@
-"""What an ingress counts of its streams, and how the counts are told."""
+"""What an ingress counts of its streams, and how the counts are rendered."""
 
 import asyncio
 from collections.abc import AsyncGenerator

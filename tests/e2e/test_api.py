@@ -134,7 +134,7 @@ def test_small_endpoints(app: Any, http: httpx.Client, client: openai.OpenAI) ->
 
 
 def test_stop_strings_count_as_stop(app: Any, solo: LLM, client: openai.OpenAI) -> None:
-    """The engine is told to abort, and why."""
+    """The engine gets an abort with its reason."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     text = solo.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text
     common = {"model": app.model, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}

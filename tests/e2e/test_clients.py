@@ -43,7 +43,7 @@ def completions(solo: LLM) -> list[str]:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody but the server is spoken to: no proxy, no telemetry."""
+    """The clients connect to the server only: no proxy, no telemetry."""
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)

@@ -1,4 +1,4 @@
-"""A storm of garbage on the socket: no failure of the server's, nobody else notices, no leak."""
+"""A storm of garbage on the socket: no failure, no effect on other clients, no leak."""
 
 import asyncio
 import json

@@ -137,7 +137,7 @@ def test_stop_string_ends_the_text(llm: LLM) -> None:
 
 
 def test_tokens_past_a_stop_string_reach_no_later_call(llm: LLM) -> None:
-    """The engine runs on for a few steps after a stop string; nobody may get those tokens."""
+    """The engine runs on for a few steps after a stop string; no caller may get those tokens."""
     params = SamplingParams(seed=3, max_tokens=LENGTH, ignore_eos=True)
     expected = choices(llm.generate(PROMPTS[0], params, use_tqdm=False))
     stop = expected[0][0].text[3:6]

@@ -56,8 +56,8 @@ def test_both_answer_and_one_sleeps_at_zero(zoo: Any, eventually: Callable[..., 
             for model in ("demo", "rare")
         ]
 
-        def told() -> bool:
+        def reported() -> bool:
             text = http.get("/metrics").raise_for_status().text
             return all(count in text for count in counts)
 
-        eventually(told, "the metrics of both are told")
+        eventually(reported, "the metrics of both are there")

@@ -125,7 +125,7 @@ def test_any_replica_tells_the_metrics_of_both(
 ) -> None:
     """And so does the hub's own port, under vLLM's names as well."""
 
-    def told() -> list[float]:
+    def reported() -> list[float]:
         urls = [f"{pair.url}/metrics"] * TRIES + [f"http://127.0.0.1:{ports[0]}/metrics"]
         found = []
         for url in urls:
@@ -135,17 +135,17 @@ def test_any_replica_tells_the_metrics_of_both(
                 found.append(sum(float(line.split()[-1]) for line in lines))
         return found
 
-    eventually(lambda: len(set(told())) == 1, "all tell the same")
-    before = told()[0]
+    eventually(lambda: len(set(reported())) == 1, "all tell the same")
+    before = reported()[0]
     for _ in range(TRIES):
         client.completions.create(model=pair.model, prompt="Hello", max_tokens=2)
-    eventually(lambda: set(told()) == {before + TRIES}, "all tell of the new requests")
+    eventually(lambda: set(reported()) == {before + TRIES}, "all tell of the new requests")
 
 
 def test_operators_have_a_port_of_their_own(
     pair: Any, client: openai.OpenAI, ports: tuple[int, int], eventually: Callable[..., Any]
 ) -> None:
-    """Where the API knows none of their routes; what is told there holds for all replicas."""
+    """Where the API knows none of their routes; a command there holds for all replicas."""
     key = {"Authorization": "Bearer operator"}
     asked: dict[str, Any] = {"model": pair.model, "prompt": "Hello", "max_tokens": 2}
     assert httpx.get(f"{pair.url}/admin/engines", headers=key).status_code == 404
@@ -158,8 +158,8 @@ def test_operators_have_a_port_of_their_own(
 
         def all_say(status: int) -> bool:
             url = f"{pair.url}/v1/completions"
-            told = [httpx.post(url, json=asked, timeout=60) for _ in range(TRIES)]
-            return {answer.status_code for answer in told} == {status}
+            reported = [httpx.post(url, json=asked, timeout=60) for _ in range(TRIES)]
+            return {answer.status_code for answer in reported} == {status}
 
         eventually(lambda: all_say(503), "both replicas know that it sleeps")
         http.post("/admin/wake").raise_for_status()

@@ -107,9 +107,9 @@ def test_log_probabilities_are_transformers(solo: LLM, reference: Any) -> None:
     ids = [*result.prompt_token_ids, *output.token_ids]
     expected = log_softmax(reference, ids)
     assert output.logprobs is not None and result.prompt_logprobs is not None
-    told = result.prompt_logprobs + output.logprobs
-    assert told[0] is None and len(told) == len(ids)
-    for position, entry in enumerate(told[1:], start=1):
+    reported = result.prompt_logprobs + output.logprobs
+    assert reported[0] is None and len(reported) == len(ids)
+    for position, entry in enumerate(reported[1:], start=1):
         assert entry is not None
         row, token = expected[position - 1], ids[position]
         assert next(iter(entry)) == token
@@ -137,8 +137,8 @@ def test_a_prompt_is_scored_over_http(app: Any, solo: LLM, reference: Any) -> No
     ids = solo.get_tokenizer().encode(PROMPT)
     rows = log_softmax(reference, ids)
     expected = [float(rows[i - 1, ids[i]]) for i in range(1, len(ids))]
-    told = choice["logprobs"]["token_logprobs"]
-    assert told[0] is None and told[1:] == pytest.approx(expected, abs=TOLERANCE)
+    reported = choice["logprobs"]["token_logprobs"]
+    assert reported[0] is None and reported[1:] == pytest.approx(expected, abs=TOLERANCE)
     assert choice["text"] == PROMPT
     for token, offset in zip(
         choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True
@@ -170,10 +170,10 @@ def test_choices_fork_and_keep_their_rules(solo: LLM) -> None:
         assert choice.logprobs is not None and alone.logprobs is not None
         for mine, theirs in zip(choice.logprobs, alone.logprobs, strict=True):
             assert mine.keys() == theirs.keys()
-            for token, told in mine.items():
-                assert told.logprob == pytest.approx(theirs[token].logprob, abs=TOLERANCE)
+            for token, reported in mine.items():
+                assert reported.logprob == pytest.approx(theirs[token].logprob, abs=TOLERANCE)
     assert together.prompt_logprobs is not None and together.prompt_logprobs[0] is None
-    assert all(told is not None for told in together.prompt_logprobs[1:])
+    assert all(reported is not None for reported in together.prompt_logprobs[1:])
 
 
 def test_the_models_own_defaults(solo: LLM, tmp_path: Path, model: str) -> None:

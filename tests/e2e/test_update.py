@@ -19,7 +19,7 @@ MORE = 15  # answers once the update is through
 
 
 class Clients:
-    """Ask the same again and again, each in a thread, until they are told to end."""
+    """Ask the same again and again, each in a thread, until they are stopped."""
 
     def __init__(self, app: Any) -> None:
         self.answers: list[list[int]] = []

@@ -29,7 +29,7 @@ from rayfin.actors.messages import (
     StepResult,
 )
 
-UNWRITTEN = -7  # a slot of a page that nobody has written since it was taken
+UNWRITTEN = -7  # a slot of a page not written since it was allocated
 JUNK_TOKEN = 0
 JUNK = -9  # what a row leaves in its own pages that goes on after its end
 
@@ -58,7 +58,7 @@ class FakeExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self.epoch = 0
         self.config = config
-        self.streams: dict[int, Stream] = {}  # by seed: what the runner is not told
+        self.streams: dict[int, Stream] = {}  # by seed: what the runner does not receive
         self.fail_at: set[int] = set()  # calls during which the group dies
         self.fail_submit_at: set[int] = set()  # calls that find it dead
         self.fail_restarts = 0  # restarts to come that fail
@@ -168,7 +168,7 @@ class FakeExecutor:
     def _move_pages(self, info: SchedulerInfo) -> set[int]:
         """The moves one by one; returns the pages that they wrote.
 
-        A page is read while somebody holds it, or after a move wrote it; one is written that nobody
+        A page is read while a request holds it, or after a move wrote it; one is written that nobody
         holds any more. What comes back from a host page went there before, and comes back once.
         """
         held = {page for mirror in self.live.values() for page in mirror.pages}
@@ -185,7 +185,9 @@ class FakeExecutor:
             assert source >= 0 and (content[0] >= 0 or spoiled), "what is moved holds nothing"
             if kind != SWAP_OUT:
                 (self._spoiled.add if spoiled else self._spoiled.discard)(target)
-            assert kind == SWAP_IN or source in held | moved, "a page is moved that nobody holds"
+            assert kind == SWAP_IN or source in held | moved, (
+                "a page is moved that no request holds"
+            )
             if kind == SWAP_OUT:
                 assert target >= 0
                 self._host[target] = content
@@ -256,7 +258,7 @@ class FakeExecutor:
             assert len(new.history) >= known, "tokens that the client has are not sent back"
             assert np.array_equal(new.history, stream.truth(len(new.history)))
         else:
-            assert new.history is None, "a history that nobody needs"
+            assert new.history is None, "a history without a use"
 
     def _num_shared(self, info: SchedulerInfo, row: int, pages: list[int], moved: set[int]) -> int:
         """How many of a request's first ``pages`` it found in the cache.
@@ -289,8 +291,8 @@ class FakeExecutor:
         for page, group in self._shared.items():
             index = group[0].pages.index(page)
             assert all(mirror.pages.index(page) == index for mirror in group)
-            told = [mirror for mirror in group if mirror.stream is not None]
-            for first, other in pairwise(told):
+            delivered = [mirror for mirror in group if mirror.stream is not None]
+            for first, other in pairwise(delivered):
                 assert first.stream is not None and other.stream is not None
                 assert first.stream.source.extra_keys == other.stream.source.extra_keys
                 end = (index + 1) * self.config.page_size
@@ -337,7 +339,7 @@ class FakeExecutor:
     def _run_on(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
         """A row that is over, which the scheduler does not know yet: whatever it says is dropped.
 
-        It writes to pages of its own, where nobody may look.
+        It writes to pages of its own, which no other row may read.
         """
         assert mirror.over_since is not None
         assert self.num_run - mirror.over_since < self.config.steps_in_flight, "it is known"
@@ -357,7 +359,7 @@ class FakeExecutor:
             assert SAMPLED_LAST_STEP not in chunk, "a placeholder in a prompt"
             return chunk
         if mirror.beams is not None:
-            assert chunk[0] != SAMPLED_LAST_STEP, "a beam decodes what nobody has picked"
+            assert chunk[0] != SAMPLED_LAST_STEP, "a beam decodes a token that was not picked"
             return chunk
         assert mirror.sampled is not None, "decodes before it has sampled"
         assert chunk[0] in (SAMPLED_LAST_STEP, mirror.sampled)
@@ -409,8 +411,8 @@ class FakeExecutor:
         mirror.sampled = next_token(context, seed, self.config.vocab_size)
         result.tokens[row, column] = mirror.sampled
         if mirror.new.sampling.logprobs is not None:
-            told = next_logprobs(context, seed, self.config.vocab_size)
-            self._told.append((row * info.num_steps + column, mirror.sampled, told))
+            delivered = next_logprobs(context, seed, self.config.vocab_size)
+            self._told.append((row * info.num_steps + column, mirror.sampled, delivered))
 
     def _fails(self, mirror: Mirror, end: int) -> bool:
         """Whether the row that ends at ``end`` is planted to fail."""
@@ -422,19 +424,19 @@ class FakeExecutor:
     def _sample_junk(
         self, info: SchedulerInfo, row: int, column: int, mirror: Mirror, result: StepResult
     ) -> None:
-        """It stands on what was never written: nobody may hear what it says."""
+        """It stands on what was never written: its output must not be delivered."""
         if info.last_pos[row] != NO_TOKEN:
             mirror.sampled = JUNK_TOKEN
             result.tokens[row, column] = JUNK_TOKEN
             if mirror.new.sampling.logprobs is not None:
-                told = next_logprobs(np.array(mirror.pages), 0, self.config.vocab_size)
-                self._told.append((row * info.num_steps + column, JUNK_TOKEN, told))
+                delivered = next_logprobs(np.array(mirror.pages), 0, self.config.vocab_size)
+                self._told.append((row * info.num_steps + column, JUNK_TOKEN, delivered))
 
     def _score(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
         """What the model thinks of the prompt tokens that follow those of the row's chunk."""
-        told = score_prompt(info, row, mirror.new, self.config.vocab_size)
-        if told is not None:
-            result.prompt_logprobs[row] = told
+        delivered = score_prompt(info, row, mirror.new, self.config.vocab_size)
+        if delivered is not None:
+            result.prompt_logprobs[row] = delivered
 
     def _goes_on(self, mirror: Mirror) -> bool:
         """Whether a row of a lease samples again; ``RequestSlots.still_decoding`` says the same."""

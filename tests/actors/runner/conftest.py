@@ -106,10 +106,10 @@ class Served:
             for at, entry in _entries(deltas.logprobs):
                 self.logprobs.setdefault(int(deltas.keys[at]), []).append(entry)
         for key, logprobs in deltas.prompt_logprobs.items():
-            told = self.prompt_logprobs.setdefault(key, {})
+            entries = self.prompt_logprobs.setdefault(key, {})
             for at, entry in _entries(logprobs):
-                assert at not in told, "told twice"
-                told[at] = entry
+                assert at not in entries, "emitted twice"
+                entries[at] = entry
 
     def _record_keys(self, info: SchedulerInfo) -> Any:
         keys = self.engine.lifecycle.state.running.key[info.ids].tolist()

@@ -1,4 +1,4 @@
-"""A computation that raises: whose fault it is, and that nobody else's result differs."""
+"""A computation that raises: whose fault it is, and that no other result differs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +48,12 @@ class Model:
         last = np.array([info.chunk_prompt(row)[-1] for row in range(len(info.ids))], np.int32)
         rows = np.arange(len(last), dtype=np.int32)
         column = np.zeros((len(last), 1), np.float32)
-        told = Logprobs(rows, last.astype(np.float32), rows, column.astype(np.int32), column)
-        return Sampled(last, logprobs=told, prompt_logprobs={0: told} if info.prefill_batch else {})
+        scores = Logprobs(rows, last.astype(np.float32), rows, column.astype(np.int32), column)
+        return Sampled(
+            last,
+            logprobs=scores,
+            prompt_logprobs={0: scores} if info.prefill_batch else {},
+        )
 
 
 def isolated(model: Model, info: SchedulerInfo) -> Sampled:
@@ -69,8 +73,8 @@ def test_rows_at_fault_fail_alone(bad: tuple[int, ...]) -> None:
     assert sampled.tokens[others].tolist() == whole.tokens[others].tolist()
     assert (sampled.tokens[guilty] == NO_TOKEN).all()
     assert sampled.logprobs is not None
-    told = {at: entry.logprob for at, entry in sampled.logprobs.entries()}
-    assert told == {row: float(whole.tokens[row]) for row in others}
+    scores = {at: entry.logprob for at, entry in sampled.logprobs.entries()}
+    assert scores == {row: float(whole.tokens[row]) for row in others}
 
 
 def test_one_bad_row_costs_a_logarithm() -> None:

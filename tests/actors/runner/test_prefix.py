@@ -31,7 +31,7 @@ def _check(tiny: Any, engine: Any, key: int, prompt: list[int], tokens: list[int
 def test_second_request_finds_the_first_ones_pages(
     family: str, tiny_model: Make, served: Make, request_of: Make
 ) -> None:
-    """Longer than every sliding window (8, 12): its pages stay good for whoever comes."""
+    """Longer than every sliding window (8, 12): its pages stay good for requests that comes."""
     tiny, engine = tiny_model(family), served(tiny_model(family).folder)
     prompts = [_prompt(33), _prompt(33), _prompt(33)[:18], _prompt(33) + _prompt(9, seed=1)]
     for key, prompt in enumerate(prompts):
@@ -73,11 +73,11 @@ def test_conversation(max_lease: int, tiny_model: Make, served: Make, request_of
     """Each turn finds the one before, answer included; chunks, and stops at a page's end."""
     tiny = tiny_model("gemma3_text")
     engine = served(tiny.folder, max_lease=max_lease, max_batch_tokens=10)
-    told = _prompt(6)
+    entries = _prompt(6)
     for turn in range(8):
-        tokens = engine.run(request_of(turn, told, MAX_TOKENS))[turn]
-        _check(tiny, engine, turn, told, tokens)
-        told = told + tokens + _prompt(1 + turn, seed=turn)
+        tokens = engine.run(request_of(turn, entries, MAX_TOKENS))[turn]
+        _check(tiny, engine, turn, entries, tokens)
+        entries = entries + tokens + _prompt(1 + turn, seed=turn)
     assert all(engine.cached[turn] > engine.cached[turn - 1] for turn in range(1, 8))
 
 

@@ -30,8 +30,8 @@ async def completion(http: httpx.AsyncClient, **body: Any) -> tuple[dict[str, An
     body = {"prompt": PROMPT, "max_tokens": 60, "seed": 7, **body}
     whole = (await http.post("/v1/completions", json=body)).json()["choices"][0]
     events = chunks((await http.post("/v1/completions", json={**body, "stream": True})).text)
-    told = [event["choices"][0]["logprobs"] for event in events]
-    joined = {name: [entry for own in told for entry in own[name]] for name in LISTS}
+    entries = [event["choices"][0]["logprobs"] for event in events]
+    joined = {name: [entry for own in entries for entry in own[name]] for name in LISTS}
     texts = [event["choices"][0]["text"] for event in events]
     return whole, {"text": "".join(texts), "logprobs": joined}
 
@@ -43,31 +43,31 @@ async def test_of_a_completion(
 ) -> None:
     engine.lease = lease
     whole, joined = await completion(http, logprobs=2, echo=echo)
-    told = whole["logprobs"]
-    assert joined == {"text": whole["text"], "logprobs": told}
+    entries = whole["logprobs"]
+    assert joined == {"text": whole["text"], "logprobs": entries}
     prompt = tokenizer.encode(PROMPT) if echo else []
     ids = [*prompt, *engine.reply, engine.eos]
     assert whole["text"] == PROMPT * echo + REPLY
-    assert told["tokens"] == [tokenizer.token_text(token) for token in ids]
+    assert entries["tokens"] == [tokenizer.token_text(token) for token in ids]
     scores = [None, *(-float(i) for i in range(1, len(prompt)))] if echo else []
-    assert told["token_logprobs"] == scores + [-3.0] * (len(ids) - len(prompt))
-    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+    assert entries["token_logprobs"] == scores + [-3.0] * (len(ids) - len(prompt))
+    for token, offset in zip(entries["tokens"], entries["text_offset"], strict=True):
         if "\ufffd" not in token and token != "<|im_end|>":
             assert whole["text"][offset:].startswith(token)
-    assert told["text_offset"] == sorted(told["text_offset"])
-    assert told["text_offset"][-1] == len(whole["text"])
+    assert entries["text_offset"] == sorted(entries["text_offset"])
+    assert entries["text_offset"][-1] == len(whole["text"])
     names = [tokenizer.token_text(token) for token in (5, 6)]
-    for token, top in zip(told["tokens"][echo:], told["top_logprobs"][echo:], strict=True):
+    for token, top in zip(entries["tokens"][echo:], entries["top_logprobs"][echo:], strict=True):
         assert {name: top[name] for name in names} == {names[0]: -0.25, names[1]: -0.5}
         assert top.keys() == {token, *names}
 
 
 async def test_minus_infinity_and_ids_for_names(http: httpx.AsyncClient, engine: Any) -> None:
     whole, joined = await completion(http, logprobs=3, return_tokens_as_token_ids=True)
-    told = whole["logprobs"]
-    assert joined["logprobs"] == told
-    assert told["tokens"] == [f"token_id:{token}" for token in [*engine.reply, engine.eos]]
-    assert told["top_logprobs"][0]["token_id:7"] == -9999.0
+    entries = whole["logprobs"]
+    assert joined["logprobs"] == entries
+    assert entries["tokens"] == [f"token_id:{token}" for token in [*engine.reply, engine.eos]]
+    assert entries["top_logprobs"][0]["token_id:7"] == -9999.0
     whole, _ = await completion(http, logprobs=0)
     assert all(len(top) == 1 for top in whole["logprobs"]["top_logprobs"])
 
@@ -95,7 +95,7 @@ async def test_each_choice_of_a_stream_echoes_its_scores(http: httpx.AsyncClient
     for event in chunks((await http.post("/v1/completions", json=body)).text):
         firsts.setdefault(event["choices"][0]["index"], event["choices"][0]["logprobs"])
     assert firsts.keys() == {0, 1, 2}
-    assert len({str(told["token_logprobs"][:-1]) for told in firsts.values()}) == 1
+    assert len({str(entries["token_logprobs"][:-1]) for entries in firsts.values()}) == 1
 
 
 @pytest.mark.parametrize("lease", [1, 50])
@@ -106,14 +106,14 @@ async def test_of_a_chat(
     asked: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 90, "seed": 7}
     asked |= {"logprobs": True, "top_logprobs": 2}
     reply = await openai.chat.completions.create(**asked)
-    told = reply.choices[0].logprobs
-    assert told is not None and told.content is not None
-    assert [own.token for own in told.content] == [
+    entries = reply.choices[0].logprobs
+    assert entries is not None and entries.content is not None
+    assert [own.token for own in entries.content] == [
         tokenizer.token_text(token) for token in [*engine.reply, engine.eos]
     ]
-    said = b"".join(bytes(own.bytes or []) for own in told.content)
+    said = b"".join(bytes(own.bytes or []) for own in entries.content)
     assert said.decode() == f"{REPLY}<|im_end|>"
-    for own in told.content:
+    for own in entries.content:
         assert own.logprob == -3.0
         assert [(top.token, top.logprob) for top in own.top_logprobs] == [
             (tokenizer.token_text(5), -0.25),
@@ -125,7 +125,7 @@ async def test_of_a_chat(
         if chunk.choices[0].logprobs is not None
         for own in chunk.choices[0].logprobs.content or []
     ]
-    assert joined == told.content
+    assert joined == entries.content
     bare = await openai.chat.completions.create(**{**asked, "top_logprobs": None})
     assert bare.choices[0].logprobs is not None
     assert all(not own.top_logprobs for own in bare.choices[0].logprobs.content or [])
@@ -138,9 +138,9 @@ async def test_of_prompts_as_vllm_tells_them(
     reply = (await http.post("/v1/completions", json=body)).json()
     ids = engine.seen[0].prompt.tolist()
     for choice in reply["choices"]:
-        told = choice["prompt_logprobs"]
-        assert told[0] is None and len(told) == len(ids)
-        for position, own in list(enumerate(told))[1:]:
+        entries = choice["prompt_logprobs"]
+        assert entries[0] is None and len(entries) == len(ids)
+        for position, own in list(enumerate(entries))[1:]:
             token = ids[position]
             decoded = tokenizer.token_text(token)
             expected = {"logprob": -float(position), "rank": position, "decoded_token": decoded}
@@ -210,7 +210,7 @@ async def test_of_an_answer_that_a_stop_string_cuts(
 
 def test_tokens_before_a_text_take_no_room_in_it(tokenizer: Tokenizer) -> None:
     ids = [tokenizer.inner.eos_token_id, *tokenizer.encode("hello you", False)]
-    told = LogprobsWriter(tokenizer, 0).echo(ids, {}, "hello you")
-    assert told.text_offset[:2] == [0, 0] and told.token_logprobs[0] is None
-    for token, offset in list(zip(told.tokens, told.text_offset, strict=True))[1:]:
+    entries = LogprobsWriter(tokenizer, 0).echo(ids, {}, "hello you")
+    assert entries.text_offset[:2] == [0, 0] and entries.token_logprobs[0] is None
+    for token, offset in list(zip(entries.tokens, entries.text_offset, strict=True))[1:]:
         assert "hello you"[offset:].startswith(token)

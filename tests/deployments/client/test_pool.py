@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 INFO = EngineInfo("fake", 128, 100, 10, 16)
 Calls = list[tuple[list[EngineRequest], list[int], list[int]]]
 KEYS = itertools.count(7)
-CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("CALLER", default="nobody")
+CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("CALLER", default="no request")
 
 
 class Method:
@@ -248,7 +248,7 @@ async def test_stream_that_is_given_up_is_aborted(
         first.cancel()
     await until(lambda: engines[0].aborts)
     assert engines[0].aborts == [key] and not engines[0].stopped
-    engines[0].say((key, 6))  # late news of it disturb nobody
+    engines[0].say((key, 6))  # late output of it is dropped
     after = asyncio.create_task(read(client, "b"))
     await until(lambda: len(engines[0].requests) == 2)
     other = engines[0].requests[1].key
@@ -285,7 +285,7 @@ async def test_nothing_is_sent_in_the_name_of_a_request(
     await until(lambda: engines[0].calls)
     asking.cancel()
     await until(lambda: engines[0].aborts)
-    assert engines[0].callers == ["nobody", "nobody"]
+    assert engines[0].callers == ["no request", "no request"]
 
 
 async def test_refusal_is_raised_to_its_request_alone(

@@ -27,7 +27,7 @@ def test_first_attempt_is_the_request_itself() -> None:
 
 
 def test_tokens_and_time_so_far() -> None:
-    request = source(timeout=3.0, output=[8])  # an answer that is gone on with
+    request = source(timeout=3.0, output=[8])  # an answer that is continued
     replay = Replay(request, 10.0)
     first = replay.attempt(10.0)
     replay.accept(TokenDelta("r", [4]), 10.5)

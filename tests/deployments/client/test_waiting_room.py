@@ -52,7 +52,7 @@ async def test_one_call_for_all_who_wait(anyio_backend: str) -> None:
         await turns()
         assert starts.made == 1
     await turns()
-    assert starts.cancelled == 1  # nobody waits: what nobody wants is not started
+    assert starts.cancelled == 1  # no request waits, so no engine is started
     with room.waiting():
         await turns()
     assert starts.made == 2

@@ -100,7 +100,7 @@ ENOUGH = 16 * WINDOW_BYTES // len(PIECE)  # pieces, many times what kernels keep
 async def test_all_of_a_long_answer_arrives(
     listening: Any, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quick client costs few calls; what a slow one has taken is told each time."""
+    """A quick client costs few calls; each read of a slow one is reported."""
     if slow:
         monkeypatch.setattr(flow, "SLOW_READER_SECONDS", -1.0)
     serve = Serve(ReplicaFlow(Stream(ENOUGH)))
@@ -110,8 +110,8 @@ async def test_all_of_a_long_answer_arrives(
         answer = await asyncio.wait_for(reader.read(), PATIENCE)
         writer.close()
     assert answer.count(PIECE) == ENOUGH and answer.endswith(b"0\r\n\r\n")
-    told = serve.heard.count(TAKEN)
-    assert told > 100 if slow else 16 <= told <= 40
+    reported = serve.heard.count(TAKEN)
+    assert reported > 100 if slow else 16 <= reported <= 40
     assert serve.most_held <= WINDOW_BYTES
 
 
@@ -187,8 +187,8 @@ async def test_continue_is_said_when_the_application_asks(
         writer.write(b"POST / HTTP/1.1\r\n" + EXPECT)
         said = b""
         for head in heads:
-            told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
-            assert told.startswith(head[:13])
+            reported = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
+            assert reported.startswith(head[:13])
             if head.startswith(b"HTTP/1.1 100"):
                 writer.write(b"abc")
         said = await asyncio.wait_for(reader.read(), PATIENCE)

@@ -217,7 +217,7 @@ async def test_a_prefix_of_the_application_is_no_part_of_the_path() -> None:
 
 
 async def test_a_route_knows_the_tenant() -> None:
-    keys = ApiKeys((*ApiKeys.load(["a"]).tenants, (b"0" * 32, "nobody")))  # type: ignore[union-attr]
+    keys = ApiKeys((*ApiKeys.load(["a"]).tenants, (b"0" * 32, "stranger")))  # type: ignore[union-attr]
     async with client_of(application(keys=keys)) as http:
         answer = await http.get("/whoami", headers={"Authorization": "Bearer a"})
         assert answer.json()["tenant"] == keys.tenants[0][1]

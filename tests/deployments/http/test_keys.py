@@ -48,7 +48,7 @@ def test_malformed_keys_are_refused(key: str) -> None:
     assert error.value.param == "api_key"
 
 
-@pytest.mark.parametrize("content", [b"", b"# nobody\n", b"bad name:key\n", b"\xff\xfe", b"a:\n"])
+@pytest.mark.parametrize("content", [b"", b"# comment\n", b"bad name:key\n", b"\xff\xfe", b"a:\n"])
 def test_bad_files_are_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "keys"
     file.write_bytes(content)

@@ -94,7 +94,7 @@ def test_serve_takes_the_policy() -> None:
     config = AutoscalingConfig(**autoscaling(1, 4, 300.0))
     policy = config.policy.get_policy()
     assert policy(context(config, {"a": 3 * WAITING_TOKENS, "b": 1.0}))[0] == 4
-    assert policy(context(config, {}))[0] == 2  # nobody has reported
+    assert policy(context(config, {}))[0] == 2  # no engine has reported
 
 
 def test_flags() -> None:

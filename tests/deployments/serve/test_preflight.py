@@ -1,4 +1,4 @@
-"""Bad models are told before anything starts."""
+"""Bad models are refused before anything starts."""
 
 import json
 from pathlib import Path

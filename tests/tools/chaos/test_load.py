@@ -23,7 +23,7 @@ def chunk(tokens: list[int], text: str, reason: str | None = None) -> bytes:
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
 
 
-async def told(
+async def delivered(
     *parts: bytes,
     silent: bool = False,
     leave: bool = False,
@@ -82,42 +82,42 @@ def answer() -> list[bytes]:
 
 
 def test_an_answer(answer: list[bytes]) -> None:
-    ask, record = asyncio.run(told(*answer))
+    ask, record = asyncio.run(delivered(*answer))
     assert record.answered and kinds(ask, record) == []
 
 
 def test_a_refusal() -> None:
-    ask, record = asyncio.run(told(head("429 Too Many Requests", REFUSAL)))
+    ask, record = asyncio.run(delivered(head("429 Too Many Requests", REFUSAL)))
     assert (record.failed, record.error, kinds(ask, record)) == (True, "queue_full", [])
 
 
 def test_an_error_without_a_body() -> None:
-    ask, record = asyncio.run(told(head("500 Internal Server Error", "oh")))
+    ask, record = asyncio.run(delivered(head("500 Internal Server Error", "oh")))
     assert record.failed and kinds(ask, record) == ["unclear"]
 
 
 def test_a_connection_that_breaks_off(answer: list[bytes]) -> None:
-    ask, record = asyncio.run(told(*answer[:2]))
+    ask, record = asyncio.run(delivered(*answer[:2]))
     assert record.failed and record.broken and kinds(ask, record) == []
 
 
 def test_a_stream_that_never_ends_is_no_client_that_left(answer: list[bytes]) -> None:
-    ask, record = asyncio.run(told(*answer[:2], silent=True))
+    ask, record = asyncio.run(delivered(*answer[:2], silent=True))
     assert record.failed and kinds(ask, record) == ["open"]
 
 
 def test_a_client_that_leaves(answer: list[bytes]) -> None:
-    ask, record = asyncio.run(told(*answer[:2], silent=True, leave=True))
+    ask, record = asyncio.run(delivered(*answer[:2], silent=True, leave=True))
     assert record.left and kinds(ask, record) == []
 
 
 def test_a_stream_that_is_gone_on_with(answer: list[bytes]) -> None:
     first = [answer[0], b"id: a:9\n" + answer[1]]
-    ask, record = asyncio.run(told(*first, rest={"a:9": [answer[0], *answer[2:]]}))
+    ask, record = asyncio.run(delivered(*first, rest={"a:9": [answer[0], *answer[2:]]}))
     assert record.answered and record.again == 1 and kinds(ask, record) == []
 
 
 def test_a_rest_that_says_something_again(answer: list[bytes]) -> None:
     first = [answer[0], b"id: a:9\n" + answer[1]]
-    ask, record = asyncio.run(told(*first, rest={"a:9": answer}))
+    ask, record = asyncio.run(delivered(*first, rest={"a:9": answer}))
     assert kinds(ask, record) == ["duplicated"]
