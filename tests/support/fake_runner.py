@@ -168,8 +168,8 @@ class FakeExecutor:
     def _move_pages(self, info: SchedulerInfo) -> set[int]:
         """The moves one by one; returns the pages that they wrote.
 
-        A page is read while a request holds it, or after a move wrote it; one is written that nobody
-        holds any more. What comes back from a host page went there before, and comes back once.
+        A page that is read is held by a request, or a move wrote it; a page that is written has no
+        holder. What comes back from a host page went there before, and comes back once.
         """
         held = {page for mirror in self.live.values() for page in mirror.pages}
         kept = {

@@ -71,7 +71,7 @@ async def test_the_list_of_routes_is_hidden_and_headers_for_serve_are_dropped() 
         await PlainTextResponse("success")(scope, receive, send)
 
     assert (await asked(app, "/-/routes")).status_code == 404 and not seen
-    reported = {
+    headers = {
         "x-request-timeout-seconds": "0",
         "x-request-disconnect-disabled": "?1",
         "x-mine": "y",
