@@ -27,6 +27,20 @@ OTHERS = ("curl", "docker", "helm", "kubectl", "ray", "export", "pip", "git")
 SCRIPTS = [path for name in ("benchmarks", "tools/chaos") for path in ROOT.glob(f"{name}/*.py")]
 """Scripts whose flags the pages name too."""
 
+PLACES = (
+    *("actors", "benchmarks", "cache", "deployments", "docs"),
+    *("examples", "k8s", "kernels", "tests", "tools"),
+)
+FILE = re.compile(r"`((?:[\w-]+/)*[\w.-]+\.(?:py|cpp|h|md|ya?ml))`")
+
+FILES = "".join(
+    f"/{path.relative_to(ROOT).as_posix()}\n"
+    for folder in (ROOT, *(ROOT / name for name in PLACES))
+    for path in (folder.iterdir() if folder == ROOT else folder.rglob("*"))
+    if path.is_file()
+)
+"""The files of the repository, a line each."""
+
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -114,6 +128,24 @@ def test_links_lead_somewhere(page: Path) -> None:
         path = page.parent / target if target else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_in_the_text_are_there(page: Path) -> None:
+    """A path may begin inside a folder; a bare name may be any file's."""
+    missing = [name for name in FILE.findall(page.read_text()) if f"/{name}\n" not in FILES]
+    assert not missing, missing
+
+
+def test_the_tour_is_two_pages() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 110
+    assert max(map(len, lines)) <= 110
+    files = re.findall(r"^(\d+)\. `([^`]+)`", text, re.MULTILINE)
+    assert [int(number) for number, _ in files] == list(range(1, len(files) + 1))
+    assert 30 <= len(files) <= 45
+    assert all((ROOT / name).is_file() for _, name in files)
 
 
 def test_the_serve_configs_load() -> None:
