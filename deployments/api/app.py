@@ -14,8 +14,8 @@ from rayfin.deployments.api.openai.chat import ChatAdapter
 from rayfin.deployments.api.openai.completions import TextAdapter
 from rayfin.deployments.api.openai.tokenize import add_tokenize_routes
 from rayfin.deployments.api.openapi import add_openapi
-from rayfin.deployments.api.responses.local_store import LocalResponseStore
 from rayfin.deployments.api.responses.routes import add_response_routes
+from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.api.status import add_status_routes
 from rayfin.deployments.api.web.routes import add_web_routes
 from rayfin.deployments.generation.route import GenerationRoute
@@ -30,17 +30,19 @@ from rayfin.deployments.telemetry.load import LoadCounter
 
 
 def build_api(
-    *services: OpenAIService, outer: Mapping[str, Middleware | None] | None = None
+    *services: OpenAIService,
+    responses: ResponseStoreClient | None = None,
+    outer: Mapping[str, Middleware | None] | None = None,
 ) -> FastAPI:
-    """Every endpoint of one ingress, over one service for each model; see ``ServedModels``.
+    """Builds every endpoint of one ingress, over one service for each model (``ServedModels``).
 
-    Bodies are read by the handlers, and described apart.
+    The handlers read their bodies; ``add_openapi`` describes them.
+
+    Args:
+        responses: the stored responses; by default a store in this process.
     """
     models = ServedModels(services)
-    service = models.first  # for what all have in common
-    store = service.responses or LocalResponseStore()
-    for each in services:
-        each.responses = each.responses or store
+    service = models.first  # has what all share
     app = FastAPI(
         title="Rayfin",
         version=__version__,
@@ -52,7 +54,7 @@ def build_api(
     )
     add_error_handlers(app)
     add_completion_routes(app, models)
-    add_response_routes(app, models)
+    add_response_routes(app, models, responses or ResponseStoreClient())
     add_message_routes(app, models)
     add_model_routes(app, models)
     add_tokenize_routes(app, models)
@@ -60,7 +62,7 @@ def build_api(
     if service.edge.web:
         add_web_routes(app, models)
     if service.edge.admin_keys is not None:
-        add_admin_routes(app, [Operated(own.model_names, own.client) for own in services])
+        add_admin_routes(app, [Operated(each.model_names, each.client) for each in services])
     add_openapi(app, docs=service.edge.docs)
     return app
 
@@ -97,7 +99,7 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
 
     @app.post("/invocations")
     async def invocations(request: Request) -> Response:
-        """SageMaker's one door: the body tells which of the two it is."""
+        """SageMaker's route for both kinds; a body with messages is a chat completion."""
         value = await read_json(request)
         if "messages" in value:
             return await chat(request, validate(value, ChatCompletionRequest))

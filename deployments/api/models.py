@@ -12,7 +12,7 @@ from rayfin.deployments.http.anthropic_errors import VERSION
 
 
 class Permission(BaseModel):
-    """What OpenAI's first API said of a model; some clients still read it."""
+    """A field of OpenAI's first API, which some clients still read."""
 
     id: str
     object: Literal["model_permission"] = "model_permission"

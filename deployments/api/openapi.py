@@ -1,6 +1,6 @@
-"""The API described for machines: FastAPI knows the routes, this adds bodies and failures.
+"""The OpenAPI document: FastAPI knows the routes, this adds bodies and errors.
 
-Handlers read their bodies themselves, so that every refusal has one form; FastAPI sees none.
+Handlers read their bodies, so that every error has one form; FastAPI sees no bodies.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-REPLIES: dict[str, type[BaseModel]] = {  # where the handler writes its answer itself
+REPLIES: dict[str, type[BaseModel]] = {  # of handlers that write their reply
     "/v1/completions": Completion,
     "/v1/chat/completions": ChatCompletion,
     "/v1/responses": Response,
@@ -69,7 +69,7 @@ MESSAGES = {
         "properties": {"role": TEXT, "content": {"anyOf": [TEXT, {"type": "array"}]}},
     },
 }
-NEEDED: dict[str, dict[str, Any]] = {  # what handlers check by themselves, for the sake of words
+NEEDED: dict[str, dict[str, Any]] = {  # required fields, which handlers check
     "/v1/completions": {
         "prompt": {"anyOf": [TEXT, IDS, *({"type": "array", "items": i} for i in (TEXT, IDS))]}
     },
@@ -108,9 +108,7 @@ ANTHROPIC_ERROR = {
         },
     },
 }
-ERROR = {
-    "anyOf": [OPENAI_ERROR, ANTHROPIC_ERROR]
-}  # Anthropic's on routes and for clients of theirs
+ERROR = {"anyOf": [OPENAI_ERROR, ANTHROPIC_ERROR]}  # Anthropic's on its routes and for its clients
 
 
 def add_openapi(app: FastAPI, *, docs: bool) -> None:

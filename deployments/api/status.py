@@ -1,4 +1,4 @@
-"""What operators and balancers ask: is it well, how busy, which version, which numbers."""
+"""Health, load, version and metrics, for operators and load balancers."""
 
 import asyncio
 
@@ -17,14 +17,14 @@ def add_status_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/ping")  # SageMaker's name for it
     @app.post("/ping")
     async def health() -> Response:
-        """Well if every model is."""
+        """Returns 200 if every model is healthy."""
         for service in models.services:
             await service.client.check_health()
         return Response()
 
     @app.get("/live")
     async def live() -> Response:
-        """This process answers, whatever the engine does."""
+        """Returns 200 if this process answers; the engines do not matter."""
         return Response()
 
     @app.get("/load")
@@ -37,7 +37,7 @@ def add_status_routes(app: FastAPI, models: ServedModels) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        texts = await asyncio.gather(*(own.client.metrics() for own in models.services))
+        texts = await asyncio.gather(*(service.client.metrics() for service in models.services))
         return Response(merged(texts), media_type=METRICS_TYPE)
 
     @app.get("/")

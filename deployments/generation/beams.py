@@ -1,4 +1,4 @@
-"""Beam search over HTTP, asked for as of vLLM's server: ``use_beam_search``, with ``n`` beams."""
+"""Beam search over HTTP, with the fields of vLLM: ``use_beam_search``, and ``n`` beams."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.text.output import TextDelta
 
-NOTHING_ELSE = {  # fields that a search cannot honour -> values that ask for nothing
+IGNORABLE = {  # fields that a search does not support -> values that change nothing
     **{name: (False,) for name in ("stream", "logprobs")},
     **{name: (0,) for name in ("presence_penalty", "frequency_penalty", "min_tokens", "min_p")},
     **{name: (1,) for name in ("repetition_penalty", "top_p")},
@@ -23,11 +23,11 @@ NOTHING_ELSE = {  # fields that a search cannot honour -> values that ask for no
 
 
 def search_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchParams | None:
-    """The settings of the search that ``body`` asks for; None where it asks for none.
+    """Returns the settings of the search, or None if ``body`` has no ``use_beam_search``.
 
     Raises:
-        InvalidRequest: out of range, or a field that goes with no search; or, without one, a field
-            that goes with nothing else.
+        InvalidRequest: a value out of range, a field that a search does not support, or a field
+            that needs a search.
     """
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1):
@@ -36,7 +36,7 @@ def search_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchPar
             raise InvalidRequest("early_stopping needs use_beam_search.", "early_stopping")
         return None
     body.check()
-    for name, harmless in NOTHING_ELSE.items():
+    for name, harmless in IGNORABLE.items():
         value = getattr(body, name)
         if value is not None and value not in harmless:
             raise InvalidRequest(f"{name} does not go with use_beam_search.", name)
@@ -53,7 +53,7 @@ def search_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchPar
 
 
 def text_params(body: GenerationBody, search: BeamSearchParams) -> SamplingParams:
-    """What the choices' texts need to know of the request."""
+    """Returns the settings that the texts of the choices need."""
     return SamplingParams(
         n=search.beam_width,
         stop_token_ids=body.stop_token_ids,

@@ -1,4 +1,4 @@
-"""What the bodies of all generating routes have in common: strict types, clear refusals."""
+"""Fields and checks that the bodies of all generating routes share. Types are strict."""
 
 from typing import Any, Literal
 
@@ -13,9 +13,7 @@ MAX_STOP_LENGTH = 4096  # characters
 
 PRIORITIES = range(-(2**31), 2**31)
 
-UNSERVED: dict[
-    str, tuple[object, ...]
-] = {  # fields of other servers -> values that ask for nothing
+UNSERVED: dict[str, tuple[object, ...]] = {  # fields of other servers -> values that change nothing
     "prompt_embeds": (),
     "structured_outputs": (),
     "guided_json": (),
@@ -67,7 +65,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """What both kinds of request share; None is the same as leaving a field out."""
+    """The fields of both kinds of completion; None is the same as leaving a field out."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -111,7 +109,7 @@ class GenerationBody(BaseModel):
     request_id: str | None = None  # a label: the last part of the answer's id
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
-    stream_interval: int | None = None  # tokens in a chunk, the first and the last one apart
+    stream_interval: int | None = None  # tokens per chunk, except the first and the last
     session_id: str | None = None  # a label; nothing is looked up by it
 
     def ignored_fields(self) -> list[str]:
@@ -127,7 +125,7 @@ class GenerationBody(BaseModel):
         return bool(self.include_usage and options and options.continuous_usage_stats)
 
     def sampling_params(self, defaults: dict[str, Any], max_tokens: int | None) -> SamplingParams:
-        """The checked sampling settings; ``defaults`` hold where the request names nothing.
+        """Returns the checked sampling settings; ``defaults`` fill the fields that are left out.
 
         Raises:
             InvalidRequest: a value out of range, or a field that is not served.
@@ -146,18 +144,18 @@ class GenerationBody(BaseModel):
         )
 
     def logprobs_wanted(self) -> int | None:
-        """How many of the likeliest tokens are told beside each token; None tells nothing."""
+        """Returns the number of top log probabilities per token, or None for none at all."""
         return None
 
     def prompt_logprobs_wanted(self) -> int | None:
-        """The same, of the prompt."""
+        """Returns the same for the prompt's tokens."""
         return self.prompt_logprobs
 
     def check(self) -> None:
-        """Refuses what no route serves.
+        """Rejects fields that no route supports.
 
         Raises:
-            InvalidRequest: it names the field.
+            InvalidRequest: ``param`` is the field.
         """
         for name, value in (self.model_extra or {}).items():
             harmless = (None, *UNSERVED.get(name, (value,)))
@@ -196,7 +194,7 @@ def unserved(name: str, which: str = "") -> InvalidRequest:
 
 
 def _check_bias(biases: dict[str, float]) -> None:
-    """Offline a larger bias is cut to the limit, as in vLLM; OpenAI's API refuses it."""
+    """Rejects a larger bias, as OpenAI does; offline it is cut to the limit, as in vLLM."""
     for token, bias in biases.items():
         if abs(bias) > BIAS_LIMIT:
             raise InvalidRequest(

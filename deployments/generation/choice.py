@@ -9,13 +9,13 @@ from rayfin.deployments.text.output import OutputText, TextDelta
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt and the name that the client knows it by."""
+    """One prompt, and the name of its field in errors."""
 
     ids: list[int]
     param: str
     echo: str = ""  # the text that its choices start with
-    cache_salt: str | None = None  # its pages are shared with prompts of the same one
-    scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, where asked for
+    cache_salt: str | None = None  # pages are shared only among prompts with the same salt
+    scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, if requested
 
 
 @dataclass(slots=True)
@@ -33,11 +33,11 @@ class Choice:
     likelihood: Likelihood = field(default_factory=Likelihood)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # with them
-    silent: bool = False  # only the prompt is wanted of it
-    earlier: list[TokenDelta] = field(default_factory=list)  # of a stream that it goes on from
+    silent: bool = False  # the client wants the prompt only
+    earlier: list[TokenDelta] = field(default_factory=list)  # of the stream that this one resumes
 
     def append(self, delta: TextDelta) -> None:
-        """Adds ``delta``, which loses its tokens here where the choice is silent."""
+        """Adds ``delta``; removes its tokens if the choice is silent."""
         if self.silent:
             delta.text, delta.token_ids, delta.logprobs, delta.stop_reason = "", [], [], None
             delta.offsets = []
@@ -51,6 +51,6 @@ class Choice:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
 
     def score_prompt(self, like: "Choice") -> None:
-        """Asks for the prompt's log probabilities, as the first choice does."""
+        """Requests the prompt's log probabilities, as the first choice does."""
         asked = like.request.sampling.prompt_logprobs
         self.request.sampling = replace(self.request.sampling, prompt_logprobs=asked)

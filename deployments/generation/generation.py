@@ -1,4 +1,4 @@
-"""Prompts to checked engine requests, and their tokens back as one stream of texts."""
+"""Prompts to checked engine requests, and their tokens to one stream of texts."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ from rayfin.deployments.requests.best_of import (
 from rayfin.deployments.requests.build import build_requests
 from rayfin.deployments.text.output import OutputText, TextDelta
 
-CHARACTERS_TOLD = 50  # of JSON, at least, for a log probability
+LOGPROB_CHARACTERS = 50  # of JSON, at least, for a log probability
 LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop
 MAX_PROMPT_LOGPROBS = 2**18  # of all prompts of one HTTP request: tens of megabytes of JSON
 MAX_CHOICES = 1024  # prompts x n of one HTTP request
@@ -40,11 +40,11 @@ Deltas = AsyncGenerator[tuple[Choice, TextDelta], None]
 
 
 class Generation:
-    """The choices of one HTTP request, all checked before the first one runs.
+    """The choices of one HTTP request; all are checked before the first one runs.
 
     Raises:
         InvalidRequest: a prompt or a setting that this engine cannot run.
-        RateLimited: the caller's tenant has no tokens left.
+        RateLimited: the tenant has no tokens left.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class Generation:
     ) -> None:
         self._client = service.client
         self._quotas, self._tenant = service.quotas, caller.tenant
-        self.headers: dict[str, str] = {}  # of the answer: what is left of the tenant's quota
+        self.headers: dict[str, str] = {}  # of the reply: the rest of the tenant's quota
         if self._quotas is not None:
-            self.headers = self._quotas.admit(caller.tenant, sum(len(own.ids) for own in prompts))
+            self.headers = self._quotas.admit(
+                caller.tenant, sum(len(prompt.ids) for prompt in prompts)
+            )
         self._started = False  # an engine has sent something
         self._searches = search is not None
         self._wanted, count = params.n, num_candidates(params)  # choices of each prompt
@@ -76,7 +78,7 @@ class Generation:
             for i, prompt in enumerate(prompts)
             for j, request in enumerate(requests[i])
         ]
-        self._candidates = self.choices  # all that run, of which ``best_of`` drops some at the end
+        self._candidates = self.choices  # all that run; ``best_of`` drops some at the end
 
     @classmethod
     async def prepare(
@@ -90,7 +92,7 @@ class Generation:
         caller: Caller = ANONYMOUS,
         search: BeamSearchParams | None = None,
     ) -> "Generation":
-        """Checks and builds the requests: of ``params``, or one of each prompt for a ``search``."""
+        """Checks and builds the requests: ``params.n`` for each prompt, or one for a ``search``."""
         if (count := len(prompts) * num_candidates(params)) > MAX_CHOICES:
             name = "n" if params.best_of is None else "best_of"
             raise InvalidRequest(
@@ -118,7 +120,7 @@ class Generation:
                     cache_salt=prompt.cache_salt,
                 )
             )
-        _check_scores([own for group in requests for own in group])
+        _check_prompt_logprobs([request for group in requests for request in group])
         for request in itertools.chain.from_iterable(requests):
             request.tenant, request.timeout = caller.tenant, caller.timeout
             request.session = caller.session
@@ -138,7 +140,7 @@ class Generation:
         return streams[0] if len(streams) == 1 else merged(streams)
 
     async def finish(self, deltas: Deltas) -> None:
-        """Runs to the end; the choices hold what came, those of each prompt best first."""
+        """Runs to the end; ``best_of`` then keeps the best choices of each prompt, best first."""
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
@@ -152,12 +154,12 @@ class Generation:
             ]
 
     async def render(self, reply: "Callable[[Generation], str]") -> str:
-        """The whole answer; one with many log probabilities is written off the event loop."""
-        told = sum(len(own.logprobs) + len(own.prompt.scores) for own in self.choices)
-        return await off_loop(told * CHARACTERS_TOLD, partial(reply, self))
+        """Returns the whole reply; a thread writes one with many log probabilities."""
+        logprobs = sum(len(choice.logprobs) + len(choice.prompt.scores) for choice in self.choices)
+        return await off_loop(logprobs * LOGPROB_CHARACTERS, partial(reply, self))
 
     def usage(self) -> Usage:
-        """The tokens so far; a prompt counts once, and choices whether they are given or not."""
+        """Counts the tokens so far: each prompt once, and all choices that run."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         completion = sum(len(choice.token_ids) for choice in self._candidates)
         firsts = self._candidates[:: len(self._candidates) // len(self.prompts)]
@@ -226,28 +228,28 @@ class Generation:
             self._started = True  # of several choices the first failure counts
 
 
-def _check_scores(requests: Sequence[EngineRequest]) -> None:
-    """Refuses prompts of which more would be told than an answer can hold."""
-    told = sum(
-        len(own.prompt) * (1 + (own.sampling.prompt_logprobs or 0))
-        for own in requests
-        if own.sampling.prompt_logprobs is not None
+def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
+    """Rejects more log probabilities of prompts than an answer can hold."""
+    count = sum(
+        len(request.prompt) * (1 + (request.sampling.prompt_logprobs or 0))
+        for request in requests
+        if request.sampling.prompt_logprobs is not None
     )
-    if told > MAX_PROMPT_LOGPROBS:
+    if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"An answer tells at most {MAX_PROMPT_LOGPROBS} log probabilities of its prompts, and "
-            f"this one would tell {told}.",
+            f"An answer has at most {MAX_PROMPT_LOGPROBS} log probabilities of its prompts, and "
+            f"this one would have {count}.",
             "prompt_logprobs",
         )
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:
-    """The result of ``work`` on a text of so many characters; long ones go to a thread."""
+    """Returns the result of ``work``; a thread does it if the text is long."""
     return work() if characters < LONG_TEXT else await asyncio.to_thread(work)
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all streams as they come. The first failure ends all; every stream is closed."""
+    """Yields items of all streams as they come. The first failure ends and closes all."""
     queue: asyncio.Queue[tuple[T | None, Exception | None]] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:

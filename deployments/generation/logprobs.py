@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of the three places where OpenAI and vLLM put them."""
+"""Log probabilities in the three shapes of OpenAI and vLLM."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from rayfin.actors.sampling_params import WHOLE_VOCABULARY
 from rayfin.deployments.text.logprobs import by_token, of_prompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON has not
+LOWEST = -9999.0  # minus infinity, which JSON does not have
 
 
 class CompletionLogprobs(BaseModel):
@@ -20,7 +20,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]  # characters of the text before the token
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]  # the token's own is always among them
+    top_logprobs: list[dict[str, float] | None]  # the token itself is always among them
 
     def then(self, other: "CompletionLogprobs") -> "CompletionLogprobs":
         return CompletionLogprobs(
@@ -47,7 +47,7 @@ class ChatLogprobs(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """As vLLM tells of a prompt's tokens, by token id."""
+    """One token of a prompt, as in vLLM."""
 
     logprob: float
     rank: int | None
@@ -58,55 +58,55 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class LogprobsWriter:
-    """Writes what one request asks for.
+    """Writes the log probabilities of one request.
 
     Args:
-        asked: for how many of the likeliest tokens beside each one; -1 for all.
+        asked: number of top tokens per token; -1 for all.
         as_ids: tokens are named ``token_id:7`` (``return_tokens_as_token_ids``).
     """
 
     def __init__(self, tokenizer: Tokenizer, asked: int | None, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._most = _most(asked)
+        self._num_top = _num_top(asked)
         self._as_ids = as_ids
 
     def completion(
-        self, ids: Sequence[int], told: Sequence[TokenLogprob | None], offsets: Sequence[int]
+        self, ids: Sequence[int], entries: Sequence[TokenLogprob | None], offsets: Sequence[int]
     ) -> CompletionLogprobs:
-        """Of ``ids``, with the characters of the text before each."""
+        """Returns those of ``ids``; ``offsets`` count the characters before each token."""
         return CompletionLogprobs(
             text_offset=list(offsets),
-            token_logprobs=[None if own is None else _finite(own.logprob) for own in told],
+            token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in entries],
             tokens=[self._name(token) for token in ids],
             top_logprobs=[
-                None if own is None else self._top(token, own)
-                for token, own in zip(ids, told, strict=True)
+                None if entry is None else self._top(token, entry)
+                for token, entry in zip(ids, entries, strict=True)
             ],
         )
 
     def echo(
-        self, ids: Sequence[int], told: Mapping[int, TokenLogprob], text: str
+        self, ids: Sequence[int], entries: Mapping[int, TokenLogprob], text: str
     ) -> CompletionLogprobs:
-        """Of the ids of a prompt that is echoed as ``text``; nothing is told of the first one.
+        """Returns those of a prompt that is echoed as ``text``; its first token has none.
 
-        Tokens that are put before a text are no part of it: its end is where they agree.
+        Special tokens before the text are not in it, so offsets are counted from the end.
         """
         lengths = list(self._lengths(ids))
         start = len(text) - sum(lengths)
         offsets = [max(0, start + before) for before in accumulate(lengths[:-1], initial=0)]
-        return self.completion(ids, [told.get(i) for i in range(len(ids))], offsets)
+        return self.completion(ids, [entries.get(i) for i in range(len(ids))], offsets)
 
     def _lengths(self, ids: Sequence[int]) -> Iterator[int]:
         detokenizer = self._tokenizer.detokenizer((), skip_special_tokens=False)
         for token in ids:
             yield len(detokenizer.push([token]))
 
-    def chat(self, ids: Sequence[int], told: Sequence[TokenLogprob]) -> ChatLogprobs:
+    def chat(self, ids: Sequence[int], entries: Sequence[TokenLogprob]) -> ChatLogprobs:
         return ChatLogprobs(
             content=[
                 ChatTokenLogprob(
                     token=self._name(token),
-                    logprob=_finite(own.logprob),
+                    logprob=_finite(entry.logprob),
                     bytes=list(self._tokenizer.token_bytes(token)),
                     top_logprobs=[
                         TopLogprob(
@@ -114,17 +114,17 @@ class LogprobsWriter:
                             logprob=_finite(logprob),
                             bytes=list(self._tokenizer.token_bytes(other)),
                         )
-                        for other, logprob in own.top[: self._most]
+                        for other, logprob in entry.top[: self._num_top]
                     ],
                 )
-                for token, own in zip(ids, told, strict=True)
+                for token, entry in zip(ids, entries, strict=True)
             ]
         )
 
-    def _top(self, token: int, own: TokenLogprob) -> dict[str, float]:
+    def _top(self, token: int, entry: TokenLogprob) -> dict[str, float]:
         named: dict[str, float] = {}
-        for other, told in by_token(token, own, self._most, None).items():
-            named.setdefault(self._name(other), _finite(told.logprob))  # two may have one text
+        for other, score in by_token(token, entry, self._num_top, None).items():
+            named.setdefault(self._name(other), _finite(score.logprob))  # two may have one text
         return named
 
     def _name(self, token: int) -> str:
@@ -132,23 +132,23 @@ class LogprobsWriter:
 
 
 def prompt_logprobs(
-    ids: Sequence[int], told: Mapping[int, TokenLogprob], asked: int, tokenizer: Tokenizer
+    ids: Sequence[int], entries: Mapping[int, TokenLogprob], asked: int, tokenizer: Tokenizer
 ) -> PromptLogprobs:
-    """Of a whole prompt: its first token has none."""
+    """Returns those of a whole prompt; its first token has none."""
     return [
         None
         if entry is None
         else {
             token: PromptLogprob(
-                logprob=_finite(own.logprob), rank=own.rank, decoded_token=own.decoded_token
+                logprob=_finite(score.logprob), rank=score.rank, decoded_token=score.decoded_token
             )
-            for token, own in entry.items()
+            for token, score in entry.items()
         }
-        for entry in of_prompt(ids, told, _most(asked), tokenizer)
+        for entry in of_prompt(ids, entries, _num_top(asked), tokenizer)
     ]
 
 
-def _most(asked: int | None) -> int:
+def _num_top(asked: int | None) -> int:
     return sys.maxsize if asked == WHOLE_VOCABULARY else asked or 0
 
 

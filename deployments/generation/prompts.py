@@ -1,4 +1,4 @@
-"""From what clients write to the token ids of a prompt; every route that reads text goes here."""
+"""Texts and conversations to the token ids of a prompt, for every route."""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ async def text_ids(
     add_special_tokens: bool = True,
     any_length: bool = False,
 ) -> list[int]:
-    """The ids of a text.
+    """Returns the ids of a text.
 
     Args:
-        param: the caller's name of the text, for errors.
-        any_length: a text that cannot fit the context is tokenized all the same.
+        param: the name of the field, for errors.
+        any_length: also tokenizes a text that cannot fit the context.
 
     Raises:
         ContextLengthExceeded: it cannot fit.
@@ -45,7 +45,7 @@ async def written_ids(
     add_special_tokens: bool = True,
     any_length: bool = False,
 ) -> list[int]:
-    """The ids of a prompt in any of its forms; otherwise as :func:`text_ids`."""
+    """Returns the ids of a prompt, a text or ids; otherwise as :func:`text_ids`."""
     work = partial(
         prompt_ids,
         prompt,
@@ -68,13 +68,13 @@ async def chat_ids(
     variables: Mapping[str, Any] | None = None,
     any_length: bool = False,
 ) -> list[int]:
-    """The ids of a conversation, through the chat template.
+    """Returns the ids of a conversation, rendered by the chat template.
 
     Args:
-        messages: OpenAI's chat messages, which nobody need have checked.
-        param: the caller's name of the conversation as a whole, for errors.
+        messages: OpenAI's chat messages, unchecked.
+        param: the name of the conversation's field, for errors.
         add_generation_prompt: None adds it, unless the final message is continued.
-        add_special_tokens: puts the tokenizer's own around what the template wrote.
+        add_special_tokens: adds the tokenizer's special tokens to the rendered text.
         variables: the template's further variables.
         any_length: as in :func:`text_ids`.
 
@@ -101,7 +101,7 @@ async def chat_ids(
     try:
         try:
             ids = await off_loop(characters, partial(render, seconds=INLINE_TEMPLATE_SECONDS))
-        except TemplateTooSlow:  # it may have its time, but not the event loop's
+        except TemplateTooSlow:  # may run longer, but not in the event loop
             ids = await asyncio.to_thread(render)
     except InvalidRequest as error:
         if error.param == "messages":
@@ -111,7 +111,7 @@ async def chat_ids(
 
 
 def _characters(messages: object) -> int:
-    """The length of all texts in ``messages``, which nobody has checked yet."""
+    """Counts the characters of all texts in unchecked ``messages``."""
     if isinstance(messages, str):
         return len(messages)
     if isinstance(messages, dict):

@@ -1,4 +1,4 @@
-"""How many tokens each tenant may use: a bucket of them that fills again evenly."""
+"""Token quotas per tenant, as token buckets."""
 
 import math
 import time
@@ -13,16 +13,16 @@ NAMES = ("limit", "remaining", "reset")
 
 @dataclass(slots=True)
 class _Bucket:
-    tokens: float  # below 0 where what was admitted has taken more than there was
-    seen: float  # when that was so, seconds
+    tokens: float  # below 0 if admitted requests used more than there was
+    seen: float  # time of ``tokens``, seconds
 
 
 class TokenQuotas:
     """Tokens of prompts and outputs, of each tenant.
 
-    A request is admitted as long as its tenant has a token left. Its prompt is taken at once, its
-    output as it comes, and both may overdraw: nothing has to be guessed beforehand, and in the long
-    run nobody gets more than the rate. A full bucket holds a minute's tokens.
+    A request is admitted if its tenant has a token left. Its prompt is charged at once, its output
+    as it comes, and both may overdraw: no length has to be guessed, and the long-run rate still
+    holds. A full bucket holds a minute's tokens.
     """
 
     def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,10 +31,10 @@ class TokenQuotas:
         self._buckets: dict[str, _Bucket] = {}  # tenants are the operator's: few
 
     def admit(self, tenant: str, tokens: int) -> dict[str, str]:
-        """Takes a prompt's tokens; gives the headers that tell what is left, under OpenAI's names.
+        """Charges a prompt's tokens; returns OpenAI's rate limit headers.
 
         Raises:
-            RateLimited: there is none left.
+            RateLimited: no token is left.
         """
         bucket = self._bucket(tenant)
         if bucket.tokens < 1:
@@ -49,7 +49,7 @@ class TokenQuotas:
         return self._headers(bucket)
 
     def spend(self, tenant: str, tokens: int) -> None:
-        """Counts tokens that were used, or with a negative number gives them back."""
+        """Charges tokens; a negative number refunds them."""
         self._bucket(tenant).tokens -= tokens
 
     def _bucket(self, tenant: str) -> _Bucket:
@@ -68,6 +68,6 @@ class TokenQuotas:
 
 
 def _written(seconds: float) -> str:
-    """As OpenAI writes times: 1m30s, 0.25s."""
+    """Formats a time as OpenAI does: 1m30s, 0.25s."""
     minutes, rest = divmod(max(0.0, seconds), MINUTE)
     return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:.3g}s"

@@ -1,9 +1,8 @@
-"""Streams that broke off and are gone on with: the ids of events, and ``Last-Event-ID``.
+"""Streams that continue after a disconnect: event ids, and ``Last-Event-ID``.
 
-Nothing of it lives in an ingress: the engine keeps the tokens of a request for a minute after its
-end (``TokenLogs``), the client knows how far it came, and the body that it repeats is the rest.
-Where the engine has died as well, with its node, tokens that follow from the body alone are made
-again: those of greedy requests, and of requests with a seed.
+An ingress keeps no state for it: the engine keeps the tokens of a request for a minute after its
+end (``TokenLogs``), the client sends the last event id and repeats the body. If the engine has died
+too, the tokens of greedy and of seeded requests are computed again.
 """
 
 import asyncio
@@ -34,9 +33,9 @@ EVENT_ID = re.compile(rf"([a-z]{{1,16}}-[0-9a-f]{{32}}):({MARK}(?:,{MARK}){{0,10
 
 
 class Mark(NamedTuple):
-    """How much of a choice was told: so many tokens, and whether its end; marks are in order."""
+    """How much of a choice was sent: its tokens, and whether its end. Marks are ordered."""
 
-    tokens: int = -1  # -1: nothing at all, not even that there is such a choice
+    tokens: int = -1  # -1: nothing, not even an opening event
     ended: bool = False
 
     def __str__(self) -> str:
@@ -48,18 +47,18 @@ class Mark(NamedTuple):
 
 
 class Cursor:
-    """How far the events of one streamed answer have come, choice by choice.
+    """How much of a streamed answer its client has, choice by choice.
 
     An event's id is ``{request_id}:{marks}``, a mark for each choice, or ``{request_id}:end`` when
-    all but [DONE] is told. The request id is the server's own and cannot be guessed.
+    all but [DONE] is sent. The server makes the request id, which cannot be guessed.
     """
 
     def __init__(self, request_id: str, asked: str = "") -> None:
         self.request_id = request_id
         self._asked = asked
-        self._had: list[Mark] = []  # what the client came with
-        self._has: list[Mark] = []  # and what it has by now
-        self._taken: list[Mark] = []  # what the choices have got
+        self._had: list[Mark] = []  # what the client had at the start
+        self._has: list[Mark] = []  # what it has now
+        self._taken: list[Mark] = []  # what the engine has sent
         self._streamed: list[int] = []  # tokens of each choice that have come
 
     @classmethod
@@ -86,17 +85,17 @@ class Cursor:
         *,
         seeded: bool = False,
     ) -> Receipt:
-        """Has the tokens of ``choices`` kept under ``receipt``; goes on where the client stands.
+        """Keeps the tokens of ``choices`` under ``receipt``; resumes after the last event id.
 
         Args:
-            seeded: the request's body says by which seed tokens are sampled.
+            seeded: the request's body has a seed.
 
         Returns:
-            The receipt of the answer, which is an earlier one's where that is gone on with.
+            The receipt of the answer: the earlier one if that is resumed.
 
         Raises:
-            NotFound: the earlier answer is not known, or no longer.
-            InvalidRequest: its request was another one.
+            NotFound: the earlier answer is unknown or expired.
+            InvalidRequest: the earlier request had another body.
         """
         self._had = [Mark()] * len(choices)
         self._streamed = [0] * len(choices)
@@ -105,7 +104,7 @@ class Cursor:
             logs = await client.recall(Caller.of(request).tenant, asked)
             greedy = not any(choice.request.sampling.temperature for choice in choices)
             if (seeded or greedy) and self._asked != END:
-                logs = await self._made_whole(client, choices, logs, receipt)
+                logs = await self._completed(client, choices, logs, receipt)
             known = [log for log in logs if log is not None]
             if not known or len(known) < len(logs):
                 raise _unknown()
@@ -117,7 +116,7 @@ class Cursor:
             receipt = known[0].receipt
             self._had = self._read_marks(known)
             for choice, log, mark in zip(choices, known, self._had, strict=True):
-                _go_on(choice, log, mark)
+                _resume(choice, log, mark)
         self._has = list(self._had)
         self._taken = [Mark(max(0, mark.tokens)) for mark in self._had]
         for choice in choices:
@@ -125,7 +124,7 @@ class Cursor:
         return receipt
 
     def begun(self) -> set[int]:
-        """The choices of which the client has had something."""
+        """Returns the choices of which the client has had an event."""
         return {index for index, mark in enumerate(self._had) if mark.tokens >= 0}
 
     def is_new(self, choice: Choice, delta: TextDelta) -> bool:
@@ -136,20 +135,20 @@ class Cursor:
         return mark > self._had[index]
 
     def advance(self, choice: Choice, delta: TextDelta) -> None:
-        """What the next event of ``choice`` tells has this in it."""
+        """Adds ``delta`` to what the next event of ``choice`` covers."""
         tokens = self._taken[choice.index].tokens + len(delta.token_ids)
         self._taken[choice.index] = Mark(tokens, delta.finish_reason is not None)
 
     def opening(self, chunk: BaseModel, choice: Choice) -> str:
-        """The event that begins a choice, before anything of its first delta is told."""
+        """Returns the event that opens a choice, before its first delta."""
         return self._event(chunk, choice, self._taken[choice.index])
 
     def event(self, chunk: BaseModel, choice: Choice) -> str:
-        """The last event that a delta makes, with the id of all that was told until now."""
+        """Returns the last event of a delta; its id covers all that was sent."""
         return self._event(chunk, choice, self._taken[choice.index])
 
     def usage(self, chunk: BaseModel) -> str | None:
-        """The event after all choices; None if it was told."""
+        """Returns the event after all choices, or None if the client has it."""
         return None if self._asked == END else event(chunk, f"{self.request_id}:{END}")
 
     def _event(self, chunk: BaseModel, choice: Choice, mark: Mark) -> str:
@@ -162,7 +161,7 @@ class Cursor:
             return [Mark(len(log.tokens), True) for log in logs]
         marks = self._asked_marks(len(logs))
         if any(mark.tokens > len(log.tokens) for mark, log in zip(marks, logs, strict=True)):
-            raise _unknown()  # the engine that knew all of it has died
+            raise _unknown()  # the engine that had all of it has died
         return marks
 
     def _asked_marks(self, count: int) -> list[Mark]:
@@ -171,22 +170,22 @@ class Cursor:
             raise InvalidRequest("Last-Event-ID has another number of choices.", LAST_EVENT_ID)
         return marks
 
-    async def _made_whole(
+    async def _completed(
         self,
         client: EngineClient,
         choices: Sequence[Choice],
         logs: Sequence[TokenLog | None],
         receipt: Receipt,
     ) -> list[TokenLog | None]:
-        """``logs``; those that do not have all that the client had are computed again."""
+        """Returns ``logs``; those with less than the client has are computed again."""
 
         async def whole(choice: Choice, mark: Mark, log: TokenLog | None) -> TokenLog:
             if log is not None and len(log.tokens) >= mark.tokens:
                 return log
-            return await _computed_again(client, choice, mark, log.receipt if log else receipt)
+            return await _recompute(client, choice, mark, log.receipt if log else receipt)
 
         marks = self._asked_marks(len(choices))
-        tasks = [asyncio.create_task(own) for own in map(whole, choices, marks, logs)]
+        tasks = [asyncio.create_task(work) for work in map(whole, choices, marks, logs)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -195,17 +194,17 @@ class Cursor:
 
 
 async def digest_of(request: Request) -> bytes:
-    """What two requests have in common that ask for the same. The body must have been read."""
+    """Hashes the path and the body, which must have been read."""
     return hashlib.sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
 
 
-async def _computed_again(
+async def _recompute(
     client: EngineClient, choice: Choice, mark: Mark, receipt: Receipt
 ) -> TokenLog:
-    """What the client had of a choice, from the start; the same, for its seed is the same."""
+    """Computes what the client has of a choice again; the same seed gives the same tokens."""
     request = replace(
         choice.request,
-        key=secrets.randbits(KEY_BITS),  # the choice's own is for what follows
+        key=secrets.randbits(KEY_BITS),  # the choice's key is for what follows
         parent_key=None,
         sampling=replace(choice.request.sampling, logprobs=None, prompt_logprobs=None),
     )
@@ -220,19 +219,19 @@ async def _computed_again(
     return TokenLog(receipt, request.sampling.seed, tokens, last.finish_reason, last.stop_reason)
 
 
-def _go_on(choice: Choice, log: TokenLog, mark: Mark) -> None:
-    """The choice begins with what was told of it, and what the engine said since."""
+def _resume(choice: Choice, log: TokenLog, mark: Mark) -> None:
+    """Starts the choice with what the client has, and what the engine has sent since."""
     request, name = choice.request, choice.request.request_id
-    told = max(mark.tokens, 0)
-    # What else is told of a token is not kept: the engine makes those again that nobody has seen.
-    kept = told if request.sampling.logprobs is not None else len(log.tokens)
+    sent = max(mark.tokens, 0)
+    # Logs have no log probabilities: with them, tokens that the client lacks are computed again.
+    kept = sent if request.sampling.logprobs is not None else len(log.tokens)
     request.sampling = replace(
         request.sampling,
         seed=log.seed,
-        prompt_logprobs=None if told else request.sampling.prompt_logprobs,
+        prompt_logprobs=None if sent else request.sampling.prompt_logprobs,
     )
     request.output = log.tokens[:kept]
-    had, since = TokenDelta(name, log.tokens[:told]), TokenDelta(name, log.tokens[told:kept])
+    had, since = TokenDelta(name, log.tokens[:sent]), TokenDelta(name, log.tokens[sent:kept])
     if log.finish_reason is not None and kept == len(log.tokens):
         last = had if mark.ended else since
         last.finish_reason, last.stop_reason = log.finish_reason, log.stop_reason

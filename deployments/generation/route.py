@@ -158,9 +158,8 @@ async def stream_events(
 async def first_of(request: Request, items: AsyncGenerator[T, None]) -> asyncio.Task[T]:
     """Returns the task that awaits the first item; ``items`` is closed if that fails.
 
-    An engine's refusal thus becomes an HTTP status. The task may still run when it is returned:
-    a client gets its first byte within ``SSE_COMMENT_SECONDS``, and the stream then reports
-    failures.
+    An engine's refusal thus becomes an HTTP status. The task may still run when it is returned: a
+    client gets its first byte within ``SSE_COMMENT_SECONDS``, and the stream then reports failures.
     ``EventStream`` ends the task.
 
     Raises:

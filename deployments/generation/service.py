@@ -1,4 +1,4 @@
-"""What the handlers of one ingress share."""
+"""What the routes of one ingress share."""
 
 import time
 from collections.abc import Sequence
@@ -33,22 +33,21 @@ class OpenAIService:
     edge: HttpSettings = field(default_factory=HttpSettings)
     load: Load = field(default_factory=Load)
     counts: IngressCounters = field(default_factory=IngressCounters)
-    responses: Any = None  # the store of the Responses API; build_api sets one if there is none
     answers: AnswerStore = field(default_factory=AnswerStore)
-    quotas: TokenQuotas | None = None  # None: everybody may use as many tokens as there are
+    quotas: TokenQuotas | None = None  # None: unlimited
     tracing: "Tracing | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_priority(self, priority: int, tenant: str) -> None:
         """Raises:
-        NotPermitted: requests of ``tenant`` may have no priority but the usual one, 0.
+        NotPermitted: ``tenant`` may not set a priority other than 0.
         """
         allowed = self.edge.priority_tenants
         if priority != 0 and allowed is not None and tenant not in allowed:
             raise NotPermitted("Your API key may not set a priority.", "priority")
 
     def served_name(self, name: str | None) -> str:
-        """``name`` if it is served here; the first name served when there is none.
+        """Returns ``name`` if it is served here, or the first name if it is None.
 
         Raises:
             ModelNotFound: another model.
@@ -60,13 +59,10 @@ class OpenAIService:
         return name
 
 
-# The models behind one address, by the names that requests call them.
-
-
 class ServedModels:
     """One service for each model: its names, its text side and its engines.
 
-    What belongs to the ingress as a whole (its edge, load, quotas, stored responses and answers) is
+    What the whole ingress shares (its edge, load, quotas and stored answers) is
     the same object in all of them. The first model is for requests that name none.
 
     Raises:
@@ -90,14 +86,14 @@ class ServedModels:
 
     @property
     def names(self) -> list[str]:
-        """All names, those of a model together, in the order of the models."""
+        """All names, in the order of the models."""
         return list(self._by_name)
 
     def named(self, name: str | None) -> OpenAIService:
-        """The model of that name; the first one without a name.
+        """Returns the model of that name, or the first one if ``name`` is None.
 
         Raises:
-            ModelNotFound: there is none.
+            ModelNotFound: there is no such model.
         """
         if name is None:
             return self.first
@@ -106,7 +102,7 @@ class ServedModels:
         return self._by_name[name]
 
     def resolve_model(self, request: Request, name: str | None) -> OpenAIService:
-        """The model that the request names, among whose requests it counts from here on."""
+        """Returns the model that the request names; the request counts among its requests."""
         service = self.named(name)
         request.state.counts = service.counts
         return service

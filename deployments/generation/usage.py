@@ -1,4 +1,4 @@
-"""What an answer says of the tokens that it took."""
+"""The token counts in a reply."""
 
 from pydantic import BaseModel
 

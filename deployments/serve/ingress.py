@@ -16,8 +16,7 @@ from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.timing import RETRY_AFTER_SECONDS
 from rayfin.deployments.api.app import build_api
-from rayfin.deployments.api.responses.local_store import LocalResponseStore
-from rayfin.deployments.api.responses.shared import SharedResponseStore
+from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.edge.flow import ReplicaFlow
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.http.idempotency import AnswerStore
@@ -64,10 +63,9 @@ class IngressDeployment:
             "answers": AnswerStore(),
             "edge": edge,
             "quotas": _quotas(server),
-            "responses": LocalResponseStore()
-            if keeper is None
-            else SharedResponseStore(replica, store_calls(keeper)),
         }
+        calls = None if keeper is None else store_calls(keeper)
+        self._responses = ResponseStoreClient(replica, calls)
         self._services = await asyncio.gather(
             *(
                 model_service(place, model, own, shared)
@@ -86,7 +84,7 @@ class IngressDeployment:
             "serve_adapter": Middleware(ServeReplicaAdapter),
             "flow": Middleware(ReplicaFlow),
         }
-        return build_api(*self._services, outer=outer)
+        return build_api(*self._services, responses=self._responses, outer=outer)
 
 
 class ServeReplicaAdapter:

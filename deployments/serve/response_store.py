@@ -1,7 +1,6 @@
 """The Serve deployment that keeps the stored responses of several ingress replicas."""
 
 import asyncio
-import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.timing import RESPONSE_STORE_CALL_SECONDS
-from rayfin.deployments.api.responses.store_actor import ResponseStoreActor
+from rayfin.deployments.api.responses.store import ResponseStore
 
 
 @serve.deployment(
@@ -22,24 +21,24 @@ from rayfin.deployments.api.responses.store_actor import ResponseStoreActor
     max_ongoing_requests=2**16,  # nearly all of them wait for something to happen
 )
 class ResponseStoreDeployment:
-    """A ``ResponseStoreActor`` in a process of its own: what it holds ends with it."""
+    """A ``ResponseStore`` in its own process: the responses are lost with the process."""
 
     def __init__(self) -> None:
-        self._keeper = ResponseStoreActor()
+        self._store = ResponseStore()
 
     async def call(self, method: str, *args: object) -> object:
-        """The answer of one of the keeper's methods, all of which run in this event loop."""
-        answer = getattr(self._keeper, method)(*args)
-        return await answer if inspect.isawaitable(answer) else answer
+        """Returns what the named method of the store returns."""
+        answer: object = await self._store.call(method, *args)
+        return answer
 
 
 def store_calls(
     handle: DeploymentHandle[Any],
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """The keeper's methods over a handle: ``await call("get", ...)``.
+    """Returns a function that calls the store over a handle: ``await call("get", ...)``.
 
     Raises:
-        RayfinError: the method's own error, or EngineUnavailable where the keeper does not answer.
+        RayfinError: the method's own error, or EngineUnavailable if the store does not answer.
     """
 
     async def call(method: str, *args: object) -> object:

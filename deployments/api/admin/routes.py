@@ -1,4 +1,4 @@
-"""What an operator may ask and tell, with a key of its own; these routes are not there without."""
+"""The operators' routes; they are disabled without an admin key."""
 
 import logging
 from collections.abc import Sequence
@@ -16,13 +16,14 @@ logger = logging.getLogger("rayfin.admin")
 
 Answer = dict[str, Any]
 Operator = Annotated[str, Depends(require_operator)]
+
+# Levels of vLLM's ``/sleep``: 0 keeps all memory and 1 the weights; here both are 1. 2 drops the
+# weights, which cannot be loaded again.
 LEVELS = ("0", "1")
-"""Of vLLM's ``/sleep``: 0 keeps all memory and 1 the weights; here both are 1. 2 drops the weights,
-which nothing could give back."""
 
 
 class Engines(Protocol):
-    """What operators may ask and tell of a model's engines: see ``EngineClient``."""
+    """The part of ``EngineClient`` that operators use."""
 
     async def engines(self) -> list[EngineReport]: ...
 
@@ -31,7 +32,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Operated:
-    """A model, as operators see it."""
+    """A model that operators manage."""
 
     names: Sequence[str]
     client: Engines
@@ -42,23 +43,23 @@ Reports = list[tuple[Operated, list[EngineReport]]]
 
 @dataclass(frozen=True, slots=True)
 class Addressees:
-    """Whom a command is for: an engine or all, of a model or of all."""
+    """The engines of a command: one or all, of a model or of all."""
 
     engine: str | None
     model: str | None
 
     def of(self, models: Sequence[Operated]) -> Sequence[Operated]:
-        """The models that are meant.
+        """Returns the models of the command.
 
         Raises:
-            ModelNotFound: there is none of that name.
-            InvalidRequest: an engine's label, which each model has, without a model.
+            ModelNotFound: there is no such model.
+            InvalidRequest: an engine without a model, if there are several models.
         """
         if self.model is not None:
-            found = [own for own in models if self.model in own.names]
-            if not found:
+            named = [model for model in models if self.model in model.names]
+            if not named:
                 raise ModelNotFound(f"The model `{self.model[:128]}` does not exist.", "model")
-            return found
+            return named
         if self.engine is not None and len(models) > 1:
             raise InvalidRequest("engine needs model: each model has engines of its own.", "model")
         return models
@@ -75,18 +76,21 @@ Which = Annotated[Addressees, Depends(addressees)]
 
 
 def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
-    """``/admin/*``, and vLLM's names for some of it."""
+    """Adds ``/admin/*``, and vLLM's names for some of them."""
     router = APIRouter(dependencies=[Depends(require_operator)])
 
-    async def tell(command: Command, which: Addressees, operator: str) -> Answer:
-        asked = (which.engine or "(all)")[:64], (which.model or "(all)")[:64]
-        logger.warning("%s says %s to engine %r of %r", operator, command, *asked)
+    async def manage(command: Command, which: Addressees, operator: str) -> Answer:
+        names = (which.engine or "(all)")[:64], (which.model or "(all)")[:64]
+        logger.warning("%s sends %s to engine %r of %r", operator, command, *names)
         return _answer(
-            [(own, await own.client.manage(command, which.engine)) for own in which.of(models)]
+            [
+                (model, await model.client.manage(command, which.engine))
+                for model in which.of(models)
+            ]
         )
 
     async def reports() -> Reports:
-        return [(own, await own.client.engines()) for own in models]
+        return [(model, await model.client.engines()) for model in models]
 
     @router.get("/admin/engines")
     async def engines() -> Answer:
@@ -94,32 +98,32 @@ def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
 
     @router.post("/admin/drain")
     async def drain(operator: Operator, which: Which) -> Answer:
-        return await tell(Command.DRAIN, which, operator)
+        return await manage(Command.DRAIN, which, operator)
 
     @router.post("/admin/admit")
     async def admit(operator: Operator, which: Which) -> Answer:
-        return await tell(Command.ADMIT, which, operator)
+        return await manage(Command.ADMIT, which, operator)
 
     @router.post("/reset_prefix_cache")
     @router.post("/admin/cache/reset")
     async def reset_cache(operator: Operator, which: Which) -> Answer:
-        return await tell(Command.RESET_CACHE, which, operator)
+        return await manage(Command.RESET_CACHE, which, operator)
 
     @router.post("/sleep")
     @router.post("/admin/sleep")
     async def sleep(operator: Operator, which: Which, level: str = "1") -> Answer:
         if level not in LEVELS:
             raise InvalidRequest("level must be 0 or 1: the weights stay.", "level")
-        return await tell(Command.SLEEP, which, operator)
+        return await manage(Command.SLEEP, which, operator)
 
     @router.post("/wake_up")
     @router.post("/admin/wake")
     async def wake(operator: Operator, which: Which) -> Answer:
-        return await tell(Command.WAKE, which, operator)
+        return await manage(Command.WAKE, which, operator)
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> Answer:
-        states = [own.state for _, engines in await reports() for own in engines]
+        states = [engine.state for _, engines in await reports() for engine in engines]
         return {"is_sleeping": bool(states) and set(states) == {"asleep"}}
 
     app.include_router(router)

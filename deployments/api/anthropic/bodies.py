@@ -1,4 +1,4 @@
-"""What clients of the Anthropic API send to /v1/messages."""
+"""Request bodies of Anthropic's API."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.text.checks import missing
 
-UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for nothing
+UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that change nothing
     "tools": ([],),
     "thinking": ({"type": "disabled"},),
     "output_config": ({},),
@@ -24,7 +24,7 @@ OUR_NAMES = {"stop": "stop_sequences"}
 
 
 class PromptBody(BaseModel):
-    """What makes a prompt; None is the same as leaving a field out."""
+    """The fields of a prompt; None is the same as leaving a field out."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -35,7 +35,7 @@ class PromptBody(BaseModel):
     cache_control: dict[str, Any] | None = None  # prefixes are always cached
 
     def check(self) -> None:
-        """Refuses what is not served.
+        """Rejects fields that are not supported.
 
         Raises:
             InvalidRequest: ``param`` names the field.
@@ -64,7 +64,7 @@ class MessagesRequest(PromptBody):
     top_k: int | None = None
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """The checked sampling settings; ``defaults`` hold where the request names nothing.
+        """Returns the checked sampling settings; ``defaults`` fill the fields that are left out.
 
         Raises:
             InvalidRequest: a value out of range.

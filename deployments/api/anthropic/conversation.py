@@ -17,7 +17,7 @@ ROLES = ("user", "assistant", "system")
 
 
 def chat_messages(messages: object, system: object) -> list[dict[str, str]]:
-    """``system`` first, and neighbours of one role as one message, as Anthropic reads them.
+    """Returns ``system`` first; neighbours of one role are one message, as in Anthropic's API.
 
     A final message of the assistant's is the start of the answer; an empty one is left out.
 
@@ -42,7 +42,7 @@ def chat_messages(messages: object, system: object) -> list[dict[str, str]]:
 
 
 def is_continued(chat: list[dict[str, str]]) -> bool:
-    """Whether the answer goes on from a start that the client has written."""
+    """Whether the final message is the start of the answer."""
     return bool(chat) and _is_answer(chat[-1])
 
 

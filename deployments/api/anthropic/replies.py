@@ -1,4 +1,4 @@
-"""What clients of the Anthropic API get back: the message, and the events of its stream."""
+"""Replies of Anthropic's API: the message, and the events of its stream."""
 
 from typing import Literal
 

@@ -1,7 +1,6 @@
-"""What clients send. Types are strict: "5" is no number, true is no integer, 1 is a float.
+"""Request bodies. Types are strict: "5" is not a number, true is not an integer, 1 is a float.
 
-Ranges are the business of SamplingParams; fields that it knows and refuses are handed to it, so
-that it names them. Unknown fields are accepted and their names reported.
+``SamplingParams`` checks ranges and names the field. Unknown fields are accepted and reported.
 """
 
 from typing import Any
@@ -18,11 +17,11 @@ COMPLETION_TOKENS = 16  # of /v1/completions where a request names no limit
 class CompletionRequest(GenerationBody):
     prompt: Any = None
 
-    logprobs: int | None = None  # so many of the likeliest tokens
+    logprobs: int | None = None  # number of top tokens per token
 
     @property
     def scores_only(self) -> bool:
-        """Whether nothing but the prompt itself is wanted."""
+        """Whether the client wants the prompt only."""
         return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self) -> list[WrittenPrompt]:
@@ -39,20 +38,20 @@ class CompletionRequest(GenerationBody):
         return self.logprobs
 
     def prompt_logprobs_wanted(self) -> int | None:
-        """An echoed prompt is told of as the answer is."""
+        """An echoed prompt has the same log probabilities as the answer."""
         asked = self.prompt_logprobs
         return self.logprobs if asked is None and self.echo else asked
 
     def token_limit(self) -> int:
         if self.scores_only:
-            return 1  # an engine request has at least one, which is not shown
+            return 1  # the least of an engine request; it is not shown
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
 
 class ChatCompletionRequest(GenerationBody):
     messages: Any = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None  # so many of the likeliest tokens
+    top_logprobs: int | None = None  # number of top tokens per token
     max_completion_tokens: int | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -61,11 +60,11 @@ class ChatCompletionRequest(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    include_reasoning: bool | None = None  # no model's reasoning is told apart
+    include_reasoning: bool | None = None  # reasoning is not separated
     return_prompt_text: bool | None = None
 
     def token_limit(self) -> int | None:
-        """The caller's limit under either name; None fills the context."""
+        """Returns the limit under either name; None fills the context."""
         names = (self.max_completion_tokens, self.max_tokens)
         if None not in names and names[0] != names[1]:
             raise InvalidRequest(

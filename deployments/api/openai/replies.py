@@ -1,4 +1,4 @@
-"""What clients get back. Fields that are None by default are left out; the others always appear."""
+"""Replies. Fields with the default None are left out if unset; the others always appear."""
 
 from typing import Any, Literal
 

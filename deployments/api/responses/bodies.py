@@ -126,7 +126,7 @@ class ResponseRequest(ResponsePromptBody):
     top_logprobs: int | None = None  # so many of the likeliest tokens, where they are included
 
     @property
-    def tells_logprobs(self) -> bool:
+    def has_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
     @property
@@ -144,7 +144,7 @@ class ResponseRequest(ResponsePromptBody):
         shared |= {name: extra[name] for name in UNSERVED_ANYWHERE if name in extra}
         with rename_error_params(OUR_NAMES):
             params = GenerationBody(**shared).sampling_params(defaults, self.max_output_tokens)
-            return replace(params, logprobs=self.top_logprobs or 0 if self.tells_logprobs else None)
+            return replace(params, logprobs=self.top_logprobs or 0 if self.has_logprobs else None)
 
     def check(self) -> None:
         super().check()

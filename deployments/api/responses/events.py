@@ -1,7 +1,7 @@
 """The typed events of a response's stream.
 
-They are a function of the response's state, so that none is kept: whoever comes late, or comes back
-(``starting_after``), gets the same events with the same numbers.
+They are a function of the response's state and are not stored: a client that starts late or resumes
+(``starting_after``) gets the same events with the same numbers.
 """
 
 from collections.abc import AsyncGenerator, Iterator
@@ -31,13 +31,13 @@ ITEM_DONE = "response.output_item.done"
 LAST: dict[Status, str] = {
     "completed": "response.completed",
     "incomplete": "response.incomplete",
-    "cancelled": "response.incomplete",  # there is no event of its own; the status says it
+    "cancelled": "response.incomplete",  # has no event type; the status says it
     "failed": "response.failed",
 }
 
 
 def events_from(state: ResponseState, number: int) -> Iterator[ResponseStreamEvent]:
-    """The events that have happened, from the one of that number on."""
+    """Yields the events so far, from ``number`` on."""
     opening = _opening(state)
     first_closing = len(opening) + len(state.pieces)
     while number < len(opening):
@@ -60,15 +60,15 @@ def events_from(state: ResponseState, number: int) -> Iterator[ResponseStreamEve
 async def follow(
     state: ResponseState, number: int = 0
 ) -> AsyncGenerator[ResponseStreamEvent, None]:
-    """The events from that number on, to the last one, as they happen."""
+    """Yields the events as they happen, from ``number`` to the last one."""
     while True:
-        done, news = state.done, state.news()
+        done, changed = state.done, state.changed()
         for event in list(events_from(state, number)):
             yield event
             number = event.sequence_number + 1
         if done:
             return
-        await news.wait()
+        await changed.wait()
 
 
 def sse(event: ResponseStreamEvent) -> str:
@@ -76,7 +76,7 @@ def sse(event: ResponseStreamEvent) -> str:
 
 
 def _opening(state: ResponseState) -> tuple[str, ...]:
-    """How it begins: a background response waits in the queue, another one starts at once."""
+    """Returns the first events: a background response is queued, another starts at once."""
     if state.created.background:
         first, then = (CREATED, QUEUED), (IN_PROGRESS, ITEM_ADDED, PART_ADDED)
         return first + then if state.started else first
@@ -94,7 +94,7 @@ def _closing(state: ResponseState) -> tuple[str, ...]:
 
 
 def _event(state: ResponseState, kind: str, number: int) -> ResponseStreamEvent:
-    """An event of the beginning or of the end."""
+    """Returns an opening or closing event."""
     item_id = state.output_id
     if kind == ITEM_ADDED:
         item = OutputMessage(id=item_id, status="in_progress", role="assistant", content=[])

@@ -18,6 +18,7 @@ from rayfin.deployments.api.responses.items import input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
 from rayfin.deployments.api.responses.replies import Response, ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
+from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.logprobs import LogprobsWriter
@@ -34,8 +35,15 @@ logger = logging.getLogger("rayfin.http")
 class ResponseAdapter(GenerationAdapter):
     """One request for a response, which ends with its client or runs in the background."""
 
-    def __init__(self, service: OpenAIService, body: ResponseRequest, tenant: str) -> None:
+    def __init__(
+        self,
+        service: OpenAIService,
+        store: ResponseStoreClient,
+        body: ResponseRequest,
+        tenant: str,
+    ) -> None:
         self._service = service
+        self._store = store
         self._body = body
         self._tenant = tenant
         self._model = service.served_name(body.model)
@@ -51,19 +59,19 @@ class ResponseAdapter(GenerationAdapter):
         state = self._state
         state.task = asyncio.create_task(self._run_out(self.run(generation)))
         if self.streamed:
-            return event_stream(self._service.responses.follow(state, 0), headers)
+            return event_stream(self._store.follow(state, 0), headers)
         return reply(state, headers)
 
     async def open(self, request: Request, generation: Generation) -> None:
         if self._body.stored:
-            await self._service.responses.add(self._state)
+            await self._store.add(self._state)
 
     def discard(self) -> None:
         if self._body.stored:
-            self._service.responses.forget(self._state)  # no client knows its id
+            self._store.forget(self._state)  # no client knows its id
 
     def run(self, generation: Generation) -> Deltas:
-        settle = self._service.responses.settle
+        settle = self._store.settle
         return drive(self._state, generation.run(), settle, self._writer())
 
     def reply(self, generation: Generation) -> str:
@@ -91,7 +99,7 @@ class ResponseAdapter(GenerationAdapter):
         body.check()
         params = body.sampling_params(service.sampling_defaults)
         items = input_items(body.input)
-        history = await history_of(service, body, self._tenant)
+        history = await history_of(self._store, body, self._tenant)
         ids = await prompt_ids(service, body, history + items, body.max_output_tokens or 1)
         with rename_error_params(OUR_NAMES):
             generation = await Generation.prepare(
@@ -107,7 +115,7 @@ class ResponseAdapter(GenerationAdapter):
 
     def _writer(self) -> LogprobsWriter | None:
         body = self._body
-        if not body.tells_logprobs:
+        if not body.has_logprobs:
             return None
         return LogprobsWriter(self._service.tokenizer, body.top_logprobs)
 

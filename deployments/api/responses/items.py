@@ -73,8 +73,8 @@ def _item(item: object, path: str) -> OutputMessage:
         content = [OutputTextPart(text=text) for text in texts]
     else:
         content = [InputText(text=text) for text in texts]
-    own = as_string(given, f"{path}.id") if given is not None else message_id()
-    return OutputMessage(id=own, role=role, content=content)
+    item_id = as_string(given, f"{path}.id") if given is not None else message_id()
+    return OutputMessage(id=item_id, role=role, content=content)
 
 
 def _texts(content: object, path: str) -> list[str]:

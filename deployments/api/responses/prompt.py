@@ -1,27 +1,27 @@
-"""The prompt of a response: the conversation before it, its own input, its instructions."""
+"""The prompt of a response: earlier responses, input and instructions."""
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody
 from rayfin.deployments.api.responses.items import chat_messages
 from rayfin.deployments.api.responses.replies import OutputMessage
-from rayfin.deployments.api.responses.state import ResponseState
+from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.service import OpenAIService
 
 
 async def history_of(
-    service: OpenAIService, body: ResponsePromptBody, tenant: str
+    store: ResponseStoreClient, body: ResponsePromptBody, tenant: str
 ) -> list[OutputMessage]:
-    """The items of the responses that this one follows.
+    """Returns the items of the responses before this one.
 
     Raises:
         NotFound: there is no such response.
-        InvalidRequest: it has not ended yet.
+        InvalidRequest: the previous response has not ended yet.
     """
     if body.previous_response_id is None:
         return []
     param = "previous_response_id"
-    previous: ResponseState = await service.responses.get(body.previous_response_id, tenant, param)
+    previous = await store.get(body.previous_response_id, tenant, param)
     if not previous.done:
         raise InvalidRequest("The previous response is still in progress.", param)
     return previous.conversation()
@@ -35,10 +35,10 @@ async def prompt_ids(
     *,
     any_length: bool = False,
 ) -> list[int]:
-    """The token ids of a conversation; ``any_length`` where they are only counted.
+    """Returns the token ids of a conversation; with ``any_length`` also of one that is too long.
 
     ``truncation: auto`` leaves out as many of the oldest items as must go for ``room`` tokens of
-    output. What is left starts with a user's message; the last of these always stays.
+    output. The rest starts with a user's message; the last of these always stays.
 
     Raises:
         InvalidRequest: the chat template refuses it, or it cannot fit.

@@ -12,10 +12,10 @@ from rayfin.deployments.api.responses.bodies import (
 )
 from rayfin.deployments.api.responses.handler import ResponseAdapter, event_stream, reply
 from rayfin.deployments.api.responses.items import input_items
-from rayfin.deployments.api.responses.local_store import Responses
 from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
 from rayfin.deployments.api.responses.replies import Deleted, InputTokens, ItemList
 from rayfin.deployments.api.responses.state import ResponseState
+from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.json_body import ignored_header, read_body
@@ -25,8 +25,8 @@ PAGE = 20
 MAX_DIGITS = 12  # of a number in a query
 
 
-def add_response_routes(app: FastAPI, models: ServedModels) -> None:
-    store: Responses = models.first.responses  # of all models
+def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStoreClient) -> None:
+    """Adds the routes; ``store`` has the responses of all models."""
 
     async def find(request: Request, response_id: str) -> ResponseState:
         return await store.get(response_id, _tenant(request))
@@ -36,7 +36,7 @@ def add_response_routes(app: FastAPI, models: ServedModels) -> None:
         body = await read_body(request, ResponseRequest)
         headers = ignored_header(body.ignored_fields())
         service = models.resolve_model(request, body.model)
-        adapter = ResponseAdapter(service, body, _tenant(request))
+        adapter = ResponseAdapter(service, store, body, _tenant(request))
         if body.background:
             return await adapter.start(request, headers)
         return await GenerationRoute(adapter).answer(request, headers)
@@ -47,7 +47,7 @@ def add_response_routes(app: FastAPI, models: ServedModels) -> None:
         body.check()
         service = models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
-        items = await history_of(service, body, _tenant(request)) + input_items(body.input)
+        items = await history_of(store, body, _tenant(request)) + input_items(body.input)
         return InputTokens(
             input_tokens=len(await prompt_ids(service, body, items, any_length=True))
         )
@@ -55,7 +55,7 @@ def add_response_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
         state = await find(request, response_id)
-        for name in ("include", "include[]"):  # what there is of these is there anyway
+        for name in ("include", "include[]"):  # all of them are always included
             check_include(request.query_params.getlist(name))
         after = _number(request, "starting_after", -1, 0)
         if _choice(request, "stream", ("false", "true")) == "true":
@@ -82,12 +82,12 @@ def add_response_routes(app: FastAPI, models: ServedModels) -> None:
 
 
 def _tenant(request: Request) -> str:
-    """Whose request it is; without keys everybody is one."""
+    """Returns the tenant of the request's API key; it is empty without keys."""
     return getattr(request.state, "tenant", "")
 
 
 def _page(request: Request, state: ResponseState) -> ItemList:
-    """The items that the response was made from, those of earlier responses included."""
+    """Returns the input items, including those of earlier responses."""
     limit = _number(request, "limit", PAGE, 1, MAX_PAGE)
     items = [*state.history, *state.items]
     if _choice(request, "order", ("desc", "asc")) == "desc":
@@ -120,7 +120,7 @@ def _number(request: Request, name: str, default: int, low: int, high: int = 10*
 
 
 def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
-    """The query's word; the first of ``choices`` where there is none."""
+    """Returns the query parameter, by default the first of ``choices``."""
     word = request.query_params.get(name, choices[0])
     if word not in choices:
         raise InvalidRequest(f"{name} must be one of {', '.join(choices)}.", name)

@@ -1,4 +1,4 @@
-"""The life of one response, from its creation to its end, for whoever asks about it."""
+"""The state of one response, from its creation to its end."""
 
 import asyncio
 import sys
@@ -51,15 +51,15 @@ class Change:
 
 @dataclass(slots=True, eq=False)
 class ResponseState:
-    """One response: what it was asked, its text piece by piece, and how it ended.
+    """One response: its request, its text piece by piece, and how it ended.
 
-    All changes come through its methods, in the event loop of its ingress.
+    Only its methods change it, in the event loop of its ingress.
     """
 
     created: Response  # as it was when it was created
     tenant: str
-    history: list[OutputMessage]  # of the responses before this one
-    items: list[OutputMessage]  # of its own input
+    history: list[OutputMessage]  # of earlier responses
+    items: list[OutputMessage]  # of its input
     input_tokens: int
     status: Status = "queued"
     pieces: list[ResponsePiece] = field(default_factory=list)
@@ -70,7 +70,7 @@ class ResponseState:
     error: ResponseError | None = None
     ended_at: int | None = None  # seconds since 1970
     task: "asyncio.Task[None] | None" = None  # that runs it in the background
-    _news: asyncio.Event | None = None
+    _changed: asyncio.Event | None = None
 
     def __post_init__(self) -> None:
         self.status = self.created.status
@@ -89,7 +89,7 @@ class ResponseState:
 
     @property
     def logprobs(self) -> list[ChatTokenLogprob]:
-        return [own for piece in self.pieces for own in piece.logprobs]
+        return [entry for piece in self.pieces for entry in piece.logprobs]
 
     def append(
         self,
@@ -98,18 +98,18 @@ class ResponseState:
         cached_tokens: int,
         logprobs: Sequence[ChatTokenLogprob] = (),
     ) -> None:
-        """More text, which may be none yet; the counts are totals."""
+        """Adds text, which may be empty; the counts are totals."""
         self.started, self.status = True, "in_progress"
         self.output_tokens, self.cached_tokens = output_tokens, cached_tokens
         if text or logprobs:
             self.pieces.append(ResponsePiece(text, list(logprobs)))
-        self._tell()
+        self._notify()
 
     def finish(self, status: Status, error: ResponseError | None = None) -> None:
-        """The end; only the first one counts."""
+        """Ends the response; later calls do nothing."""
         if not self.done:
             self.status, self.error, self.ended_at = status, error, int(time.time())
-            self._tell()
+            self._notify()
 
     def fail(self, error: Exception) -> None:
         self.finish(
@@ -121,13 +121,13 @@ class ResponseState:
         )
 
     def snapshot(self) -> "ResponseState":
-        """A copy that can travel; nobody runs it."""
-        own = copy(self)
-        own.pieces, own.task, own._news = list(self.pieces), None, None
-        return own
+        """Returns a copy that can be sent; it has no task."""
+        state = copy(self)
+        state.pieces, state.task, state._changed = list(self.pieces), None, None
+        return state
 
     def change(self, since: int) -> Change:
-        """What has happened since there were so many pieces."""
+        """Returns the state now, with the pieces from number ``since`` on."""
         return Change(
             since=since,
             pieces=self.pieces[since:],
@@ -140,19 +140,19 @@ class ResponseState:
         )
 
     def apply(self, change: Change) -> None:
-        """Makes a copy of the response stand as the response does."""
+        """Brings a copy up to date."""
         if not self.done:
             self.pieces[change.since :] = change.pieces
             self.status, self.started, self.error = change.status, change.started, change.error
             self.output_tokens, self.cached_tokens = change.output_tokens, change.cached_tokens
             self.ended_at = change.ended_at
-            self._tell()
+            self._notify()
 
-    def news(self) -> asyncio.Event:
-        """Is set at the next change."""
-        if self._news is None:
-            self._news = asyncio.Event()
-        return self._news
+    def changed(self) -> asyncio.Event:
+        """Returns an event that is set at the next change."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        return self._changed
 
     def response(self) -> Response:
         """The response as it stands."""
@@ -180,20 +180,20 @@ class ResponseState:
         return OutputMessage(id=self.output_id, status=status, role="assistant", content=[text])
 
     def conversation(self) -> list[OutputMessage]:
-        """All items up to and with the output, of which only the text goes on."""
+        """All items up to and including the output, of which only the text is kept."""
         output = self.message().model_copy(update={"content": [OutputTextPart(text=self.text)]})
         return [*self.history, *self.items, *([output] if self.started else [])]
 
     def size(self) -> int:
-        """Bytes of memory, more or less; what it shares with earlier responses is counted too."""
+        """Estimated bytes of memory, including what it shares with earlier responses."""
         items = [*self.history, *self.items]
         texts = [part.text for item in items for part in item.content]
         texts += [*(piece.text for piece in self.pieces), self.created.instructions or ""]
-        told = sum(1 + len(own.top_logprobs) for own in self.logprobs)
-        overhead = OVERHEAD * (1 + len(items)) + LOGPROB * told
+        logprobs = sum(1 + len(entry.top_logprobs) for entry in self.logprobs)
+        overhead = OVERHEAD * (1 + len(items)) + LOGPROB * logprobs
         return overhead + sum(map(sys.getsizeof, texts))
 
-    def _tell(self) -> None:
-        if self._news is not None:
-            self._news.set()
-            self._news = None
+    def _notify(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

@@ -1,19 +1,39 @@
-"""The responses that an ingress remembers."""
+"""The stored responses of all ingress replicas of an application, in one place."""
 
+import asyncio
+import inspect
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from rayfin.actors.errors import InvalidRequest, NotFound, Overloaded
-from rayfin.deployments.api.responses.state import ResponseState
+from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, Overloaded
+from rayfin.actors.timing import RESPONSE_OWNER_SECONDS, RESPONSE_STORE_POLL_SECONDS
+from rayfin.deployments.api.responses.state import Change, ResponseState
 from rayfin.deployments.http.tenant_store import TenantStore
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 128 * 2**20
 MAX_AGE = 24 * 3600.0  # seconds
 
+Order = tuple[Literal["cancel", "forget"], str]
+
+
+@dataclass(slots=True)
+class _Owner:
+    """An ingress replica that runs responses."""
+
+    seen: float
+    orders: list[Order] = field(default_factory=list)
+    ordered: asyncio.Event = field(default_factory=asyncio.Event)
+
 
 class ResponseStore:
-    """Responses by id, in the memory of one process; bounded as a ``TenantStore`` is."""
+    """Responses by id, in the memory of one process; bounded as a ``TenantStore`` is.
+
+    The ingress replica that runs a response (its owner) sends copies, which all replicas read. An
+    owner polls ``orders`` for what others want done with its responses. Lives in one event loop.
+    """
 
     def __init__(
         self,
@@ -25,36 +45,124 @@ class ResponseStore:
         self._states: TenantStore[ResponseState] = TenantStore(
             max_responses, max_bytes, max_age, clock
         )
+        self._clock = clock
+        self._owners: dict[str, _Owner] = {}
+        self._owner_of: dict[str, str] = {}  # of each response that runs
 
     def __len__(self) -> int:
         return len(self._states)
 
-    def add(self, state: ResponseState) -> None:
-        """Takes in a response that has just been created.
+    async def call(self, method: str, *args: object) -> Any:
+        """Returns what the named method returns."""
+        answer = getattr(self, method)(*args)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def add(self, owner: str, state: ResponseState) -> None:
+        """Adds a response that its owner is about to run.
 
         Raises:
-            InvalidRequest: it alone is larger than the store.
+            InvalidRequest: the response alone is larger than the store.
             Overloaded: the store is full of responses that still run.
         """
         if state.size() > self._states.max_bytes:
             raise InvalidRequest("The conversation is too large to store.", "store")
         if not self._states.add(state):
             raise Overloaded("Too many stored responses are in progress.")
+        self._owner_of[state.id] = owner
+        self._seen(owner)
+
+    def grow(self, response_id: str, tenant: str, change: Change) -> None:
+        """Applies a change that the owner reports; ignores a response that was deleted."""
+        state = self._states.get(response_id, tenant)
+        if state is not None:
+            state.apply(change)
+        if state is None or state.done:
+            self._owner_of.pop(response_id, None)
+        if state is not None and state.done:
+            self._states.settle(state)
 
     def get(self, response_id: str, tenant: str, param: str = "response_id") -> ResponseState:
-        """A response of that tenant's.
+        """Returns a copy of a response.
 
         Raises:
-            NotFound: there is none; another tenant's is none.
+            NotFound: the tenant has no such response.
         """
+        return self._find(response_id, tenant, param).snapshot()
+
+    async def changes(self, response_id: str, tenant: str, since: int, status: str) -> Change:
+        """Returns what has happened since ``since`` pieces and ``status``; waits a while for it.
+
+        Raises:
+            NotFound: the tenant has no such response, or no longer.
+        """
+        state = self._find(response_id, tenant)
+        if not state.done and len(state.pieces) == since and state.status == status:
+            await _set_within(state.changed(), RESPONSE_STORE_POLL_SECONDS)
+            state = self._find(response_id, tenant)
+        return state.change(since)
+
+    def remove(self, response_id: str, tenant: str) -> None:
+        """Deletes a response; its owner ends it if it runs."""
+        state = self._states.get(response_id, tenant)
+        if state is None:
+            return
+        self._states.remove(state)
+        self._order(response_id, "forget")
+        self._owner_of.pop(response_id, None)
+        state.finish("cancelled")  # wakes those who wait for changes
+
+    def cancel(self, response_id: str, tenant: str) -> None:
+        """Orders its owner to cancel a response, if it runs.
+
+        Raises:
+            NotFound: the tenant has no such response.
+        """
+        if not self._find(response_id, tenant).done:
+            self._order(response_id, "cancel")
+
+    async def orders(self, owner: str) -> list[Order]:
+        """Returns what an owner is to do, in order; waits a while for something."""
+        replica = self._seen(owner)
+        if not replica.orders:
+            await _set_within(replica.ordered, RESPONSE_STORE_POLL_SECONDS)
+        replica.ordered.clear()
+        orders, replica.orders = replica.orders, []
+        self._seen(owner)
+        return orders
+
+    def _find(self, response_id: str, tenant: str, param: str = "response_id") -> ResponseState:
+        """Returns the stored state; a response whose owner is gone has failed."""
         state = self._states.get(response_id, tenant)
         if state is None:
             raise NotFound(f"There is no response with id {response_id[:128]!r}.", param)
+        if not state.done and not self._is_alive(self._owner_of.get(response_id)):
+            state.fail(EngineUnavailable("The server that ran this response has ended."))
+            self._owner_of.pop(response_id, None)
+            self._states.settle(state)
         return state
 
-    def settle(self, state: ResponseState) -> None:
-        """Counts what a response has become, now that it has ended."""
-        self._states.settle(state)
+    def _order(self, response_id: str, kind: Literal["cancel", "forget"]) -> None:
+        if (owner := self._owner_of.get(response_id)) is not None:
+            replica = self._owners[owner]
+            replica.orders.append((kind, response_id))
+            replica.ordered.set()
 
-    def remove(self, state: ResponseState) -> None:
-        self._states.remove(state)
+    def _seen(self, owner: str) -> _Owner:
+        replica = self._owners.setdefault(owner, _Owner(self._clock()))
+        replica.seen = self._clock()
+        for name in [name for name in self._owners if not self._is_alive(name)]:
+            if name not in self._owner_of.values():
+                del self._owners[name]
+        return replica
+
+    def _is_alive(self, owner: str | None) -> bool:
+        replica = self._owners.get(owner or "")
+        return replica is not None and self._clock() - replica.seen <= RESPONSE_OWNER_SECONDS
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

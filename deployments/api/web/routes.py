@@ -1,4 +1,4 @@
-"""The page at /ui: a chat, and what the engines are doing. Plain files, no build, no other host."""
+"""The page at /ui: a chat and a live view of the engines. Static files, no build step, no CDN."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ HEADERS = {
 
 
 def add_web_routes(app: FastAPI, models: ServedModels) -> None:
-    """The page's files, and ``/ui/state`` that it asks twice a second."""
+    """Adds the page's files, and ``/ui/state``, which the page polls twice a second."""
     contents = {path: (FOLDER / name).read_bytes() for path, (name, _) in FILES.items()}
 
     @app.get("/ui/state")
@@ -34,7 +34,7 @@ def add_web_routes(app: FastAPI, models: ServedModels) -> None:
             "models": [
                 {
                     "model": service.model_names[0],
-                    "engines": [asdict(own) for own in await service.client.snapshots()],
+                    "engines": [asdict(snapshot) for snapshot in await service.client.snapshots()],
                     "latency": service.client.latency(),
                 }
                 for service in models.services

@@ -25,6 +25,8 @@ from rayfin.actors.messages import (
     TokenLogprob,
 )
 from rayfin.deployments.api.app import build_api
+from rayfin.deployments.api.responses.store import ResponseStore
+from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -201,8 +203,17 @@ def service(engine: FakeEngine, tokenizer: Tokenizer) -> OpenAIService:
 
 
 @pytest.fixture
-async def http(service: OpenAIService, anyio_backend: str) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
+def stored() -> ResponseStore:
+    """The stored responses of ``http``."""
+    return ResponseStore()
+
+
+@pytest.fixture
+async def http(
+    service: OpenAIService, stored: ResponseStore, anyio_backend: str
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = build_api(service, responses=ResponseStoreClient(store=stored))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as client:
         yield client
 

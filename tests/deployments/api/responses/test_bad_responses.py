@@ -99,7 +99,7 @@ HARMLESS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_bad_bodies(http: httpx.AsyncClient, engine: Any, service: Any, stream: bool) -> None:
+async def test_bad_bodies(http: httpx.AsyncClient, engine: Any, stored: Any, stream: bool) -> None:
     for fields, param, code in BODIES:
         body = {"input": "hi", **({} if "stream_options" in fields else {"stream": stream})}
         response = await http.post("/v1/responses", json={**body, **fields})
@@ -107,7 +107,7 @@ async def test_bad_bodies(http: httpx.AsyncClient, engine: Any, service: Any, st
         error = response.json()["error"]
         assert (error["param"], error["code"]) == (param, code), fields
         assert "max_tokens" not in error["message"]
-    assert engine.seen == [] and len(service.responses) == 0
+    assert engine.seen == [] and len(stored) == 0
 
 
 async def test_a_refusal_by_the_template_is_about_the_input(

@@ -254,11 +254,11 @@ async def test_retrieve_and_delete(openai: AsyncOpenAI) -> None:
         assert (error.value.param, error.value.code) == ("response_id", "not_found")
 
 
-async def test_what_is_not_stored_is_not_found(openai: AsyncOpenAI, service: Any) -> None:
+async def test_what_is_not_stored_is_not_found(openai: AsyncOpenAI, stored: Any) -> None:
     made = await openai.responses.create(model="tiny", input="hello", store=False)
     stream = await openai.responses.create(model="tiny", input="hello", store=False, stream=True)
     assert [event async for event in stream]
-    assert made.status == "completed" and len(service.responses) == 0
+    assert made.status == "completed" and len(stored) == 0
     with pytest.raises(NotFoundError):
         await openai.responses.retrieve(made.id)
     with pytest.raises(NotFoundError) as error:
@@ -290,13 +290,13 @@ async def test_input_tokens(openai: AsyncOpenAI, engine: Any) -> None:
     assert long.input_tokens > 1000  # more than the context holds
 
 
-async def test_a_refusal_has_its_status(openai: AsyncOpenAI, engine: Any, service: Any) -> None:
+async def test_a_refusal_has_its_status(openai: AsyncOpenAI, engine: Any, stored: Any) -> None:
     engine.refusal = Overloaded("queue is full")
     for stream in (False, True):
         with pytest.raises(Exception, match="queue is full") as error:
             await openai.responses.create(model="tiny", input="hello", stream=stream)
         assert getattr(error.value, "status_code", None) == 429
-    assert len(service.responses) == 0
+    assert len(stored) == 0
 
 
 @pytest.mark.parametrize("failure", [RequestFailed("row failed"), OSError("/etc/secret")])
@@ -328,7 +328,7 @@ async def test_sampling_fields_of_vllm(http: httpx.AsyncClient, engine: Any) -> 
     assert reply["output"][0]["content"][0]["text"] == REPLY[: REPLY.index("go")]
 
 
-async def test_leaving_aborts(http: httpx.AsyncClient, engine: Any, service: Any) -> None:
+async def test_leaving_aborts(http: httpx.AsyncClient, engine: Any, stored: Any) -> None:
     engine.gate = asyncio.Event()
     for stream in (False, True):
         body = {"input": "hello", "stream": stream}
@@ -338,7 +338,7 @@ async def test_leaving_aborts(http: httpx.AsyncClient, engine: Any, service: Any
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not engine.open
-    assert len(engine.aborted) == 2 and len(service.responses) == 0
+    assert len(engine.aborted) == 2 and len(stored) == 0
 
 
 async def test_a_stream_that_is_left_is_cancelled(

@@ -1,10 +1,8 @@
 """Several ingress replicas, one store: whichever is asked, the answer is the same."""
 
 import asyncio
-import inspect
 import pickle
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,10 +11,9 @@ import pytest
 from rayfin.actors.errors import EngineUnavailable, Overloaded
 from rayfin.actors.timing import RESPONSE_OWNER_SECONDS
 from rayfin.deployments.api.app import build_api
-from rayfin.deployments.api.responses import store_actor as keeper_module
-from rayfin.deployments.api.responses.shared import SharedResponseStore
+from rayfin.deployments.api.responses import store as store_module
 from rayfin.deployments.api.responses.store import ResponseStore
-from rayfin.deployments.api.responses.store_actor import ResponseStoreActor
+from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.generation.service import OpenAIService
 
 pytestmark = pytest.mark.anyio
@@ -26,10 +23,10 @@ BACKGROUND = {**ASK, "background": True}
 
 
 class Remote:
-    """The keeper as if in another process: what crosses is pickled, and takes its time."""
+    """The store as if in another process: what crosses is pickled, and takes its time."""
 
-    def __init__(self, keeper: ResponseStoreActor) -> None:
-        self.keeper = keeper
+    def __init__(self, store: ResponseStore) -> None:
+        self.store = store
         self.gone = False
         self.calls: list[str] = []
 
@@ -39,9 +36,7 @@ class Remote:
         await asyncio.sleep(0)
         if self.gone:
             raise EngineUnavailable("the store of responses does not answer")
-        answer = getattr(self.keeper, method)(*args)
-        if inspect.isawaitable(answer):
-            answer = await answer
+        answer = await self.store.call(method, *args)
         answer = pickle.loads(pickle.dumps(answer))
         await asyncio.sleep(0)
         return answer
@@ -67,18 +62,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def keeper(clock: Clock) -> ResponseStoreActor:
-    return ResponseStoreActor(ResponseStore(max_responses=20), clock)
+def store(clock: Clock) -> ResponseStore:
+    return ResponseStore(max_responses=20, clock=clock)
 
 
 @pytest.fixture
-def remote(keeper: ResponseStoreActor) -> Remote:
-    return Remote(keeper)
+def remote(store: ResponseStore) -> Remote:
+    return Remote(store)
 
 
 @pytest.fixture
-async def shared(remote: Remote, anyio_backend: str) -> AsyncIterator[list[SharedResponseStore]]:
-    replicas = [SharedResponseStore(name, remote) for name in ("a", "b")]
+async def shared(remote: Remote, anyio_backend: str) -> AsyncIterator[list[ResponseStoreClient]]:
+    replicas = [ResponseStoreClient(name, remote) for name in ("a", "b")]
     yield replicas
     for one in replicas:
         one.close()
@@ -86,11 +81,11 @@ async def shared(remote: Remote, anyio_backend: str) -> AsyncIterator[list[Share
 
 @pytest.fixture
 async def replicas(
-    service: OpenAIService, shared: list[SharedResponseStore]
+    service: OpenAIService, shared: list[ResponseStoreClient]
 ) -> AsyncIterator[list[httpx.AsyncClient]]:
     clients = []
     for responses in shared:
-        app = build_api(replace(service, responses=responses))
+        app = build_api(service, responses=responses)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         clients.append(httpx.AsyncClient(transport=transport, base_url="http://rayfin"))
     yield clients
@@ -143,7 +138,7 @@ async def test_one_that_has_ended(replicas: list[httpx.AsyncClient], engine: Any
 
 
 async def test_the_end_of_a_stream_is_known_everywhere(
-    replicas: list[httpx.AsyncClient], keeper: ResponseStoreActor, remote: Remote
+    replicas: list[httpx.AsyncClient], store: ResponseStore, remote: Remote
 ) -> None:
     """Before the client hears of it: its next request may reach another replica."""
     here, there = replicas
@@ -155,7 +150,7 @@ async def test_the_end_of_a_stream_is_known_everywhere(
 
 
 async def test_one_in_the_background_is_followed(
-    replicas: list[httpx.AsyncClient], engine: Any, shared: list[SharedResponseStore]
+    replicas: list[httpx.AsyncClient], engine: Any, shared: list[ResponseStoreClient]
 ) -> None:
     here, there = replicas
     engine.pause_after = (6, asyncio.Event())
@@ -177,12 +172,12 @@ async def test_one_in_the_background_is_followed(
     assert whole.count("response.output_text.delta\n") > 3
     assert whole == (await here.get(path, params={"stream": "true", "starting_after": 0})).text
     assert await retrieve(there, made["id"]) == await retrieve(here, made["id"])
-    assert not any(one._running or one._telling for one in shared)
+    assert not any(one._running or one._reports for one in shared)
 
 
 @pytest.mark.parametrize("began", [False, True])
 async def test_one_in_the_background_is_cancelled(
-    replicas: list[httpx.AsyncClient], engine: Any, shared: list[SharedResponseStore], began: bool
+    replicas: list[httpx.AsyncClient], engine: Any, shared: list[ResponseStoreClient], began: bool
 ) -> None:
     here, there = replicas
     gate = asyncio.Event()
@@ -197,7 +192,7 @@ async def test_one_in_the_background_is_cancelled(
         reply = await http.post(f"{path}/cancel")
         assert (reply.status_code, reply.json()["status"]) == (200, "cancelled")
     assert len(engine.aborted) == 1 and not engine.open
-    assert not shared[0]._running and not shared[0]._telling
+    assert not shared[0]._running and not shared[0]._reports
     assert (await retrieve(there, made["id"]))["status"] == "cancelled"
     gate.set()
     foreground = await create(here, ASK)
@@ -205,7 +200,7 @@ async def test_one_in_the_background_is_cancelled(
 
 
 async def test_one_in_the_background_is_deleted(
-    replicas: list[httpx.AsyncClient], engine: Any, keeper: ResponseStoreActor
+    replicas: list[httpx.AsyncClient], engine: Any, store: ResponseStore
 ) -> None:
     here, there = replicas
     engine.pause_after = (4, asyncio.Event())
@@ -219,16 +214,16 @@ async def test_one_in_the_background_is_deleted(
     await until(lambda: engine.aborted)
     for http in replicas:
         assert (await http.get(path)).status_code == 404
-    assert len(keeper._store) == 0 and not keeper._owned
+    assert len(store) == 0 and not store._owner_of
 
 
 async def test_what_fails_to_start_is_not_there(
-    replicas: list[httpx.AsyncClient], engine: Any, keeper: ResponseStoreActor
+    replicas: list[httpx.AsyncClient], engine: Any, store: ResponseStore
 ) -> None:
     engine.refusal = Overloaded("The queue is full.")
     for body in (ASK, {**ASK, "stream": True}):
         assert (await replicas[0].post("/v1/responses", json=body)).status_code == 429
-    await until(lambda: len(keeper._store) == 0)
+    await until(lambda: len(store) == 0)
     made = await create(replicas[0], BACKGROUND)
     found = await ended(replicas[1], made["id"])
     assert found["status"] == "failed" and "full" in found["error"]["message"]
@@ -238,8 +233,8 @@ async def test_what_fails_to_start_is_not_there(
 async def test_a_client_that_leaves_at_any_moment(
     replicas: list[httpx.AsyncClient],
     engine: Any,
-    keeper: ResponseStoreActor,
-    shared: list[SharedResponseStore],
+    store: ResponseStore,
+    shared: list[ResponseStoreClient],
     moment: int,
 ) -> None:
     """Nothing of it stays in progress for ever."""
@@ -250,18 +245,18 @@ async def test_a_client_that_leaves_at_any_moment(
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await until(lambda: not (keeper._owned or shared[0]._running or engine.open))
-    await until(lambda: len(keeper._store) == 0)
+    await until(lambda: not (store._owner_of or shared[0]._running or engine.open))
+    await until(lambda: len(store) == 0)
 
 
 async def test_a_replica_that_ends_takes_its_responses_along(
     replicas: list[httpx.AsyncClient],
     engine: Any,
     clock: Clock,
-    shared: list[SharedResponseStore],
+    shared: list[ResponseStoreClient],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper_module, "RESPONSE_STORE_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(store_module, "RESPONSE_STORE_POLL_SECONDS", 0.01)
     here, there = replicas
     kept = await create(there, ASK)
     engine.pause_after = (4, asyncio.Event())

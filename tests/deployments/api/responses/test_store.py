@@ -49,23 +49,27 @@ def held(store: ResponseStore, *names: str) -> list[str]:
     return found
 
 
+def settle(store: ResponseStore, state: ResponseState) -> None:
+    store.grow(state.id, state.tenant, state.change(0))
+
+
 def test_a_tenant_sees_its_own() -> None:
     store = ResponseStore()
-    store.add(response("a1", "a"))
+    store.add("owner", response("a1", "a"))
     assert store.get("a1", "a").id == "a1"
     for name, tenant in (("a1", "b"), ("a1", ""), ("a2", "a")):
         with pytest.raises(NotFound):
             store.get(name, tenant)
-    store.remove(store.get("a1", "a"))
+    store.remove("a1", "a")
     assert held(store, "a1") == [] and len(store) == 0
 
 
 def test_the_largest_tenants_oldest_goes_first() -> None:
     store = ResponseStore(max_responses=4)
     for name in ("b1", "a1", "a2", "a3", "a4"):
-        store.add(response(name, name[0]))
+        store.add("owner", response(name, name[0]))
     assert held(store, "b1", "a1", "a2", "a3", "a4") == ["b1", "a2", "a3", "a4"]
-    store.add(response("b2", "b"))
+    store.add("owner", response("b2", "b"))
     assert held(store, "b1", "a2", "a3", "a4", "b2") == ["b1", "a3", "a4", "b2"]
 
 
@@ -73,12 +77,12 @@ def test_what_still_runs_stays() -> None:
     store = ResponseStore(max_responses=2)
     running = [response(f"a{i}", "a", done=False) for i in range(2)]
     for state in running:
-        store.add(state)
+        store.add("owner", state)
     with pytest.raises(Overloaded):
-        store.add(response("a9", "a"))
+        store.add("owner", response("a9", "a"))
     running[1].finish("completed")
-    store.settle(running[1])
-    store.add(response("a9", "a"))
+    settle(store, running[1])
+    store.add("owner", response("a9", "a"))
     assert held(store, "a0", "a1", "a9") == ["a0", "a9"]
 
 
@@ -88,17 +92,17 @@ def test_bytes_are_bounded() -> None:
     size = 2 * OVERHEAD + sys.getsizeof(text) + sys.getsizeof("")
     store = ResponseStore(max_bytes=2 * size)
     for name in ("a1", "a2", "a3"):
-        store.add(response(name, "a", text))
+        store.add("owner", response(name, "a", text))
     assert held(store, "a1", "a2", "a3") == ["a2", "a3"]
     growing = response("b1", "b", done=False)
-    store.add(growing)
+    store.add("owner", growing)
     assert held(store, "a2", "a3", "b1") == ["a3", "b1"]
     growing.append(text, 5, 0)
     growing.finish("completed")
-    store.settle(growing)
+    settle(store, growing)
     assert held(store, "a3", "b1") == ["a3"]  # what grew is the larger one
     with pytest.raises(InvalidRequest):
-        store.add(response("a4", "a", text * 4))
+        store.add("owner", response("a4", "a", text * 4))
     assert held(store, "a3") == ["a3"]
 
 
@@ -107,9 +111,9 @@ def test_old_ones_go_when_they_have_ended() -> None:
     store = ResponseStore(max_age=10, clock=lambda: now)
     running = response("a2", "a", done=False)
     for state in (response("a1", "a"), running):
-        store.add(state)
+        store.add("owner", state)
     now = 9.0
-    store.add(response("a3", "a"))
+    store.add("owner", response("a3", "a"))
     assert held(store, "a1", "a2", "a3") == ["a1", "a2", "a3"]
     now = 10.0
     assert held(store, "a1", "a2", "a3") == ["a2", "a3"]
@@ -121,11 +125,11 @@ def test_the_books_are_empty_when_the_store_is() -> None:
     store = ResponseStore()
     states = [response(f"{tenant}{i}", tenant) for tenant in "abc" for i in range(3)]
     for state in states:
-        store.add(state)
-        store.settle(state)
+        store.add("owner", state)
+        settle(store, state)
     for state in states:
-        store.remove(state)
-        store.remove(state)  # twice does nothing
-        store.settle(state)
+        store.remove(state.id, state.tenant)
+        store.remove(state.id, state.tenant)  # twice does nothing
+        settle(store, state)
     books = store._states
     assert (books._items, books._sizes, books._births, books._bytes) == ({}, {}, {}, {})

@@ -1,4 +1,4 @@
-"""The responses of one of several ingress replicas: its own while they run, all others by copy."""
+"""The stored responses as one ingress replica sees them: those it runs, and copies of others."""
 
 import asyncio
 import contextvars
@@ -9,9 +9,9 @@ from typing import Any
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.timing import RESPONSE_STORE_RETRY_SECONDS
 from rayfin.deployments.api.responses.events import follow
-from rayfin.deployments.api.responses.local_store import cancel_here
 from rayfin.deployments.api.responses.replies import ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
+from rayfin.deployments.api.responses.store import ResponseStore
 from rayfin.deployments.http.sse import cancelled
 
 logger = logging.getLogger("rayfin.http")
@@ -20,52 +20,75 @@ logger = logging.getLogger("rayfin.http")
 Call = Callable[..., Coroutine[Any, Any, Any]]
 
 
-class SharedResponseStore:
-    """``Responses`` over a ``ResponseStoreActor`` in another process.
+class ResponseStoreClient:
+    """A ``ResponseStore`` in this process or another one, and the responses that run here.
 
-    A response runs where it was asked for, and is told to the keeper: at its start and its end, and
-    on its way where it runs in the background. Other replicas read copies from there, and have it
-    cancelled through there.
+    A response runs where its request arrived. Its state is sent to the store at its start and its
+    end, and in between if it runs in the background. Other replicas read copies from the store, and
+    cancel through it.
 
     Args:
-        owner: a name of this replica that no other has.
-        call: a method of the keeper by its name, with arguments.
+        owner: this replica's name, unique among all replicas.
+        call: calls a method of a store in another process by name, with arguments.
 
             Raises:
-                RayfinError: what the method raises, or that the keeper does not answer.
+                RayfinError: the method's own error, or the store does not answer.
+        store: the store in this process if there is no ``call``; by default an empty one.
     """
 
-    def __init__(self, owner: str, call: Call) -> None:
+    def __init__(
+        self, owner: str = "", call: Call | None = None, store: ResponseStore | None = None
+    ) -> None:
         self._owner = owner
-        self._remote = call
+        self._local: ResponseStore | None = None  # the store, if it is in this process
+        if call is None:
+            self._local = ResponseStore() if store is None else store
+            call = self._local.call
+        self._remote: Call = call
         self._running: dict[str, ResponseState] = {}  # here, and stored
-        self._telling: dict[str, asyncio.Task[None]] = {}  # of those, which in the background
+        self._reports: dict[str, asyncio.Task[None]] = {}  # of those, which in the background
         self._sent: set[asyncio.Task[Any]] = set()
-        # Serve cancels the calls that a cancelled request has made; these are nobody's.
+        # Serve cancels the calls that a cancelled request has made, unless they have a context of
+        # their own.
         self._context = contextvars.copy_context()
-        self._listening = asyncio.create_task(self._listen())
+        self._listening: asyncio.Task[None] | None = None
 
     async def add(self, state: ResponseState) -> None:
+        """Stores a response that is to run here.
+
+        Raises:
+            InvalidRequest: the response alone is larger than the store.
+            Overloaded: the store is full of responses that still run.
+        """
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.create_task(self._listen(), context=self._context)
         adding = self._send("add", self._owner, state.snapshot())
         try:
             await asyncio.shield(adding)
-        except asyncio.CancelledError:  # it will be there, and nobody will run it
+        except asyncio.CancelledError:  # it is stored, and will not run
             adding.add_done_callback(lambda _: self._send("remove", state.id, state.tenant))
             raise
         self._running[state.id] = state
-        if state.created.background:
-            self._telling[state.id] = asyncio.create_task(self._tell(state), context=self._context)
+        if state.created.background and self._local is None:
+            report = self._report(state)
+            self._reports[state.id] = asyncio.create_task(report, context=self._context)
 
     async def get(self, response_id: str, tenant: str, param: str = "response_id") -> ResponseState:
-        own = self._running.get(response_id)
-        if own is not None and own.tenant == tenant:
-            return own
+        """Returns the state of a response that runs here, or a copy.
+
+        Raises:
+            NotFound: the tenant has no such response.
+        """
+        running = self._running.get(response_id)
+        if running is not None and running.tenant == tenant:
+            return running
         copy: ResponseState = await self._call("get", response_id, tenant, param)
         return copy
 
     async def follow(
         self, state: ResponseState, number: int
     ) -> AsyncGenerator[ResponseStreamEvent, None]:
+        """Yields the events of a state that ``get`` returned, from that number to the last."""
         here = self._running.get(state.id) is state
         reading = None if here else asyncio.create_task(self._read_or_fail(state))
         try:
@@ -76,70 +99,78 @@ class SharedResponseStore:
                 await cancelled(reading)
 
     async def settle(self, state: ResponseState) -> None:
+        """Reports the end of a response that ran here, stored or not."""
         if state.id not in self._running:
             return
         try:
-            if (telling := self._telling.get(state.id)) is not None:
-                await asyncio.shield(telling)
+            if (report := self._reports.get(state.id)) is not None:
+                await asyncio.shield(report)
             else:
                 await self._call("grow", state.id, state.tenant, state.change(0))
         except RayfinError as error:
             logger.warning("The response %s could not be stored: %s", state.id, error)
         finally:
             self._running.pop(state.id, None)
-            self._telling.pop(state.id, None)
+            self._reports.pop(state.id, None)
 
     async def cancel(self, state: ResponseState) -> None:
+        """Ends a background response on any replica, and brings ``state`` up to date."""
         if self._running.get(state.id) is state:
             return await self._cancel(state)
         await self._call("cancel", state.id, state.tenant)
         await self._read(state)
 
     async def remove(self, state: ResponseState) -> None:
+        """Deletes a response, and ends it if it runs."""
         await self._call("remove", state.id, state.tenant)
         self._drop(state.id)
 
     def forget(self, state: ResponseState) -> None:
+        """As ``remove``, of a response that ran here; does not wait."""
         self._drop(state.id)
-        self._send("remove", state.id, state.tenant)
+        if self._local is not None:
+            self._local.remove(state.id, state.tenant)
+        else:
+            self._send("remove", state.id, state.tenant)
 
     def close(self) -> None:
-        """Asks for no more orders: others then learn that what runs here is lost."""
-        self._listening.cancel()
+        """Stops polling for orders; other replicas then see what runs here as failed."""
+        if self._listening is not None:
+            self._listening.cancel()
 
-    async def _tell(self, state: ResponseState) -> None:
-        """Tells what happens, as often as the keeper can hear it, to the end."""
-        told = 0
+    async def _report(self, state: ResponseState) -> None:
+        """Sends changes to the end, each as soon as the store has taken the one before."""
+        sent = 0
         while True:
-            done, news = state.done, state.news()
-            change = state.change(told)
+            done, changed = state.done, state.changed()
+            change = state.change(sent)
             try:
                 await self._remote("grow", state.id, state.tenant, change)
-                told += len(change.pieces)
+                sent += len(change.pieces)
             except RayfinError as error:
                 logger.warning("The response %s could not be stored: %s", state.id, error)
             if done:
                 return
-            await news.wait()
+            await changed.wait()
 
     async def _read(self, copy: ResponseState) -> None:
         """Brings a copy up to date until its response has ended."""
         while not copy.done:
             since = len(copy.pieces)
-            copy.apply(await self._call("after", copy.id, copy.tenant, since, copy.status))
+            copy.apply(await self._call("changes", copy.id, copy.tenant, since, copy.status))
 
     async def _read_or_fail(self, copy: ResponseState) -> None:
         try:
             await self._read(copy)
-        except RayfinError as error:  # deleted, or the keeper is gone
+        except RayfinError as error:  # deleted, or the store is gone
             copy.fail(error)
 
     async def _cancel(self, state: ResponseState) -> None:
-        await cancel_here(state)
-        await self.settle(state)  # where it had not even begun
+        await _cancel_task(state)
+        await self.settle(state)  # if it had not started
 
     async def _listen(self) -> None:
-        """Does what others want done with the responses that run here."""
+        """Carries out the orders of other replicas."""
         while True:
             try:
                 for kind, response_id in await self._remote("orders", self._owner):
@@ -153,15 +184,17 @@ class SharedResponseStore:
                 await asyncio.sleep(RESPONSE_STORE_RETRY_SECONDS)
 
     def _drop(self, response_id: str) -> None:
-        """Ends it, with nothing more to tell."""
+        """Ends a response without a report."""
         state = self._running.pop(response_id, None)
-        if (telling := self._telling.pop(response_id, None)) is not None:
-            telling.cancel()
+        if (report := self._reports.pop(response_id, None)) is not None:
+            report.cancel()
         if state is not None and state.task is not None:
             state.task.cancel()
 
     async def _call(self, method: str, *args: object) -> Any:
-        """The answer; the call is made even where whoever waits for it leaves."""
+        """Returns the answer; the call completes even if its caller is cancelled."""
+        if self._local is not None:
+            return await self._remote(method, *args)
         return await asyncio.shield(self._send(method, *args))
 
     def _send(self, method: str, *args: object) -> "asyncio.Task[Any]":
@@ -169,3 +202,10 @@ class SharedResponseStore:
         self._sent.add(task)
         task.add_done_callback(self._sent.discard)
         return task
+
+
+async def _cancel_task(state: ResponseState) -> None:
+    if state.task is not None:
+        state.task.cancel()
+        await asyncio.wait({state.task})
+    state.finish("cancelled")  # if it had not started
