@@ -72,7 +72,7 @@ async def test_requests_that_fail_leave_no_words_behind(
     assert {own["request_id"] for own in said} >= {"label-1", "label-2", "label-9"}
     assert all({"time", "level", "logger", "message", "engine"} <= own.keys() for own in said)
     (wake,) = [own for own in said if own["logger"] == "rayfin.admin"]
-    assert "says wake" in wake["message"]
+    assert "sends wake" in wake["message"]
     assert any("ValueError: a bug" in own.get("exception", "") for own in said)
 
 
