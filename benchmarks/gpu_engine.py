@@ -277,7 +277,7 @@ def actors(bench: Bench) -> None:
 
 
 def release(bench: Bench) -> None:
-    """Memory of engines that nobody holds any more, for the next one."""
+    """Memory of engines without a reference, for the next one."""
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()

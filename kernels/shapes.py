@@ -92,7 +92,7 @@ BANNED_EARLY = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenRules:
+class RuleTensors:
     """Changes to the logits of S rows: a list of tokens for each row, in E entries that all share.
 
     Counting sampled tokens appends to a list, so lists need spare entries.
@@ -111,10 +111,10 @@ class TokenRules:
     kind: torch.Tensor  # [E] int32, a sum of the kinds; USED = penalties apply
     bias: torch.Tensor  # [E] fp32
 
-    def rows(self, count: int) -> "TokenRules":
+    def rows(self, count: int) -> "RuleTensors":
         """The rules of the first ``count`` rows."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return TokenRules(
+        return RuleTensors(
             **{
                 name: value if name in PER_ENTRY else value[:count]
                 for name, value in values.items()
@@ -123,7 +123,7 @@ class TokenRules:
 
 
 PER_ENTRY = ("token", "count", "kind", "bias")
-"""The fields of `TokenRules` with an entry per token instead of per row."""
+"""The fields of `RuleTensors` with an entry per token instead of per row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

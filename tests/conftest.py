@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not Path("/dev/nvidiactl").exists():  # Triton reads it when it is imported, whoever does that
+if not Path("/dev/nvidiactl").exists():  # Triton reads it when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -28,6 +28,9 @@ FORBIDDEN = (
 )
 # `told` alone is a verb of every other sentence in older prose; it hides who sends what to whom.
 FORBIDDEN_WORDS = re.compile(rf"\b(?:{FORBIDDEN}|told)\b", re.IGNORECASE)
+MANY_ATTRIBUTES = {
+    "DecodeState": "one tensor of a CUDA graph each; the path waits for its first run on a device",
+}
 EXCEPTIONS_ELSEWHERE = {
     "cache/errors.py": "cache imports nothing",
     "kernels/cpu/library.py": "kernels import nothing",
@@ -134,6 +137,7 @@ def classes(sources: list[Source]) -> Iterator[Row]:
         f"{source.name} {node.name}: {len(attributes)}"
         for source, node in _classes(sources)
         if len(attributes := _attributes(node)) > MAX_ATTRIBUTES
+        and node.name not in MANY_ATTRIBUTES
     ]
     yield Row("classes over 15 attributes", str(len(big)), "0", big)
     owners: defaultdict[str, list[str]] = defaultdict(list)
@@ -188,7 +192,9 @@ def prose() -> Iterator[Row]:
 
 def forbidden_words() -> list[str]:
     """Each use of a word that hides the subject, in Python files and pages."""
-    skip = {"tools/house.py", "docs/contributing.md"}  # they list them
+    # The first three list the words; the fourth is text that the demo model was trained on.
+    skip = {"tools/house.py", "tests/test_house.py", "docs/contributing.md"}
+    skip |= {"examples/demo_model/facts.py"}
     return [
         f"{path.relative_to(ROOT).as_posix()}:{number}: {line.strip()[:80]}"
         for path in tracked("*.py", "*.md", "*.cpp", "*.h", "*.yaml")

@@ -187,11 +187,11 @@ class Memory(Kind):
 
     def draw(self, rng: random.Random, tools: list[Tool] | None) -> Turn:
         name = rng.choice(NAMES)
-        told, ask = rng.choice(self._TELL).format(n=name), rng.choice(self._ASK)
+        reported, ask = rng.choice(self._TELL).format(n=name), rng.choice(self._ASK)
         hello: Message = {"role": "assistant", "content": f"Nice to meet you, {name}!"}
         answer = f"Your name is {name}."
         reply: Message = {"role": "assistant", "content": answer}
-        return Turn(f"memory|{told}", [user(told), hello, user(ask)], reply, answer)
+        return Turn(f"memory|{reported}", [user(reported), hello, user(ask)], reply, answer)
 
 
 class Facts(Kind):

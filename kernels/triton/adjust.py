@@ -3,14 +3,14 @@
 import torch
 import triton
 
-from rayfin.kernels.shapes import TokenRules
+from rayfin.kernels.shapes import RuleTensors
 from rayfin.kernels.triton.device import adjust_kernels as kernels
 
 BLOCK = 4096
 ENTRIES_AT_ONCE = 1024
 
 
-def adjust(logits: torch.Tensor, rules: TokenRules, positions: torch.Tensor) -> torch.Tensor:
+def adjust(logits: torch.Tensor, rules: RuleTensors, positions: torch.Tensor) -> torch.Tensor:
     """Applies the rules: [S, V] any float -> [S, V] fp32.
 
     ``positions`` [S] int64 are those of the tokens to sample. Logits that are not finite stay.
@@ -43,7 +43,7 @@ def adjust(logits: torch.Tensor, rules: TokenRules, positions: torch.Tensor) -> 
     return out
 
 
-def count_sampled(sampled: torch.Tensor, rules: TokenRules, remaining: torch.Tensor) -> None:
+def count_sampled(sampled: torch.Tensor, rules: RuleTensors, remaining: torch.Tensor) -> None:
     """Counts the tokens [S] int64 just sampled, of rows with ``remaining`` [S] int32 steps."""
     kernels.count_rows[(len(sampled),)](
         sampled,

@@ -214,7 +214,7 @@ class PageTablesMachine(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        """The tables' own check agrees as long as nobody but tables holds pages."""
+        """The tables' own check agrees as long as only tables hold pages."""
         if self.holds:
             with pytest.raises(CacheError):
                 self.tables.check_integrity()

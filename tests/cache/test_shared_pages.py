@@ -180,7 +180,7 @@ def test_fork_may_copy_into_a_page_that_was_known() -> None:
 
 def test_pages_shared_by_a_fork_are_not_published_behind_the_others_back() -> None:
     tables = PageTables(2, 8, SIZE, prefix_caching=True)
-    tables.grow(0, 10)  # computed, and known to nobody
+    tables.grow(0, 10)  # computed, and not in the index
     assert tables.fork(0, 1, 9) is not None
     tables.publish(0, _chain(TEN), _tokens(TEN))
     tables.check_integrity()

@@ -17,7 +17,7 @@ class PagedCase:
     """A step's query with its pages, and each row's keys and values as they were before paging."""
 
     query: torch.Tensor  # [T, H, Dk]
-    k_pages: torch.Tensor  # [num_pages, page_size, Hkv, Dk], NaN in every slot that nobody owns
+    k_pages: torch.Tensor  # [num_pages, page_size, Hkv, Dk], NaN in every slot without an owner
     v_pages: torch.Tensor  # [num_pages, page_size, Hkv, Dv]
     batch: PagedBatch
     keys: list[torch.Tensor]  # R x [kv_len, Hkv, Dk]
@@ -69,7 +69,7 @@ def build_case(
     seed: int = 0,
     decoding: int | None = None,
 ) -> PagedCase:
-    """Rows over shuffled, scattered pages; slots that belong to nobody hold NaN."""
+    """Rows over shuffled, scattered pages; slots without an owner hold NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:

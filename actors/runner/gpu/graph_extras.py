@@ -8,7 +8,7 @@ import torch
 from rayfin.actors.messages import NO_TOKEN, Float32Array, Int32Array, Int64Array, Logprobs
 from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS
-from rayfin.kernels.shapes import PER_ENTRY, TokenRules
+from rayfin.kernels.shapes import PER_ENTRY, RuleTensors
 from rayfin.kernels.staging import staged
 from rayfin.kernels.triton.adjust import adjust, count_sampled
 from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS, top_logprobs
@@ -23,14 +23,14 @@ class GraphExtras:
     def __init__(self, max_rows: int, max_num_steps: int, device: torch.device) -> None:
         kinds = dict.fromkeys(("repetition", "presence", "frequency", "bias"), torch.float32)
         kinds["banned_until"] = torch.int64
-        self._rules = TokenRules(
+        self._rules = RuleTensors(
             **{
                 field.name: torch.zeros(
                     MAX_ENTRIES if field.name in PER_ENTRY else max_rows,
                     dtype=kinds.get(field.name, torch.int32),
                     device=device,
                 )
-                for field in fields(TokenRules)
+                for field in fields(RuleTensors)
             }
         )
         shape = (max_rows, 1 + MAX_TOP_LOGPROBS)
@@ -52,7 +52,7 @@ class GraphExtras:
         self._num_logprobs[:bucket] = NO_LOGPROBS
         device = self._num_logprobs.device
         self._num_logprobs[:rows].copy_(staged(num_logprobs, device), non_blocking=True)
-        for field in fields(TokenRules):
+        for field in fields(RuleTensors):
             tensor: torch.Tensor = getattr(self._rules, field.name)
             if field.name not in PER_ENTRY:
                 tensor[:bucket] = 0

@@ -20,7 +20,7 @@ MOST_AT_ONCE = 1024
 class PageMover:
     """Moves pages within ``device`` and between it and ``host``.
 
-    On a GPU everything is queued, and nobody waits: copies within it on its current stream, swaps
+    On a GPU every copy is queued without a wait: copies within it on its current stream, swaps
     beside that one in the order that `CopyStream` argues. A page is back where it is wanted before
     the step that reads it, and out before the one that writes over it.
     """
@@ -130,7 +130,7 @@ class _Held:
 
 
 class CopyStream:
-    """The order of swap copies, of which nobody on the host waits for one. On a CPU, nothing.
+    """The order of swap copies; the host waits for none of them. On a CPU, nothing.
 
     Host pages are touched by this stream alone, so what goes out to one and comes in again, or goes
     out after it came in, does so in the order of the calls. A copy out begins when the computing

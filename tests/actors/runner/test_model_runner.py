@@ -102,7 +102,7 @@ def test_ban_ends_where_it_says(tiny_model: Make, served: Make, request_of: Make
         assert tokens[minimum] == expected
 
 
-POISON = 77  # a token whose embedding is NaN: whoever reads it has NaN logits from there on
+POISON = 77  # a token whose embedding is NaN: a row that reads it has NaN logits from there on
 
 
 @pytest.fixture(params=["auto", "torch"])
@@ -157,7 +157,7 @@ def test_steps_of_another_epoch_are_refused(
     one = row(0, [5, 6], new_pages=[0])
     new = [NewRequest(0, Sampling(), 100)]
     for epoch, step in ((2, 0), (4, 0), (3, 1), (3, -1)):
-        kind = Fenced if epoch < 3 else EngineUnavailable  # an old scheduler is told that it is old
+        kind = Fenced if epoch < 3 else EngineUnavailable  # an old scheduler learns that it is old
         with pytest.raises(kind, match=rf"{epoch}.{step} refused"):
             runner.execute(step_of(one, epoch=epoch, step=step, new=new))
     result = runner.execute(step_of(one, epoch=3, step=0, new=new))

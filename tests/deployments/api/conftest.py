@@ -58,7 +58,7 @@ class FakeEngine:
         self.logs: dict[str, TokenLog] = {}  # by request id
         self.shown: list[EngineSnapshot] = []
         self.reports: list[EngineReport] = []
-        self.told: list[tuple[Command, str | None]] = []
+        self.commands: list[tuple[Command, str | None]] = []
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.limits = EngineInfo("engine", 128, tokenizer.vocab_size, 1000, 4)
@@ -120,7 +120,7 @@ class FakeEngine:
     async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
         if engine not in (None, *(own.engine for own in self.reports)):
             raise NotFound(f"There is no engine {engine!r}.", "engine")
-        self.told.append((command, engine))
+        self.commands.append((command, engine))
         return [own for own in self.reports if engine in (None, own.engine)]
 
     def latency(self) -> dict[str, tuple[float, int]]:
@@ -144,11 +144,13 @@ class FakeEngine:
         deltas[-1].finish_reason, deltas[-1].stop_reason = reason, stop
         if request.sampling.logprobs is not None:  # the likelier the higher the seed's last digit
             for delta in deltas:
-                told = TokenLogprob(request.sampling.seed % 10 - 10.0, 1, LIKELIEST)
-                delta.logprobs = [told] * len(delta.tokens)
+                reported = TokenLogprob(request.sampling.seed % 10 - 10.0, 1, LIKELIEST)
+                delta.logprobs = [reported] * len(delta.tokens)
         if request.sampling.prompt_logprobs is not None:  # position i has -i
-            told = {i: TokenLogprob(-float(i), i, LIKELIEST) for i in range(1, len(request.prompt))}
-            deltas.insert(0, TokenDelta(request.request_id, [], prompt_logprobs=told))
+            reported = {
+                i: TokenLogprob(-float(i), i, LIKELIEST) for i in range(1, len(request.prompt))
+            }
+            deltas.insert(0, TokenDelta(request.request_id, [], prompt_logprobs=reported))
         return deltas
 
     def _searched(self, request: EngineRequest, beams: BeamParams) -> TokenDelta:

@@ -121,11 +121,11 @@ async def test_the_engine_learns_of_tenant_and_timeout(
             assert answer.json()["error"]["param"] == "x-request-timeout-ms"
 
 
-@pytest.mark.parametrize(("told", "header"), [(17, "17"), (None, "1")])
+@pytest.mark.parametrize(("reported", "header"), [(17, "17"), (None, "1")])
 async def test_a_refused_request_learns_when_to_come_back(
-    http: httpx.AsyncClient, engine: Any, told: int | None, header: str
+    http: httpx.AsyncClient, engine: Any, reported: int | None, header: str
 ) -> None:
-    engine.refusal = Overloaded("full", retry_after=told)
+    engine.refusal = Overloaded("full", retry_after=reported)
     assert (await http.post("/v1/completions", json=BODY)).headers["retry-after"] == header
 
 

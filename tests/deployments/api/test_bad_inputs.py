@@ -128,7 +128,7 @@ def raw(row: str, status: int, code: str, body: bytes, **headers: str) -> Any:
     return row, C, (body, {**JSON, **headers}), status, code, None
 
 
-MOST_BYTES = 128 * 1024  # of an answer: the model's context times what is told of a token
+MOST_BYTES = 128 * 1024  # of an answer: the model's context times what is sent of a token
 
 # (rows of the list, path, JSON body or (bytes, headers), status, code, param); None: whatever it is
 ROWS: list[Any] = [
@@ -356,7 +356,7 @@ def check(response: httpx.Response, status: int, code: str | None, param: str | 
 async def test_every_row_beside_running_streams(
     client: httpx.AsyncClient, live: LiveEngine
 ) -> None:
-    """Each is answered as it must be, and nobody else notices: same tokens, no page lost."""
+    """Each gets its answer, and other streams do not notice: same tokens, no page lost."""
     alone = (await client.post(C, json=VICTIM)).json()["choices"][0]["text"]
     enough, heard = asyncio.Event(), 0
 

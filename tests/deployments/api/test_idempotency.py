@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key run once; whoever asks again gets the same answer."""
+"""Requests with an Idempotency-Key run once; a repeated request gets the same answer."""
 
 import asyncio
 import json

@@ -189,12 +189,12 @@ def together(choices: list[dict[str, Any]], index: int) -> tuple[Any, ...]:
     """Text, tokens, tokens with log probabilities, and the reasons of one choice."""
     own = [choice for choice in choices if choice["index"] == index]
     texts = [c["text"] if "text" in c else c["delta"].get("content") or "" for c in own]
-    told = [c["logprobs"] or {} for c in own]
+    reported = [c["logprobs"] or {} for c in own]
     return (
         "".join(texts),
         [token for c in own for token in c.get("token_ids") or ()],
-        [entry for one in told for entry in one.get("tokens", one.get("content", ()))],
-        [offset for one in told for offset in one.get("text_offset", ())],
+        [entry for one in reported for entry in one.get("tokens", one.get("content", ()))],
+        [offset for one in reported for offset in one.get("text_offset", ())],
         [c["finish_reason"] for c in own if c["finish_reason"]],
     )
 

@@ -166,7 +166,7 @@ async def test_of_every_token(http: httpx.AsyncClient, engine: Any) -> None:
     engine.limits = replace(engine.limits, max_logprobs=-1)
     body = {"prompt": PROMPT, "max_tokens": 2, "logprobs": -1, "prompt_logprobs": -1}
     choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
-    assert len(choice["logprobs"]["top_logprobs"][0]) == 4  # all that was told, and its own
+    assert len(choice["logprobs"]["top_logprobs"][0]) == 4  # all that was emitted, and its own
     assert set(choice["prompt_logprobs"][1]) >= {"5", "6", "7"}
     assert engine.seen[0].sampling.logprobs == engine.limits.vocab_size
 

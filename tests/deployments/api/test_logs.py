@@ -79,7 +79,7 @@ async def test_requests_that_fail_leave_no_words_behind(
 def test_levels_and_lines_for_people(log: io.StringIO) -> None:
     logger = logging.getLogger("rayfin.http")
     set_up("text", "warning", log)
-    logger.info("nobody reads this")
+    logger.info("an unread line")
     logger.warning("over\nand out")
     assert log.getvalue().endswith("WARNING rayfin.http: over\nand out\n")
     log.truncate(0)

@@ -1,4 +1,4 @@
-"""Streams that broke off anywhere and are gone on with: every event comes once."""
+"""Streams that broke off anywhere and are continued: every event comes once."""
 
 import json
 import re
@@ -97,10 +97,10 @@ async def test_every_event_once(
         head = whole[: at + 1]
         assert {data["id"] for data in news(head + rest)[:-1]} == {news(whole)[0]["id"]}
         assert {data["created"] for data in news(head + rest)[:-1]} == {news(whole)[0]["created"]}
-        told, expected = by_choice(head + rest), by_choice(whole)
-        assert told.keys() == expected.keys()
+        reported, expected = by_choice(head + rest), by_choice(whole)
+        assert reported.keys() == expected.keys()
         for index, choices in expected.items():
-            _assert_same(told[index], choices)
+            _assert_same(reported[index], choices)
         if "stream_options" in body:
             usage = [e["usage"] for e in news(head + rest)[:-1] if e.get("usage")]
             assert usage == [e["usage"] for e in news(whole)[:-1] if e.get("usage")]
@@ -110,7 +110,7 @@ async def test_every_event_once(
 
 @pytest.mark.parametrize("kind", BODIES)
 async def test_engine_goes_on(http: httpx.AsyncClient, engine: Any, kind: str) -> None:
-    """It had not finished: it has told a little more than the client got."""
+    """It had not finished: the engine is a little ahead of the client."""
     path, body = BODIES[kind]
     whole = await ask(http, path, body)
     logs: dict[str, TokenLog] = dict(engine.logs)
@@ -132,9 +132,9 @@ async def test_engine_goes_on(http: httpx.AsyncClient, engine: Any, kind: str) -
         assert {request.sampling.seed for request in engine.seen} <= {
             log.seed for log in logs.values()
         }
-        told, expected = by_choice(whole[: at + 1] + rest), by_choice(whole)
+        reported, expected = by_choice(whole[: at + 1] + rest), by_choice(whole)
         for index, choices in expected.items():
-            _assert_same(told[index], choices)
+            _assert_same(reported[index], choices)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ async def test_engine_goes_on(http: httpx.AsyncClient, engine: Any, kind: str) -
 async def test_an_engine_that_died_with_its_log_is_made_up_for(
     http: httpx.AsyncClient, engine: Any, kind: str, fixed: dict[str, int]
 ) -> None:
-    """Tokens that follow from the body are computed again, and those that were told left out."""
+    """Tokens that follow from the body are computed again, and those that were sent left out."""
     path, body = BODIES[kind]
     body = {**body, **fixed}
     engine.lease = 3
@@ -155,10 +155,10 @@ async def test_an_engine_that_died_with_its_log_is_made_up_for(
         engine.logs.clear()
         engine.seen.clear()
         rest = await ask(http, path, body, last)
-        told, expected = by_choice(whole[: at + 1] + rest), by_choice(whole)
-        assert told.keys() == expected.keys()
+        reported, expected = by_choice(whole[: at + 1] + rest), by_choice(whole)
+        assert reported.keys() == expected.keys()
         for index, choices in expected.items():
-            _assert_same(told[index], choices)
+            _assert_same(reported[index], choices)
         keys = [request.key for request in engine.seen]
         assert len(set(keys)) == len(keys)
 
@@ -219,9 +219,9 @@ async def test_openai_package_reads_on_as_before(http: httpx.AsyncClient, openai
     assert text == "".join(choice["text"] for choice in by_choice(whole)[0])
 
 
-def _assert_same(told: list[Any], expected: list[Any]) -> None:
+def _assert_same(reported: list[Any], expected: list[Any]) -> None:
     """The same text, ids and log probabilities, and one end; pieces may be cut differently."""
-    assert _joined(told) == _joined(expected)
+    assert _joined(reported) == _joined(expected)
 
 
 def _joined(choices: list[Any]) -> dict[str, Any]:

@@ -90,13 +90,13 @@ async def series(api: FastAPI) -> set[bytes]:
     """Names and labels."""
     status, text = await ask(api, "GET", "/metrics", [(b"authorization", KEY)])
     assert status == 200
-    told = [line.rpartition(b" ")[0] for line in text.splitlines() if not line.startswith(b"#")]
-    assert len(told) == len(set(told))
-    return set(told)
+    reported = [line.rpartition(b" ")[0] for line in text.splitlines() if not line.startswith(b"#")]
+    assert len(reported) == len(set(reported))
+    return set(reported)
 
 
 class Stranger:
-    """One after the other, requests that nobody has seen before, from one seed."""
+    """One after the other, requests never seen before, from one seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -135,8 +135,8 @@ class Stranger:
             for name in ("user", "priority", "stop", "seed", "n", "tools", self._word()):
                 if self._random.random() < 0.3:
                     body[name] = self._random.choice(self._values)()
-        told = json.dumps({name: value for name, value in body.items() if value is not None})
-        return told.encode()[: self._random.randrange(60) if 0.3 < kind < 0.35 else None]
+        reported = json.dumps({name: value for name, value in body.items() if value is not None})
+        return reported.encode()[: self._random.randrange(60) if 0.3 < kind < 0.35 else None]
 
     def _word(self) -> str:
         letters = string.ascii_letters + string.digits + "-_.~%{}\"\\'=,\n\téß漢"

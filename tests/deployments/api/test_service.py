@@ -145,11 +145,11 @@ async def test_an_operator_names_model_and_engine(
     vague = await both.post("/admin/drain?engine=0", headers=key)
     assert vague.status_code == 400 and vague.json()["error"]["param"] == "model"
     assert (await both.post("/admin/drain?model=huge", headers=key)).status_code == 404
-    told = (await both.post("/admin/drain?engine=0&model=large", headers=key)).json()["engines"]
-    assert [own["model"] for own in told] == ["large"]
-    assert [len(client.told) for client in clients] == [0, 1]
+    reported = (await both.post("/admin/drain?engine=0&model=large", headers=key)).json()["engines"]
+    assert [own["model"] for own in reported] == ["large"]
+    assert [len(client.commands) for client in clients] == [0, 1]
     await both.post("/admin/wake", headers=key)
-    assert [len(client.told) for client in clients] == [1, 2]
+    assert [len(client.commands) for client in clients] == [1, 2]
 
 
 def test_a_name_is_one_models(service: OpenAIService, second: OpenAIService) -> None:

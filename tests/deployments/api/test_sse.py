@@ -102,20 +102,20 @@ ADAPTER = cast(GenerationAdapter, Adapter())
 async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a comment at once, and what went wrong later is told in the stream."""
+    """With a comment at once, and a later failure is an event of the stream."""
     monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
-    told = asyncio.Event()
+    reported = asyncio.Event()
     bodies: list[bytes] = []
 
     async def deltas() -> AsyncGenerator[Any, None]:
-        await told.wait()
+        await reported.wait()
         yield None, "data: 1\n\n"
         raise RequestFailed("the engine is gone")
 
     async def send(message: Any) -> None:
         bodies.append(message.get("body", b""))
         if len(bodies) == 2:
-            told.set()
+            reported.set()
 
     source = deltas()
     first = await first_of(cast(Request, Connected()), source)

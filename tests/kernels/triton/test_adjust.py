@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rayfin.kernels import reference
-from rayfin.kernels.shapes import ALLOWED, BANNED, BANNED_EARLY, USED, TokenRules
+from rayfin.kernels.shapes import ALLOWED, BANNED, BANNED_EARLY, USED, RuleTensors
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import adjust as module
@@ -70,7 +70,7 @@ class Row:
         return reference.penalised(out, self.prompt, self.output, **self.penalties)
 
 
-def lay_out(rows: list[Row], device: torch.device) -> TokenRules:
+def lay_out(rows: list[Row], device: torch.device) -> RuleTensors:
     entries: list[tuple[int, int, int, float]] = []
     first, length = [], []
     for row in rows:
@@ -86,7 +86,7 @@ def lay_out(rows: list[Row], device: torch.device) -> TokenRules:
     def floats(values: Any) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.float32, device=device)
 
-    return TokenRules(
+    return RuleTensors(
         first=ints(first),
         length=ints(length),
         restricted=ints(int(row.allowed is not None) for row in rows),
@@ -129,7 +129,7 @@ def test_against_the_reference(device: torch.device, seed: int, dtype: torch.dty
 
 
 def test_what_is_not_finite_stays(device: torch.device) -> None:
-    """Whoever samples must see it, whatever is banned; the raw logits are not written."""
+    """The sampler must see it, whatever is banned; the raw logits are not written."""
     rows = [Row(random.Random(seed)) for seed in range(2)]
     rows[0].allowed, rows[0].banned = [3], [5]
     rules = lay_out(rows, device)

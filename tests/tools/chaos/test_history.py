@@ -1,4 +1,4 @@
-"""The checker: right histories pass, and each kind of fault is told by its name."""
+"""The checker: right histories pass, and each kind of fault is reported by its name."""
 
 from dataclasses import replace
 

@@ -53,7 +53,7 @@ def test_leaks_and_wrong_counts_break_the_promise() -> None:
     after = answered("a", 6.0)
     assert judged([after], leaked=3).violations == ["3 pages are held"]
     assert judged([after], counted=2).violations == ["2 successes counted, 1 answers"]
-    lost = refused("short-1", LOST_ON_ITS_WAY)  # with its ingress: nobody knows whether it ran
+    lost = refused("short-1", LOST_ON_ITS_WAY)  # with its ingress: it is unknown whether it ran
     assert not any("counted" in each for each in judged([after, lost], counted=2).violations)
     assert not judged([after, replace(answered("b", 6.0), again=1)], counted=3).violations
     refusal = refused("short-1", "queue_full")

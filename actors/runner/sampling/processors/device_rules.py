@@ -92,7 +92,7 @@ class DeviceRules:
 
 @dataclass(frozen=True, slots=True)
 class RowTokenRules:
-    """`kernels.shapes.TokenRules` on the host, for the R rows of a call."""
+    """`kernels.shapes.RuleTensors` on the host, for the R rows of a call."""
 
     arrays: dict[str, Numbers]  # by the names of its fields, [R] or [E]
 

@@ -1,4 +1,4 @@
-"""The slots on the device are those of the host, for whoever is in a lease."""
+"""The slots on the device equal those of the host, for the rows of a multi-step call."""
 
 import random
 from collections.abc import Callable

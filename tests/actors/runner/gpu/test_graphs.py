@@ -55,7 +55,7 @@ def decode_info(kv_len: list[int], num_steps: int) -> SchedulerInfo:
 
 
 def test_steps_end_at_the_cap_and_within_the_pages() -> None:
-    """As many as `still_decoding` lets through when nobody meets a stop token."""
+    """As many as `still_decoding` lets through when no row meets a stop token."""
     info = decode_info([4, 4, 4, 11], num_steps=6)
     info.new_requests = [
         NewRequest(handle, Sampling(), cap=cap) for handle, cap in enumerate((100, 8, 5, 100))

@@ -216,8 +216,8 @@ def test_what_one_rank_samples(
     assert tokens == expected
     assert engine.lifecycle.state.counters.preemptions > 0
     for key in (0, 2):
-        told = [entry[0] for entry in alone.logprobs[key]]
-        assert logprobs[key] == pytest.approx(told, abs=1e-4)
+        reported = [entry[0] for entry in alone.logprobs[key]]
+        assert logprobs[key] == pytest.approx(reported, abs=1e-4)
 
 
 def test_a_pipeline_decodes_in_all_stages(tiny_model: Make, group: Make, request_of: Make) -> None:
@@ -252,8 +252,8 @@ def test_tokens_that_nobody_asks_for(
     requests = [request_of(key, PROMPTS[0], limit) for key in range(12)]
     tokens, _, _ = _run(ranks, requests, stagger=2)
     assert set(map(tuple, tokens.values())) == {tuple(tiny.greedy(PROMPTS[0], limit))}
-    taken, told = (runner._loaded.peers._messages["tokens"] for runner in ranks.runners)
-    assert told >= 12 and told - taken <= steps_in_flight
+    taken, reported = (runner._loaded.peers._messages["tokens"] for runner in ranks.runners)
+    assert reported >= 12 and reported - taken <= steps_in_flight
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])

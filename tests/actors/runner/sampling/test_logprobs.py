@@ -66,7 +66,7 @@ def test_of_sampled_tokens(
 def test_preempted_and_from_the_prefix_cache(
     tiny_model: Make, served: Make, request_of: Make
 ) -> None:
-    """Each token's is told once, the same as ever."""
+    """Each token's log probability is emitted once, and equals the oracle's."""
     tiny = tiny_model("llama")
     engine = served(tiny.folder, num_pages=12, max_model_len=40)
     shared = _prompt(1, 9)

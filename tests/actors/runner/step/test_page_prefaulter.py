@@ -33,7 +33,7 @@ def resident(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for(tensor: torch.Tensor, pages: int) -> torch.Tensor:
-    """Once the last of ``pages`` is there; the thread only runs when nobody else wants to."""
+    """Once the last of ``pages`` is there; the thread only runs when no other thread wants to."""
     deadline = time.monotonic() + 60
     while not (state := resident(tensor))[pages - 1]:
         assert time.monotonic() < deadline, "never backed"

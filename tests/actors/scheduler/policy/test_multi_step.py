@@ -1,4 +1,4 @@
-"""Several decode steps in one call: when they are granted, and that nobody can tell."""
+"""Several decode steps in one call: when they are granted, and that no client can tell."""
 
 import math
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def test_max_lease(harness: Make, most: int) -> None:
 
 @pytest.mark.parametrize("seconds", [0.00031, 0.0009, 0.0013, 0.0048, 0.1])
 def test_slow_steps_get_short_leases(harness: Make, seconds: float) -> None:
-    """A lease works for a few calls' time, so that nobody waits for long."""
+    """A multi-step call takes a few calls' time, so that no request waits for long."""
     h = harness(max_lease=16, step_seconds=seconds)
     h.add(5, 60)
     h.run()

@@ -40,7 +40,7 @@ def test_it_has_the_routes_of_operators_alone(door: TestClient, engine: Any) -> 
     for path in ("/v1/models", "/metrics", "/health", "/docs", "/openapi.json", "/ui", "/"):
         assert door.get(path, headers=OPERATOR).status_code == 404, path
     assert door.post("/admin/drain?engine=1", headers=OPERATOR).status_code == 200
-    assert engine.told == [(Command.DRAIN, "1")]
+    assert engine.commands == [(Command.DRAIN, "1")]
 
 
 def test_it_is_closed_without_its_key(door: TestClient, engine: Any) -> None:
@@ -49,7 +49,7 @@ def test_it_is_closed_without_its_key(door: TestClient, engine: Any) -> None:
             answer = door.request("POST", path, headers=headers)
             assert answer.status_code == 401, path
             assert answer.json()["error"]["code"] == "invalid_api_key"
-    assert engine.told == []
+    assert engine.commands == []
 
 
 def test_it_has_the_limits_of_the_edge(door: TestClient) -> None:
@@ -61,9 +61,11 @@ def test_the_api_has_none_of_them_then(service: Any, engine: Any) -> None:
     service.edge = edge_settings(ADMIN)
     with TestClient(build_api(service)) as http:
         for headers, status in ((OPERATOR, 401), ({"Authorization": "Bearer client-key"}, 404)):
-            told = {http.request("POST", path, headers=headers).status_code for path in ADMIN_PATHS}
-            assert told == {status}
-    assert engine.told == []
+            commands = {
+                http.request("POST", path, headers=headers).status_code for path in ADMIN_PATHS
+            }
+            assert commands == {status}
+    assert engine.commands == []
 
 
 def test_commands_find_it(
@@ -81,7 +83,7 @@ def test_commands_find_it(
     monkeypatch.setenv("RAYFIN_ADMIN_URL", "http://127.0.0.1:9402/")
     assert main(["sleep", "--engine", "0"]) == 0
     assert asked == ["http://127.0.0.1:9401/", "http://127.0.0.1:9402/"]
-    assert engine.told == [(Command.WAKE, None), (Command.SLEEP, "0")]
+    assert engine.commands == [(Command.WAKE, None), (Command.SLEEP, "0")]
 
 
 def test_it_is_deployed_with_the_digests_of_its_keys() -> None:

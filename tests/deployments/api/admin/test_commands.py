@@ -86,9 +86,9 @@ def test_drain_waits(run: Run, engine: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(operate, "pause", sleep)
     assert run("drain", "--engine", "0") == (0, "Drained.\n")
-    assert polls == 2 and engine.told == [(Command.DRAIN, "0")]
+    assert polls == 2 and engine.commands == [(Command.DRAIN, "0")]
     assert run("drain", "--undo") == (0, "Accepting requests.\n")
-    assert engine.told[1:] == [(Command.ADMIT, None)]
+    assert engine.commands[1:] == [(Command.ADMIT, None)]
 
 
 def test_a_drain_that_takes_too_long_fails(run: Run) -> None:
@@ -106,7 +106,7 @@ def test_a_drain_that_takes_too_long_fails(run: Run) -> None:
 )
 def test_other_commands(run: Run, engine: Any, words: list[str], command: Command) -> None:
     assert run(*words)[0] == 0
-    assert [own for own, _ in engine.told] == [command]
+    assert [own for own, _ in engine.commands] == [command]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ async def test_without_an_admin_key_nothing_is_there(service: Any, engine: Any) 
         for headers, status in ((CLIENT, 404), ({}, 401), (OPERATOR, 401)):
             answers = [await ask(http, path, headers=headers) for path in ADMIN_PATHS]
             assert {answer.status_code for answer in answers} == {status}
-    assert engine.told == []
+    assert engine.commands == []
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ async def test_no_other_key_will_do(operated: Any, engine: Any, headers: Any) ->
             answer = await ask(http, path, headers=headers)
             assert answer.status_code == 401, path
             assert answer.json()["error"]["code"] == "invalid_api_key"
-    assert engine.told == []
+    assert engine.commands == []
 
 
 async def test_the_admin_key_opens_nothing_else(operated: Any) -> None:
@@ -73,11 +73,11 @@ async def test_routes_are_closed_by_themselves(service: Any, engine: Any) -> Non
     assert set(app.openapi()["paths"]) == ADMIN_PATHS
     async with connect(app) as http:
         answers = [await ask(http, path, headers=OPERATOR) for path in ADMIN_PATHS]
-    assert {answer.status_code for answer in answers} == {401} and engine.told == []
+    assert {answer.status_code for answer in answers} == {401} and engine.commands == []
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "commands"),
     [
         ("/admin/drain?engine=1", (Command.DRAIN, "1")),
         ("/admin/admit", (Command.ADMIT, None)),
@@ -89,11 +89,11 @@ async def test_routes_are_closed_by_themselves(service: Any, engine: Any) -> Non
         ("/wake_up", (Command.WAKE, None)),
     ],
 )
-async def test_commands(operated: Any, engine: Any, path: str, told: Any) -> None:
+async def test_commands(operated: Any, engine: Any, path: str, commands: Any) -> None:
     async with connect(build_api(operated)) as http:
         answer = await http.post(path, headers=OPERATOR)
-    assert answer.status_code == 200 and engine.told == [told]
-    wanted = ["0", "1"] if told[1] is None else [told[1]]
+    assert answer.status_code == 200 and engine.commands == [commands]
+    wanted = ["0", "1"] if commands[1] is None else [commands[1]]
     assert [own["engine"] for own in answer.json()["engines"]] == wanted
 
 
@@ -103,7 +103,7 @@ async def test_what_cannot_be_done_is_refused(operated: Any, engine: Any) -> Non
         deep = await http.post("/sleep?level=2", headers=OPERATOR)
         assert deep.status_code == 400 and deep.json()["error"]["param"] == "level"
         assert (await http.get("/admin/drain", headers=OPERATOR)).status_code == 405
-    assert engine.told == []
+    assert engine.commands == []
 
 
 async def test_engines_are_shown(operated: Any, engine: Any) -> None:

@@ -132,32 +132,34 @@ async def test_log_probabilities(
     if top is not None:
         wanted["top_logprobs"] = top
     reply = await openai.responses.create(**wanted)
-    told = reply.output[0].content[0].logprobs
+    reported = reply.output[0].content[0].logprobs
     tokens = [*engine.reply, engine.eos]
-    assert [own.token for own in told] == [tokenizer.token_text(token) for token in tokens]
-    assert b"".join(bytes(own.bytes) for own in told[:-1]).decode() == REPLY
+    assert [own.token for own in reported] == [tokenizer.token_text(token) for token in tokens]
+    assert b"".join(bytes(own.bytes) for own in reported[:-1]).decode() == REPLY
     assert reply.top_logprobs == engine.seen[0].sampling.logprobs == (top or 0)
     likeliest = [(5, -0.25), (6, -0.5)][: top or 0]
-    for own in told:
+    for own in reported:
         assert -10 <= own.logprob < 0
         assert [(other.token, other.logprob) for other in own.top_logprobs] == [
             (tokenizer.token_text(token), logprob) for token, logprob in likeliest
         ]
     again = await openai.responses.retrieve(reply.id, include=[LOGPROBS])
-    assert again.output[0].content[0].logprobs == told
+    assert again.output[0].content[0].logprobs == reported
 
     engine.lease = 3
     stream = await openai.responses.create(**wanted, stream=True)
     events = [event async for event in stream]
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     text_done, part_done, item_done, completed = events[-4:]
-    told = completed.response.output[0].content[0].logprobs
-    assert [own.token for own in told] == [tokenizer.token_text(token) for token in tokens]
-    assert [own.token for event in deltas for own in event.logprobs] == [own.token for own in told]
+    reported = completed.response.output[0].content[0].logprobs
+    assert [own.token for own in reported] == [tokenizer.token_text(token) for token in tokens]
+    assert [own.token for event in deltas for own in event.logprobs] == [
+        own.token for own in reported
+    ]
     assert "".join(event.delta for event in deltas) == REPLY
     assert len(text_done.logprobs) == len(tokens)
     assert len(part_done.part.logprobs) == len(tokens)
-    assert item_done.item.content[0].logprobs == told
+    assert item_done.item.content[0].logprobs == reported
     following = await openai.responses.create(
         model="tiny", input="on", previous_response_id=reply.id
     )

@@ -146,7 +146,7 @@ async def test_the_end_of_a_stream_is_known_everywhere(
     assert "response.completed" in stream.text
     (response_id,) = {line for line in stream.text.split('"') if line.startswith("resp_")}
     assert text(await retrieve(there, response_id)) == REPLY
-    assert remote.calls.count("grow") == 1  # nobody followed it on its way
+    assert remote.calls.count("grow") == 1  # no client followed it on its way
 
 
 async def test_one_in_the_background_is_followed(

@@ -48,11 +48,14 @@ def page() -> Iterator[Any]:
         page = browser.new_page()
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
+        page.on(
+            "console",
+            lambda reported: wrong.append(reported.text) if reported.type == "error" else None,
+        )
         page.set_default_timeout(20_000)
         yield page
         browser.close()
-        expected = ("status of 401", "status of 400")  # of the API, told by the browser
+        expected = ("status of 401", "status of 400")  # of the API, logged by the browser
         assert not [text for text in wrong if not any(own in text for own in expected)]
 
 
@@ -157,7 +160,7 @@ def test_every_model_is_shown_and_talked_to(
         page.select_option("#models", "idle")
         sync_api.expect(rows).to_have_count(0)
         sync_api.expect(page.locator("#health")).to_have_text("no engine")
-        engine.shown = [replace(shown, epoch=1)]  # what happens to the others is told as well
+        engine.shown = [replace(shown, epoch=1)]  # what happens to the others is shown as well
         sync_api.expect(page.locator("#events li.bad")).to_contain_text("epoch 1")
         page.select_option("#models", "org/tiny")
         sync_api.expect(rows).to_have_count(3)

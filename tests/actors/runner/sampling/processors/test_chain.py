@@ -199,7 +199,7 @@ def test_a_row_without_a_token_fails_alone(
 
 
 def test_crash_and_replay(tiny_model: Make, served: Make, request_of: Make) -> None:
-    """New runners are sent what the old ones knew; each log probability is told once."""
+    """New runners are sent what the old ones knew; each log probability is emitted once."""
     folder = tiny_model("llama").folder
     requests = [
         request_of(

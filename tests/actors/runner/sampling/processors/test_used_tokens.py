@@ -8,7 +8,7 @@ import numpy as np
 from rayfin.actors.runner.sampling.processors.device_rules import TokenCounts
 
 
-def told(used: TokenCounts) -> dict[int, int]:
+def reported(used: TokenCounts) -> dict[int, int]:
     return dict(zip(used.tokens.tolist(), used.counts.tolist(), strict=True))
 
 
@@ -19,13 +19,13 @@ def test_counts() -> None:
     used = TokenCounts(np.array(prompt, np.int32), np.array(output, np.int32))
     for _ in range(600):  # past the places that were taken at first
         expected = dict.fromkeys(prompt, 0) | Counter(output)
-        assert told(used) == expected and len(used) == len(expected)
+        assert reported(used) == expected and len(used) == len(expected)
         output.append(numbers.randrange(2000))
         used.add(output[-1])
 
 
 def test_nothing_yet() -> None:
     used = TokenCounts(np.zeros(0, np.int32), np.zeros(0, np.int32))
-    assert told(used) == {}
+    assert reported(used) == {}
     used.add(7)
-    assert told(used) == {7: 1}
+    assert reported(used) == {7: 1}

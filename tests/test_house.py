@@ -1,0 +1,40 @@
+"""The rows of tools/house.py that must hold: rooms, maps, names, homes of constants, words."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PATH = Path(__file__).parents[1] / "tools" / "house.py"
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rayfin_tools_house", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+HOUSE = _load()
+
+
+ROWS = [row for row in HOUSE.table() if row.held]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_holds(row: "HOUSE.Row") -> None:  # type: ignore[name-defined]
+    assert not row.broken, "\n".join(row.broken[:40])
+
+
+@pytest.mark.parametrize("word", ["nobody", "Whoever", "in vain", "is told", "untold"])
+def test_forbidden_words_are_found(word: str) -> None:
+    assert HOUSE.FORBIDDEN_WORDS.search(f"a {word} b")
+
+
+@pytest.mark.parametrize("word", ["totold", "scaffolding", "nobody's_name"])
+def test_other_words_are_not(word: str) -> None:
+    assert not HOUSE.FORBIDDEN_WORDS.search(f"a {word} b")
