@@ -285,7 +285,7 @@ def test_peer_that_does_not_come(tiny_model: Make, group: Make) -> None:
     """A rank that is alone says so, instead of waiting for ever."""
     ranks = group(tiny_model("llama").folder, 2, 1, max_batch_tokens=8)
     with pytest.raises(PeerLost, match="does not answer"):
-        ranks.runners[0]._peers.connect("alone", 0.5)
+        ranks.runners[0]._loaded.peers.connect("alone", 0.5)
 
 
 @pytest.mark.parametrize("begun", [False, True])
