@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rayfin.actors.messages import (
@@ -48,8 +48,8 @@ class MeteredEngineClient:
         self._model_name = model_name
         self._hub = hub
         self._alias = alias
-        self._tracing = tracing
         self._own = Ledger()  # without a hub
+        client.events.observers = [self._meter, *([] if tracing is None else [tracing.observe])]
         client.events.replayed = self._replayed
         client.events.transported = counts.transit.observe
 
@@ -59,44 +59,8 @@ class MeteredEngineClient:
     async def info(self) -> EngineInfo:
         return await self._client.info()
 
-    async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        counts, now = self._counts, time.monotonic()
-        started = request.arrival or now
-        counts.ingress_time.observe(now - started)
-        group = request.key if request.parent_key is None else request.parent_key
-        counts.begun(group)
-        last: float | None = None
-        tokens, finished = 0, False
-        try:
-            async with aclosing(self._stream(request)) as deltas:
-                async for delta in deltas:
-                    if count := len(delta.tokens):
-                        now = time.monotonic()
-                        if last is None:
-                            counts.ttft.observe(now - started)
-                            if count > 1:
-                                counts.itl.observe(0.0, count - 1)
-                        else:
-                            counts.itl.observe((now - last) / count, count)
-                        last = now
-                        tokens += count
-                    if delta.finish_reason is not None:
-                        finished = True
-                        counts.e2e.observe(time.monotonic() - started)
-                    yield delta
-        except asyncio.CancelledError:
-            counts.disconnects += 1
-            raise
-        except GeneratorExit:  # closed by this side: at its end, or before it by a stop string
-            if not finished:
-                counts.e2e.observe(time.monotonic() - started)
-            raise
-        finally:
-            counts.over(group, tokens)
-
-    def _stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        deltas = self._client.stream(request)
-        return deltas if self._tracing is None else self._tracing.follow(request, deltas)
+    def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        return self._client.stream(request)
 
     async def check_health(self) -> None:
         await self._client.check_health()
@@ -128,6 +92,45 @@ class MeteredEngineClient:
         for engine, stats in engines.items():
             known.apply(engine_report(engine, stats, asked), now)
         return render(self._model_name, self._alias, known)
+
+    @contextmanager
+    def _meter(self, request: EngineRequest) -> Iterator[Callable[[TokenDelta], None]]:
+        """Observes one stream; gives the function to call with each delta."""
+        counts, now = self._counts, time.monotonic()
+        started = request.arrival or now
+        counts.ingress_time.observe(now - started)
+        group = request.key if request.parent_key is None else request.parent_key
+        counts.begun(group)
+        last: float | None = None
+        tokens, finished = 0, False
+
+        def observe(delta: TokenDelta) -> None:
+            nonlocal last, tokens, finished
+            if count := len(delta.tokens):
+                now = time.monotonic()
+                if last is None:
+                    counts.ttft.observe(now - started)
+                    if count > 1:
+                        counts.itl.observe(0.0, count - 1)
+                else:
+                    counts.itl.observe((now - last) / count, count)
+                last = now
+                tokens += count
+            if delta.finish_reason is not None:
+                finished = True
+                counts.e2e.observe(time.monotonic() - started)
+
+        try:
+            yield observe
+        except asyncio.CancelledError:
+            counts.disconnects += 1
+            raise
+        except GeneratorExit:  # closed by this side, at its end or before it by a stop string
+            if not finished:
+                counts.e2e.observe(time.monotonic() - started)
+            raise
+        finally:
+            counts.over(group, tokens)
 
     def _replayed(self, reason: str) -> None:
         self._counts.replays[reason] += 1

@@ -4,9 +4,17 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Container, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayfin.actors.errors import (
@@ -67,6 +75,9 @@ class EngineSource:
         self.client_names = (f"{client}.{number}" for number in itertools.count())
 
 
+StreamObserver = Callable[[EngineRequest], AbstractContextManager[Callable[[TokenDelta], None]]]
+
+
 @dataclass(slots=True)
 class PoolEvents:
     """Functions that the pool calls; each does nothing unless it is set."""
@@ -74,6 +85,20 @@ class PoolEvents:
     replayed: Callable[[str], None] = lambda reason: None  # one of REPLAY_REASONS
     transported: Callable[[float], None] = lambda seconds: None  # RequestOverheadTimer's seconds
     limits_changed: Callable[[EngineInfo], None] = lambda limits: None  # what `info` returns now
+    # Each is entered for every stream, and the function that it gives is called with every delta.
+    observers: list[StreamObserver] = field(default_factory=list)
+
+    @contextmanager
+    def observing(self, request: EngineRequest) -> Iterator[Callable[[TokenDelta], None]]:
+        """Enters all observers; gives a function that passes a delta to each."""
+        with ExitStack() as stack:
+            observers = [stack.enter_context(observer(request)) for observer in self.observers]
+
+            def observe(delta: TokenDelta) -> None:
+                for each in observers:
+                    each(delta)
+
+            yield observe
 
 
 class _Labels:
@@ -183,42 +208,44 @@ class EnginePool:
         refused: set[str] = set()  # engines whose queues are full
         connection: EngineConnection | None = None
         key = request.key
-        try:
-            while True:
-                connection = await self._place(request, replay, refused)
-                attempt = replay.attempt(_now())
-                key = attempt.key
-                self._homes[request.key] = connection
-                deltas, overhead = connection.open(attempt), RequestOverheadTimer(_now())
-                try:
-                    while True:
-                        delta = await _next(deltas)
-                        delta = replay.accept(delta, now := _now())
-                        if (seconds := overhead.observe(delta, now)) is not None:
-                            self.events.transported(seconds)
-                        failures = 0
+        with self.events.observing(request) as observe:
+            try:
+                while True:
+                    connection = await self._place(request, replay, refused)
+                    attempt = replay.attempt(_now())
+                    key = attempt.key
+                    self._homes[request.key] = connection
+                    deltas, overhead = connection.open(attempt), RequestOverheadTimer(_now())
+                    try:
+                        while True:
+                            delta = await _next(deltas)
+                            delta = replay.accept(delta, now := _now())
+                            if (seconds := overhead.observe(delta, now)) is not None:
+                                self.events.transported(seconds)
+                            failures = 0
+                            refused.clear()
+                            observe(delta)
+                            yield delta
+                            if delta.finish_reason is not None:
+                                return
+                    except EngineUnavailable as error:
+                        replay.lost(_now())
+                        self._note_loss(request, replay, error)
+                    except Overloaded:
+                        refused.add(connection.name)
+                        if self._ready(refused):
+                            continue
+                        if replay.attempts == len(
+                            refused
+                        ):  # a new request: the queue limits apply to it
+                            raise
                         refused.clear()
-                        yield delta
-                        if delta.finish_reason is not None:
-                            return
-                except EngineUnavailable as error:
-                    replay.lost(_now())
-                    self._note_loss(request, replay, error)
-                except Overloaded:
-                    refused.add(connection.name)
-                    if self._ready(refused):
-                        continue
-                    if replay.attempts == len(
-                        refused
-                    ):  # a new request: the queue limits apply to it
-                        raise
-                    refused.clear()
-                    failures += 1
-                    await self._pause(replay, failures)
-        finally:
-            self._homes.pop(request.key, None)
-            if connection is not None:
-                connection.drop(key, stopped=request.satisfied)
+                        failures += 1
+                        await self._pause(replay, failures)
+            finally:
+                self._homes.pop(request.key, None)
+                if connection is not None:
+                    connection.drop(key, stopped=request.satisfied)
 
     async def recall(self, tenant: str, request_ids: Sequence[str]) -> list[TokenLog | None]:
         """See ``EngineClient.recall``; of several logs of a request, the longest."""

@@ -12,8 +12,8 @@ Spans hold no text and no key. This module needs the packages of the extra ``tra
 """
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from opentelemetry import trace
@@ -63,22 +63,23 @@ class Tracing:
         """Sends the remaining spans; waits until they are sent."""
         self._provider.shutdown()
 
-    async def follow(
-        self, request: EngineRequest, deltas: AsyncGenerator[TokenDelta, None]
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Yields ``deltas``; records a span for the request and one for each of its phases."""
+    @contextmanager
+    def observe(self, request: EngineRequest) -> Iterator[Callable[[TokenDelta], None]]:
+        """Records a span for one stream and its phases; gives the function to call per delta."""
         started, first, tokens, queued = time.time_ns(), 0, 0, 0.0
         span = self.tracer.start_span("generate", start_time=started)
+
+        def observe(delta: TokenDelta) -> None:
+            nonlocal first, tokens, queued
+            tokens += len(delta.tokens)
+            if delta.tokens and not first:
+                first = time.time_ns()
+            if delta.finish_reason is not None:
+                queued = delta.queued
+                span.set_attribute("gen_ai.response.finish_reasons", [delta.finish_reason])
+
         try:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    tokens += len(delta.tokens)
-                    if delta.tokens and not first:
-                        first = time.time_ns()
-                    if delta.finish_reason is not None:
-                        queued = delta.queued
-                        span.set_attribute("gen_ai.response.finish_reasons", [delta.finish_reason])
-                    yield delta
+            yield observe
         except Exception as error:
             span.set_status(Status(StatusCode.ERROR, type(error).__name__))
             raise

@@ -35,13 +35,15 @@ class FakeClient:
         self.events = PoolEvents()
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        try:
-            for delta in self.deltas:
-                yield delta
-            if delta.finish_reason is None:
-                await asyncio.Event().wait()
-        finally:
-            self.closed += 1
+        with self.events.observing(request) as observe:
+            try:
+                for delta in self.deltas:
+                    observe(delta)
+                    yield delta
+                if delta.finish_reason is None:
+                    await asyncio.Event().wait()
+            finally:
+                self.closed += 1
 
     async def stats(self) -> dict[str, EngineStats]:
         return {} if self.current is None else {"0": self.current}
@@ -120,8 +122,10 @@ async def test_client_that_leaves(observed: MeteredEngineClient, engine: FakeCli
 async def test_failure_is_neither(observed: MeteredEngineClient, engine: FakeClient) -> None:
     class Failing(FakeClient):
         async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-            yield TokenDelta("r", [1])
-            raise EngineUnavailable("gone")
+            with self.events.observing(request) as observe:
+                observe(delta := TokenDelta("r", [1]))
+                yield delta
+                raise EngineUnavailable("gone")
 
     failing: Any = Failing()
     observed = MeteredEngineClient(failing, IngressCounters(), 'the "model"')

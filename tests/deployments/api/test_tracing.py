@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -39,9 +41,22 @@ def spans(service: Any, engine: Any) -> InMemorySpanExporter:
         return deltas
 
     engine._deltas = queued
-    stream = engine.stream
-    engine.stream = lambda request: service.tracing.follow(request, stream(request))
+    trace_streams(engine, service.tracing)
     return exporter
+
+
+def trace_streams(engine: Any, tracing: Tracing) -> None:
+    """Lets ``tracing`` observe the engine's streams, as an ``EnginePool`` does."""
+    stream = engine.stream
+
+    async def traced(request: Any) -> AsyncGenerator[Any, None]:
+        with tracing.observe(request) as observe:
+            async with aclosing(stream(request)) as deltas:
+                async for delta in deltas:
+                    observe(delta)
+                    yield delta
+
+    engine.stream = traced
 
 
 async def ask(service: Any, body: dict[str, Any], **headers: str) -> int:
@@ -121,8 +136,7 @@ async def test_a_collector_gets_them(service: Any, engine: Any) -> None:
         thread.start()
         endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
         service.tracing = Tracing.to(endpoint, "tiny")
-        stream = engine.stream
-        engine.stream = lambda request: service.tracing.follow(request, stream(request))
+        trace_streams(engine, service.tracing)
         assert await ask(service, {"prompt": "x", "max_tokens": 2}) == 200
         await asyncio.to_thread(service.tracing.close)
         server.shutdown()
