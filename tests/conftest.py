@@ -51,6 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("architecture", architectures, scope="session")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks slow folders, groups tests for two workers, and picks the tier.
 
@@ -62,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow(reason=SLOW_FOLDERS[folder]))
         # Tests of a file share a worker: they share models. So do all that start Ray: they share
         # a cluster, and two clusters on two cores would starve each other.
-        group = "e2e" if folder == "e2e" else item.path.as_posix()
+        group = "e2e" if folder == "e2e" else item.path.relative_to(TESTS).as_posix()
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: _slow_folder(item.path) != "e2e")  # the longest group begins first
     if config.getoption("--fast"):
