@@ -235,9 +235,8 @@ class EnginePool:
                         refused.add(connection.name)
                         if self._ready(refused):
                             continue
-                        if replay.attempts == len(
-                            refused
-                        ):  # a new request: the queue limits apply to it
+                        # Queue limits apply to new requests only.
+                        if replay.attempts == len(refused):
                             raise
                         refused.clear()
                         failures += 1
