@@ -22,9 +22,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 kernels: $(INSTALLED)  ## rebuild the CPU kernels after a change to kernels/cpu
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
 
-# All of tests/e2e, which start Ray, on one worker; the other files on the other.
-WORKERS := -n 2 --dist loadgroup
-
 SANITIZERS := -fsanitize=address,undefined:-fno-sanitize-recover=all -fsanitize=thread
 SANITIZED_ISAS := "" "-mavx2 -mfma" $(if $(shell grep -sm1 amx_int8 /proc/cpuinfo),"-mavx512f -mavx512bw -mavx512dq \
 	-mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8 -mavx2 -mfma")
@@ -46,12 +43,12 @@ observe: $(INSTALLED)  ## start Debian's Prometheus beside `make serve`, on port
 check: $(INSTALLED)  ## lint and the fast tests, in a minute (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q --fast $(WORKERS) --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q --fast -n 2 --dist loadfile --durations=10 $(ARGS)
 
 test: $(INSTALLED)  ## lint, types and all tests, on two workers (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(WORKERS) --durations=25 $(ARGS)
+	$(BIN)/python tools/run_tests.py --durations=25 $(ARGS)
 
 simulate: $(INSTALLED)  ## simulate lives of the scheduler without a model (SEEDS=10000 or REQUESTS=100000)
 	$(BIN)/python tools/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))

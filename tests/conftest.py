@@ -1,8 +1,7 @@
 """Shared by all tests: quiet libraries, no network, tiny models that are built once per session.
 
 ``pytest --fast`` is the tier of `make check`: no test marked ``slow``, three architectures, a few
-examples of each property. Without it everything runs. With ``-n 2`` one worker takes all of
-tests/e2e, which start Ray, and the other begins with the rest.
+examples of each property. Without it everything runs; tools/run_tests.py uses both cores.
 """
 
 import functools
@@ -51,9 +50,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("architecture", architectures, scope="session")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow folders, groups tests for two workers, and picks the tier.
+    """Marks slow folders, and picks the tier.
 
     Tests marked ``gpu`` are skipped where torch finds none.
     """
@@ -61,11 +59,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = _slow_folder(item.path)
         if folder is not None:
             item.add_marker(pytest.mark.slow(reason=SLOW_FOLDERS[folder]))
-        # Tests of a file share a worker: they share models. So do all that start Ray: they share
-        # a cluster, and two clusters on two cores would starve each other.
-        group = "e2e" if folder == "e2e" else item.path.relative_to(TESTS).as_posix()
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: _slow_folder(item.path) != "e2e")  # the longest group begins first
     if config.getoption("--fast"):
         _pick_fast(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
