@@ -122,7 +122,7 @@ def products() -> Iterator[Kernel]:
 
 def experts() -> Iterator[Kernel]:
     types = {"chosen": "*i64", "order": "*i32", "tiles": "*i32"}
-    types |= {"assignments": "i32", "max_tiles_for": "i32"}
+    types |= {"assignments": "i32", "max_tiles": "i32"}
     for count, bins in ((8, 16), (128, 256)):
         constants = {"EXPERTS": count, "BINS": bins, "ROWS": 16, "BLOCK": MAP_BLOCK}
         yield f"map {count} experts", expert_kernels.map_tiles, types, constants, {"num_warps": 4}
