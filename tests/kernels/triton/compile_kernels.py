@@ -160,13 +160,13 @@ def sampling() -> Iterator[Kernel]:
     ):
         yield kernel.__name__, kernel, types, {"BLOCK": block}, {"num_warps": warps}
 
-    types = {"logits": "*bf16", "tokens": "*i64", "asked": "*i32", "keys": "*i64"}
+    types = {"logits": "*bf16", "tokens": "*i64", "num_logprobs": "*i32", "keys": "*i64"}
     types |= dict.fromkeys(("highest", "total", "values"), "*fp32")
     types |= dict.fromkeys(("above", "numbers"), "*i32")
     types |= dict.fromkeys(("stride", "vocabulary", "blocks"), "i32")
     for kernel, constants in (
-        (logprob_kernels.summarise_blocks, {"MOST": 32, "BLOCK": 4096}),
-        (logprob_kernels.merge_blocks, {"MOST": 32, "BLOCKS": 64, "CANDIDATES": 2048}),
+        (logprob_kernels.summarise_blocks, {"MAX_TOP": 32, "BLOCK": 4096}),
+        (logprob_kernels.merge_blocks, {"MAX_TOP": 32, "BLOCKS": 64, "CANDIDATES": 2048}),
     ):
         yield kernel.__name__, kernel, types, constants, {"num_warps": 8}
 
@@ -175,7 +175,7 @@ def decoding() -> Iterator[Kernel]:
     types = dict.fromkeys(("positions", "slots", "drawn_positions"), "*i64")
     types |= {"remaining": "*i32", "tables": "*i32", "table_stride": "i32"}
     yield "prepare", decode_kernels.prepare_rows, types, {"PAGE_SIZE": 16}, {}
-    types = dict.fromkeys(("given", "slot_integers", "tokens", "positions", "integers"), "*i64")
+    types = dict.fromkeys(("new_rows", "slot_integers", "tokens", "positions", "integers"), "*i64")
     types |= dict.fromkeys(("slot_tables", "remaining", "tables"), "*i32")
     types |= dict.fromkeys(("slot_numbers", "numbers"), "*fp32")
     types |= dict.fromkeys(("rows", "slot_count", "slot_stride", "table_stride", "widest"), "i32")
