@@ -40,7 +40,7 @@ serve: $(INSTALLED)  ## serve the built-in model (ARGS="--port 8001 ...")
 observe: $(INSTALLED)  ## start Debian's Prometheus beside `make serve`, on port 9090 (ARGS="--port 9091")
 	$(BIN)/python k8s/prometheus/observe.py $(ARGS)
 
-check: $(INSTALLED)  ## lint and the fast tests, in a minute (ARGS="-k scheduler ...")
+check: $(INSTALLED)  ## lint and the fast tests (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q --fast -n 2 --dist loadfile --durations=10 $(ARGS)
