@@ -30,11 +30,11 @@ def test_a_row_holds(row: "HOUSE.Row") -> None:  # type: ignore[name-defined]
     assert not row.broken, "\n".join(row.broken[:40])
 
 
-@pytest.mark.parametrize("word", ["nobody", "Whoever", "in vain", "is told", "untold"])
+@pytest.mark.parametrize("word", ["nobody", "nobody's", "Whoever", "in vain", "is told", "untold"])
 def test_forbidden_words_are_found(word: str) -> None:
     assert HOUSE.FORBIDDEN_WORDS.search(f"a {word} b")
 
 
-@pytest.mark.parametrize("word", ["totold", "scaffolding", "nobody's_name"])
+@pytest.mark.parametrize("word", ["totold", "scaffolding", "hurts_nobody"])
 def test_other_words_are_not(word: str) -> None:
     assert not HOUSE.FORBIDDEN_WORDS.search(f"a {word} b")

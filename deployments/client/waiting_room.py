@@ -36,7 +36,7 @@ class WaitingRoom:
         self._start = start
         self._waiting = 0
         self._starting: asyncio.Task[None] | None = None
-        # Ray cancels the calls that a cancelled request has made: this one is nobody's.
+        # Ray cancels the calls that a cancelled request has made: this one belongs to no request.
         self._context = contextvars.copy_context()
 
     @property

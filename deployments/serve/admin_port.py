@@ -136,7 +136,7 @@ def admin_deployment(
     """The bound deployment; ``models`` are names and the deployments of engines.
 
     Raises:
-        InvalidConfig: there is no key: the port would be nobody's, or everybody's.
+        InvalidConfig: no admin key is set, so the port would be open to everyone.
     """
     if keys is None:
         raise InvalidConfig("admin_port needs admin_api_key", "admin_port")

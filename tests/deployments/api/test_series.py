@@ -1,4 +1,4 @@
-"""Whatever strangers send, /metrics tells the same series: nobody's words become a label."""
+"""/metrics has the same series whatever clients send: no value of theirs becomes a label."""
 
 import asyncio
 import json
