@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfin.actors.errors import RayfinError, RequestFailed
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.histogram import Histogram
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -64,11 +65,13 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token strings that may not be completed
     logprobs: int | None = None  # return each token's, and those of so many likeliest tokens
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    guidance: Guidance | None = None  # a grammar, tool calls, a thought
 
     @property
     def needs_history(self) -> bool:
         """Whether the runner needs the request's tokens, past and future ones."""
-        return self.penalises or bool(self.bad_words) or self.prompt_logprobs is not None
+        needs = self.penalises or bool(self.bad_words) or self.guidance is not None
+        return needs or self.prompt_logprobs is not None
 
     @property
     def penalises(self) -> bool:

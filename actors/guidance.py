@@ -1,0 +1,48 @@
+"""What holds a request's tokens to a form: a grammar, tool calls, the end of a thought.
+
+Only text and token ids, so that it crosses actors and outlives every process: a runner makes its
+matchers from it and from the request's tokens.
+"""
+
+from dataclasses import dataclass
+
+NO_END = 2**31 - 1
+"""As ``Guidance.ends_from``: ends are sampled only where nothing else is left (``ignore_eos``)."""
+
+
+@dataclass(slots=True, frozen=True)
+class Thinking:
+    """The marks between which a model thinks. No grammar holds within them."""
+
+    close: str  # the text that ends a thought
+    close_ids: tuple[int, ...]  # its tokens, sampled one by one when the budget is spent
+    starts_inside: bool  # the prompt ends within a thought
+    open_ids: tuple[int, ...] = ()  # an answer that begins with these begins with a thought
+    budget: int | None = None  # tokens of a thought, its marks not counted; None is no limit
+
+
+@dataclass(slots=True, frozen=True)
+class CallGrammar:
+    """Tool calls in an otherwise free answer."""
+
+    triggers: tuple[int, ...]  # single tokens; after each of them a call begins
+    grammar: str  # of what follows the trigger, the call's closing mark included
+    most: int | None = None  # calls; after them no trigger may be sampled. None is no limit
+
+
+@dataclass(slots=True, frozen=True)
+class Guidance:
+    """The rules of one request. A grammar is Lark, or JSON as llguidance reads it."""
+
+    grammar: str = ""  # of the whole answer after its thought; "" lets it be free
+    calls: CallGrammar | None = None  # with a free answer only
+    forbidden: tuple[int, ...] = ()  # token ids that are never sampled
+    thinking: Thinking | None = None
+    ends: tuple[int, ...] = ()  # end-of-sequence ids: with a grammar only where it is complete
+    ends_from: int = 0  # position of the request from which ends may be sampled (min_tokens)
+
+    @property
+    def grammars(self) -> tuple[str, ...]:
+        """The texts that a runner must compile."""
+        called = self.calls.grammar if self.calls is not None else ""
+        return tuple(text for text in (self.grammar, called) if text)
