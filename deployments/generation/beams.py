@@ -7,6 +7,7 @@ from rayfin.actors.messages import TokenDelta
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.choice import Choice
+from rayfin.deployments.generation.plan import OutputPlan
 from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.text.output import TextDelta
 
@@ -49,6 +50,19 @@ def search_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchPar
             length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
             early_stopping=False if body.early_stopping is None else body.early_stopping,
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        )
+
+
+def check_search(plan: OutputPlan) -> None:
+    """Rejects a form of the whole answer: a search ranks hypotheses without masks.
+
+    Raises:
+        InvalidRequest: ``param`` is use_beam_search.
+    """
+    if plan.guidance is not None and plan.guidance.grammar:
+        raise InvalidRequest(
+            "use_beam_search does not go with structured outputs or a forced tool call.",
+            "use_beam_search",
         )
 
 

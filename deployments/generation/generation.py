@@ -12,8 +12,9 @@ from typing import TypeVar
 from rayfin.actors.errors import InvalidRequest, RayfinError, RequestFailed
 from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
-from rayfin.deployments.generation.beams import hypothesis_deltas
+from rayfin.deployments.generation.beams import check_search, hypothesis_deltas
 from rayfin.deployments.generation.choice import Choice, Prompt
+from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.generation.usage import PromptTokensDetails, Usage
 from rayfin.deployments.http.caller import ANONYMOUS, Caller
@@ -91,6 +92,7 @@ class Generation:
         priority: int,
         caller: Caller = ANONYMOUS,
         search: BeamSearchParams | None = None,
+        plan: OutputPlan = NO_PLAN,
     ) -> "Generation":
         """Checks and builds the requests: ``params.n`` for each prompt, or one for a ``search``."""
         if (count := len(prompts) * num_candidates(params)) > MAX_CHOICES:
@@ -104,9 +106,10 @@ class Generation:
         requests = []
         for i, prompt in enumerate(prompts):
             build: Callable[..., list[EngineRequest]] = partial(
-                build_requests, prompt.ids, candidates(params)
+                build_requests, prompt.ids, candidates(params), guidance=plan.guidance
             )
             if search is not None:
+                check_search(plan)
                 build = partial(build_searches, prompt.ids, params, search)
             requests.append(
                 build(
@@ -126,7 +129,9 @@ class Generation:
             request.session = caller.session
         if num_candidates(params) > params.n:
             request_logprobs(itertools.chain.from_iterable(requests))
-        return cls(service, prompts, requests, params, search, caller)
+        generation = cls(service, prompts, requests, params, search, caller)
+        generation.headers |= plan.headers
+        return generation
 
     def run(self) -> Deltas:
         """Returns the choice stream: deltas of all choices as they come.

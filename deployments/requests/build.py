@@ -2,12 +2,14 @@
 
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
+from rayfin.actors.guidance import NO_END, Guidance
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.requests.limits import bad_word_ids, check_sampling, runner_sampling
@@ -37,6 +39,7 @@ def build_requests(
     param: str = "prompt",
     tokenizer: Tokenizer | None = None,
     cache_salt: str | None = None,
+    guidance: Guidance | None = None,
 ) -> list[EngineRequest]:
     """Returns one engine request per choice, with ids ``{request_id}-{i}``, keys and seeds.
 
@@ -44,7 +47,8 @@ def build_requests(
     random: each request of a client has its own, and none is reused. ``max_tokens`` is limited to
     what the context and the cache leave; None fills them. ``param`` is the caller's name of the
     prompt, for errors; the ``tokenizer`` is needed for bad words. Only prompts of one salt
-    share pages.
+    share pages. ``guidance`` holds for all choices; its ends and the position from which they may
+    be sampled are set here, from ``min_tokens`` and ``ignore_eos``.
 
     Raises:
         ContextLengthExceeded: no room for one token, or the prompt needs more pages than exist.
@@ -54,14 +58,23 @@ def build_requests(
     prompt = _prompt(prompt_ids, info, param)
     room = _room(len(prompt), info, param)
     check_sampling(params, info)
-    stopping = _stop_rules(params, info, room, frozenset(eos_token_ids))
+    eos = frozenset(eos_token_ids)
+    stopping = _stop_rules(params, info, room, eos, guided=guidance is not None)
+    if guidance is not None:
+        guidance = replace(
+            guidance,
+            ends=tuple(sorted(eos)),
+            ends_from=NO_END if params.ignore_eos else len(prompt) + params.min_tokens,
+        )
     bad_words = bad_word_ids(params.bad_words or (), tokenizer)
     first_key = secrets.randbits(KEY_BITS)
     return [
         EngineRequest(
             request_id=f"{request_id}-{index}",
             prompt=prompt,
-            sampling=runner_sampling(params, info, stopping, len(prompt), bad_words, index),
+            sampling=runner_sampling(
+                params, info, stopping, len(prompt), bad_words, index, guidance
+            ),
             stopping=stopping,
             client=client,
             key=first_key + index,
@@ -139,7 +152,7 @@ def _room(prompt_len: int, info: EngineInfo, param: str) -> int:
 
 
 def _stop_rules(
-    params: SamplingParams, info: EngineInfo, room: int, eos: frozenset[int]
+    params: SamplingParams, info: EngineInfo, room: int, eos: frozenset[int], guided: bool
 ) -> StopRules:
     if params.max_tokens is not None and params.max_tokens > info.max_model_len:
         raise InvalidRequest(
@@ -155,7 +168,8 @@ def _stop_rules(
             "min_tokens",
             "integer_above_max_value",
         )
-    eos = frozenset() if params.ignore_eos else eos
+    if params.ignore_eos and not guided:  # a complete form ends the answer, nothing else is left
+        eos = frozenset()
     return StopRules(
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         stop_token_ids=eos | frozenset(params.stop_token_ids or ()),

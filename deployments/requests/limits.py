@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo, Sampling, StopRules
 from rayfin.actors.sampling_params import WHOLE_VOCABULARY, SamplingParams
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -38,13 +39,17 @@ def runner_sampling(
     prompt_len: int,
     bad_words: Sequence[Sequence[int]] = (),
     index: int = 0,
+    guidance: Guidance | None = None,
 ) -> Sampling:
     """Returns the settings of choice ``index``; only the first scores the prompt.
+
+    With ``guidance`` the runner itself decides where an end may be sampled.
 
     Raises:
         InvalidRequest: no token could be sampled.
     """
-    banned = tuple(sorted(stopping.stop_token_ids)) if params.min_tokens else ()
+    ends = () if guidance is None else guidance.ends
+    banned = tuple(sorted(stopping.stop_token_ids.difference(ends))) if params.min_tokens else ()
     allowed = tuple(sorted(set(params.allowed_token_ids or ())))
     never = {word[0] for word in bad_words if len(word) == 1}.union(banned)
     if allowed and never.issuperset(allowed):
@@ -68,6 +73,7 @@ def runner_sampling(
         bad_words=tuple(map(tuple, bad_words)),
         logprobs=_count(params.logprobs, info),
         prompt_logprobs=None if index else _count(params.prompt_logprobs, info),
+        guidance=guidance,
     )
 
 

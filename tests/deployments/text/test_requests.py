@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
+from rayfin.actors.guidance import NO_END, Guidance
 from rayfin.actors.messages import EngineInfo, EngineRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
@@ -19,7 +20,11 @@ ROOMY = EngineInfo("engine", max_model_len=100, vocab_size=50, num_pages=1000, p
 
 
 def build(
-    prompt: Any, info: EngineInfo = ROOMY, tokenizer: Tokenizer | None = None, **params: Any
+    prompt: Any,
+    info: EngineInfo = ROOMY,
+    tokenizer: Tokenizer | None = None,
+    guidance: Guidance | None = None,
+    **params: Any,
 ) -> list[EngineRequest]:
     return build_requests(
         prompt,
@@ -29,6 +34,7 @@ def build(
         eos_token_ids={2},
         arrival=1.5,
         tokenizer=tokenizer,
+        guidance=guidance,
     )
 
 
@@ -69,6 +75,26 @@ def test_stop_rules() -> None:
     assert (rules.stop_token_ids, rules.eos_token_ids) == ({2, 7}, {2})
     rules = build([1], stop_token_ids=[7], ignore_eos=True)[0].stopping
     assert (rules.stop_token_ids, rules.eos_token_ids) == ({7}, set())
+
+
+GUIDED = Guidance("start: /a*/")
+
+
+def test_ends_of_guided_requests_stay_in_the_stop_table() -> None:
+    (request,) = build([1, 1], guidance=GUIDED, stop_token_ids=[7], ignore_eos=True)
+    assert request.stopping.stop_token_ids == {2, 7}
+    assert request.stopping.eos_token_ids == {2}  # no stop_reason
+    assert request.sampling.guidance == replace(GUIDED, ends=(2,), ends_from=NO_END)
+
+
+def test_guidance_says_from_where_ends_may_be_sampled() -> None:
+    both = build([1, 1], guidance=GUIDED, stop_token_ids=[7], min_tokens=3, n=2)
+    for request in both:
+        assert request.sampling.guidance == replace(GUIDED, ends=(2,), ends_from=5)
+        assert (request.sampling.banned, request.sampling.banned_until) == ((7,), 5)
+    (plain,) = build([1, 1], guidance=GUIDED, min_tokens=3)
+    assert (plain.sampling.banned, plain.sampling.banned_until) == ((), 0)
+    assert build([1])[0].sampling.guidance is None
 
 
 def test_min_tokens_bans_what_would_stop() -> None:
