@@ -22,7 +22,7 @@ from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, se
 from rayfin.deployments.requests.best_of import candidates, likeliest, request_logprobs
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
 from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
-from rayfin.deployments.serve.preflight import check_model, model_path, tokenizer_path
+from rayfin.deployments.serve.preflight import check_model, located, model_path, tokenizer_path
 from rayfin.deployments.serve.server_args import check_generation_config
 from rayfin.deployments.text.chat_template import render_chat
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -68,9 +68,7 @@ class LLM:
                 tokenizer_path(args), args.revision, args.trust_remote_code
             )
         self._chat_template = chat_template
-        self._engine: OfflineEngine = start_engine(
-            executor, replace(args, model=model_path(args.model))
-        )
+        self._engine: OfflineEngine = start_engine(executor, located(args))
         self._request_numbers = itertools.count()
         self._defaults: dict[str, Any] = {}
         check_generation_config(generation_config)

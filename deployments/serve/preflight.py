@@ -65,8 +65,9 @@ def model_path(name: str) -> str:
 
 
 def located(args: EngineArgs) -> EngineArgs:
-    """The same with the place of the model instead of its name."""
-    return replace(args, model=model_path(args.model))
+    """The same with the places of model and tokenizer instead of their names."""
+    tokenizer = args.tokenizer and model_path(args.tokenizer)
+    return replace(args, model=model_path(args.model), tokenizer=tokenizer)
 
 
 def tokenizer_path(args: EngineArgs) -> str:
