@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
+from rayfin.deployments.generation.calls import AnswerCall, ParsedAnswer
 from rayfin.deployments.requests.best_of import Likelihood
 from rayfin.deployments.text.output import OutputText, TextDelta
 
@@ -26,7 +27,8 @@ class Choice:
     prompt: Prompt
     request: EngineRequest
     output: OutputText
-    text: list[str] = field(default_factory=list)
+    parsed: ParsedAnswer = field(default_factory=ParsedAnswer)
+    text: list[str] = field(default_factory=list)  # the content, if the answer is parsed
     token_ids: list[int] = field(default_factory=list)
     last: TextDelta = field(default_factory=TextDelta)
     cached_tokens: int = 0
@@ -43,12 +45,36 @@ class Choice:
             delta.offsets = []
             delta.finish_reason = delta.finish_reason and "length"
         self.text.append(delta.text)
+        self.parsed.add(delta.events, delta.reasoning_tokens)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.offsets += delta.offsets
         self.prompt.scores |= delta.prompt_logprobs
         self.last = delta
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+
+    @property
+    def calls(self) -> list[AnswerCall]:
+        """The whole tool calls so far."""
+        return self.parsed.calls
+
+    @property
+    def reasoning(self) -> str:
+        return self.parsed.reasoning
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self.parsed.reasoning_tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's reason for the end; None before it."""
+        return self.parsed.finish_reason(self.last.finish_reason)
+
+    @property
+    def content(self) -> str | None:
+        """A message's content; None where there are only calls or reasoning."""
+        return self.parsed.content("".join(self.text))
 
     def score_prompt(self, like: "Choice") -> None:
         """Requests the prompt's log probabilities, as the first choice does."""

@@ -13,10 +13,15 @@ from rayfin.actors.errors import InvalidRequest, RayfinError, RequestFailed
 from rayfin.actors.messages import EngineRequest, TokenDelta
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.generation.beams import check_search, hypothesis_deltas
+from rayfin.deployments.generation.calls import ParsedAnswer
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
 from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.generation.usage import PromptTokensDetails, Usage
+from rayfin.deployments.generation.usage import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from rayfin.deployments.http.caller import ANONYMOUS, Caller
 from rayfin.deployments.http.sse import cancelled
 from rayfin.deployments.requests.beams import build_searches
@@ -56,6 +61,7 @@ class Generation:
         params: SamplingParams,
         search: BeamSearchParams | None = None,
         caller: Caller = ANONYMOUS,
+        plan: OutputPlan = NO_PLAN,
     ) -> None:
         self._client = service.client
         self._quotas, self._tenant = service.quotas, caller.tenant
@@ -73,7 +79,8 @@ class Generation:
                 index=i * count + j,
                 prompt=prompt,
                 request=request,
-                output=OutputText(service.tokenizer, params, request),
+                output=OutputText(service.tokenizer, params, request, plan.parser()),
+                parsed=ParsedAnswer(plan, request.request_id),
                 text=[prompt.echo],
             )
             for i, prompt in enumerate(prompts)
@@ -129,7 +136,7 @@ class Generation:
             request.session = caller.session
         if num_candidates(params) > params.n:
             request_logprobs(itertools.chain.from_iterable(requests))
-        generation = cls(service, prompts, requests, params, search, caller)
+        generation = cls(service, prompts, requests, params, search, caller, plan)
         generation.headers |= plan.headers
         return generation
 
@@ -174,7 +181,14 @@ class Generation:
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+            completion_tokens_details=self._details(),
         )
+
+    def _details(self) -> CompletionTokensDetails | None:
+        if not self._candidates[0].parsed.plan.reasons:
+            return None
+        thought = sum(choice.reasoning_tokens for choice in self._candidates)
+        return CompletionTokensDetails(reasoning_tokens=thought)
 
     def _by_prompt(self) -> list[list[Choice]]:
         every, count = self._candidates, len(self._candidates) // len(self.prompts)

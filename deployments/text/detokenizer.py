@@ -56,6 +56,16 @@ class IncrementalDetokenizer:
         self._shown += rest
         return rest
 
+    def split(self, token: int) -> str:
+        """Passes over ``token``, whose text is not wanted; returns the text that it cuts off.
+
+        The tokens after it are decoded as those that follow it.
+        """
+        held = self.finish()
+        self._window, self._read = [token], 1
+        self._shown, self._after_added = self._decode(self._window), True
+        return held
+
     def whole(self, ids: Sequence[int]) -> str:
         """Returns all text of ``ids`` at once."""
         return self.push(ids) + self.finish()
@@ -87,10 +97,7 @@ class IncrementalDetokenizer:
         added = self._added.get(token)
         after_added, self._after_added = self._after_added, added is not None
         if added is not None and after_added:
-            held = self.finish()
-            self._window, self._read = [token], 1
-            self._shown = self._decode(self._window)
-            return held + str(added.content)
+            return self.split(token) + str(added.content)
         return self._advance([token]) if self._has_text(token) else ""
 
     def _tail(self, prompt: Sequence[int] | Int32Array) -> list[int]:

@@ -1,19 +1,27 @@
 """Token deltas of one request to text deltas."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.text.answer_parts import AnswerParts
+from rayfin.deployments.text.parsing.events import Event
 from rayfin.deployments.text.stop_strings import StopStrings
 from rayfin.deployments.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rayfin.deployments.text.parsing.parser import OutputParser
+
+JOINED = ("reasoning", "content", "arguments")  # kinds of events whose texts join
 
 
 @dataclass(slots=True)
 class TextDelta:
     """One request's new text; ``finish_reason`` marks the last one."""
 
-    text: str = ""
+    text: str = ""  # with a parser the content only
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
     stop_reason: int | str | None = None  # the stop token's id or the stop string
     token_ids: list[int] = field(default_factory=list)
@@ -21,6 +29,8 @@ class TextDelta:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of each token, if requested
     offsets: list[int] = field(default_factory=list)  # with them: characters before each token
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
+    events: list[Event] = field(default_factory=list)  # with a parser: all parts, in order
+    reasoning_tokens: int = 0  # with a parser: tokens between the marks of a thought
 
     def append(self, other: "TextDelta") -> None:
         """Appends the delta that follows."""
@@ -31,17 +41,35 @@ class TextDelta:
         self.logprobs += other.logprobs
         self.offsets += other.offsets
         self.prompt_logprobs |= other.prompt_logprobs
+        self.reasoning_tokens += other.reasoning_tokens
+        self.add_events(other.events)
+
+    def add_events(self, events: Sequence[Event]) -> None:
+        """Appends events; neighbours of one kind and one call become one."""
+        for event in events:
+            last = self.events[-1] if self.events else None
+            same = last is not None and (last.kind, last.index) == (event.kind, event.index)
+            if last is not None and same and event.kind in JOINED:
+                self.events[-1] = last._replace(text=last.text + event.text)
+            else:
+                self.events.append(event)
 
 
 class OutputText:
     """Detokenizes one request and ends it at a stop string.
+
+    With a ``parser`` the text is read as events, and stop strings do not count in reasoning.
 
     After a delta with a ``finish_reason`` the caller closes the engine's stream, which aborts a
     request that has met a stop string. Tokens past the stop string are dropped.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, request: EngineRequest
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        request: EngineRequest,
+        parser: "OutputParser | None" = None,
     ) -> None:
         self._stop_token_ids = request.stopping.stop_token_ids
         self._min_tokens = params.min_tokens
@@ -57,6 +85,11 @@ class OutputText:
             if params.detokenize
             else None
         )
+        self._parts: AnswerParts | None = None
+        if parser is not None and self._detokenizer is not None:
+            hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+            stops = self._stops if self._has_stops else None
+            self._parts = AnswerParts(parser, tokenizer.added_ids, hidden, stops)
         self._tokens = 0
         self._length = 0  # characters of their text, including those that stop strings hold back
         self.finished = False
@@ -77,7 +110,10 @@ class OutputText:
         return result
 
     def _push(self, delta: TokenDelta, result: TextDelta) -> None:
-        for piece, armed in self._pieces(delta, result):
+        if self._parts is not None:
+            self._push_parts(self._parts, delta, result)
+            return
+        for piece, _, armed in self._pieces(delta, result):
             text, hit = self._stops.push(piece, armed)
             result.text += text
             if hit is not None:
@@ -88,13 +124,32 @@ class OutputText:
             result.text += self._stops.flush()
             self.finished = True
 
-    def _pieces(self, delta: TokenDelta, result: TextDelta) -> Iterator[tuple[str, bool]]:
-        """Yields texts, and whether stop strings count; adds the tokens to ``result``."""
+    def _push_parts(self, parts: AnswerParts, delta: TokenDelta, result: TextDelta) -> None:
+        thought = parts.reasoning_tokens
+        for piece, token, armed in self._pieces(delta, result):
+            hit = parts.push(piece, token, armed)
+            if hit is not None:
+                result.finish_reason, result.stop_reason = "stop", hit
+                break
+        if result.finish_reason is not None:
+            parts.finish(result.finish_reason)
+            self.finished = True
+        result.add_events(parts.take())
+        result.text = "".join(event.text for event in result.events if event.kind == "content")
+        result.reasoning_tokens = parts.reasoning_tokens - thought
+
+    def _pieces(
+        self, delta: TokenDelta, result: TextDelta
+    ) -> Iterator[tuple[str, int | None, bool]]:
+        """Yields texts, the token of each, and whether stop strings count.
+
+        Adds the tokens to ``result``. The token is None where there are several or none.
+        """
         silent = self._silent_tail(delta)
         spoken = delta.tokens[: len(delta.tokens) - silent]
-        # Token by token with stop strings, as the token that completes one is the last; and with
-        # log probabilities, which need the offset of each token.
-        by_token = self._has_stops or delta.logprobs is not None
+        # Token by token with stop strings, as the token that completes one is the last; with log
+        # probabilities, which need the offset of each token; and with a parser.
+        by_token = self._has_stops or delta.logprobs is not None or self._parts is not None
         step = 1 if by_token else max(1, len(spoken))
         for start in range(0, len(spoken), step):
             tokens = spoken[start : start + step]
@@ -103,12 +158,13 @@ class OutputText:
             result.offsets.append(self._length)
             text = self._text(tokens)
             self._length += len(text)
-            yield text, self._armed
+            yield text, tokens[0] if by_token else None, self._armed
         result.token_ids += delta.tokens[len(spoken) :]
         result.offsets.append(self._length)
         self._tokens += silent
         if delta.finish_reason is not None and self._detokenizer is not None:
-            yield self._detokenizer.finish(), self._armed
+            last = delta.tokens[-1] if silent else None
+            yield self._detokenizer.finish(), last, self._armed
 
     def _silent_tail(self, delta: TokenDelta) -> int:
         """Returns 1 if the last token is a stop token without text, else 0."""
@@ -120,4 +176,8 @@ class OutputText:
         return self._tokens > self._min_tokens or self._min_tokens == 0
 
     def _text(self, tokens: list[int]) -> str:
-        return self._detokenizer.push(tokens) if self._detokenizer is not None else ""
+        if self._detokenizer is None:
+            return ""
+        if self._parts is not None and tokens[0] in self._parts.markers:
+            return self._detokenizer.split(tokens[0])
+        return self._detokenizer.push(tokens)

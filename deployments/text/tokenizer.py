@@ -84,6 +84,12 @@ class Tokenizer:
         return frozenset(token for token, content in added.items() if content.special)
 
     @cached_property
+    def added_ids(self) -> dict[str, int]:
+        """The id of each added token by its text."""
+        added = self.backend.get_added_tokens_decoder()
+        return {str(token.content): number for number, token in added.items()}
+
+    @cached_property
     def control_tokens(self) -> re.Pattern[str]:
         """Matches tokens that only a chat template may write: special and bracketed added ones.
 
