@@ -10,8 +10,9 @@ from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
 
 if TYPE_CHECKING:
-    from rayfin.deployments.generation.service import OpenAIService
     from rayfin.deployments.text.parsing.parser import OutputParser
+
+    from rayfin.deployments.generation.service import OpenAIService
 
 UNENFORCED = "x-rayfin-unenforced"
 LONGEST_HEADER = 4096  # bytes; proxies refuse the headers of an answer beyond 8 KiB or so
