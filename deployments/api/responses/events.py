@@ -5,12 +5,17 @@ They are a function of the response's state and are not stored: a client that st
 """
 
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from rayfin.deployments.api.responses.output import OutputItem, OutputKind, ResponsePiece
 from rayfin.deployments.api.responses.replies import (
+    ArgumentsDeltaEvent,
+    ArgumentsDoneEvent,
     ItemEvent,
-    OutputMessage,
-    OutputTextPart,
     PartEvent,
+    ReasoningDeltaEvent,
+    ReasoningDoneEvent,
     ResponseEvent,
     ResponseStreamEvent,
     Status,
@@ -24,10 +29,14 @@ QUEUED = "response.queued"
 IN_PROGRESS = "response.in_progress"
 ITEM_ADDED = "response.output_item.added"
 PART_ADDED = "response.content_part.added"
-TEXT_DELTA = "response.output_text.delta"
-TEXT_DONE = "response.output_text.done"
 PART_DONE = "response.content_part.done"
 ITEM_DONE = "response.output_item.done"
+TEXT_DELTA = "response.output_text.delta"
+TEXT_DONE = "response.output_text.done"
+REASONING_DELTA = "response.reasoning_text.delta"
+REASONING_DONE = "response.reasoning_text.done"
+ARGUMENTS_DELTA = "response.function_call_arguments.delta"
+ARGUMENTS_DONE = "response.function_call_arguments.done"
 LAST: dict[Status, str] = {
     "completed": "response.completed",
     "incomplete": "response.incomplete",
@@ -36,25 +45,37 @@ LAST: dict[Status, str] = {
 }
 
 
+class ItemEvents(NamedTuple):
+    """The types of an item's events before and after those of its pieces."""
+
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+
+
+EVENTS: dict[OutputKind, ItemEvents] = {
+    "message": ItemEvents((ITEM_ADDED, PART_ADDED), (TEXT_DONE, PART_DONE, ITEM_DONE)),
+    "reasoning": ItemEvents((ITEM_ADDED, PART_ADDED), (REASONING_DONE, PART_DONE, ITEM_DONE)),
+    "function_call": ItemEvents((ITEM_ADDED,), (ARGUMENTS_DONE, ITEM_DONE)),
+}
+
+
 def events_from(state: ResponseState, number: int) -> Iterator[ResponseStreamEvent]:
     """Yields the events so far, from ``number`` on."""
     opening = _opening(state)
-    first_closing = len(opening) + len(state.pieces)
-    while number < len(opening):
-        yield _event(state, opening[number], number)
+    for kind in opening[number:]:
+        yield _of_response(state, kind, number)
         number += 1
-    for piece in state.pieces[number - len(opening) :]:
-        yield TextDeltaEvent(
-            type=TEXT_DELTA,
-            sequence_number=number,
-            item_id=state.output_id,
-            delta=piece.text,
-            logprobs=piece.logprobs,
-        )
-        number += 1
-    for kind in _closing(state)[max(0, number - first_closing) :]:
-        yield _event(state, kind, number)
-        number += 1
+    first = len(opening)  # number of the next item's first event
+    for index, item in enumerate(state.output.items):
+        kinds = EVENTS[item.kind]
+        ended = item.closed or (state.done and state.status != "failed")
+        count = len(kinds.first) + len(item.pieces) + (len(kinds.last) if ended else 0)
+        for place in range(max(0, number - first), count):
+            yield _of_item(state, index, place, first + place)
+        first += count
+        number = max(number, first)
+    if state.done and number == first:
+        yield _of_response(state, LAST[state.status], number)
 
 
 async def follow(
@@ -77,40 +98,54 @@ def sse(event: ResponseStreamEvent) -> str:
 
 def _opening(state: ResponseState) -> tuple[str, ...]:
     """Returns the first events: a background response is queued, another starts at once."""
-    if state.created.background:
-        first, then = (CREATED, QUEUED), (IN_PROGRESS, ITEM_ADDED, PART_ADDED)
-        return first + then if state.started else first
-    first = (CREATED, IN_PROGRESS)
-    return (*first, ITEM_ADDED, PART_ADDED) if state.started else first
+    if not state.created.background:
+        return (CREATED, IN_PROGRESS)
+    return (CREATED, QUEUED, IN_PROGRESS) if state.started else (CREATED, QUEUED)
 
 
-def _closing(state: ResponseState) -> tuple[str, ...]:
-    if not state.done:
-        return ()
-    last = LAST[state.status]
-    if not state.started or state.status == "failed":
-        return (last,)
-    return (TEXT_DONE, PART_DONE, ITEM_DONE, last)
-
-
-def _event(state: ResponseState, kind: str, number: int) -> ResponseStreamEvent:
-    """Returns an opening or closing event."""
-    item_id = state.output_id
-    if kind == ITEM_ADDED:
-        item = OutputMessage(id=item_id, status="in_progress", role="assistant", content=[])
-        return ItemEvent(type=kind, sequence_number=number, item=item)
-    if kind == ITEM_DONE:
-        return ItemEvent(type=kind, sequence_number=number, item=state.message())
-    text, logprobs = ("", []) if kind == PART_ADDED else (state.text, state.logprobs)
-    if kind in (PART_ADDED, PART_DONE):
-        part = OutputTextPart(text=text, logprobs=logprobs)
-        return PartEvent(type=kind, sequence_number=number, item_id=item_id, part=part)
-    if kind == TEXT_DONE:
-        return TextDoneEvent(
-            type=kind, sequence_number=number, item_id=item_id, text=text, logprobs=logprobs
-        )
+def _of_response(state: ResponseState, kind: str, number: int) -> ResponseEvent:
+    """Returns the event of the whole response: one of the first ones, or the last one."""
     early = {CREATED: state.created.status, QUEUED: "queued", IN_PROGRESS: "in_progress"}
-    response = state.response()
     if kind in early:
         response = state.created.model_copy(update={"status": early[kind]})
+    else:
+        response = state.response()
     return ResponseEvent(type=kind, sequence_number=number, response=response)
+
+
+def _of_item(state: ResponseState, index: int, place: int, number: int) -> ResponseStreamEvent:
+    """Returns the event of an item that comes after ``place`` others of it."""
+    item = state.output.items[index]
+    first, last = EVENTS[item.kind]
+    piece = place - len(first)
+    if 0 <= piece < len(item.pieces):
+        return _delta(item, index, item.pieces[piece], number)
+    kind = first[place] if piece < 0 else last[piece - len(item.pieces)]
+    names: dict[str, Any] = {"type": kind, "sequence_number": number, "output_index": index}
+    if kind == ITEM_ADDED:
+        return ItemEvent(**names, item=item.opened())
+    if kind == ITEM_DONE:
+        return ItemEvent(**names, item=item.reply(item.status(state.status)))
+    names["item_id"] = item.id
+    if kind == ARGUMENTS_DONE:
+        return ArgumentsDoneEvent(**names, name=item.name, arguments=item.text)
+    if kind == REASONING_DONE:
+        return ReasoningDoneEvent(**names, text=item.text)
+    if kind == TEXT_DONE:
+        return TextDoneEvent(**names, text=item.text, logprobs=item.logprobs)
+    whole = item if kind == PART_DONE else replace(item, pieces=[])
+    return PartEvent(**names, part=whole.part())
+
+
+def _delta(item: OutputItem, index: int, piece: ResponsePiece, number: int) -> ResponseStreamEvent:
+    names: dict[str, Any] = {
+        "sequence_number": number,
+        "output_index": index,
+        "item_id": item.id,
+        "delta": piece.text,
+    }
+    if item.kind == "function_call":
+        return ArgumentsDeltaEvent(type=ARGUMENTS_DELTA, **names)
+    if item.kind == "reasoning":
+        return ReasoningDeltaEvent(type=REASONING_DELTA, **names)
+    return TextDeltaEvent(type=TEXT_DELTA, **names, logprobs=piece.logprobs)

@@ -14,7 +14,7 @@ from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.responses.bodies import OUR_NAMES, ResponseRequest
 from rayfin.deployments.api.responses.events import events_from, sse
-from rayfin.deployments.api.responses.items import input_items
+from rayfin.deployments.api.responses.items import check_calls, input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
 from rayfin.deployments.api.responses.replies import Response, ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
@@ -28,6 +28,7 @@ from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.http.sse import EventStream
 from rayfin.deployments.text.output import TextDelta
+from rayfin.deployments.text.parsing.events import Event
 
 logger = logging.getLogger("rayfin.http")
 
@@ -100,6 +101,7 @@ class ResponseAdapter(GenerationAdapter):
         params = body.sampling_params(service.sampling_defaults)
         items = input_items(body.input)
         history = await history_of(self._store, body, self._tenant)
+        check_calls(history, items)
         ids = await prompt_ids(service, body, history + items, body.max_output_tokens or 1)
         with rename_error_params(OUR_NAMES):
             generation = await Generation.prepare(
@@ -138,6 +140,7 @@ class ResponseAdapter(GenerationAdapter):
             store=body.stored,
             temperature=params.temperature,
             tool_choice=body.tool_choice or "auto",
+            tools=[],
             top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,
             truncation=body.truncation or "disabled",
@@ -190,7 +193,12 @@ async def drive(
         async with aclosing(deltas):
             async for choice, delta in deltas:
                 logprobs = writer.chat(delta.token_ids, delta.logprobs).content if writer else []
-                state.append(delta.text, len(choice.token_ids), choice.cached_tokens, logprobs)
+                state.append(
+                    [Event("content", delta.text)],
+                    len(choice.token_ids),
+                    choice.cached_tokens,
+                    logprobs=logprobs,
+                )
                 if delta.finish_reason == "abort":
                     raise RequestFailed("The engine aborted this response.")
                 if delta.finish_reason is not None:

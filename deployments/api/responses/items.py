@@ -1,15 +1,26 @@
 """Items of a conversation: as clients write them, as they are kept, as a template reads them."""
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.api.responses.replies import InputText, OutputMessage, OutputTextPart
+from rayfin.deployments.api.responses.replies import (
+    FunctionCallItem,
+    FunctionCallOutput,
+    InputText,
+    Item,
+    OutputMessage,
+    OutputTextPart,
+    ReasoningItem,
+    ReasoningTextPart,
+    SummaryText,
+)
 from rayfin.deployments.text.checks import (
     TEXT_OR_PARTS,
     as_choice,
     as_list,
+    as_name,
     as_object,
     as_string,
     missing,
@@ -20,14 +31,18 @@ from rayfin.deployments.text.messages import MAX_MESSAGES
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+RESULTS = {"input_text": "text", "output_text": "text", "text": "text"}
+THOUGHTS = {"reasoning_text": "text"}
+SUMMARIES = {"summary_text": "text"}
+KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
-def message_id() -> str:
-    return f"msg_{uuid.uuid4().hex}"
+def item_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def input_items(value: object) -> list[OutputMessage]:
-    """The ``input`` of a request: a text of the user's, or message items.
+def input_items(value: object) -> list[Item]:
+    """The ``input`` of a request: a text of the user's, or items.
 
     Items of an earlier response's output may stand among them.
 
@@ -39,57 +54,163 @@ def input_items(value: object) -> list[OutputMessage]:
     if isinstance(value, str):
         if not value:
             raise InvalidRequest("'input' must not be empty.", "input", "empty_prompt")
-        return [OutputMessage(id=message_id(), role="user", content=[InputText(text=value)])]
+        return [OutputMessage(id=item_id("msg"), role="user", content=[InputText(text=value)])]
     if not isinstance(value, list):
         raise wrong_type("a string or a list of items", value, "input")
     listed = as_list(value, "input", MAX_MESSAGES)
     return [_item(item, f"input[{i}]") for i, item in enumerate(listed)]
 
 
-def chat_messages(items: Iterable[OutputMessage], instructions: str | None) -> list[dict[str, Any]]:
-    """The conversation as a chat template reads it, ``instructions`` before all else."""
-    first = [] if instructions is None else [{"role": "system", "content": instructions}]
-    return first + [
-        {"role": item.role, "content": "\n".join(part.text for part in item.content)}
-        for item in items
-    ]
+def check_calls(history: Iterable[Item], items: Sequence[Item]) -> None:
+    """Refuses an output in ``items`` without its call before it.
+
+    Raises:
+        InvalidRequest: ``param`` is the path of its ``call_id``.
+    """
+    called = {item.call_id for item in history if isinstance(item, FunctionCallItem)}
+    for i, item in enumerate(items):
+        if isinstance(item, FunctionCallItem):
+            called.add(item.call_id)
+        elif isinstance(item, FunctionCallOutput) and item.call_id not in called:
+            raise InvalidRequest(
+                f"No tool call found for function call output with call_id {item.call_id[:64]!r}.",
+                f"input[{i}].call_id",
+            )
 
 
-def _item(item: object, path: str) -> OutputMessage:
-    item = as_object(item, path)
+def chat_messages(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """The conversation as a chat template reads it, ``instructions`` before all else.
+
+    Reasoning, the message after it and the calls after that are one message of the assistant's.
+    """
+    chat: list[dict[str, Any]] = []
+    if instructions is not None:
+        chat.append({"role": "system", "content": instructions})
+    turn: dict[str, Any] | None = None  # the assistant's message that may still get more
+    for item in items:
+        if isinstance(item, FunctionCallOutput):
+            turn = None
+            chat.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        elif isinstance(item, OutputMessage) and item.role != "assistant":
+            turn = None
+            chat.append({"role": item.role, "content": "\n".join(texts_of(item))})
+        else:
+            if turn is None or not _continues(turn, item):
+                turn = {"role": "assistant", "content": ""}
+                chat.append(turn)
+            _add(turn, item)
+    return chat
+
+
+def texts_of(item: Item) -> list[str]:
+    """Returns all texts of an item."""
+    if isinstance(item, FunctionCallItem):
+        return [item.name, item.arguments]
+    if isinstance(item, FunctionCallOutput):
+        return [item.output]
+    if isinstance(item, ReasoningItem) and not item.content:
+        return [part.text for part in item.summary]
+    return [part.text for part in item.content]
+
+
+def _continues(turn: Mapping[str, Any], item: Item) -> bool:
+    """Whether an item of the assistant's belongs to the message before it."""
+    if isinstance(item, FunctionCallItem):
+        return True
+    if "tool_calls" in turn or turn["content"]:
+        return False
+    return isinstance(item, ReasoningItem | OutputMessage)
+
+
+def _add(turn: dict[str, Any], item: Item) -> None:
+    if isinstance(item, FunctionCallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"type": "function", "id": item.call_id, "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+        return
+    text = "\n".join(texts_of(item))
+    if isinstance(item, ReasoningItem):
+        before = turn.get("reasoning_content")
+        turn["reasoning_content"] = text if before is None else f"{before}\n{text}"
+    else:
+        turn["content"] = text
+
+
+def _item(written: object, path: str) -> Item:
+    item = as_object(written, path)
     kind = as_string(item.get("type") or "message", f"{path}.type")
-    if kind != "message":
+    if kind not in KINDS:
         raise InvalidRequest(
             f"Items of type {kind[:32]!r} are not supported by this version of Rayfin, only "
-            "messages are.",
+            "messages, function calls, their outputs and reasoning are.",
             f"{path}.type",
             "unsupported_content",
         )
+    if kind == "function_call":
+        return FunctionCallItem(
+            id=_id(item, path, "fc"),
+            call_id=_call_id(item, path),
+            name=as_name(required(item, "name", path), f"{path}.name"),
+            arguments=as_string(required(item, "arguments", path), f"{path}.arguments"),
+        )
+    if kind == "function_call_output":
+        return FunctionCallOutput(
+            id=_id(item, path, "fco"),
+            call_id=_call_id(item, path),
+            output="\n".join(_texts(required(item, "output", path), f"{path}.output", RESULTS)),
+        )
+    return _reasoning(item, path) if kind == "reasoning" else _message(item, path)
+
+
+def _message(item: Mapping[str, Any], path: str) -> OutputMessage:
     role: Any = as_choice(required(item, "role", path), ROLES, f"{path}.role")
-    texts = _texts(required(item, "content", path), f"{path}.content")
-    given = item.get("id")
+    texts = _texts(required(item, "content", path), f"{path}.content", TEXTS)
     content: list[InputText | OutputTextPart]
     if role == "assistant":
         content = [OutputTextPart(text=text) for text in texts]
     else:
         content = [InputText(text=text) for text in texts]
-    item_id = as_string(given, f"{path}.id") if given is not None else message_id()
-    return OutputMessage(id=item_id, role=role, content=content)
+    return OutputMessage(id=_id(item, path, "msg"), role=role, content=content)
 
 
-def _texts(content: object, path: str) -> list[str]:
+def _reasoning(item: Mapping[str, Any], path: str) -> ReasoningItem:
+    """Parts of the thought itself; other servers' may have a summary only, or nothing readable."""
+    texts = {
+        name: _texts(item[name], f"{path}.{name}", kinds) if item.get(name) else []
+        for name, kinds in (("content", THOUGHTS), ("summary", SUMMARIES))
+    }
+    return ReasoningItem(
+        id=_id(item, path, "rs"),
+        summary=[SummaryText(text=text) for text in texts["summary"]],
+        content=[ReasoningTextPart(text=text) for text in texts["content"]],
+    )
+
+
+def _id(item: Mapping[str, Any], path: str, prefix: str) -> str:
+    given = item.get("id")
+    return item_id(prefix) if given is None else as_string(given, f"{path}.id")
+
+
+def _call_id(item: Mapping[str, Any], path: str) -> str:
+    call_id = as_string(required(item, "call_id", path), f"{path}.call_id")
+    if not call_id:
+        raise InvalidRequest(f"'{path}.call_id' must not be empty.", f"{path}.call_id")
+    return call_id
+
+
+def _texts(content: object, path: str, kinds: Mapping[str, str]) -> list[str]:
     if isinstance(content, str):
         return [content]
     texts = []
     for i, part in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
         where = f"{path}[{i}]"
         kind = as_string(required(as_object(part, where), "type", where), f"{where}.type")
-        if kind not in TEXTS:
+        if kind not in kinds:
             raise InvalidRequest(
                 f"Content of type {kind[:32]!r} is not supported: this model reads text only.",
                 f"{where}.type",
                 "unsupported_content",
             )
-        field = TEXTS[kind]
+        field = kinds[kind]
         texts.append(as_string(required(part, field, where), f"{where}.{field}"))
     return texts

@@ -1,9 +1,16 @@
 """The prompt of a response: earlier responses, input and instructions."""
 
+from collections.abc import Sequence
+
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody
 from rayfin.deployments.api.responses.items import chat_messages
-from rayfin.deployments.api.responses.replies import OutputMessage
+from rayfin.deployments.api.responses.replies import (
+    FunctionCallItem,
+    FunctionCallOutput,
+    Item,
+    OutputMessage,
+)
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.service import OpenAIService
@@ -11,7 +18,7 @@ from rayfin.deployments.generation.service import OpenAIService
 
 async def history_of(
     store: ResponseStoreClient, body: ResponsePromptBody, tenant: str
-) -> list[OutputMessage]:
+) -> list[Item]:
     """Returns the items of the responses before this one.
 
     Raises:
@@ -30,7 +37,7 @@ async def history_of(
 async def prompt_ids(
     service: OpenAIService,
     body: ResponsePromptBody,
-    items: list[OutputMessage],
+    items: list[Item],
     room: int = 1,
     *,
     any_length: bool = False,
@@ -45,7 +52,7 @@ async def prompt_ids(
     """
     auto = body.truncation == "auto"
 
-    async def render(kept: list[OutputMessage]) -> list[int]:
+    async def render(kept: list[Item]) -> list[int]:
         return await chat_ids(
             service,
             chat_messages(kept, body.instructions),
@@ -55,7 +62,7 @@ async def prompt_ids(
         )
 
     ids = await render(items)
-    starts = [i for i, item in enumerate(items) if i > 0 and item.role == "user"]
+    starts = cuts(items)
     if not auto or not starts or len(ids) + room <= service.max_model_len:
         return ids
     low, high = 0, len(starts) - 1
@@ -64,3 +71,25 @@ async def prompt_ids(
         fits = len(await render(items[starts[middle] :])) + room <= service.max_model_len
         low, high = (low, middle) if fits else (middle + 1, high)
     return await render(items[starts[low] :])
+
+
+def cuts(items: Sequence[Item]) -> list[int]:
+    """Returns where the beginning may be cut off: before user messages.
+
+    No function call is cut off from its output.
+    """
+    called: dict[str, int] = {}  # id -> the last call that has it
+    reaches = list(range(len(items)))  # how far back an item needs the others
+    for i, item in enumerate(items):
+        if isinstance(item, FunctionCallItem):
+            called[item.call_id] = i
+        elif isinstance(item, FunctionCallOutput):
+            reaches[i] = called.get(item.call_id, i)
+    places = []
+    earliest = len(items)
+    for i in range(len(items) - 1, 0, -1):
+        item = items[i]
+        earliest = min(earliest, reaches[i])
+        if isinstance(item, OutputMessage) and item.role == "user" and earliest == i:
+            places.append(i)
+    return places[::-1]

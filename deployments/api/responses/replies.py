@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field
 from rayfin.deployments.generation.logprobs import ChatTokenLogprob
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(BaseModel):
@@ -21,19 +22,62 @@ class OutputTextPart(BaseModel):
     logprobs: list[ChatTokenLogprob] = Field(default_factory=list)
 
 
+class ReasoningTextPart(BaseModel):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class SummaryText(BaseModel):
+    type: Literal["summary_text"] = "summary_text"
+    text: str
+
+
 class OutputMessage(BaseModel):
-    """An item of a conversation, of the input or of the output."""
+    """A message of a conversation, of the input or of the output."""
 
     id: str
     type: Literal["message"] = "message"
-    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+    status: ItemStatus = "completed"
     role: Literal["system", "developer", "user", "assistant"]
     content: list[InputText | OutputTextPart]
 
 
+class ReasoningItem(BaseModel):
+    """What the model thought before it answered or called."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: ItemStatus = "completed"
+    summary: list[SummaryText] = Field(default_factory=list)
+    content: list[ReasoningTextPart]
+    encrypted_content: None = None
+
+
+class FunctionCallItem(BaseModel):
+    """A call; the client answers it by a ``FunctionCallOutput`` with its ``call_id``."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: ItemStatus = "completed"
+    call_id: str
+    name: str
+    arguments: str  # JSON
+
+
+class FunctionCallOutput(BaseModel):
+    id: str
+    type: Literal["function_call_output"] = "function_call_output"
+    status: ItemStatus = "completed"
+    call_id: str
+    output: str
+
+
+Item = OutputMessage | ReasoningItem | FunctionCallItem | FunctionCallOutput
+
+
 class ItemList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[OutputMessage]
+    data: list[Item]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -66,8 +110,8 @@ class IncompleteDetails(BaseModel):
 
 
 class Reasoning(BaseModel):
-    effort: None = None
-    summary: None = None
+    effort: str | None = None
+    summary: str | None = None
 
 
 class Response(BaseModel):
@@ -80,7 +124,7 @@ class Response(BaseModel):
     status: Status
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
-    output: list[OutputMessage] = Field(default_factory=list)
+    output: list[Item] = Field(default_factory=list)
     usage: ResponseUsage | None = None
     model: str
     background: bool
@@ -99,8 +143,8 @@ class Response(BaseModel):
     store: bool
     temperature: float
     text: dict[str, Any] = Field(default_factory=lambda: {"format": {"type": "text"}})
-    tool_choice: Literal["auto", "none"]
-    tools: list[Any] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]] = Field(default_factory=list)
     top_logprobs: int = 0
     top_p: float
     truncation: Literal["auto", "disabled"]
@@ -130,20 +174,20 @@ class ResponseEvent(ResponseStreamEvent):
 
 
 class ItemEvent(ResponseStreamEvent):
-    output_index: int = 0
-    item: OutputMessage
+    output_index: int
+    item: Item
 
 
 class PartEvent(ResponseStreamEvent):
     item_id: str
-    output_index: int = 0
+    output_index: int
     content_index: int = 0
-    part: OutputTextPart
+    part: OutputTextPart | ReasoningTextPart
 
 
 class TextDeltaEvent(ResponseStreamEvent):
     item_id: str
-    output_index: int = 0
+    output_index: int
     content_index: int = 0
     delta: str
     logprobs: list[ChatTokenLogprob] = Field(default_factory=list)
@@ -151,7 +195,34 @@ class TextDeltaEvent(ResponseStreamEvent):
 
 class TextDoneEvent(ResponseStreamEvent):
     item_id: str
-    output_index: int = 0
+    output_index: int
     content_index: int = 0
     text: str
     logprobs: list[ChatTokenLogprob] = Field(default_factory=list)
+
+
+class ReasoningDeltaEvent(ResponseStreamEvent):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    delta: str
+
+
+class ReasoningDoneEvent(ResponseStreamEvent):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    text: str
+
+
+class ArgumentsDeltaEvent(ResponseStreamEvent):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDoneEvent(ResponseStreamEvent):
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str

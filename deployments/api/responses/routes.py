@@ -11,7 +11,7 @@ from rayfin.deployments.api.responses.bodies import (
     check_include,
 )
 from rayfin.deployments.api.responses.handler import ResponseAdapter, event_stream, reply
-from rayfin.deployments.api.responses.items import input_items
+from rayfin.deployments.api.responses.items import check_calls, input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
 from rayfin.deployments.api.responses.replies import Deleted, InputTokens, ItemList
 from rayfin.deployments.api.responses.state import ResponseState
@@ -47,10 +47,11 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
         body.check()
         service = models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
-        items = await history_of(store, body, _tenant(request)) + input_items(body.input)
-        return InputTokens(
-            input_tokens=len(await prompt_ids(service, body, items, any_length=True))
-        )
+        items = input_items(body.input)
+        history = await history_of(store, body, _tenant(request))
+        check_calls(history, items)
+        ids = await prompt_ids(service, body, history + items, any_length=True)
+        return InputTokens(input_tokens=len(ids))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:

@@ -1,6 +1,8 @@
 """The state of one response, from its creation to its end."""
 
 import asyncio
+import itertools
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -8,12 +10,15 @@ from copy import copy
 from dataclasses import dataclass, field
 
 from rayfin.actors.errors import Overloaded
-from rayfin.deployments.api.responses.items import message_id
+from rayfin.deployments.api.responses.items import texts_of
+from rayfin.deployments.api.responses.output import START, OutputItem, OutputMark, ResponseOutput
 from rayfin.deployments.api.responses.replies import (
     IncompleteDetails,
     InputTokensDetails,
+    Item,
     OutputMessage,
     OutputTextPart,
+    OutputTokensDetails,
     Response,
     ResponseError,
     ResponseUsage,
@@ -21,29 +26,24 @@ from rayfin.deployments.api.responses.replies import (
 )
 from rayfin.deployments.generation.logprobs import ChatTokenLogprob
 from rayfin.deployments.http.errors import error_body
+from rayfin.deployments.text.parsing.events import Event
 
 OVERHEAD = 2048  # bytes of a response beside its texts, and of each item
 LOGPROB = 768  # bytes of a log probability
+SCHEMA_GROWTH = 8  # bytes of memory for each character of a schema's JSON
 DONE: frozenset[Status] = frozenset({"completed", "incomplete", "cancelled", "failed"})
 
 
 @dataclass(slots=True, frozen=True)
-class ResponsePiece:
-    """What one delta added to the text."""
-
-    text: str
-    logprobs: list[ChatTokenLogprob] = field(default_factory=list)  # where asked for
-
-
-@dataclass(slots=True, frozen=True)
 class Change:
-    """How a response stands, and its pieces from number ``since`` on."""
+    """How a response stands, and what its output has become since a mark."""
 
-    since: int
-    pieces: list[ResponsePiece]
+    since: OutputMark
+    output: list[OutputItem]
     status: Status
     started: bool
     output_tokens: int
+    reasoning_tokens: int
     cached_tokens: int
     error: ResponseError | None
     ended_at: int | None
@@ -51,21 +51,21 @@ class Change:
 
 @dataclass(slots=True, eq=False)
 class ResponseState:
-    """One response: its request, its text piece by piece, and how it ended.
+    """One response: its request, its output, and how it ended.
 
     Only its methods change it, in the event loop of its ingress.
     """
 
     created: Response  # as it was when it was created
     tenant: str
-    history: list[OutputMessage]  # of earlier responses
-    items: list[OutputMessage]  # of its input
+    history: list[Item]  # of earlier responses
+    items: list[Item]  # of its input
     input_tokens: int
     status: Status = "queued"
-    pieces: list[ResponsePiece] = field(default_factory=list)
+    output: ResponseOutput = field(default_factory=ResponseOutput)
     started: bool = False  # the engine has given a first token
-    output_id: str = field(default_factory=message_id)
     output_tokens: int = 0
+    reasoning_tokens: int = 0  # of these
     cached_tokens: int = 0
     error: ResponseError | None = None
     ended_at: int | None = None  # seconds since 1970
@@ -83,31 +83,28 @@ class ResponseState:
     def done(self) -> bool:
         return self.status in DONE
 
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def logprobs(self) -> list[ChatTokenLogprob]:
-        return [entry for piece in self.pieces for entry in piece.logprobs]
-
     def append(
         self,
-        text: str,
+        events: Sequence[Event],
         output_tokens: int,
         cached_tokens: int,
+        *,
+        reasoning_tokens: int = 0,
         logprobs: Sequence[ChatTokenLogprob] = (),
+        call_ids: Sequence[str] = (),
     ) -> None:
-        """Adds text, which may be empty; the counts are totals."""
+        """Adds the events of a delta, as :meth:`ResponseOutput.append`; the counts are totals."""
         self.started, self.status = True, "in_progress"
         self.output_tokens, self.cached_tokens = output_tokens, cached_tokens
-        if text or logprobs:
-            self.pieces.append(ResponsePiece(text, list(logprobs)))
+        self.reasoning_tokens = reasoning_tokens
+        self.output.append(events, logprobs, call_ids)
         self._notify()
 
     def finish(self, status: Status, error: ResponseError | None = None) -> None:
         """Ends the response; later calls do nothing."""
         if not self.done:
+            if self.started and status != "failed":
+                self.output.complete()
             self.status, self.error, self.ended_at = status, error, int(time.time())
             self._notify()
 
@@ -123,17 +120,19 @@ class ResponseState:
     def snapshot(self) -> "ResponseState":
         """Returns a copy that can be sent; it has no task."""
         state = copy(self)
-        state.pieces, state.task, state._changed = list(self.pieces), None, None
+        state.output = ResponseOutput(self.output.since(START))
+        state.task, state._changed = None, None
         return state
 
-    def change(self, since: int) -> Change:
-        """Returns the state now, with the pieces from number ``since`` on."""
+    def change(self, since: OutputMark = START) -> Change:
+        """Returns the state now, with the output after ``since``."""
         return Change(
             since=since,
-            pieces=self.pieces[since:],
+            output=self.output.since(since),
             status=self.status,
             started=self.started,
             output_tokens=self.output_tokens,
+            reasoning_tokens=self.reasoning_tokens,
             cached_tokens=self.cached_tokens,
             error=self.error,
             ended_at=self.ended_at,
@@ -142,9 +141,10 @@ class ResponseState:
     def apply(self, change: Change) -> None:
         """Brings a copy up to date."""
         if not self.done:
-            self.pieces[change.since :] = change.pieces
+            self.output.apply(change.since, change.output)
             self.status, self.started, self.error = change.status, change.started, change.error
             self.output_tokens, self.cached_tokens = change.output_tokens, change.cached_tokens
+            self.reasoning_tokens = change.reasoning_tokens
             self.ended_at = change.ended_at
             self._notify()
 
@@ -160,12 +160,13 @@ class ResponseState:
             input_tokens=self.input_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=self.cached_tokens),
             output_tokens=self.output_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=self.reasoning_tokens),
             total_tokens=self.input_tokens + self.output_tokens,
         )
         return self.created.model_copy(
             update={
                 "status": self.status,
-                "output": [self.message()] if self.started else [],
+                "output": [item.reply(item.status(self.status)) for item in self.output.items],
                 "usage": usage if self.done and self.started else None,
                 "error": self.error,
                 "incomplete_details": IncompleteDetails() if self.status == "incomplete" else None,
@@ -173,25 +174,35 @@ class ResponseState:
             }
         )
 
-    def message(self) -> OutputMessage:
-        """The output as it stands."""
-        status = self.status if self.status in ("completed", "in_progress") else "incomplete"
-        text = OutputTextPart(text=self.text, logprobs=self.logprobs)
-        return OutputMessage(id=self.output_id, status=status, role="assistant", content=[text])
+    def conversation(self) -> list[Item]:
+        """Returns all items up to and including the output, without log probabilities.
 
-    def conversation(self) -> list[OutputMessage]:
-        """All items up to and including the output, of which only the text is kept."""
-        output = self.message().model_copy(update={"content": [OutputTextPart(text=self.text)]})
-        return [*self.history, *self.items, *([output] if self.started else [])]
+        A call that was cut is left out: no later turn could parse it.
+        """
+        output: list[Item] = []
+        for item in self.output.items:
+            status = item.status(self.status)
+            if status == "completed" or item.kind != "function_call":
+                output.append(item.reply(status).model_copy(deep=True))
+        for said in output:
+            if isinstance(said, OutputMessage):
+                said.content = [OutputTextPart(text=part.text) for part in said.content]
+        return [*self.history, *self.items, *output]
 
     def size(self) -> int:
         """Estimated bytes of memory, including what it shares with earlier responses."""
         items = [*self.history, *self.items]
-        texts = [part.text for item in items for part in item.content]
-        texts += [*(piece.text for piece in self.pieces), self.created.instructions or ""]
-        logprobs = sum(1 + len(entry.top_logprobs) for entry in self.logprobs)
-        overhead = OVERHEAD * (1 + len(items)) + LOGPROB * logprobs
-        return overhead + sum(map(sys.getsizeof, texts))
+        texts = [self.created.instructions or ""]
+        texts += itertools.chain.from_iterable(map(texts_of, items))
+        pieces = [piece for item in self.output.items for piece in item.pieces]
+        texts += [piece.text for piece in pieces]
+        logprobs = sum(1 + len(entry.top_logprobs) for piece in pieces for entry in piece.logprobs)
+        overhead = OVERHEAD * (len(items) + max(1, len(self.output.items))) + LOGPROB * logprobs
+        return overhead + self._schema_bytes() + sum(map(sys.getsizeof, texts))
+
+    def _schema_bytes(self) -> int:
+        schemas = [*self.created.tools, self.created.text["format"].get("schema")]
+        return sum(SCHEMA_GROWTH * len(json.dumps(schema)) for schema in schemas if schema)
 
     def _notify(self) -> None:
         if self._changed is not None:

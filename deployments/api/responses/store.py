@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, Overloaded
 from rayfin.actors.timing import RESPONSE_OWNER_SECONDS, RESPONSE_STORE_POLL_SECONDS
+from rayfin.deployments.api.responses.output import OutputMark
 from rayfin.deployments.api.responses.state import Change, ResponseState
 from rayfin.deployments.http.tenant_store import TenantStore
 
@@ -89,14 +90,16 @@ class ResponseStore:
         """
         return self._find(response_id, tenant, param).snapshot()
 
-    async def changes(self, response_id: str, tenant: str, since: int, status: str) -> Change:
-        """Returns what has happened since ``since`` pieces and ``status``; waits a while for it.
+    async def changes(
+        self, response_id: str, tenant: str, since: OutputMark, status: str
+    ) -> Change:
+        """Returns what has happened since ``since`` and ``status``; waits a while for it.
 
         Raises:
             NotFound: the tenant has no such response, or no longer.
         """
         state = self._find(response_id, tenant)
-        if not state.done and len(state.pieces) == since and state.status == status:
+        if not state.done and state.output.mark == since and state.status == status:
             await _set_within(state.changed(), RESPONSE_STORE_POLL_SECONDS)
             state = self._find(response_id, tenant)
         return state.change(since)

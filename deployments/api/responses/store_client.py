@@ -9,6 +9,7 @@ from typing import Any
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.timing import RESPONSE_STORE_RETRY_SECONDS
 from rayfin.deployments.api.responses.events import follow
+from rayfin.deployments.api.responses.output import START
 from rayfin.deployments.api.responses.replies import ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.api.responses.store import ResponseStore
@@ -106,7 +107,7 @@ class ResponseStoreClient:
             if (report := self._reports.get(state.id)) is not None:
                 await asyncio.shield(report)
             else:
-                await self._call("grow", state.id, state.tenant, state.change(0))
+                await self._call("grow", state.id, state.tenant, state.change())
         except RayfinError as error:
             logger.warning("The response %s could not be stored: %s", state.id, error)
         finally:
@@ -140,13 +141,13 @@ class ResponseStoreClient:
 
     async def _report(self, state: ResponseState) -> None:
         """Sends changes to the end, each as soon as the store has taken the one before."""
-        sent = 0
+        sent = START
         while True:
-            done, changed = state.done, state.changed()
+            done, changed, mark = state.done, state.changed(), state.output.mark
             change = state.change(sent)
             try:
                 await self._remote("grow", state.id, state.tenant, change)
-                sent += len(change.pieces)
+                sent = mark
             except RayfinError as error:
                 logger.warning("The response %s could not be stored: %s", state.id, error)
             if done:
@@ -156,7 +157,7 @@ class ResponseStoreClient:
     async def _read(self, copy: ResponseState) -> None:
         """Brings a copy up to date until its response has ended."""
         while not copy.done:
-            since = len(copy.pieces)
+            since = copy.output.mark
             copy.apply(await self._call("changes", copy.id, copy.tenant, since, copy.status))
 
     async def _read_or_fail(self, copy: ResponseState) -> None:

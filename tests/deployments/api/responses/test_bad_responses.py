@@ -14,6 +14,8 @@ pytestmark = pytest.mark.anyio
 MISSING, TYPE, VALUE = "missing_required_parameter", "invalid_type", "invalid_value"
 UNSERVED, CONTENT = "unsupported_parameter", "unsupported_content"
 USER = {"role": "user", "content": "hi"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "5"}
 SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
 
 BODIES: list[tuple[dict[str, Any], str, str]] = [
@@ -39,7 +41,36 @@ BODIES: list[tuple[dict[str, Any], str, str]] = [
         "input[0].content[0].text",
         TYPE,
     ),
-    ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].type", CONTENT),
+    ({"input": [{"type": "web_search_call", "id": "a"}]}, "input[0].type", CONTENT),
+    ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id", MISSING),
+    ({"input": [{**OUTPUT, "call_id": 5}]}, "input[0].call_id", TYPE),
+    ({"input": [{**OUTPUT, "call_id": ""}]}, "input[0].call_id", VALUE),
+    ({"input": [OUTPUT]}, "input[0].call_id", VALUE),
+    ({"input": [CALL, {**OUTPUT, "call_id": "d"}]}, "input[1].call_id", VALUE),
+    ({"input": [OUTPUT, CALL]}, "input[0].call_id", VALUE),
+    ({"input": [CALL, {**OUTPUT, "output": None}]}, "input[1].output", MISSING),
+    ({"input": [CALL, {**OUTPUT, "output": {}}]}, "input[1].output", TYPE),
+    (
+        {"input": [CALL, {**OUTPUT, "output": [{"type": "input_image"}]}]},
+        "input[1].output[0].type",
+        CONTENT,
+    ),
+    ({"input": [{**CALL, "name": "a b"}]}, "input[0].name", VALUE),
+    ({"input": [{**CALL, "name": None}]}, "input[0].name", MISSING),
+    ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments", TYPE),
+    ({"input": [{**CALL, "arguments": None}]}, "input[0].arguments", MISSING),
+    ({"input": [{**CALL, "call_id": None}]}, "input[0].call_id", MISSING),
+    ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content", TYPE),
+    (
+        {"input": [{"type": "reasoning", "content": [{"type": "text", "text": "a"}]}]},
+        "input[0].content[0].type",
+        CONTENT,
+    ),
+    (
+        {"input": [{"type": "reasoning", "summary": [{"type": "summary_text"}]}]},
+        "input[0].summary[0].text",
+        MISSING,
+    ),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", CONTENT),
     ({"input": [{**USER, "type": 5}]}, "input[0].type", TYPE),
     ({"input": [{**USER, "id": 5}]}, "input[0].id", TYPE),

@@ -10,6 +10,7 @@ from rayfin.deployments.api.responses.items import input_items
 from rayfin.deployments.api.responses.replies import Response
 from rayfin.deployments.api.responses.state import OVERHEAD, ResponseState
 from rayfin.deployments.api.responses.store import ResponseStore
+from rayfin.deployments.text.parsing.events import Event
 
 WANTED: dict[str, Any] = {
     "created_at": 0,
@@ -21,6 +22,7 @@ WANTED: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
     "tool_choice": "auto",
+    "tools": [],
     "truncation": "disabled",
     "metadata": {},
 }
@@ -50,7 +52,7 @@ def held(store: ResponseStore, *names: str) -> list[str]:
 
 
 def settle(store: ResponseStore, state: ResponseState) -> None:
-    store.grow(state.id, state.tenant, state.change(0))
+    store.grow(state.id, state.tenant, state.change())
 
 
 def test_a_tenant_sees_its_own() -> None:
@@ -97,7 +99,7 @@ def test_bytes_are_bounded() -> None:
     growing = response("b1", "b", done=False)
     store.add("owner", growing)
     assert held(store, "a2", "a3", "b1") == ["a3", "b1"]
-    growing.append(text, 5, 0)
+    growing.append([Event("content", text)], 5, 0)
     growing.finish("completed")
     settle(store, growing)
     assert held(store, "a3", "b1") == ["a3"]  # what grew is the larger one

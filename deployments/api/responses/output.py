@@ -1,0 +1,188 @@
+"""The output of a response while it grows: items in order, each of them piece by piece."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from rayfin.deployments.api.responses.items import item_id
+from rayfin.deployments.api.responses.replies import (
+    FunctionCallItem,
+    ItemStatus,
+    OutputMessage,
+    OutputTextPart,
+    ReasoningItem,
+    ReasoningTextPart,
+    Status,
+)
+from rayfin.deployments.generation.logprobs import ChatTokenLogprob
+from rayfin.deployments.text.parsing.events import Event
+
+OutputKind = Literal["reasoning", "message", "function_call"]
+PREFIXES: dict[OutputKind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
+@dataclass(slots=True, frozen=True)
+class ResponsePiece:
+    """What one event added to an item."""
+
+    text: str  # of a function call: of its arguments
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)  # where asked for
+
+
+class OutputMark(NamedTuple):
+    """A place in an output. What comes after it can be sent and applied to a copy."""
+
+    items: int = 0
+    pieces: int = 0  # of the last item
+    closed: bool = False  # the last item is
+
+
+START = OutputMark()
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """One item. It is closed before the next one opens, and then has at least one piece."""
+
+    kind: OutputKind
+    id: str
+    call_id: str = ""  # of a function call
+    name: str = ""
+    pieces: list[ResponsePiece] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def logprobs(self) -> list[ChatTokenLogprob]:
+        return [entry for piece in self.pieces for entry in piece.logprobs]
+
+    def copy(self, since: int = 0) -> "OutputItem":
+        """Returns a copy with the pieces from number ``since`` on."""
+        return replace(self, pieces=self.pieces[since:])
+
+    def close(self) -> None:
+        if not self.pieces:
+            self.pieces.append(ResponsePiece(""))  # each "done" event follows a "delta"
+        self.closed = True
+
+    def status(self, response: Status) -> ItemStatus:
+        """Returns the item's status in a response that has the status ``response``."""
+        if self.closed or response == "completed":
+            return "completed"
+        return "in_progress" if response in ("queued", "in_progress") else "incomplete"
+
+    def reply(self, status: ItemStatus) -> OutputMessage | ReasoningItem | FunctionCallItem:
+        """Returns the item as it stands."""
+        if self.kind == "function_call":
+            return FunctionCallItem(
+                id=self.id,
+                status=status,
+                call_id=self.call_id,
+                name=self.name,
+                arguments=self.text,
+            )
+        part = self.part()
+        if isinstance(part, ReasoningTextPart):
+            return ReasoningItem(id=self.id, status=status, content=[part])
+        return OutputMessage(id=self.id, status=status, role="assistant", content=[part])
+
+    def part(self) -> OutputTextPart | ReasoningTextPart:
+        """Returns the content of a message or of reasoning as it stands."""
+        if self.kind == "reasoning":
+            return ReasoningTextPart(text=self.text)
+        return OutputTextPart(text=self.text, logprobs=self.logprobs)
+
+    def opened(self) -> OutputMessage | ReasoningItem | FunctionCallItem:
+        """Returns the item as it was when it opened."""
+        empty = replace(self, pieces=[]).reply("in_progress")
+        if not isinstance(empty, FunctionCallItem):
+            empty.content = []
+        return empty
+
+
+class ResponseOutput:
+    """The items of an output; only the last one may be open."""
+
+    def __init__(self, items: Sequence[OutputItem] = ()) -> None:
+        self.items = list(items)
+
+    @property
+    def mark(self) -> OutputMark:
+        """Where the output stands."""
+        if not self.items:
+            return START
+        last = self.items[-1]
+        return OutputMark(len(self.items), len(last.pieces), last.closed)
+
+    def append(
+        self,
+        events: Sequence[Event],
+        logprobs: Sequence[ChatTokenLogprob] = (),
+        call_ids: Sequence[str] = (),
+    ) -> None:
+        """Adds the events of one delta.
+
+        Args:
+            logprobs: of all its tokens; the first text of the delta gets them, or the message that
+                is open. A delta without either drops them.
+            call_ids: of the calls so far, by their index.
+        """
+        waiting = list(logprobs)
+        for event in events:
+            if event.kind == "call":
+                opened = self._open("function_call")
+                opened.call_id, opened.name = call_ids[event.index], event.name
+            elif event.kind == "call_end":
+                self.close()
+            elif event.kind == "content" and (event.text or waiting):
+                self._item("message").pieces.append(ResponsePiece(event.text, waiting))
+                waiting = []
+            elif event.kind == "reasoning" and event.text:
+                self._item("reasoning").pieces.append(ResponsePiece(event.text))
+            elif event.kind == "arguments" and event.text:
+                self._item("function_call").pieces.append(ResponsePiece(event.text))
+        last = self.items[-1] if self.items else None
+        if waiting and last is not None and last.kind == "message" and not last.closed:
+            last.pieces.append(ResponsePiece("", waiting))
+
+    def complete(self) -> None:
+        """Makes the output one that may end: it has an item, and the last one has a piece."""
+        last = self.items[-1] if self.items else self._open("message")
+        if not last.pieces:
+            last.pieces.append(ResponsePiece(""))
+
+    def close(self) -> None:
+        """Closes the last item."""
+        if self.items and not self.items[-1].closed:
+            self.items[-1].close()
+
+    def since(self, mark: OutputMark) -> list[OutputItem]:
+        """Returns what was added after ``mark``, with the item that was then the last one."""
+        if not mark.items:
+            return [item.copy() for item in self.items]
+        first, *rest = self.items[mark.items - 1 :]
+        return [first.copy(mark.pieces), *(item.copy() for item in rest)]
+
+    def apply(self, mark: OutputMark, items: Sequence[OutputItem]) -> None:
+        """Replaces what comes after ``mark`` by ``items``, which ``since`` returned."""
+        added = [item.copy() for item in items]
+        if mark.items:
+            last, more = self.items[mark.items - 1], added.pop(0)
+            last.pieces[mark.pieces :] = more.pieces
+            last.closed = more.closed
+        self.items[mark.items :] = added
+
+    def _item(self, kind: OutputKind) -> OutputItem:
+        """Returns the open item of a kind; opens it if another one is the last."""
+        last = self.items[-1] if self.items else None
+        if last is None or last.closed or last.kind != kind:
+            return self._open(kind)
+        return last
+
+    def _open(self, kind: OutputKind) -> OutputItem:
+        self.close()
+        self.items.append(OutputItem(kind, item_id(PREFIXES[kind])))
+        return self.items[-1]
