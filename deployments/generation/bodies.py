@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams
+from rayfin.deployments.guidance.fields import GUIDED, WHITESPACE, AnswerFormat, asked_format
 from rayfin.deployments.http.request_id import LABEL
 from rayfin.deployments.requests.prompts import check_salt
 
@@ -15,11 +16,6 @@ PRIORITIES = range(-(2**31), 2**31)
 
 UNSERVED: dict[str, tuple[object, ...]] = {  # fields of other servers -> values that change nothing
     "prompt_embeds": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "logprob_token_ids": ([],),
     "prompt_logprob_token_ids": ([],),
     "flat_logprobs": (False,),
@@ -46,6 +42,9 @@ UNSERVED: dict[str, tuple[object, ...]] = {  # fields of other servers -> values
     "modalities": (["text"],),
     "suffix": ("",),
 }
+
+FORMAT_FIELDS = ("structured_outputs", *GUIDED, WHITESPACE)
+"""What completions take beside ``response_format``, and other APIs do not."""
 
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "seed", "stop", "top_k", "min_p", "min_tokens", "ignore_eos"),
@@ -108,7 +107,13 @@ class GenerationBody(BaseModel):
     cache_salt: str | None = None
     request_id: str | None = None  # a label: the last part of the answer's id
     return_tokens_as_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None  # see guidance/fields.py
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     stream_interval: int | None = None  # tokens per chunk, except the first and the last
     session_id: str | None = None  # a label; nothing is looked up by it
 
@@ -143,6 +148,15 @@ class GenerationBody(BaseModel):
             prompt_logprobs=self.prompt_logprobs_wanted(),
         )
 
+    def answer_format(self) -> AnswerFormat | None:
+        """Returns the form that the answers must have, or None for plain text.
+
+        Raises:
+            InvalidRequest: ``param`` is the path of what is wrong.
+        """
+        guided = {name: getattr(self, name) for name in (*GUIDED, WHITESPACE)}
+        return asked_format(self.response_format, self.structured_outputs, guided)
+
     def logprobs_wanted(self) -> int | None:
         """Returns the number of top log probabilities per token, or None for none at all."""
         return None
@@ -165,8 +179,7 @@ class GenerationBody(BaseModel):
             raise InvalidRequest("stream_options needs stream to be true.", "stream_options")
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise InvalidRequest("best_of cannot be streamed: the best are known late.", "best_of")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise unserved("response_format", "other than text ")
+        self.answer_format()
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs cannot be streamed.", "prompt_logprobs")
         if self.cache_salt is not None:

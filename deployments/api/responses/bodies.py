@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.generation.bodies import FORMAT_FIELDS, GenerationBody
 from rayfin.deployments.generation.bodies import UNSERVED as UNSERVED_ANYWHERE
-from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.http.json_body import rename_error_params
 
 MAX_METADATA = 16  # pairs
@@ -26,6 +26,7 @@ UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for noth
     "enable_response_messages": (False,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    **dict.fromkeys(FORMAT_FIELDS, ()),  # text.format says it
 }
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (  # the others are parts of items that no response here has
