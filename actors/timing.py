@@ -175,3 +175,17 @@ RETRY_AFTER_SECONDS = 1  # the Retry-After header, if no better value is known
 
 TEMPLATE_SECONDS = 2.0
 INLINE_TEMPLATE_SECONDS = 0.1
+
+# Grammars: what the process that checks them allows (deployments/guidance/warden.py). A child that
+# has said nothing for so long is killed. On a busy machine one that has not computed yet for
+# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame.
+
+GRAMMAR_CHECK_SECONDS = 2.0
+GRAMMAR_CHECK_CPU_SECONDS = 0.25
+GRAMMAR_STARVED_SECONDS = 8.0
+GRAMMAR_CPU_LIMIT_SECONDS = 3
+GRAMMAR_MASK_SECONDS = 0.25  # processor time of one mask
+WARDEN_TICK_SECONDS = 0.5  # the helper says that it lives, while it has work
+WARDEN_SILENT_SECONDS = 3.0  # then it is replaced
+WARDEN_START_SECONDS = 60.0  # the vocabulary of a large tokenizer takes seconds
+WARDEN_RESTART_PAUSE_SECONDS = 0.5  # after a helper that did not start

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from rayfin.actors.errors import InvalidConfig, ModelNotFound, NotPermitted
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.quotas import TokenQuotas
+from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
@@ -37,6 +38,11 @@ class OpenAIService:
     quotas: TokenQuotas | None = None  # None: unlimited
     tracing: "Tracing | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
+    warden: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
+
+    def __post_init__(self) -> None:
+        if self.warden is None:
+            self.warden = InlineChecker(self.tokenizer)
 
     def check_priority(self, priority: int, tenant: str) -> None:
         """Raises:

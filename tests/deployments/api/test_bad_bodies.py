@@ -114,7 +114,7 @@ COMPLETIONS: list[tuple[Any, str | None, str]] = [
     ({"length_penalty": 2.0}, "length_penalty", VALUE),
     ({"early_stopping": True}, "early_stopping", VALUE),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds", UNSERVED),
-    ({"response_format": {"type": "json_object"}}, "response_format", UNSERVED),
+    ({"response_format": {"type": "wizard"}}, "response_format.type", VALUE),
     ({"priority": 2**40}, "priority", VALUE),
     ({"stream_interval": 0}, "stream_interval", LOW),
     ({"stream_interval": "2"}, "stream_interval", TYPE),

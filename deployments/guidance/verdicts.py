@@ -1,0 +1,278 @@
+"""What is known of a grammar before it runs: whether it compiles, and whether it is cheap enough.
+
+``judge`` compiles a grammar in this process, which it may exhaust or kill: offline and in tests the
+caller's own, in a server a child of the warden's helper.
+"""
+
+import hashlib
+import json
+import random
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.grammar_limits import limits
+from rayfin.actors.timing import GRAMMAR_MASK_SECONDS
+from rayfin.deployments.guidance.grammar import WHITESPACE
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from rayfin.deployments.text.tokenizer import Tokenizer
+
+VerdictKind = Literal["ok", "invalid", "unsupported", "unsatisfiable", "too_complex"]
+
+CODES: dict[VerdictKind, str] = {
+    "invalid": "invalid_schema",
+    "unsupported": "unsupported_schema",
+    "unsatisfiable": "unsatisfiable_schema",
+    "too_complex": "schema_too_complex",
+}
+"""Of the errors that refuse a request."""
+
+MOST_REASON = 300  # characters
+MAX_VERDICTS = 4096
+WALK_TOKENS = 16  # sampled after the first mask
+PLAIN_BYTES = 4096  # of a schema that compiles without a fork
+HARD_WORDS = frozenset({"pattern", "patternProperties", "allOf", "lark_grammar", "propertyNames"})
+"""Keywords whose compilation may take long."""
+CHOICE = re.compile(r'start: "(?:[^"\\]|\\.)*"(?: \| "(?:[^"\\]|\\.)*")*')
+
+TOO_COMPLEX = ("LexerTooComplex", "ParserTooComplex", "MaxTokensTotal", "MaxTokensParser")
+EXHAUSTED = ("fuel", "too large", "too many", "too complex", "limit", "determine if regex is empty")
+"""In what llguidance says of a grammar beyond its limits."""
+
+
+class Verdict(NamedTuple):
+    """What compiling a grammar has shown."""
+
+    kind: VerdictKind
+    reason: str = ""
+
+    def check(self, param: str | None) -> None:
+        """Raises:
+        InvalidRequest: the grammar is refused; ``param`` is where the request has it.
+        """
+        if self.kind != "ok":
+            name = param or "The grammar"
+            said = f": {self.reason}" if self.reason else ""
+            raise InvalidRequest(f"{name} {_SAID[self.kind]}{said}.", param, CODES[self.kind])
+
+
+_SAID: dict[VerdictKind, str] = {
+    "invalid": "is not valid",
+    "unsupported": "has a part that cannot be enforced",
+    "unsatisfiable": "cannot be satisfied by any answer",
+    "too_complex": "is too complex",
+}
+
+
+class GrammarChecker(Protocol):
+    """Says whether grammars may run."""
+
+    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
+        """Returns if all of ``texts`` may run.
+
+        Raises:
+            InvalidRequest: one is refused; ``param`` is where the request has it.
+            Overloaded: too many unknown grammars wait.
+        """
+
+
+class InlineChecker:
+    """Compiles in the caller's process: offline, where the caller trusts itself, and in tests."""
+
+    def __init__(self, tokenizer: "Tokenizer | None") -> None:
+        self._tokenizer = tokenizer
+        self._verdicts = VerdictCache("")
+
+    @cached_property
+    def _vocabulary(self) -> "LLTokenizer":
+        from rayfin.actors.grammar_limits import ll_tokenizer_of
+
+        if self._tokenizer is None:
+            raise InvalidRequest("structured_outputs need a tokenizer.", "structured_outputs")
+        return ll_tokenizer_of(self._tokenizer.inner, ends=sorted(self._tokenizer.eos_token_ids))
+
+    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
+        self.check_now(texts, param)
+
+    def check_now(self, texts: Iterable[str], param: str | None) -> None:
+        """As ``check``, for callers without an event loop."""
+        for text in texts:
+            digest = self._verdicts.digest(text)
+            verdict = self._verdicts.get(digest)
+            if verdict is None:
+                verdict = judge(self._vocabulary, text)
+                self._verdicts.put(digest, verdict)
+            verdict.check(param)
+
+
+class VerdictCache:
+    """The newest verdicts by the digest of their grammars.
+
+    Args:
+        vocabulary: says of which tokenizer; its digest, say.
+    """
+
+    def __init__(self, vocabulary: str, size: int = MAX_VERDICTS) -> None:
+        self._size = size
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._prefix = hashlib.sha256(f"{library_version()}\0{vocabulary}\0".encode())
+
+    def digest(self, text: str) -> bytes:
+        """Returns the key of a grammar: of its text, the tokenizer and the library's version."""
+        whole = self._prefix.copy()
+        whole.update(text.encode("utf-8", "surrogatepass"))
+        return whole.digest()
+
+    def get(self, digest: bytes) -> Verdict | None:
+        verdict = self._verdicts.get(digest)
+        if verdict is not None:
+            self._verdicts.move_to_end(digest)
+        return verdict
+
+    def put(self, digest: bytes, verdict: Verdict) -> None:
+        self._verdicts[digest] = verdict
+        self._verdicts.move_to_end(digest)
+        while len(self._verdicts) > self._size:
+            self._verdicts.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._verdicts)
+
+
+def library_version() -> str:
+    """Of llguidance: another version may judge otherwise."""
+    from importlib.metadata import version
+
+    return version("llguidance")
+
+
+def judge(tokenizer: "LLTokenizer", text: str) -> Verdict:
+    """Compiles a grammar, takes its first mask and samples a few tokens under its masks.
+
+    The tokens depend on the text alone, so that a verdict does not change.
+    """
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits())
+    if matcher.is_error():
+        return _refusal(matcher.get_error())
+    draw = random.Random(text)
+    for number in range(WALK_TOKENS + 1):
+        started = time.process_time()
+        mask = matcher.compute_bitmask()
+        seconds = time.process_time() - started
+        if matcher.is_error():
+            return _dead_end(matcher, number)
+        if seconds > GRAMMAR_MASK_SECONDS:
+            return Verdict("too_complex", "the tokens that it allows take too long to find")
+        token = _any_of(mask, draw)
+        if token is None:
+            return Verdict("unsatisfiable", "after some answers no token is allowed")
+        if number == WALK_TOKENS or token in tokenizer.eos_tokens:
+            break
+        if not matcher.consume_token(token):
+            return _dead_end(matcher, number + 1)
+        if matcher.is_stopped():
+            break
+    return Verdict("ok")
+
+
+def _any_of(mask: bytes, draw: random.Random) -> int | None:
+    """A token of a mask with a bit for each, or None if there is none."""
+    start = draw.randrange(len(mask))
+    for at in range(start, start + len(mask)):
+        if byte := mask[at % len(mask)]:
+            bits = [bit for bit in range(8) if byte >> bit & 1]
+            return at % len(mask) * 8 + draw.choice(bits)
+    return None
+
+
+def _dead_end(matcher: "LLMatcher", number: int) -> Verdict:
+    """Of a matcher that failed at its mask or token ``number``."""
+    error = matcher.get_error()
+    if matcher.stop_reason() in TOO_COMPLEX or any(f"Stop: {own}" in error for own in TOO_COMPLEX):
+        return Verdict("too_complex", reason(error))
+    if "NoExtension" in error:
+        said = "some answers cannot be completed" if number else "no token may be the first"
+        return Verdict("unsatisfiable", said)
+    return _refusal(error)
+
+
+def _refusal(error: str) -> Verdict:
+    said = reason(error)
+    if said.startswith("Unsatisfiable schema"):
+        return Verdict("unsatisfiable", said.partition(": ")[2])
+    if said.startswith("Unimplemented keys"):
+        return Verdict("unsupported", said)
+    if any(word in said for word in EXHAUSTED):
+        return Verdict("too_complex", said)
+    return Verdict("invalid", said)
+
+
+def reason(error: str) -> str:
+    """What llguidance says, on one line, without the state that it prints."""
+    words = error.partition("\n<state>")[0].split()
+    return " ".join(words)[:MOST_REASON].rstrip(". ")
+
+
+# Grammars that compile in a few milliseconds.
+
+
+def is_plain(text: str) -> bool:
+    """Whether a grammar compiles fast, whatever it says: texts to choose from, or a small schema.
+
+    A plain schema has no pattern, no ``allOf`` and no recursion.
+    """
+    if len(text) > PLAIN_BYTES:
+        return False
+    if not text.startswith("{"):
+        return CHOICE.fullmatch(text) is not None
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return False
+    refs: dict[str, set[str]] = {}  # of each place of definitions, those that it names
+    return all(_walk_schema(whole, "", refs)) and not _recurs(refs)
+
+
+def _walk_schema(value: Any, place: str, refs: dict[str, set[str]]) -> Iterator[bool]:
+    """Yields whether each part is harmless, and notes references."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _walk_schema(item, place, refs)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield name not in HARD_WORDS or item is None
+            yield name != "whitespace_pattern" or item == WHITESPACE
+            if name == "$ref":
+                kind, _, target = str(item).rpartition("/")
+                yield kind in ("#/$defs", "#/definitions")
+                refs.setdefault(place, set()).add(target)
+            elif name in ("$defs", "definitions") and isinstance(item, dict):
+                for own, definition in item.items():
+                    yield from _walk_schema(definition, own, refs)
+            else:
+                yield from _walk_schema(item, place, refs)
+
+
+def _recurs(refs: dict[str, set[str]]) -> bool:
+    """Whether a definition leads back to itself. Two with one name count as one."""
+    done: set[str] = set()
+
+    def leads_back(place: str, way: tuple[str, ...]) -> bool:
+        if place in way:
+            return True
+        if place in done:
+            return False
+        back = any(leads_back(target, (*way, place)) for target in refs.get(place, ()))
+        done.add(place)
+        return back
+
+    return any(leads_back(place, ()) for place in list(refs))
