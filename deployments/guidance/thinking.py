@@ -1,0 +1,36 @@
+"""The rules for a model's thoughts."""
+
+from rayfin.actors.guidance import Thinking
+from rayfin.deployments.text.parsing.format import ReasoningFormat
+from rayfin.deployments.text.parsing.thought import closed, opened, thought_start
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+
+def make_thinking(
+    reasoning: ReasoningFormat | None,
+    opening: str,
+    tokenizer: Tokenizer,
+    *,
+    budget: int | None = None,
+    has_grammar: bool = False,
+) -> Thinking | None:
+    """Returns the rules of a thought, or None if nothing of the request depends on it.
+
+    Args:
+        opening: what the template puts into the model's mouth.
+        budget: tokens of a thought; None is no limit.
+        has_grammar: the whole answer has one, which begins after the thought.
+    """
+    if reasoning is None or not reasoning.close or (budget is None and not has_grammar):
+        return None
+    if opened(reasoning, opening) and closed(reasoning, opening):
+        return None
+    close = reasoning.close[0]
+    first = reasoning.open[0] if reasoning.open else ""
+    return Thinking(
+        close=close,
+        close_ids=tuple(tokenizer.encode(close, add_special_tokens=False)),
+        starts_inside=thought_start(reasoning, opening),
+        open_ids=tuple(tokenizer.encode(first, add_special_tokens=False)) if first else (),
+        budget=budget,
+    )
