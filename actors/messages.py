@@ -238,6 +238,17 @@ class Logprobs:
         )
 
 
+@dataclass(slots=True, frozen=True)
+class GrammarUsage:
+    """What a runner did with grammars since its last result."""
+
+    loaded: int = 0  # compiled grammars that it holds now
+    hits: int = 0  # rows that began with a grammar that it had ...
+    misses: int = 0  # ... and with one that it had to compile
+    compile_seconds: tuple[float, ...] = ()  # of each grammar that it compiled, ahead or in a step
+    mask_seconds: tuple[float, ...] = ()  # of each decode step with masks
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step gave: W or fewer tokens of each row, then NO_TOKEN.
@@ -256,6 +267,7 @@ class StepResult:
     logprobs: Logprobs | None = None  # of the rows that ask; ``at`` is row * W + column
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row; ``at`` is the
     # prompt position [1, P) of the token
+    grammars: GrammarUsage | None = None  # None if it did nothing with any
 
     @property
     def num_tokens(self) -> Int64Array:
@@ -398,6 +410,10 @@ class EngineStats:
     tokens_cached: int = 0  # ... and in it
     rejected: dict[str, int] = field(default_factory=dict)  # reason -> requests not taken
     failed: dict[str, int] = field(default_factory=dict)  # error code -> requests
+    grammars_loaded: int = 0  # in the runner
+    grammar_hits: int = 0  # rows that began with a grammar that the runner had ...
+    grammar_misses: int = 0  # ... and with one that it had to compile
+    grammar_failures: dict[str, int] = field(default_factory=dict)  # reason -> requests
     histograms: dict[str, Histogram] = field(default_factory=dict)  # name in families.py -> it
 
 

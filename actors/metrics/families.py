@@ -30,8 +30,12 @@ TOKEN_SOURCES = ("local_compute", "local_cache_hit")
 REJECTIONS = ("queue_full", "draining", "quarantined", "invalid")
 FAILURES = (
     *("engine_error", "numerical_error", "request_quarantined", "deadline_exceeded"),
-    *("engine_unavailable", "other"),
+    *("engine_unavailable", "grammar_failed", "grammar_too_slow", "other"),
 )
+GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
+GUIDED_KINDS = (*("json", "json_object", "regex", "choice", "grammar", "structural_tag", "tools"),)
+VERDICTS = ("ok", "invalid", "unsupported", "too_complex")
+TOOL_CHOICES = ("auto", "required", "named")
 HANDLERS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
     *("/invocations", "other"),
@@ -55,6 +59,13 @@ LATENCY_BOUNDS: Bounds = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, *VLLM_LATEN
 ITERATION_BOUNDS: Bounds = (1.0, *(float(2**power) for power in range(3, 15)))
 CHOICES_BOUNDS: Bounds = (1.0, 2.0, 5.0, 10.0, 20.0)
 PREEMPTION_BOUNDS: Bounds = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+COMPILE_BOUNDS: Bounds = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+MASK_BOUNDS: Bounds = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+)
 
 Value = float | Mapping[str, float]
 
@@ -163,6 +174,7 @@ ENGINE_GAUGES = (
         lambda s: s.seconds_since_progress,
     ),
     _gauge("quarantine_suspects", "Requests on trial for a runner's death.", lambda s: s.suspects),
+    _gauge("grammars_loaded", "Compiled grammars in the runner.", lambda s: s.grammars_loaded),
 )
 
 ENGINE_COUNTERS = (
@@ -248,6 +260,23 @@ ENGINE_COUNTERS = (
         REJECTIONS,
         alias=True,
     ),
+    _counter(
+        "grammar_cache_hits",
+        "Requests that began with a grammar that the runner had.",
+        lambda s: s.grammar_hits,
+    ),
+    _counter(
+        "grammar_cache_misses",
+        "Requests that began with a grammar that the runner had to compile.",
+        lambda s: s.grammar_misses,
+    ),
+    _counter(
+        "grammar_failures",
+        "Requests that failed by their grammar: at its compilation, at a token, by a slow mask.",
+        lambda s: s.grammar_failures,
+        "reason",
+        GRAMMAR_FAILURES,
+    ),
 )
 
 ENGINE_HISTOGRAMS = (
@@ -289,6 +318,11 @@ ENGINE_HISTOGRAMS = (
         "Of a step: to the runner and back, as far as the scheduler waited for it.",
         alias=False,
     ),
+    _histogram("grammar_compile_seconds", "Of a grammar, in the runner.", alias=False),
+    _histogram(
+        "grammar_wait_seconds", "Of a request, for its grammar, before the queue.", alias=False
+    ),
+    _histogram("grammar_mask_seconds", "Of a step's masks, in the runner.", alias=False),
 )
 
 
@@ -374,6 +408,28 @@ INGRESS_FAMILIES = (
     _of_ingress("http_requests_in_flight", "gauge", "Requests for tokens that are not answered."),
     _of_ingress("ingress_replicas", "gauge", "Ingresses that were heard of lately."),
     INGRESS_HEARD,
+    _of_ingress(
+        "guided_requests",
+        "counter",
+        "Requests with a grammar, by what it was made from.",
+        ("kind",),
+        GUIDED_KINDS,
+    ),
+    _of_ingress(
+        "grammar_verdicts", "counter", "Grammars that were checked.", ("verdict",), VERDICTS
+    ),
+    _of_ingress("warden_restarts", "counter", "Times the process that checks them was replaced."),
+    _of_ingress("tool_calls", "counter", "Tool calls in answers.", ("choice",), TOOL_CHOICES),
+    _of_ingress("tool_calls_unparsed", "counter", "Calls that did not parse, given as text."),
+    _of_ingress("tool_calls_cut", "counter", "Calls that the end of the answer cut off."),
+    _of_ingress("reasoning_tokens", "counter", "Output tokens of thoughts."),
+    _of_ingress("thinking_budgets_spent", "counter", "Thoughts that their budget ended."),
+    _of_ingress(
+        "output_format",
+        "gauge",
+        "Ingresses that read answers so; the labels name the formats of calls and of thoughts.",
+        ("tools", "reasoning"),
+    ),
 )
 
 FAMILIES = (

@@ -361,6 +361,8 @@ class Engine:
         self._multi_step.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
         prefill = record.info.num_prefill_tokens
         self.lifecycle.state.counters.step(prefill, sampled, steps, result.seconds)
+        if result.grammars is not None:
+            self.lifecycle.state.counters.grammars(result.grammars)
         self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0

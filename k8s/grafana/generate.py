@@ -93,6 +93,7 @@ TOKENS = {
 }
 REQUESTS = {"running": total("num_requests_running"), "waiting": total("num_requests_waiting")}
 BY_ENGINE = "engine {{engine}}"
+TO_READ = "tools, reasoning"
 
 OVERVIEW = [
     Panel("Engines", {"engines": f"count (rayfin_num_requests_running{{{ENGINE}}})"}, kind="stat"),
@@ -271,6 +272,41 @@ RELIABILITY = [
     ),
 ]
 
+STRUCTURED_OUTPUT = [
+    Panel("Guided requests", each("guided_requests_total", "kind", MODEL), "reqps", stacked=True),
+    Panel("Grammars checked", each("grammar_verdicts_total", "verdict", MODEL), "reqps"),
+    Panel("Replaced wardens", {"restarts": grown("warden_restarts_total", MODEL)}),
+    Panel("Compilation of a grammar", quantiles("grammar_compile_seconds"), "s"),
+    Panel("Wait for a grammar", quantiles("grammar_wait_seconds"), "s"),
+    Panel("Masks of a step", quantiles("grammar_mask_seconds"), "s"),
+    Panel("Grammars in the runners", {BY_ENGINE: f"rayfin_grammars_loaded{{{ENGINE}}}"}),
+    Panel(
+        "Grammars that the runner had, and had not",
+        {
+            "hits": rate("grammar_cache_hits_total"),
+            "misses": rate("grammar_cache_misses_total"),
+        },
+        "reqps",
+    ),
+    Panel("Failures by grammar", each("grammar_failures_total", "reason"), "reqps"),
+    Panel("Tool calls", each("tool_calls_total", "choice", MODEL), "ops", stacked=True),
+    Panel(
+        "Tool calls that are not whole",
+        {
+            "not parsed": rate("tool_calls_unparsed_total", MODEL),
+            "cut off": rate("tool_calls_cut_total", MODEL),
+        },
+        "ops",
+    ),
+    Panel(
+        "Formats of answers",
+        {"calls {{tools}}, thoughts {{reasoning}}": total("output_format", MODEL, TO_READ)},
+        help="Ingresses, by the formats of calls and of thoughts.",
+    ),
+    Panel("Tokens of thoughts", {"tokens": rate("reasoning_tokens_total", MODEL)}, "tokens/s"),
+    Panel("Spent budgets", {"thoughts": rate("thinking_budgets_spent_total", MODEL)}, "ops"),
+]
+
 OF_MODEL = "{{model_name}}"
 PER_MODEL = [
     Panel("Answers", {OF_MODEL: rate("http_requests_total", MODEL, "model_name")}, "reqps"),
@@ -307,6 +343,7 @@ DASHBOARDS = {
     "cache": CACHE,
     "scheduler": SCHEDULER,
     "reliability": RELIABILITY,
+    "structured-output": STRUCTURED_OUTPUT,
     "per-model": PER_MODEL,
 }
 

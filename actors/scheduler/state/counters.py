@@ -18,11 +18,14 @@ from rayfin.actors.errors import (
     RequestQuarantined,
 )
 from rayfin.actors.histogram import Histogram, one_two_five
+from rayfin.actors.messages import GrammarUsage
 from rayfin.actors.metrics.families import (
+    COMPILE_BOUNDS,
     FAILURES,
     ITERATION_BOUNDS,
     ITL_BOUNDS,
     LATENCY_BOUNDS,
+    MASK_BOUNDS,
     PREEMPTION_BOUNDS,
 )
 from rayfin.actors.scheduler.state.request import Request
@@ -33,6 +36,30 @@ REFUSALS: dict[type[RayfinError], str] = {
     RequestQuarantined: "quarantined",
     InvalidRequest: "invalid",
 }
+
+
+GRAMMAR_REASONS: dict[str, str] = {
+    "grammar_failed": "failed",
+    "grammar_too_slow": "too_slow",
+}
+"""Error codes of requests that failed by their grammar, and their reasons in the metrics."""
+
+
+class GrammarHistograms:
+    """Compilation of grammars, waiting for it, and masks."""
+
+    def __init__(self) -> None:
+        self.compile = Histogram(COMPILE_BOUNDS)
+        self.wait = Histogram(COMPILE_BOUNDS)
+        self.mask = Histogram(MASK_BOUNDS)
+
+    def copies(self) -> dict[str, Histogram]:
+        """Copies by name; safe to call from another thread."""
+        return {
+            "grammar_compile_seconds": self.compile.copy(),
+            "grammar_wait_seconds": self.wait.copy(),
+            "grammar_mask_seconds": self.mask.copy(),
+        }
 
 
 class RequestHistograms:
@@ -52,6 +79,7 @@ class RequestHistograms:
         self.inference = Histogram(LATENCY_BOUNDS)
         self.per_token = Histogram(ITL_BOUNDS)
         self.step_overhead = Histogram(ITL_BOUNDS)
+        self.grammars = GrammarHistograms()
 
     def copies(self) -> dict[str, Histogram]:
         """Copies by name; safe to call from another thread."""
@@ -71,6 +99,7 @@ class RequestHistograms:
             "request_inference_time_seconds": self.inference.copy(),
             "request_time_per_output_token_seconds": self.per_token.copy(),
             "step_transport_seconds": self.step_overhead.copy(),
+            **self.grammars.copies(),
         }
 
 
@@ -103,6 +132,10 @@ class EngineCounters:
     tokens_cached: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
+    grammars_loaded: int = 0
+    grammar_hits: int = 0
+    grammar_misses: int = 0
+    grammar_failures: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self, max_model_len: int) -> None:
         self.observed = RequestHistograms(max_model_len)
@@ -149,6 +182,16 @@ class EngineCounters:
             for count in sampled[1:steps]:
                 iteration[count] = iteration.get(count, 0) + 1
 
+    def grammars(self, usage: GrammarUsage) -> None:
+        """A step's runner has used grammars."""
+        self.grammars_loaded = usage.loaded
+        self.grammar_hits += usage.hits
+        self.grammar_misses += usage.misses
+        for seconds in usage.compile_seconds:
+            self.observed.grammars.compile.observe(seconds)
+        for seconds in usage.mask_seconds:
+            self.observed.grammars.mask.observe(seconds)
+
     def ended(self, request: Request, generated: int, reason: str, now: float) -> None:
         """The request has ended, and does not continue on another engine."""
         prompt = len(request.source.prompt)
@@ -178,3 +221,6 @@ class EngineCounters:
     def failure(self, error: RayfinError) -> None:
         """A request ended with an error."""
         self.failed[error.code if error.code in FAILURES else "other"] += 1
+        if error.code in GRAMMAR_REASONS:
+            compiled = not isinstance(error, InvalidRequest)
+            self.grammar_failures[GRAMMAR_REASONS[error.code] if compiled else "compile"] += 1

@@ -1,0 +1,53 @@
+"""What an ingress counts of guided requests, tool calls and thoughts."""
+
+import pytest
+
+from rayfin.actors.metrics.families import GUIDED_KINDS, INGRESS_FAMILIES, TOOL_CHOICES, VERDICTS
+from rayfin.actors.metrics.ledger import Series
+from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+
+NEW = {family.name: family for family in INGRESS_FAMILIES}
+
+
+def test_calls_are_counted_under_their_labels() -> None:
+    counts = IngressCounters()
+    counts.output.guided("json")
+    counts.output.verdict("too_complex")
+    counts.output.warden_restarted()
+    counts.output.tool_called("required", 2)
+    counts.output.tool_call_unparsed()
+    counts.output.tool_call_cut()
+    counts.output.reasoned(7)
+    counts.output.thinking_budget_spent()
+    counts.output.reads("hermes", None)
+    report = counts.report()
+    expected: dict[Series, float] = {
+        ("guided_requests", ("json",)): 1,
+        ("grammar_verdicts", ("too_complex",)): 1,
+        ("warden_restarts", ()): 1,
+        ("tool_calls", ("required",)): 2,
+        ("tool_calls_unparsed", ()): 1,
+        ("tool_calls_cut", ()): 1,
+        ("reasoning_tokens", ()): 7,
+        ("thinking_budgets_spent", ()): 1,
+    }
+    assert {series: n for series, n in report.counters.items() if n} == expected
+    assert report.gauges["output_format", ("hermes", "none")] == 1
+
+
+def test_every_label_is_there_from_the_start() -> None:
+    report = IngressCounters().report()
+    for name, words in (
+        ("guided_requests", GUIDED_KINDS),
+        ("grammar_verdicts", VERDICTS),
+        ("tool_calls", TOOL_CHOICES),
+    ):
+        assert NEW[name].values == words
+        assert {labels[0] for found, labels in report.counters if found == name} == set(words)
+
+
+def test_a_word_of_no_label_makes_no_series() -> None:
+    counts = IngressCounters()
+    with pytest.raises(KeyError):
+        counts.output.guided("get_weather")
+    assert counts.report().counters == IngressCounters().report().counters
