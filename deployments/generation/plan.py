@@ -2,12 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.structured_outputs import StructuredOutputs
+from rayfin.deployments.guidance.build import build_guidance
+from rayfin.deployments.guidance.calls import make_call_rules
+from rayfin.deployments.guidance.grammar import make_grammar
+from rayfin.deployments.guidance.thinking import make_thinking
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
+from rayfin.deployments.text.parsing.detect import Detected
+from rayfin.deployments.text.parsing.format import IdStyle
+from rayfin.deployments.text.parsing.thought import thought_start
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rayfin.deployments.text.parsing.parser import OutputParser
@@ -29,6 +39,11 @@ class AnswerRules:
     budget: int | None = None  # tokens of a thought
     budget_param: str = "thinking_token_budget"
 
+    @property
+    def grammar_param(self) -> str:
+        """The field that a grammar of the request comes from, for errors."""
+        return "tools" if self.structured is None else self.structured_param
+
 
 @dataclass(slots=True, frozen=True)
 class OutputPlan:
@@ -37,7 +52,7 @@ class OutputPlan:
     guidance: Guidance | None = None  # of all choices
     make_parser: "Callable[[], OutputParser] | None" = None  # a parser for each choice
     unenforced: tuple[str, ...] = ()  # paths of schema keywords, for x-rayfin-unenforced
-    id_style: str = ""  # of call ids: "" (OpenAI's), "mistral" or "kimi"
+    id_style: IdStyle = "openai"  # of call ids
     earlier_calls: int = 0  # in the conversation, counted by ids of the style "kimi"
     choice: ToolChoice = ToolChoice()
     reasons: bool = False  # the model's reasoning is known, so that its tokens are counted
@@ -66,7 +81,12 @@ NO_PLAN = OutputPlan()
 
 
 async def plan_answers(
-    service: "OpenAIService", rules: AnswerRules, opening: str, *, earlier_calls: int = 0
+    service: "OpenAIService",
+    rules: AnswerRules,
+    opening: str = "",
+    *,
+    earlier_calls: int = 0,
+    tenant: str = "",
 ) -> OutputPlan:
     """Returns the plan of a chat's answers; its grammars are checked.
 
@@ -74,8 +94,82 @@ async def plan_answers(
         opening: what the template puts into the model's mouth (``ChatPrompt.opening``): whether
             an answer starts inside a thought is read from it alone.
         earlier_calls: tool calls in the conversation.
+        tenant: of the request; new grammars are compiled in turns.
 
     Raises:
         InvalidRequest: a field that this model cannot follow, or a grammar that is refused.
+        Overloaded: too many unknown grammars wait.
     """
-    return NO_PLAN
+    plan = make_plan(service.formats, service.tokenizer, rules, opening, earlier_calls)
+    if plan.guidance is not None:
+        await service.warden.check(plan.guidance.grammars, rules.grammar_param, tenant)
+    return plan
+
+
+def make_plan(
+    formats: Detected,
+    tokenizer: Tokenizer,
+    rules: AnswerRules,
+    opening: str = "",
+    earlier_calls: int = 0,
+) -> OutputPlan:
+    """Returns the plan; its grammars are not checked yet. Otherwise as :func:`plan_answers`."""
+    if rules.budget is not None and formats.reasoning is None:
+        raise InvalidRequest(
+            f"{rules.budget_param} needs a model whose reasoning is known; see --reasoning-parser.",
+            rules.budget_param,
+            "unsupported_parameter",
+        )
+    if rules.choice.forced and rules.structured is not None:
+        raise InvalidRequest(
+            f"A tool call that is forced does not go with {rules.structured_param}.", "tool_choice"
+        )
+    answer = None
+    if rules.structured is not None:
+        answer = make_grammar(
+            rules.structured, rules.structured_param, special_tokens=tokenizer.added_ids
+        )
+    calls = make_call_rules(
+        formats.tools,
+        rules.tools,
+        rules.choice,
+        tokenizer,
+        guidance=formats.tool_guidance,
+        answer=answer,
+    )
+    thinking = make_thinking(
+        formats.reasoning,
+        opening,
+        tokenizer,
+        budget=rules.budget,
+        has_grammar=bool(calls.grammar),
+    )
+    return OutputPlan(
+        guidance=build_guidance(grammar=calls.grammar, calls=calls, thinking=thinking),
+        make_parser=_parser_of(formats, rules, opening, calls.forced),
+        unenforced=(*(answer.unenforced if answer is not None else ()), *calls.unenforced),
+        id_style="openai" if formats.tools is None else formats.tools.id_style,
+        earlier_calls=earlier_calls,
+        choice=rules.choice,
+        reasons=formats.reasoning is not None,
+    )
+
+
+def _parser_of(
+    formats: Detected, rules: AnswerRules, opening: str, forced: str
+) -> "Callable[[], OutputParser] | None":
+    """Returns what makes a parser; None if answers are plain text."""
+    callable_tools = rules.choice.callable_tools(rules.tools)
+    tools = formats.tools if callable_tools else None
+    if tools is None and formats.reasoning is None and not forced:
+        return None
+    from rayfin.deployments.text.parsing.parser import OutputParser
+
+    return partial(
+        OutputParser,
+        tools,
+        formats.reasoning,
+        functions={tool.name: tool.parameters for tool in callable_tools},
+        starts_inside=thought_start(formats.reasoning, opening),
+        forced=forced,
+    )

@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rayfin.actors.guidance import CallGrammar
 from rayfin.deployments.guidance.grammar import Grammar
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
-from rayfin.deployments.text.parsing.format import ToolFormat
+from rayfin.deployments.text.parsing.format import ToolFormat, ToolGuidance
 from rayfin.deployments.text.tokenizer import Tokenizer
-
-ToolGuidance = Literal["schema", "json", "off"]
 
 
 @dataclass(slots=True, frozen=True)

@@ -154,6 +154,11 @@ class Tokenizer:
         return text.encode()
 
     @cached_property
+    def openings(self) -> dict[str, list[int]]:
+        """Generation prompts that :mod:`opening` has found."""
+        return {}
+
+    @cached_property
     def _letter(self) -> int:
         """A token that is plain text."""
         ids: list[int] = self.backend.encode("a", add_special_tokens=False).ids
