@@ -56,6 +56,7 @@ class OutputPlan:
     earlier_calls: int = 0  # in the conversation, counted by ids of the style "kimi"
     choice: ToolChoice = ToolChoice()
     reasons: bool = False  # the model's reasoning is known, so that its tokens are counted
+    kind: str = ""  # what the grammar was made from, for the metrics
 
     def parser(self) -> "OutputParser | None":
         """Returns a new parser; None if answers are plain text."""
@@ -101,8 +102,25 @@ async def plan_answers(
         Overloaded: too many unknown grammars wait.
     """
     plan = make_plan(service.formats, service.tokenizer, rules, opening, earlier_calls)
+    return await _checked(service, plan, rules, tenant)
+
+
+async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = "") -> OutputPlan:
+    """Returns the plan of a completion's answers, which are text from the first token on.
+
+    Raises:
+        InvalidRequest, Overloaded: as :func:`plan_answers`.
+    """
+    return await _checked(service, make_plan(Detected(), service.tokenizer, rules), rules, tenant)
+
+
+async def _checked(
+    service: "OpenAIService", plan: OutputPlan, rules: AnswerRules, tenant: str
+) -> OutputPlan:
     if plan.guidance is not None:
         await service.warden.check(plan.guidance.grammars, rules.grammar_param, tenant)
+    if plan.kind:
+        service.counts.output.guided(plan.kind)
     return plan
 
 
@@ -144,14 +162,16 @@ def make_plan(
         budget=rules.budget,
         has_grammar=bool(calls.grammar),
     )
+    guidance = build_guidance(grammar=calls.grammar, calls=calls, thinking=thinking)
     return OutputPlan(
-        guidance=build_guidance(grammar=calls.grammar, calls=calls, thinking=thinking),
+        guidance=guidance,
         make_parser=_parser_of(formats, rules, opening, calls.forced),
         unenforced=(*(answer.unenforced if answer is not None else ()), *calls.unenforced),
         id_style="openai" if formats.tools is None else formats.tools.id_style,
         earlier_calls=earlier_calls,
         choice=rules.choice,
         reasons=formats.reasoning is not None,
+        kind=answer.kind if answer else "tools" if guidance and guidance.grammars else "",
     )
 
 

@@ -61,6 +61,11 @@ class Verdict(NamedTuple):
     kind: VerdictKind
     reason: str = ""
 
+    @property
+    def label(self) -> str:
+        """In metrics."""
+        return "invalid" if self.kind == "unsatisfiable" else self.kind
+
     def check(self, param: str | None) -> None:
         """Raises:
         InvalidRequest: the grammar is refused; ``param`` is where the request has it.

@@ -145,7 +145,7 @@ class Warden:
             verdict = self.verdicts.get(digest)
             if verdict is None:
                 verdict = await self._ask(text, digest, tenant)
-            self._on_verdict(verdict.kind)
+            self._on_verdict(verdict.label)
             verdict.check(param)
 
     def close(self) -> None:

@@ -74,7 +74,12 @@ async def model_service(
     hub = HubSettings(prefix, name, server.metrics_alias, port)
     link = HubClient(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
     info = await _first_info(client)
-    warden = Warden(tokenizer, info.vocab_size)
+    warden = Warden(
+        tokenizer,
+        info.vocab_size,
+        on_verdict=counts.output.verdict,
+        on_restart=counts.output.warden_restarted,
+    )
     service = OpenAIService(
         client=MeteredEngineClient(client, counts, name, link, server.metrics_alias, tracing),
         counts=counts,
