@@ -12,6 +12,7 @@ from rayfin.deployments.api.responses.replies import (
     OutputMessage,
 )
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
+from rayfin.deployments.api.responses.tools import chat_tools, template_variables
 from rayfin.deployments.generation.prompts import chat_ids
 from rayfin.deployments.generation.service import OpenAIService
 
@@ -51,13 +52,15 @@ async def prompt_ids(
         InvalidRequest: the chat template refuses it, or it cannot fit.
     """
     auto = body.truncation == "auto"
+    tools, variables = chat_tools(body), template_variables(body)
 
     async def render(kept: list[Item]) -> list[int]:
         return await chat_ids(
             service,
             chat_messages(kept, body.instructions),
             "input",
-            variables=body.chat_template_kwargs,
+            tools=tools,
+            variables=variables,
             any_length=auto or any_length,
         )
 
