@@ -4,6 +4,7 @@ import logging
 import uuid
 from collections.abc import Iterable
 from contextlib import aclosing
+from typing import NamedTuple
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -31,7 +32,7 @@ from rayfin.deployments.api.anthropic.tools import (
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.plan import plan_answers
-from rayfin.deployments.generation.prompts import chat_ids
+from rayfin.deployments.generation.prompts import ChatPrompt, chat_prompt
 from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import error_event
@@ -42,17 +43,24 @@ from rayfin.deployments.text.parsing.events import Event
 logger = logging.getLogger("rayfin.http")
 
 
-async def prompt_ids(
+class MessagesPrompt(NamedTuple):
+    """A rendered conversation."""
+
+    chat: ChatPrompt
+    calls: int  # in it
+
+
+async def prompt_of(
     service: OpenAIService, body: PromptBody, *, any_length: bool = False
-) -> list[int]:
-    """Returns the token ids of a conversation; with ``any_length`` also of one that is too long.
+) -> MessagesPrompt:
+    """Returns the prompt of a conversation; with ``any_length`` also of one that is too long.
 
     Raises:
         InvalidRequest: the body is malformed, the chat template refuses it, or it cannot fit.
     """
     body.check()
     chat = chat_messages(body.messages, body.system)
-    return await chat_ids(
+    rendered = await chat_prompt(
         service,
         chat,
         tools=chat_tools(body.tools),
@@ -60,6 +68,7 @@ async def prompt_ids(
         variables=template_variables(body),
         any_length=any_length,
     )
+    return MessagesPrompt(rendered, sum(len(said.get("tool_calls", ())) for said in chat))
 
 
 class MessagesAdapter(GenerationAdapter):
@@ -77,15 +86,22 @@ class MessagesAdapter(GenerationAdapter):
     async def prepare(self, request: Request) -> Generation:
         params = self._body.sampling_params(self._service.sampling_defaults)
         rules = answer_rules(self._body)
-        ids = await prompt_ids(self._service, self._body)
-        self._plan = await plan_answers(self._service, rules, "")
+        caller = Caller.of(request)
+        prompt = await prompt_of(self._service, self._body)
+        self._plan = await plan_answers(
+            self._service,
+            rules,
+            prompt.chat.opening,
+            earlier_calls=prompt.calls,
+            tenant=caller.tenant,
+        )
         generation = await Generation.prepare(
             self._service,
-            [Prompt(ids, "messages")],
+            [Prompt(prompt.chat.ids, "messages")],
             params,
             request_id=self._id,
             priority=0,
-            caller=Caller.of(request),
+            caller=caller,
             plan=self._plan,
         )
         self._choice = generation.choices[0]
@@ -129,7 +145,7 @@ class MessagesAdapter(GenerationAdapter):
 
     def _push(self, choice: Choice, delta: TextDelta) -> list[BlockEvent]:
         events = delta.events if self._plan.make_parser else [Event("content", delta.text)]
-        return self._blocks.push(events, [call.id for call in choice.parsed.started])
+        return self._blocks.push(events, [call.id for call in choice.calls])
 
     def _message(self, choice: Choice) -> AnthropicMessage:
         stop = self._stop(choice)
@@ -157,7 +173,7 @@ class MessagesAdapter(GenerationAdapter):
             reason = "max_tokens" if asked else "model_context_window_exceeded"
         elif last.finish_reason != "stop":
             raise RequestFailed("The engine aborted this request.")
-        elif choice.calls:
+        elif choice.parsed.whole_calls:
             reason = "tool_use"
         return Stop(stop_reason=reason, stop_sequence=None)
 

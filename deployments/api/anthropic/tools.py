@@ -1,13 +1,14 @@
 """Anthropic's tools, tool choice, thinking and output format as the rules of an answer."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.anthropic.bodies import PromptBody, unserved
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.guidance.fields import AnswerFormat, read_response_format
-from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
+from rayfin.deployments.guidance.tool_choice import ToolChoice, function_tools
 from rayfin.deployments.http.json_body import rename_error_paths
 from rayfin.deployments.text.checks import (
     as_choice,
@@ -31,8 +32,15 @@ def chat_tools(tools: list[Any] | None) -> list[dict[str, Any]] | None:
     Raises:
         InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].input_schema.
     """
-    if not tools:
-        return None
+    with rename_error_paths(OUR_PATHS):
+        listed = plain_tools(_functions(tools)) if tools else None
+    for tool in listed or ():
+        tool["function"].pop("strict", None)  # of the grammar only
+    return listed
+
+
+def _functions(tools: list[Any]) -> list[dict[str, Any]]:
+    """Returns the tools in the form of chat completions."""
     functions = []
     for i, written in enumerate(tools):
         path = f"tools[{i}]"
@@ -45,13 +53,15 @@ def chat_tools(tools: list[Any] | None) -> list[dict[str, Any]] | None:
                 f"{path}.type",
                 "unsupported_parameter",
             )
-        function = {"name": required(tool, "name", path)}
-        if tool.get("description") is not None:
-            function["description"] = tool["description"]
-        function["parameters"] = required(tool, "input_schema", path)
-        functions.append({"type": "function", "function": function})
-    with rename_error_paths(OUR_PATHS):
-        return plain_tools(functions)
+        function = {
+            "name": required(tool, "name", path),
+            "description": tool.get("description"),
+            "parameters": required(tool, "input_schema", path),
+            "strict": tool.get("strict"),
+        }
+        given = {name: value for name, value in function.items() if value is not None}
+        functions.append({"type": "function", "function": given})
+    return functions
 
 
 def answer_rules(body: PromptBody) -> AnswerRules:
@@ -60,16 +70,9 @@ def answer_rules(body: PromptBody) -> AnswerRules:
     Raises:
         InvalidRequest: ``param`` is the path of what is wrong.
     """
-    listed = chat_tools(body.tools) or []
-    tools = tuple(
-        FunctionTool(
-            name=tool["function"]["name"],
-            parameters=tool["function"]["parameters"],
-            strict=_flag(written, "strict", f"tools[{i}]"),
-            path=f"tools[{i}].input_schema",
-        )
-        for i, (tool, written) in enumerate(zip(listed, body.tools or (), strict=True))
-    )
+    with rename_error_paths(OUR_PATHS):
+        listed = function_tools(_functions(body.tools)) if body.tools else ()
+    tools = tuple(replace(tool, path=f"tools[{i}].input_schema") for i, tool in enumerate(listed))
     form = _format(body)
     return AnswerRules(
         tools=tools,
@@ -147,7 +150,10 @@ def _choice(choice: Mapping[str, Any] | None, names: set[str]) -> ToolChoice:
     if choice is None:
         return ToolChoice()
     kind = as_choice(required(choice, "type", "tool_choice"), CHOICES, "tool_choice.type")
-    parallel = not _flag(choice, "disable_parallel_tool_use", "tool_choice")
+    single = choice.get("disable_parallel_tool_use")
+    if single is not None and not isinstance(single, bool):
+        raise wrong_type("a boolean", single, "tool_choice.disable_parallel_tool_use")
+    parallel = not single
     if kind == "none":
         return ToolChoice("none")
     if kind == "auto":
@@ -162,10 +168,3 @@ def _choice(choice: Mapping[str, Any] | None, names: set[str]) -> ToolChoice:
             f"tool_choice names {name[:64]!r}, which is not in tools.", "tool_choice.name"
         )
     return ToolChoice("required", name, parallel=parallel)
-
-
-def _flag(value: Mapping[str, Any], name: str, path: str) -> bool:
-    flag = value.get(name)
-    if flag is not None and not isinstance(flag, bool):
-        raise wrong_type("a boolean", flag, f"{path}.{name}")
-    return bool(flag)

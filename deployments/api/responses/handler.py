@@ -15,8 +15,8 @@ from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.responses.bodies import OUR_NAMES, ResponseRequest
 from rayfin.deployments.api.responses.events import events_from, sse
 from rayfin.deployments.api.responses.items import check_calls, input_items
-from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
-from rayfin.deployments.api.responses.replies import Response, ResponseStreamEvent
+from rayfin.deployments.api.responses.prompt import history_of, prompt_of
+from rayfin.deployments.api.responses.replies import FunctionCallItem, Response, ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.api.responses.tools import (
@@ -110,19 +110,28 @@ class ResponseAdapter(GenerationAdapter):
         items = input_items(body.input)
         history = await history_of(self._store, body, self._tenant)
         check_calls(history, items)
-        ids = await prompt_ids(service, body, history + items, body.max_output_tokens or 1)
-        self._plan = await plan_answers(service, rules, "")
+        conversation = history + items
+        prompt = await prompt_of(service, body, conversation, body.max_output_tokens or 1)
+        self._plan = await plan_answers(
+            service,
+            rules,
+            prompt.opening,
+            earlier_calls=sum(isinstance(item, FunctionCallItem) for item in conversation),
+            tenant=caller.tenant,
+        )
         with rename_error_params(OUR_NAMES):
             generation = await Generation.prepare(
                 service,
-                [Prompt(ids, "input", cache_salt=body.cache_salt)],
+                [Prompt(prompt.ids, "input", cache_salt=body.cache_salt)],
                 params,
                 request_id=self._id,
                 priority=body.priority or 0,
                 caller=caller,
                 plan=self._plan,
             )
-        self._state = ResponseState(self._created(params), self._tenant, history, items, len(ids))
+        self._state = ResponseState(
+            self._created(params), self._tenant, history, items, len(prompt.ids)
+        )
         return generation
 
     def _writer(self) -> LogprobsWriter | None:
@@ -213,7 +222,7 @@ async def drive(
                     choice.cached_tokens,
                     reasoning_tokens=choice.reasoning_tokens,
                     logprobs=logprobs,
-                    call_ids=[call.id for call in choice.parsed.started],
+                    call_ids=[call.id for call in choice.calls],
                 )
                 if delta.finish_reason == "abort":
                     raise RequestFailed("The engine aborted this response.")

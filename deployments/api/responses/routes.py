@@ -12,7 +12,7 @@ from rayfin.deployments.api.responses.bodies import (
 )
 from rayfin.deployments.api.responses.handler import ResponseAdapter, event_stream, reply
 from rayfin.deployments.api.responses.items import check_calls, input_items
-from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
+from rayfin.deployments.api.responses.prompt import history_of, prompt_of
 from rayfin.deployments.api.responses.replies import Deleted, InputTokens, ItemList
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
@@ -52,8 +52,8 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
         items = input_items(body.input)
         history = await history_of(store, body, _tenant(request))
         check_calls(history, items)
-        ids = await prompt_ids(service, body, history + items, any_length=True)
-        return InputTokens(input_tokens=len(ids))
+        prompt = await prompt_of(service, body, history + items, any_length=True)
+        return InputTokens(input_tokens=len(prompt.ids))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:

@@ -107,7 +107,7 @@ BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", VALUE),
     ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice", VALUE),
     ({"tool_choice": 5, "tools": [TOOL]}, "tool_choice", TYPE),
-    ({"tool_choice": {}, "tools": [TOOL]}, "tool_choice.type", MISSING),
+    ({"tool_choice": {}, "tools": [TOOL]}, "tool_choice", MISSING),
     ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice.type", VALUE),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", VALUE),
     ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.name", MISSING),
