@@ -165,7 +165,7 @@ def make_plan(
     guidance = build_guidance(grammar=calls.grammar, calls=calls, thinking=thinking)
     return OutputPlan(
         guidance=guidance,
-        make_parser=_parser_of(formats, rules, opening, calls.forced),
+        make_parser=_parser_of(formats, tokenizer, rules, opening, calls.forced),
         unenforced=(*(answer.unenforced if answer is not None else ()), *calls.unenforced),
         id_style="openai" if formats.tools is None else formats.tools.id_style,
         earlier_calls=earlier_calls,
@@ -176,7 +176,7 @@ def make_plan(
 
 
 def _parser_of(
-    formats: Detected, rules: AnswerRules, opening: str, forced: str
+    formats: Detected, tokenizer: Tokenizer, rules: AnswerRules, opening: str, forced: str
 ) -> "Callable[[], OutputParser] | None":
     """Returns what makes a parser; None if answers are plain text."""
     callable_tools = rules.choice.callable_tools(rules.tools)
@@ -192,4 +192,5 @@ def _parser_of(
         functions={tool.name: tool.parameters for tool in callable_tools},
         starts_inside=thought_start(formats.reasoning, opening),
         forced=forced,
+        special=tokenizer.special_texts,
     )

@@ -16,6 +16,20 @@ from rayfin.deployments.text.messages import plain_messages
 from rayfin.deployments.text.opening import opening_text
 
 
+def thinking_variables(variables: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Returns a template's variables with those of ``reasoning_effort``.
+
+    Templates name the switch either way. What the request sets itself stays.
+    """
+    chosen = dict(variables or {})
+    if effort is not None:
+        thinks = effort != "none"
+        for name in ("enable_thinking", "thinking"):
+            chosen.setdefault(name, chosen.get("enable_thinking", thinks))
+        chosen.setdefault("reasoning_effort", effort)
+    return chosen
+
+
 async def text_ids(
     service: OpenAIService,
     text: str,

@@ -1,5 +1,6 @@
 """Which functions a request declares, and how its answer may call them: the same for all APIs."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from rayfin.deployments.text.checks import (
 )
 from rayfin.deployments.text.messages import MAX_TOOLS, plain_tools
 
+MAX_TOOLS_SIZE = 256 * 1024  # characters of JSON
 WORDS = ("none", "auto", "required")
 
 
@@ -56,6 +58,12 @@ def function_tools(tools: object) -> tuple[FunctionTool, ...]:
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
     """
+    if (size := len(json.dumps(tools, ensure_ascii=False))) > MAX_TOOLS_SIZE:
+        raise InvalidRequest(
+            f"'tools' may have {MAX_TOOLS_SIZE} characters of JSON, got {size}.",
+            "tools",
+            "string_above_max_length",
+        )
     found = []
     for i, tool in enumerate(plain_tools(tools)):
         function, path = tool["function"], f"tools[{i}].function"

@@ -1,7 +1,7 @@
 """Validates OpenAI's chat messages and tools, and simplifies them for a chat template."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
@@ -22,7 +22,6 @@ from rayfin.deployments.text.parsing.format import IdStyle
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # tools of a request, and tool calls of a message
-MAX_TOOLS_SIZE = 256 * 1024  # characters of JSON
 EXTRAS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # passed on if present; strings
 
 
@@ -73,13 +72,13 @@ def plain_tools(tools: object) -> list[dict[str, Any]]:
         strict = function.get("strict")
         if strict is not None and not isinstance(strict, bool):
             raise wrong_type("a boolean", strict, f"{path}.function.strict")
-    if (size := len(json.dumps(listed, ensure_ascii=False))) > MAX_TOOLS_SIZE:
-        raise InvalidRequest(
-            f"'tools' may have {MAX_TOOLS_SIZE} characters of JSON, got {size}.",
-            "tools",
-            "string_above_max_length",
-        )
     return [dict(tool) for tool in listed]
+
+
+def count_calls(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the number of tool calls in checked messages."""
+    assistants = (message for message in messages if message["role"] == "assistant")
+    return sum(len(message.get("tool_calls") or ()) for message in assistants)
 
 
 def _message(message: object, path: str, as_text: bool) -> dict[str, Any]:

@@ -84,6 +84,12 @@ class Tokenizer:
         return frozenset(token for token, content in added.items() if content.special)
 
     @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of special tokens."""
+        special = self.special_token_ids
+        return frozenset(text for text, number in self.added_ids.items() if number in special)
+
+    @cached_property
     def added_ids(self) -> dict[str, int]:
         """The id of each added token by its text."""
         added = self.backend.get_added_tokens_decoder()
