@@ -1,5 +1,7 @@
 """A choice as a chat message, and its events as the deltas of a stream."""
 
+from typing import Any
+
 from rayfin.deployments.api.openai.replies import (
     CalledFunction,
     ChatDelta,
@@ -33,7 +35,6 @@ class MessageWriter:
 
     def message(self, choice: Choice, role: str) -> ChatMessage:
         """Returns the whole message; a call that was cut is not in it."""
-        thought = choice.reasoning or None
         calls = [
             ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
             for call in choice.parsed.whole_calls
@@ -42,7 +43,7 @@ class MessageWriter:
             role=role,
             content=choice.content,
             tool_calls=calls or None,
-            **dict.fromkeys(self._names, thought),
+            **self._thought(choice.reasoning or None),
         )
 
     def parts(self, delta: TextDelta) -> list[Event]:
@@ -56,7 +57,7 @@ class MessageWriter:
         if event.kind == "content":
             return ChatDelta(content=event.text)
         if event.kind == "reasoning":
-            return ChatDelta(**dict.fromkeys(self._names, event.text))
+            return ChatDelta(**self._thought(event.text))
         if event.kind == "arguments":
             piece = ToolCallDelta(index=event.index, function=FunctionDelta(arguments=event.text))
             return ChatDelta(tool_calls=[piece])
@@ -67,6 +68,9 @@ class MessageWriter:
             function=FunctionDelta(name=event.name, arguments=""),
         )
         return ChatDelta(tool_calls=[call])
+
+    def _thought(self, text: str | None) -> dict[str, Any]:
+        return dict.fromkeys(self._names, text)
 
     def _is_sent(self, event: Event) -> bool:
         if event.kind == "reasoning":
