@@ -53,16 +53,16 @@ class ReplyBlocks:
         Args:
             call_ids: of the calls so far, by their index.
         """
-        told: list[BlockEvent] = []
+        written: list[BlockEvent] = []
         for event in events:
             if event.kind == "call":
                 block = ToolUseBlock(id=call_ids[event.index], name=event.name, input={})
-                told += self._open(block)
+                written += self._open(block)
             elif event.kind == "call_end":
-                told += self.stop()
+                written += self.stop()
             elif event.text and (event.kind != "reasoning" or self._shows_thinking):
-                told += self._add(event)
-        return told
+                written += self._add(event)
+        return written
 
     def stop(self) -> list[BlockEvent]:
         """Stops the last block."""
@@ -82,12 +82,12 @@ class ReplyBlocks:
         return [block for block in blocks if block is not None]
 
     def _add(self, event: Event) -> list[BlockEvent]:
-        told: list[BlockEvent] = []
+        written: list[BlockEvent] = []
         kind = {"content": "text", "reasoning": "thinking"}.get(event.kind, "tool_use")
         last = self._blocks[-1] if self._blocks else None
         if last is None or last.stopped or last.start.type != kind:
             empty = ThinkingBlock(thinking="", signature="")
-            told += self._open(empty if kind == "thinking" else TextBlock(text=""))
+            written += self._open(empty if kind == "thinking" else TextBlock(text=""))
         self._blocks[-1].pieces.append(event.text)
         delta: AnthropicTextDelta | ThinkingDelta | InputDelta
         if kind == "text":
@@ -96,7 +96,7 @@ class ReplyBlocks:
             delta = ThinkingDelta(thinking=event.text)
         else:
             delta = InputDelta(partial_json=event.text)
-        return [*told, BlockDelta(index=len(self._blocks) - 1, delta=delta)]
+        return [*written, BlockDelta(index=len(self._blocks) - 1, delta=delta)]
 
     def _open(self, block: ContentBlock) -> list[BlockEvent]:
         stopped = self.stop()

@@ -85,7 +85,7 @@ def answer_rules(body: PromptBody) -> AnswerRules:
 
 
 def template_variables(body: PromptBody) -> dict[str, Any]:
-    """Returns what the chat template is told of thinking.
+    """Returns the variables of the chat template that control thinking.
 
     Raises:
         InvalidRequest: ``param`` is the path of what is wrong.

@@ -27,8 +27,8 @@ def call(index: int, *pieces: str, ended: bool = True) -> list[Event]:
 
 
 def all_events(blocks: ReplyBlocks, *deltas: list[Event]) -> list[dict[str, Any]]:
-    told = [event for delta in deltas for event in blocks.push(delta, CALL_IDS)]
-    return [event.model_dump() for event in [*told, *blocks.stop()]]
+    written = [event for delta in deltas for event in blocks.push(delta, CALL_IDS)]
+    return [event.model_dump() for event in [*written, *blocks.stop()]]
 
 
 def accumulated(events: list[dict[str, Any]]) -> Any:
