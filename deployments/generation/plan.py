@@ -11,6 +11,7 @@ from rayfin.actors.guidance import Guidance
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.build import build_guidance
 from rayfin.deployments.guidance.calls import make_call_rules
+from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES, check_size
 from rayfin.deployments.guidance.grammar import make_grammar
 from rayfin.deployments.guidance.thinking import make_thinking
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
@@ -101,7 +102,8 @@ async def plan_answers(
         InvalidRequest: a field that this model cannot follow, or a grammar that is refused.
         Overloaded: too many unknown grammars wait.
     """
-    plan = make_plan(service.formats, service.tokenizer, rules, opening, earlier_calls)
+    most = service.warden.max_bytes
+    plan = make_plan(service.formats, service.tokenizer, rules, opening, earlier_calls, most)
     return await _checked(service, plan, rules, tenant)
 
 
@@ -111,7 +113,9 @@ async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = 
     Raises:
         InvalidRequest, Overloaded: as :func:`plan_answers`.
     """
-    return await _checked(service, make_plan(Detected(), service.tokenizer, rules), rules, tenant)
+    most = service.warden.max_bytes
+    plan = make_plan(Detected(), service.tokenizer, rules, max_grammar_bytes=most)
+    return await _checked(service, plan, rules, tenant)
 
 
 async def _checked(
@@ -130,6 +134,7 @@ def make_plan(
     rules: AnswerRules,
     opening: str = "",
     earlier_calls: int = 0,
+    max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
 ) -> OutputPlan:
     """Returns the plan; its grammars are not checked yet. Otherwise as :func:`plan_answers`."""
     if rules.budget is not None and formats.reasoning is None:
@@ -144,6 +149,7 @@ def make_plan(
         )
     answer = None
     if rules.structured is not None:
+        check_size(rules.structured, rules.structured_param, max_grammar_bytes)
         answer = make_grammar(
             rules.structured, rules.structured_param, special_tokens=tokenizer.added_ids
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.grammar_limits import limits
 from rayfin.actors.timing import GRAMMAR_MASK_SECONDS
+from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES
 from rayfin.deployments.guidance.grammar import WHITESPACE
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ _SAID: dict[VerdictKind, str] = {
 class GrammarChecker(Protocol):
     """Says whether grammars may run."""
 
+    max_bytes: int  # of a form in a request
+
     async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
         """Returns if all of ``texts`` may run.
 
@@ -102,7 +105,8 @@ class GrammarChecker(Protocol):
 class InlineChecker:
     """Compiles in the caller's process: offline, where the caller trusts itself, and in tests."""
 
-    def __init__(self, tokenizer: "Tokenizer | None") -> None:
+    def __init__(self, tokenizer: "Tokenizer | None", max_bytes: int = MAX_GRAMMAR_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._tokenizer = tokenizer
         self._verdicts = VerdictCache()
 

@@ -21,6 +21,7 @@ from rayfin.actors.timing import (
     WARDEN_SILENT_SECONDS,
     WARDEN_START_SECONDS,
 )
+from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES
 from rayfin.deployments.guidance.verdicts import Verdict, VerdictCache, is_plain
 from rayfin.deployments.guidance.warden_process import STARVED, FrameBuffer, frame
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -101,6 +102,7 @@ class Warden:
 
     Args:
         vocab_size: of the model's logits.
+        max_bytes: of a form in a request; ``make_plan`` refuses a longer one.
         on_verdict: is called with each verdict that a request gets.
         on_restart: is called when a helper is replaced.
     """
@@ -110,9 +112,11 @@ class Warden:
         tokenizer: Tokenizer,
         vocab_size: int = 0,
         *,
+        max_bytes: int = MAX_GRAMMAR_BYTES,
         on_verdict: Callable[[str], None] = lambda kind: None,
         on_restart: Callable[[], None] = lambda: None,
     ) -> None:
+        self.max_bytes = max_bytes
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._on_verdict = on_verdict

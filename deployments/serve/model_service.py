@@ -77,6 +77,7 @@ async def model_service(
     warden = Warden(
         tokenizer,
         info.vocab_size,
+        max_bytes=server.max_grammar_bytes,
         on_verdict=counts.output.verdict,
         on_restart=counts.output.warden_restarted,
     )
