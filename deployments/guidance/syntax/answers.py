@@ -6,7 +6,7 @@ from rayfin.deployments.guidance.syntax.bodies import ANY_OBJECT, Callee, CallWr
 from rayfin.deployments.guidance.syntax.lark import BLANK, LarkWriter, escaped, quoted
 from rayfin.deployments.text.parsing.format import ToolFormat
 
-_SPACE = r"[ \t\n]{0,8}"
+_ALL_CHANNELS = '("analysis" | "commentary" | "final")'
 _CHANNELS = '("analysis" | "commentary")'
 
 
@@ -35,22 +35,23 @@ class AnswerWriter:
         if self._row.syntax == "channels":
             last = f"({self._text_message()} | {self._call_message(callees)})"
             return self._messages(last, several)
+        if self._row.bare:
+            return self._bare(callees, several)
         begun = [self._begun(mark, callees, several) for mark in self._openings()]
-        marks = self._text_marks()
-        inside = self._lark.rule(" | ".join(begun)) if begun else ""
-        tail = self._lark.free(*marks)
-        if not self._row.bare:
-            return f"({inside})* {tail}" if several else f"({inside})? {tail}"
-        head = self._bare_heads(callees)
-        calls = self._calls.calls(callees, several=several)
-        text = f"/(?s:.+)/ & ~/(?s:{head}.*)/"
-        if marks:
+        inside = self._lark.rule(" | ".join(begun))
+        return f"({inside}){'*' if several else '?'} {self._lark.free(*self._text_marks())}"
+
+    def _bare(self, callees: Sequence[Callee], several: bool) -> str:
+        """Calls, or a text that holds none: no mark ends a text before bare calls."""
+        calls, head = self._calls.bare(callees, several=several)
+        text = f"/(?s:.+)/ & ~/(?s:({head}).*)/"
+        if marks := self._text_marks():
             text += f" & ~/(?s:.*({'|'.join(map(escaped, marks))}).*)/"
-        start = f"{self._lark.terminal(text)}?"
-        if not inside:
-            return f"({BLANK} {calls} | {start})"
-        more = f"({inside})*" if several else f"({inside})?"
-        return f"({BLANK} {calls} {more} | {start} {more} {tail})"
+        marked = [
+            f"{self._lark.mark(mark)} {self._behind(mark, callees, several)}"
+            for mark in self._openings()
+        ]
+        return " | ".join([calls, *marked, f"{self._lark.terminal(text)}?"])
 
     def around(self, answer: str) -> str:
         """Returns the expression of an answer of its own form, with what the row writes around."""
@@ -74,35 +75,23 @@ class AnswerWriter:
 
     def _begun(self, mark: str, callees: Sequence[Callee], several: bool) -> str:
         """A text up to ``mark``, and the calls behind it."""
-        lark, row = self._lark, self._row
-        first = lark.until(mark)
-        if mark in row.openings:
-            if row.layout == "list":
-                closing = lark.mark(row.section[1] if row.section[0] else "")
-                ends = [lark.mark(text) for text in row.closings]
-                closing = closing or (f"({' | '.join(ends)})?" if ends else "")
-                return f"{first} {self._calls.run(callees, several=several)} {closing}"
-            return f"{first} {BLANK} {self._calls.run(callees, several=several)}"
-        behind = self._calls.behind(mark, callees, several=several)
-        return f"{first} {behind}"
+        return f"{self._lark.until(mark)} {self._behind(mark, callees, several)}"
 
-    def _bare_heads(self, callees: Sequence[Callee]) -> str:
-        """The pattern of what begins a call without a mark."""
-        row = self._row
-        names = "|".join(escaped(callee.name) for callee in callees)
-        if row.syntax == "python":
-            return rf"{_SPACE}\[{_SPACE}({names}){_SPACE}\("
-        colon = f"{_SPACE}:{_SPACE}"
-        bracket = rf"\[{_SPACE}" if row.layout == "list" else ""
-        extra = f'("type"{colon}"function"{_SPACE},{_SPACE})?'
-        return rf'{_SPACE}{bracket}\{{{_SPACE}{extra}"{escaped(row.name_key)}"{colon}"({names})"'
+    def _behind(self, mark: str, callees: Sequence[Callee], several: bool) -> str:
+        """The calls behind a mark; other texts may end those that other texts begin."""
+        row, calls = self._row, self._calls
+        if mark not in row.openings:
+            return calls.behind(mark, callees, several=several)
+        ends = [found for text in row.closings if (found := self._lark.mark(text))]
+        closing = f"({' | '.join(ends)})?" if ends else ""
+        return f"{BLANK} {calls.run(callees, several=several)} {closing}".rstrip()
 
     def _messages(self, last: str, several: bool) -> str:
         """Messages of the harmony; the last one is ``last``, those before it are texts."""
         mark = self._lark.mark
         between = mark(self._row.separator, exact=True)
         end = mark("<|end|>") or quoted("<|end|>")
-        text = self._lark.rule(f"{self._text_message()} {end} {between}")
+        text = self._lark.rule(f"{self._text_message(_CHANNELS)} {end} {between}")
         final = self._lark.rule(last)
         more = f"({between} {text}* {final})*" if several and self._can_go_on() else ""
         return f"({between})? {text}* {final} {more}"
@@ -111,10 +100,9 @@ class AnswerWriter:
         """Whether a call's last token does not end the answer."""
         return bool(self._lark.parts(self._row.call[1]))
 
-    def _text_message(self) -> str:
+    def _text_message(self, channels: str = _ALL_CHANNELS) -> str:
         mark = self._lark.mark
-        channel = self._lark.rule('"analysis" | "commentary" | "final"')
-        return f"{mark('<|channel|>')} {channel} {mark('<|message|>')} {self._lark.free()}"
+        return f"{mark('<|channel|>')} {channels} {mark('<|message|>')} {self._lark.free()}"
 
     def _call_message(self, callees: Sequence[Callee]) -> str:
         """A call's recipient stands before its channel or behind it."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rayfin.deployments.guidance.syntax.lark import BLANK, LarkWriter, quoted
+from rayfin.deployments.guidance.syntax.lark import BLANK, LarkWriter, escaped, quoted
 from rayfin.deployments.guidance.syntax.literals import Literals
 from rayfin.deployments.guidance.syntax.schemas import (
     ROOT_KEYWORDS,
@@ -23,6 +23,7 @@ _COMMA = f'{BLANK} "," {BLANK}'
 _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _IDS = {"mistral": "/[A-Za-z0-9]{9}/"}
 _ANY_ID = "/[A-Za-z0-9_-]{1,64}/"
+_SPACE = r"[ \t\n]{0,8}"
 _NEWLINES = '"\\n"?'
 
 
@@ -31,6 +32,10 @@ class Callee(NamedTuple):
 
     name: str
     schema: Mapping[str, Any] | None = None
+
+
+Group = tuple[list[str], Mapping[str, Any] | None]
+"""The names of functions whose arguments are held to the same."""
 
 
 class CallWriter:
@@ -84,40 +89,85 @@ class CallWriter:
         if mark in row.call[0]:
             rest = self._lark.mark(row.call[0].partition(mark)[2])
             return self._joined(rest, f"({self._bodies(callees)})", self._lark.mark(row.call[1]))
+        if mark in row.function[0]:
+            rest = self._lark.mark(row.function[0].partition(mark)[2])
+            return self._joined(rest, f"({self._bodies(callees, begun=True)})")
         closing = self._lark.mark(row.section[1] or row.call[1])
         if row.layout == "list":
             return self._joined(self.run(callees, several=several), closing)
         return self._joined(BLANK, f"({self._bodies(callees)})", closing)
 
-    def _bodies(self, callees: Sequence[Callee]) -> str:
-        """One alternative for all functions that take any arguments, one for each other."""
-        loose = [callee.name for callee in callees if callee.schema is None]
-        held = [callee for callee in callees if callee.schema is not None]
-        bodies = [self._body(loose, None)] * bool(loose)
-        bodies += [self._body([callee.name], callee.schema) for callee in held]
-        return " | ".join(bodies)
+    def bare(self, callees: Sequence[Callee], *, several: bool) -> tuple[str, str]:
+        """Returns calls without a mark, and the pattern of what they begin with.
 
-    def _body(self, names: Sequence[str], schema: Mapping[str, Any] | None) -> str:
+        They begin with one lexeme, so that a text beside them can be one that begins otherwise.
+        """
+        row, in_list = self._row, self._row.layout == "list"
+        heads, calls = [], []
+        for names, schema in self._groups(callees):
+            named = f"({'|'.join(map(escaped, names))})"
+            bracket = rf"\[{_SPACE}" if in_list else ""
+            if row.syntax == "python":
+                heads.append(rf"{_SPACE}{bracket}{named}{_SPACE}\(")
+                rest = f'{self._inner(schema)} ")"'
+            else:
+                colon = f"{_SPACE}:{_SPACE}"
+                extra = f'("type"{colon}"function"{_SPACE},{_SPACE})?'
+                key = f'{extra}"{escaped(row.name_key)}"{colon}"{named}"'
+                heads.append(rf"{_SPACE}{bracket}\{{{_SPACE}{key}")
+                rest = self._behind_name(schema)
+            calls.append(f"{self._lark.terminal(f'/{heads[-1]}/')} {rest}")
+        first = f"({' | '.join(calls)})"
+        more = self._more(callees) if several else ""
+        return self._joined(first, more, f'{BLANK} "]"' if in_list else ""), "|".join(heads)
+
+    def _more(self, callees: Sequence[Callee]) -> str:
+        """Further calls without marks of their own."""
+        comma = f'"," {BLANK}' if self._row.syntax == "python" else _COMMA
+        between = comma if self._row.layout == "list" else self._lark.mark(self._row.separator)
+        return f"({between} {self._lark.rule(self._bodies(callees))})*"
+
+    @staticmethod
+    def _groups(callees: Sequence[Callee]) -> "list[Group]":
+        """All functions that take any arguments together, and each other alone."""
+        loose = [callee.name for callee in callees if callee.schema is None]
+        groups: list[Group] = [(loose, None)] if loose else []
+        return groups + [([own.name], own.schema) for own in callees if own.schema is not None]
+
+    def _bodies(self, callees: Sequence[Callee], *, begun: bool = False) -> str:
+        """An alternative for each group; ``begun``: the mark before the name is written."""
+        groups = self._groups(callees)
+        return " | ".join(self._body(names, schema, begun) for names, schema in groups)
+
+    def _body(self, names: Sequence[str], schema: Mapping[str, Any] | None, begun: bool) -> str:
         row = self._row
         if row.syntax == "tagged":
-            return self._tagged(names, schema)
+            return self._tagged(names, schema, begun)
         if row.syntax in ("braces", "python"):
-            return self._literal(names, schema)
-        arguments = self._lark.json(ANY_OBJECT if schema is None else schema)
+            opening, closing = ("{", "}") if row.quote else ("(", ")")
+            head = self._joined(self._lark.mark(row.function[0]), self._alternatives(names))
+            return f"{head} {quoted(opening)} {self._inner(schema)} {quoted(closing)}"
         if row.layout == "named":
-            before = self._lark.mark(row.arguments[0])
-            return self._joined(
-                self._head(names), before, arguments, self._lark.mark(row.arguments[1])
-            )
+            arguments = self._lark.json(ANY_OBJECT if schema is None else schema)
+            before, after = map(self._lark.mark, row.arguments)
+            return self._joined(self._head(names), before, arguments, after)
         named = self._alternatives(f'"{name}"' for name in names)
-        ids = f"{quoted(quoted(row.id_key))} {_COLON} {self._id_in_quotes()}" if row.id_key else ""
-        before = f"({ids} {_COMMA})?" if ids else ""
-        after = f"({_COMMA} {ids})?" if ids else ""
-        key, inner = quoted(quoted(row.name_key)), quoted(quoted(row.arguments_key))
-        return (
-            f'"{{" {BLANK} {before} {key} {_COLON} {named} {_COMMA} '
-            f'{inner} {_COLON} {arguments} {after} {BLANK} "}}"'
-        )
+        ids = f"({self._ids()} {_COMMA})?" if row.id_key else ""
+        key = quoted(quoted(row.name_key))
+        return f'"{{" {BLANK} {ids} {key} {_COLON} {named} {self._behind_name(schema)}'
+
+    def _behind_name(self, schema: Mapping[str, Any] | None) -> str:
+        """The rest of an object."""
+        key = quoted(quoted(self._row.arguments_key))
+        arguments = self._lark.json(ANY_OBJECT if schema is None else schema)
+        ids = f"({_COMMA} {self._ids()})?" if self._row.id_key else ""
+        return f'{_COMMA} {key} {_COLON} {arguments} {ids} {BLANK} "}}"'
+
+    def _ids(self) -> str:
+        """The member of an object that holds the call's id."""
+        inner = _IDS.get(self._row.id_style, _ANY_ID)[1:-1]
+        value = self._lark.terminal(f'/"{inner}"/')
+        return f"{quoted(quoted(self._row.id_key))} {_COLON} {value}"
 
     def _head(self, names: Sequence[str]) -> str:
         """The name outside of JSON, with the marks around it."""
@@ -131,25 +181,18 @@ class CallWriter:
         ids = f"({self._lark.mark(row.id_mark)} {number})?" if row.id_mark else ""
         return self._joined(opening, self._alternatives(names), ids, closing)
 
-    def _id_in_quotes(self) -> str:
-        inner = _IDS.get(self._row.id_style, _ANY_ID)[1:-1]
-        return self._lark.terminal(f'/"{inner}"/')
+    def _inner(self, schema: Mapping[str, Any] | None) -> str:
+        """The arguments of ``N(k=v)`` or ``N{k:v}``."""
+        if schema is not None:
+            return self._literals.items(self._members(schema) or [])
+        key, equals = self._lark.terminal(_KEY), ":" if self._row.quote else "="
+        member = self._lark.rule(f"{key} {quoted(equals)} {self._literals.any()}")
+        return f'({member} ("," {BLANK} {member})*)?'
 
-    def _literal(self, names: Sequence[str], schema: Mapping[str, Any] | None) -> str:
-        """``N(k=v)`` or ``N{k:v}``."""
-        opening, closing, equals = ("{", "}", ":") if self._row.quote else ("(", ")", "=")
-        head = self._joined(self._lark.mark(self._row.function[0]), self._alternatives(names))
-        if schema is None:
-            key = self._lark.terminal(_KEY)
-            member = self._lark.rule(f"{key} {quoted(equals)} {self._literals.any()}")
-            inner = f'({member} ("," {BLANK} {member})*)?'
-        else:
-            inner = self._literals.items(self._members(schema) or [])
-        return f"{head} {quoted(opening)} {inner} {quoted(closing)}"
-
-    def _tagged(self, names: Sequence[str], schema: Mapping[str, Any] | None) -> str:
+    def _tagged(self, names: Sequence[str], schema: Mapping[str, Any] | None, begun: bool) -> str:
         row = self._row
         opening, closing = map(self._lark.mark, row.function)
+        opening = "" if begun else opening
         if schema is None:
             key = self._lark.terminal(_KEY)
             inner = f"({self._joined(self._lark.mark(row.key[0]), key, self._loose_value())})*"
