@@ -21,9 +21,8 @@ from rayfin.deployments.text.parsing.thought import thought_start
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from rayfin.deployments.text.parsing.parser import OutputParser
-
     from rayfin.deployments.generation.service import OpenAIService
+    from rayfin.deployments.text.parsing.parser import OutputParser
 
 UNENFORCED = "x-rayfin-unenforced"
 LONGEST_HEADER = 4096  # bytes; proxies refuse the headers of an answer beyond 8 KiB or so

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -201,8 +202,6 @@ async def test_two_choices_have_calls_of_their_own(http: httpx.AsyncClient) -> N
 async def test_the_name_of_reasoning(
     http: httpx.AsyncClient, service: OpenAIService, field: Any, names: set[str]
 ) -> None:
-    from dataclasses import replace
-
     service.formats = replace(service.formats, reasoning_field=field)
     message = (await whole(http))["choices"][0]["message"]
     assert message.keys() == {"role", "content", "tool_calls", *names}
@@ -285,7 +284,7 @@ async def test_a_continued_thought(http: httpx.AsyncClient, engine: Any, marked:
     messages = [*HELLO, {"role": "assistant", "content": "<think>2"}]
     reply = await whole(http, messages=messages, continue_final_message=True)
     message = reply["choices"][0]["message"]
-    assert (message["reasoning"], message["content"]) == ("+ 2", "4")
+    assert (message["reasoning"], message["content"]) == (" + 2", "4")
 
 
 async def test_earlier_calls_and_thoughts_reach_the_template(
@@ -298,7 +297,7 @@ async def test_earlier_calls_and_thoughts_reach_the_template(
     await whole(http, messages=[*HELLO, turn, result])
     prompt = marked.decode(engine.seen[0].prompt.tolist(), False)
     assert f"<think>{THOUGHT}</think>[call_1 " in prompt
-    assert '{"city": "Paris \\u00e9"}]<|im_end|>' in prompt
+    assert '{"city": "Paris é"}]<|im_end|>' in prompt
 
 
 async def test_calls_and_thoughts_are_counted(
