@@ -18,10 +18,11 @@ from rayfin.kernels.reference_pages import (
     partial_attention,
     split_and_write_kv,
 )
-from rayfin.kernels.shapes import PagedBatch, SamplingRows
+from rayfin.kernels.shapes import PagedBatch, SamplingRows, TokenBits
 
 __all__ = [
     "adjusted",
+    "allowed_only",
     "combine_partials",
     "e4m3",
     "experts",
@@ -281,6 +282,16 @@ def adjusted(
         if token in banned or (allowed is not None and token not in allowed):
             out[token] = NEVER
         out[token] += (bias or {}).get(token, 0.0)
+    return out
+
+
+def allowed_only(logits: torch.Tensor, allowed: TokenBits) -> torch.Tensor:
+    """[S, V] -> [S, V]: -inf for the tokens that a row may not sample, one token at a time."""
+    out = logits.clone()
+    for row, words in zip(allowed.rows.tolist(), allowed.words.tolist(), strict=True):
+        for token in range(logits.shape[1]):
+            if not words[token // 32] >> token % 32 & 1:
+                out[row, token] = NEVER
     return out
 
 

@@ -140,3 +140,14 @@ class SamplingRows:
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBits:
+    """The only tokens that N of the S rows may sample; the other rows may sample all.
+
+    Token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set.
+    """
+
+    rows: torch.Tensor  # [N] int64, rising
+    words: torch.Tensor  # [N, W] int32, W >= ceil(V / 32)

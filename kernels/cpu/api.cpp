@@ -2,6 +2,7 @@
 #include <new>
 
 #include "paged_attention/attention.h"
+#include "layers/allowed.h"
 #include "layers/decoder.h"
 #include "layers/experts.h"
 #include "layers/heads.h"
@@ -101,6 +102,18 @@ RAYFIN_API void rayfin_highest(Pool* pool, const float* x, int64_t stride, int64
                                int64_t* index) {
   Turn turn(pool);
   highest(*pool, x, stride, rows, count, index);
+}
+
+RAYFIN_API void rayfin_highest_allowed(Pool* pool, const float* x, int64_t stride, int64_t rows, int64_t count,
+                                       const uint32_t* bits, int64_t words, const int64_t* place, int64_t* index) {
+  Turn turn(pool);
+  highest_allowed(*pool, x, stride, rows, count, Allowed{bits, words, place}, index);
+}
+
+RAYFIN_API void rayfin_copy_allowed(Pool* pool, const float* x, int64_t stride, int64_t rows, int64_t count,
+                                    const uint32_t* bits, int64_t words, const int64_t* place, float* y) {
+  Turn turn(pool);
+  copy_allowed(*pool, x, stride, rows, count, Allowed{bits, words, place}, y);
 }
 
 RAYFIN_API void rayfin_prepare_heads(Pool* pool, const Heads* heads) {

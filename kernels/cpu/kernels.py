@@ -11,6 +11,7 @@ from enum import IntEnum
 import torch
 
 from rayfin.kernels.cpu.library import LibraryUnavailable, load, try_load
+from rayfin.kernels.shapes import TokenBits
 
 STORAGES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Storage of weights, and except int8 of pages (Storage in matrix.h)."""
@@ -142,14 +143,50 @@ class CpuKernels:
         )
         return out
 
-    def highest(self, x: torch.Tensor) -> torch.Tensor:  # [M, N], rows dense
-        """The first index of each row's largest value, or -1 if that is not finite: [M] int64."""
+    def highest(
+        self, x: torch.Tensor, allowed: TokenBits | None = None
+    ) -> torch.Tensor:  # [M, N], rows dense
+        """The first index of each row's largest value, or -1 if that is not finite: [M] int64.
+
+        Words of ``allowed`` that are 0 cost nothing.
+        """
         assert x.dim() == 2 and x.stride(1) == 1 and x.dtype == torch.float32
         index = torch.empty(x.shape[0], dtype=torch.int64)
-        self.library.rayfin_highest(
-            self.pool, x.data_ptr(), x.stride(0), *x.shape, index.data_ptr()
-        )
+        where = (self.pool, x.data_ptr(), x.stride(0), *x.shape)
+        if allowed is None:
+            self.library.rayfin_highest(*where, index.data_ptr())
+        else:
+            place, words = _places(x, allowed)
+            self.library.rayfin_highest_allowed(
+                *where, words.data_ptr(), words.shape[1], place.data_ptr(), index.data_ptr()
+            )
         return index
+
+    def copy_allowed(self, x: torch.Tensor, allowed: TokenBits) -> torch.Tensor:
+        """A copy of x [M, N] with -inf for the tokens that a row may not sample."""
+        assert x.dim() == 2 and x.stride(1) == 1 and x.dtype == torch.float32
+        out = torch.empty(x.shape, dtype=torch.float32)
+        place, words = _places(x, allowed)
+        self.library.rayfin_copy_allowed(
+            self.pool,
+            x.data_ptr(),
+            x.stride(0),
+            *x.shape,
+            words.data_ptr(),
+            words.shape[1],
+            place.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+
+def _places(x: torch.Tensor, allowed: TokenBits) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's place [M] int64 among the words, or -1, and the words, dense."""
+    words = allowed.words.contiguous()
+    assert words.dtype == torch.int32 and words.shape[1] * 32 >= x.shape[1]
+    place = torch.full((len(x),), -1, dtype=torch.int64)
+    place[allowed.rows] = torch.arange(len(words))
+    return place, words
 
 
 class Matrix:

@@ -40,6 +40,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (_P, _P, _I64, _I64, _I64, _P, _F32, _P, _I64, _F32, _P, _I64),
     ),
     "rayfin_highest": (None, (_P, _P, _I64, _I64, _I64, _P)),
+    "rayfin_highest_allowed": (None, (_P, _P, _I64, _I64, _I64, _P, _I64, _P, _P)),
+    "rayfin_copy_allowed": (None, (_P, _P, _I64, _I64, _I64, _P, _I64, _P, _P)),
     "rayfin_prepare_heads": (None, (_P, _P)),
     "rayfin_decoder_workspace": (_I64, (_P, _I64, _I64)),
     "rayfin_decoder_run": (None, (_P, _P, _P)),

@@ -6,6 +6,8 @@ distribution that the previous one left.
 
 import torch
 
+from rayfin.kernels.shapes import TokenBits
+
 NEVER = float("-inf")
 NUCLEUS_GUESS = 1024  # logits that a CPU sorts first; it sorts all only if these are too few
 
@@ -99,6 +101,16 @@ def allow_only(
     kept = logits[row, token]
     logits[rows] = NEVER
     logits[row, token] = kept
+
+
+def allow_bits(logits: torch.Tensor, allowed: TokenBits) -> torch.Tensor:
+    """A copy of logits [S, V] with -inf for the tokens that a row may not sample."""
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    bits = (allowed.words.unsqueeze(-1) >> shifts) & 1  # [N, W, 32]
+    never = bits.flatten(1)[:, : logits.shape[1]] == 0
+    changed = logits.clone()
+    changed[allowed.rows] = logits[allowed.rows].masked_fill(never, NEVER)
+    return changed
 
 
 def add_bias(

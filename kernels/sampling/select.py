@@ -2,20 +2,28 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.sampling.filters import allow_bits
 from rayfin.kernels.sampling.sample import sample
-from rayfin.kernels.shapes import SamplingRows
+from rayfin.kernels.shapes import SamplingRows, TokenBits
 from rayfin.kernels.triton.available import can_use_triton
 
-Sample = Callable[[torch.Tensor, SamplingRows], torch.Tensor]
+
+class SampleTokens(Protocol):
+    """`sample.sample` where rows may not take every token; a row without one gets -1."""
+
+    def __call__(
+        self, logits: torch.Tensor, rows: SamplingRows, allowed: TokenBits | None = None
+    ) -> torch.Tensor: ...
 
 
 def select_sample(
     device: torch.device, name: str = "auto", kernels: CpuKernels | None = None
-) -> Sample:
+) -> SampleTokens:
     """The sampling function for an attention backend's name.
 
     It is the Triton one on a GPU, the compiled one with ``kernels``, else torch's `sample`.
@@ -23,11 +31,29 @@ def select_sample(
     if name in ("auto", "triton") and can_use_triton(device):
         from rayfin.kernels.triton.sample import sample as triton_sample  # not installed everywhere
 
-        return triton_sample
-    return sample if kernels is None else partial(sample_on_cpu, kernels)
+        return partial(sample_allowed, triton_sample)
+    return partial(sample_allowed, sample) if kernels is None else partial(sample_on_cpu, kernels)
 
 
-def sample_on_cpu(kernels: CpuKernels, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def sample_allowed(
+    sample: Callable[[torch.Tensor, SamplingRows], torch.Tensor],
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    allowed: TokenBits | None = None,
+) -> torch.Tensor:
+    """``sample`` of a copy of the logits without the tokens that are not allowed."""
+    return sample(logits if allowed is None else allow_bits(logits, allowed), rows)
+
+
+def sample_on_cpu(
+    kernels: CpuKernels,
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    allowed: TokenBits | None = None,
+) -> torch.Tensor:
     """`sample` for a CPU: [S, V] fp32 -> [S] int64. Greedy rows take one pass over the logits."""
-    dense = logits.dtype == torch.float32 and logits.stride(-1) == 1
-    return kernels.highest(logits) if rows.all_greedy and dense else sample(logits, rows)
+    if logits.dtype != torch.float32 or logits.stride(-1) != 1:
+        return sample_allowed(sample, logits, rows, allowed)
+    if rows.all_greedy:
+        return kernels.highest(logits, allowed)
+    return sample(logits if allowed is None else kernels.copy_allowed(logits, allowed), rows)

@@ -35,6 +35,8 @@ float highest_of(const float* x, int64_t count) {
   return best;
 }
 
+}  // namespace
+
 int64_t highest_of_row(const float* x, int64_t count) {
   float best = -kInfinity;
   int64_t place = 0;
@@ -48,8 +50,6 @@ int64_t highest_of_row(const float* x, int64_t count) {
   if (!std::isfinite(best)) return -1;
   return std::find(x + place, x + count, best) - x;
 }
-
-}  // namespace
 
 void highest(Pool& pool, const float* x, int64_t stride, int64_t rows, int64_t count, int64_t* index) {
   pool.run(rows, [&](int64_t row, int) { index[row] = highest_of_row(x + row * stride, count); });

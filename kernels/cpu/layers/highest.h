@@ -9,4 +9,7 @@ namespace rayfin {
 // +inf, or only -inf, cannot be sampled and gets -1.
 void highest(Pool& pool, const float* x, int64_t stride, int64_t rows, int64_t count, int64_t* index);
 
+// The same for one row.
+int64_t highest_of_row(const float* x, int64_t count);
+
 }  // namespace rayfin

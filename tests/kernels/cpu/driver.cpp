@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "paged_attention/attention.h"
+#include "layers/allowed.h"
 #include "layers/decoder.h"
 #include "layers/experts.h"
 #include "layers/highest.h"
@@ -97,6 +98,24 @@ void highest_of_rows() {
       highest(pool, x.data(), count, 7, count, index.data());
       std::copy(index.begin(), index.end(), out);
     });
+  }
+}
+
+void allowed_of_rows() {
+  for (int64_t count : {1, 33, 4096, 9000}) {
+    const auto x = floats(7 * count);
+    const int64_t words = (count + 31) / 32;
+    std::vector<uint32_t> bits(size_t(3 * words), 0x5a5a00ffu);
+    std::fill(bits.begin(), bits.begin() + words, 0u);
+    const std::vector<int64_t> place = {0, -1, 1, 2, -1, 1, 0};
+    const Allowed allowed{bits.data(), words, place.data()};
+    on_pools("highest_allowed", 7, [&](Pool& pool, float* out) {
+      std::vector<int64_t> index(7);
+      highest_allowed(pool, x.data(), count, 7, count, allowed, index.data());
+      std::copy(index.begin(), index.end(), out);
+    });
+    on_pools("copy_allowed", 7 * count,
+             [&](Pool& pool, float* out) { copy_allowed(pool, x.data(), count, 7, count, allowed, out); });
   }
 }
 
@@ -240,6 +259,7 @@ int main() {
   matmuls();
   norms();
   highest_of_rows();
+  allowed_of_rows();
   attentions<float>(kFloat32, floats);
   attentions<BFloat16>(kBFloat16, halves);
   decoders();
