@@ -13,6 +13,8 @@
     ├── DeadlineExceeded               408  deadline_exceeded        the request's time limit passed
     ├── RequestFailed                  500  engine_error             this request alone failed
     │   ├── NumericalError             500  numerical_error          its logits were not finite
+    │   ├── GrammarFailed              500  grammar_failed           its grammar left no token
+    │   ├── GrammarTooSlow             500  grammar_too_slow         its grammar held up a step
     │   └── RequestQuarantined         500  request_quarantined      it killed its runners
     ├── EngineUnavailable              503  engine_unavailable       starting, draining or dead
     │   ├── EngineAsleep               503  engine_asleep            until an operator wakes it
@@ -167,6 +169,18 @@ class NumericalError(RequestFailed):
     """The model's logits for this request were not finite, so no token can be sampled."""
 
     code = "numerical_error"
+
+
+class GrammarFailed(RequestFailed):
+    """The request's grammar does not compile, met a limit, or allows no token where it stands."""
+
+    code = "grammar_failed"
+
+
+class GrammarTooSlow(RequestFailed):
+    """To find the tokens that the request's grammar allows took too long for a step."""
+
+    code = "grammar_too_slow"
 
 
 class RequestQuarantined(RequestFailed):

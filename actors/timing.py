@@ -45,6 +45,10 @@ MAX_RESTART_PAUSE_SECONDS = 30.0  # ... up to this
 STEP_RESEND_SECONDS = 1.0
 STEP_RESEND_PAUSE_SECONDS = 0.02
 
+# Finding the tokens that a row's grammar allows: its request fails if it takes longer, and longer
+# than two forwards. Processor time, so that a busy machine fails no request.
+MASK_SECONDS = 0.05
+
 # A rank waits this long for a peer within a step. The scheduler's limit is shorter: this one is for
 # ranks that have lost their scheduler as well.
 PEER_STEP_SECONDS = 180.0
