@@ -1,9 +1,10 @@
 """The runner in this process, behind the executor's interface: no Ray, no second process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayfin.actors.config import EngineConfig
+from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.runner.model_runner import ModelRunner
 
@@ -17,6 +18,19 @@ class _Deferred:
 
     def result(self) -> StepResult:
         return self.run(self.info)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Grammars that have been compiled; ``failure`` says why one was not."""
+
+    failure: str | None
+
+    def done(self) -> bool:
+        return True
+
+    def error(self) -> str | None:
+        return self.failure
 
 
 class InlineExecutor:
@@ -33,6 +47,14 @@ class InlineExecutor:
 
     def submit(self, info: SchedulerInfo) -> _Deferred:
         return _Deferred(self._runner.execute, info)
+
+    def prepare(self, grammars: Sequence[str]) -> _Prepared:
+        """Compiles grammars for requests to come, at once."""
+        try:
+            self._runner.prepare(grammars)
+        except RequestFailed as error:
+            return _Prepared(str(error))
+        return _Prepared(None)
 
     def restart(self) -> None:
         """Empties the runner."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +27,8 @@ from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserve
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
+from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler, StepOutput
 from rayfin.actors.runner.speculator import Speculator
 from rayfin.actors.runner.step.batch import (
@@ -84,6 +86,8 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._relay: PipelineTokenChannel | None = None  # in a group
         self._speculator: Speculator | None = None  # with a proposer
+        size = self._loaded.config.get_text_config(decoder=True).vocab_size
+        self._book = GrammarBook(lambda: Vocabulary.load(args, size))
 
     @property
     def next_step(self) -> tuple[int, int]:
@@ -126,7 +130,9 @@ class ModelRunner:
         rows, pages = config.limits.max_decoding_batch, config.max_pages_per_request
         self._slots = RequestSlots(rows, pages)
         sample = select_sample(loaded.device, self._args.attention, loaded.kernels)
-        self._sampler = Sampler(self._slots, loaded.device, sample, plugins.processors)
+        self._sampler = Sampler(
+            self._slots, loaded.device, sample, plugins.processors, self._make_masker()
+        )
         if plugins.proposer:
             self._speculator = Speculator(
                 plugins.proposer(), self._slots, self._sampler, loaded.device
@@ -142,6 +148,15 @@ class ModelRunner:
             self._relay = PipelineTokenChannel(loaded.peers, self._slots, self._sampler, config)
         self._epoch = epoch
         self._next_step = 0
+
+    def prepare(self, grammars: Iterable[str]) -> None:
+        """Compiles grammars for requests to come; another thread may call it beside steps.
+
+        Raises:
+            GrammarFailed: one does not compile.
+        """
+        if self._samples:
+            self._book.prepare(grammars)
 
     def sleep(self) -> None:
         """Frees the pages' memory; no step may come before the next ``start``."""
@@ -182,8 +197,20 @@ class ModelRunner:
         for observer in self._observers:
             observer.after(info, result)
         self._next_step += 1
+        result.grammars = self._sampler.take_usage()
         result.seconds = time.perf_counter() - started
         return result
+
+    @property
+    def _samples(self) -> bool:
+        """Whether this rank has logits."""
+        return self._loaded.peers is None or self._loaded.peers.place.is_last
+
+    def _make_masker(self) -> GuidanceProcessor | None:
+        if not self._samples:
+            return None
+        limited = self._loaded.peers is None
+        return GuidanceProcessor(self._loaded.device, self._book, limited=limited)
 
     def _make_observers(self, cache: KVTensors) -> list[StepObserver]:
         observers: list[StepObserver] = [RowFaults()]

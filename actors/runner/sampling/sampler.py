@@ -10,6 +10,7 @@ from rayfin.actors.errors import NumericalError, RequestFailed
 from rayfin.actors.messages import (
     NO_TOKEN,
     BoolArray,
+    GrammarUsage,
     Int32Array,
     Int64Array,
     Logprobs,
@@ -17,15 +18,17 @@ from rayfin.actors.messages import (
     StepResult,
 )
 from rayfin.actors.runner.sampling.logprobs import logprobs_of, sampled_logprobs, scored_chunks
-from rayfin.actors.runner.sampling.processors.base import ProcessorFactory
+from rayfin.actors.runner.sampling.processors.base import ProcessorFactory, TokenMasker
 from rayfin.actors.runner.sampling.processors.chain import ProcessorChain
 from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
 from rayfin.actors.runner.step.batch import SampledRows, StepInputs
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
 from rayfin.kernels.sampling.sample import NOTHING, find_bad_rows
-from rayfin.kernels.sampling.select import Sample
+from rayfin.kernels.sampling.select import SampleTokens
 
-NO_TOKEN_LEFT = "no token is left that allowed_token_ids, bad_words and min_tokens let through"
+NO_TOKEN_LEFT = (
+    "no token is left that the grammar, allowed_token_ids, bad_words and min_tokens let through"
+)
 NOT_FINITE = "the model's logits are not finite"
 
 
@@ -75,16 +78,21 @@ class Sampler:
         self,
         slots: RequestSlots,
         device: torch.device,
-        sample: Sample,
+        sample: SampleTokens,
         processors: Sequence[ProcessorFactory] = (),
+        masker: TokenMasker | None = None,
     ) -> None:
         self._slots = slots
         self._sample = sample
-        self._processors = ProcessorChain(device, processors)
+        self._processors = ProcessorChain(device, processors, masker)
 
     def apply_diff(self, info: SchedulerInfo) -> None:
         """Drops the step's finished requests and starts its new ones."""
         self._processors.apply_diff(info)
+
+    def take_usage(self) -> GrammarUsage | None:
+        """What was done with grammars since the last call, or None if it is nothing."""
+        return self._processors.take_usage()
 
     def needs_host(self, info: SchedulerInfo) -> BoolArray:
         """[R] which rows have a logits processor that CUDA graphs cannot run."""
@@ -123,8 +131,10 @@ class Sampler:
 
     def _draw(self, at: SampledRows, raw: torch.Tensor, result: Sampled) -> None:
         rows, slots = at.rows, at.slots
+        masks = self._processors.masks(slots, at.positions, raw.shape[1])
         processed = self._processors.process(raw, slots, at.positions)
-        tokens = self._sample(processed, at.settings).cpu().numpy().astype(np.int32)
+        allowed = None if masks is None else masks.allowed
+        tokens = self._sample(processed, at.settings, allowed).cpu().numpy().astype(np.int32)
         unsampled = tokens == NOTHING
         bad = unsampled if processed is raw else find_bad_rows(raw).cpu().numpy()
         empty = unsampled & ~bad
@@ -132,6 +142,8 @@ class Sampler:
         tokens[unsampled | bad] = NO_TOKEN
         result.tokens[rows] = tokens
         result.errors |= {row: NumericalError(NOT_FINITE) for row in rows[bad].tolist()}
+        if masks is not None:
+            result.errors |= {int(rows[index]): error for index, error in masks.errors.items()}
         asked = self._slots.logprobs[slots]
         if (most := int(asked.max())) != NO_LOGPROBS:
             asking = asked != NO_LOGPROBS

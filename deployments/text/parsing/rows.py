@@ -128,8 +128,7 @@ _LISTS = (
         section=("[TOOL_CALLS]", ""),
         id_key="id",
         id_style="mistral",
-        function=("", "[ARGS]"),  # newer models: see mistral_args
-        id_mark="[CALL_ID]",
+        tokens=("[ARGS]", "[CALL_ID]"),
         triggers=("[TOOL_CALLS]",),
     ),
     ToolFormat(

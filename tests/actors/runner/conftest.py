@@ -1,5 +1,6 @@
 """Engines on a real runner in this process, with what their forwards said on record."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.messages import (
@@ -23,6 +27,7 @@ from rayfin.actors.messages import (
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
 from rayfin.actors.scheduler.engine import Engine
 
 
@@ -244,3 +249,64 @@ def poison_token(engine: Any, token: int) -> None:
 @pytest.fixture
 def poison() -> Callable[[Any, int], None]:
     return poison_token
+
+
+# Tokenizers of 128 ids and less for the tiny models: special tokens, printable ASCII, some words.
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<think>", "</think>", "<call>", "</call>", "<never>"]
+WORDS = ["tr", "tru", "true", "in", '":', '",', "</", "th", "{}", "ab", "abc", "}}"]
+
+
+def _tiny_backend(kind: str) -> Backend:
+    """``byte_level`` as GPT-2's, or ``sentencepiece`` as Llama 2's."""
+    space, newline = (" ", "\n") if kind == "sentencepiece" else ("\u0120", "\u010a")
+    shown = {" ": "\u2581" if kind == "sentencepiece" else space, "\n": newline}
+    letters = [shown.get(letter, letter) for letter in map(chr, range(32, 127))]
+    newline = "<0x0A>" if kind == "sentencepiece" else newline
+    names = [*SPECIAL, *letters, newline, *WORDS]
+    vocabulary = {name: token for token, name in enumerate(names)}
+    merges = [
+        next(
+            (word[:cut], word[cut:])
+            for cut in range(len(word) - 1, 0, -1)
+            if word[:cut] in vocabulary and word[cut:] in vocabulary
+        )
+        for word in WORDS
+    ]
+    if kind == "sentencepiece":
+        backend = Backend(models.BPE(vocabulary, merges, unk_token="<pad>", byte_fallback=True))
+        backend.normalizer = normalizers.Replace(" ", "\u2581")
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    else:
+        backend = Backend(models.BPE(vocabulary, merges))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    return backend
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """kind -> the folder of a tokenizer for the tiny models; its end is 2."""
+
+    @functools.cache
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        fast = PreTrainedTokenizerFast(tokenizer_object=_tiny_backend(kind), eos_token="</s>")
+        fast.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_book(tiny_tokenizer: Callable[[str], Path]) -> Callable[..., GrammarBook]:
+    """kind, vocabulary of the model -> a new book of grammars."""
+
+    def make(kind: str = "byte_level", size: int = 128, **settings: Any) -> GrammarBook:
+        args = make_args("no model", tokenizer=str(tiny_tokenizer(kind)))
+        return GrammarBook(lambda: Vocabulary.load(args, size), **settings)
+
+    return make

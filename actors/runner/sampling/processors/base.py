@@ -1,7 +1,8 @@
 """The contract of a logits processor, and what every one of them shares.
 
-A processor is one file of this folder: token rules, penalties, one day a grammar. It keeps state by
-slot for the requests that need it, and changes the logits of their rows before they are sampled.
+A processor is one file of this folder: token rules, penalties. It keeps state by slot for the
+requests that need it, and changes the logits of their rows before they are sampled. A masker does
+not change them: it says which tokens the rows may sample.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rayfin.actors.messages import Int64Array, NewRequest
+from rayfin.actors.errors import RequestFailed
+from rayfin.actors.messages import GrammarUsage, Int64Array, NewRequest
 from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
+from rayfin.kernels.shapes import TokenBits
 from rayfin.kernels.staging import to_device
 
 
@@ -25,8 +28,8 @@ class Rows:
     positions: list[int]  # [N] position of the token that each row is about to sample
 
 
-class LogitsProcessor(Protocol):
-    """Changes logits by request. All calls are made in the order of the steps.
+class SlotRules(Protocol):
+    """Rules on the tokens of the requests that need them. Calls come in the order of the steps.
 
     ``accept`` and ``rollback`` keep its state equal to the request's tokens, so that a state is a
     function of the token log alone: ``add`` with a longer history gives the same state.
@@ -40,11 +43,8 @@ class LogitsProcessor(Protocol):
         """Drops the slot's request, which ``add`` accepted."""
 
     def is_active(self, slot: int, position: int) -> bool:
-        """Whether ``apply`` changes the row that samples the token at ``position``."""
+        """Whether the row that samples the token at ``position`` is changed."""
         ...
-
-    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
-        """Changes the ``rows`` of fp32 logits [S, V] in place, and no others."""
 
     def accept(self, slot: int, tokens: Sequence[int]) -> None:
         """Appends sampled tokens to the slot's request."""
@@ -55,6 +55,36 @@ class LogitsProcessor(Protocol):
     def device_rules(self, slot: int) -> DeviceRules | None:
         """The slot's rules as lists that a GPU applies in a CUDA graph, or None if it needs the
         host at every token: then its row runs outside of the graphs."""
+        ...
+
+
+class LogitsProcessor(SlotRules, Protocol):
+    """Changes logits by request."""
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+        """Changes the ``rows`` of fp32 logits [S, V] in place, and no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What some rows of a step's logits may sample, and which of them cannot go on."""
+
+    allowed: TokenBits
+    errors: dict[int, RequestFailed]  # by row of the logits; it may sample nothing
+
+
+class TokenMasker(SlotRules, Protocol):
+    """Allows tokens as bits beside the logits, which stay as they are: no copy is made."""
+
+    def begin_step(self) -> None:
+        """A step begins: before any other call of it."""
+
+    def masks(self, rows: Rows, vocabulary: int) -> Masks:
+        """The tokens that the ``rows`` of logits [S, vocabulary] may sample."""
+        ...
+
+    def take_usage(self) -> GrammarUsage | None:
+        """What was done with grammars since the last call, or None if it is nothing."""
         ...
 
 

@@ -1,7 +1,8 @@
 """All logits processors of a runner, in order.
 
 vLLM's order: allowed tokens, bad words, minimum length and bias, then penalties. Temperature and
-the filters come after (`kernels/sampling`).
+the filters come after (`kernels/sampling`). The tokens that a grammar forbids are left out where
+the token is picked: no other rule can bring them back.
 """
 
 from collections.abc import Sequence
@@ -9,8 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rayfin.actors.messages import BoolArray, Int32Array, SchedulerInfo
-from rayfin.actors.runner.sampling.processors.base import LogitsProcessor, ProcessorFactory, Rows
+from rayfin.actors.messages import BoolArray, GrammarUsage, Int32Array, SchedulerInfo
+from rayfin.actors.runner.sampling.processors.base import (
+    LogitsProcessor,
+    Masks,
+    ProcessorFactory,
+    Rows,
+    SlotRules,
+    TokenMasker,
+)
 from rayfin.actors.runner.sampling.processors.device_rules import (
     DeviceRules,
     RowTokenRules,
@@ -25,45 +33,69 @@ DEFAULT_PROCESSORS: tuple[ProcessorFactory, ...] = (TokenRules, Penalties)
 class ProcessorChain:
     """Knows which slots have which processors. A slot without any costs nothing.
 
-    ``extra`` processors come before the default ones, as a grammar's mask does.
+    ``extra`` processors come before the default ones.
     """
 
-    def __init__(self, device: torch.device, extra: Sequence[ProcessorFactory] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        extra: Sequence[ProcessorFactory] = (),
+        masker: TokenMasker | None = None,
+    ) -> None:
         self._processors = [make(device) for make in (*extra, *DEFAULT_PROCESSORS)]
+        self._masker = masker
         self._slots: dict[int, list[LogitsProcessor]] = {}
+        self._masked: set[int] = set()  # slots that the masker knows
 
     def __len__(self) -> int:
         """Slots with a processor."""
-        return len(self._slots)
+        return len(self._slots.keys() | self._masked)
 
     def apply_diff(self, info: SchedulerInfo) -> None:
         """Removes the step's finished requests, then adds its new ones."""
+        if self._masker is not None:
+            self._masker.begin_step()
         for slot in info.finished:
             self._remove(slot)
         for new in info.new_requests:
             self._remove(new.handle)
+            if self._masker is not None and self._masker.add(new.handle, new):
+                self._masked.add(new.handle)
             if added := [own for own in self._processors if own.add(new.handle, new)]:
                 self._slots[new.handle] = added
 
-    def any_of(self, slots: Int32Array) -> bool:
-        """Whether one of the slots [R] has a processor."""
-        return bool(self._slots) and not self._slots.keys().isdisjoint(slots.tolist())
-
     def accept(self, slots: Int32Array, tokens: Int32Array) -> None:
         """Appends the token [R] that each of the slots [R] sampled; negative ones are none."""
-        if not self._slots:
+        if not (self._slots or self._masked):
             return
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             if token >= 0:
-                for processor in self._slots.get(slot, ()):
-                    processor.accept(slot, (token,))
+                for rules in self._rules_of(slot):
+                    rules.accept(slot, (token,))
 
     def rollback(self, slots: Int32Array, tokens: Int32Array) -> None:
         """Takes back what ``accept`` appended with the same arguments, the last ones first."""
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             if token >= 0:
-                for processor in self._slots.get(slot, ()):
-                    processor.rollback(slot, 1)
+                for rules in self._rules_of(slot):
+                    rules.rollback(slot, 1)
+
+    def masks(self, slots: Int32Array, positions: Int32Array, vocabulary: int) -> Masks | None:
+        """What the slots [S] may sample at their positions [S], or None if they may sample all."""
+        masker = self._masker
+        if masker is None or not self._masked:
+            return None
+        rows = [
+            (row, slot, position)
+            for row, (slot, position) in enumerate(
+                zip(slots.tolist(), positions.tolist(), strict=True)
+            )
+            if slot in self._masked and masker.is_active(slot, position)
+        ]
+        if not rows:
+            return None
+        index, of_slots, at = (list(column) for column in zip(*rows, strict=True))
+        return masker.masks(Rows(index, of_slots, at), vocabulary)
 
     def process(
         self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array
@@ -89,12 +121,15 @@ class ProcessorChain:
                 processor.apply(changed, Rows(index, of_slots, at))
         return changed
 
+    def take_usage(self) -> GrammarUsage | None:
+        """What was done with grammars since the last call, or None if it is nothing."""
+        return None if self._masker is None else self._masker.take_usage()
+
     def needs_host(self, slots: Int32Array) -> BoolArray:
         """[R] which of the slots have a processor that works on the host at every token."""
-        if not self._slots:
+        if not (self._slots or self._masked):
             return np.zeros(len(slots), np.bool_)
-        listed = slots.tolist()
-        return np.array([slot in self._slots and self._rules(slot) is None for slot in listed])
+        return np.array([self._device_rules(slot) is None for slot in slots.tolist()])
 
     def row_token_rules(self, slots: Int32Array, num_steps: int) -> RowTokenRules | None:
         """The rules of the slots [R] for a GPU, or None if no slot has any.
@@ -103,14 +138,21 @@ class ProcessorChain:
         """
         rules = {
             row: merged
-            for row, slot in enumerate(slots.tolist() if self._slots else ())
-            if slot in self._slots and (merged := self._rules(slot)) is not None
+            for row, slot in enumerate(slots.tolist() if self._slots or self._masked else ())
+            if (slot in self._slots or slot in self._masked)
+            and (merged := self._device_rules(slot)) is not None
         }
         return make_row_token_rules(len(slots), rules, num_steps) if rules else None
 
-    def _rules(self, slot: int) -> DeviceRules | None:
+    def _rules_of(self, slot: int) -> Sequence[SlotRules]:
+        changing = self._slots.get(slot, [])
+        if slot in self._masked and self._masker is not None:
+            return [self._masker, *changing]
+        return changing
+
+    def _device_rules(self, slot: int) -> DeviceRules | None:
         merged: DeviceRules | None = DeviceRules()
-        for processor in self._slots[slot]:
+        for processor in self._rules_of(slot):
             rules = processor.device_rules(slot)
             if rules is None or merged is None:
                 return None
@@ -118,5 +160,7 @@ class ProcessorChain:
         return merged
 
     def _remove(self, slot: int) -> None:
-        for processor in self._slots.pop(slot, ()):
-            processor.remove(slot)
+        for rules in self._rules_of(slot):
+            rules.remove(slot)
+        self._slots.pop(slot, None)
+        self._masked.discard(slot)

@@ -18,6 +18,7 @@ class _SlotRules:
     sampling: Sampling
     allowed: Int64Array
     biased: Int64Array
+    banned: tuple[int, ...]  # early, without the ends of a guided request: its grammar has them
     output: list[int] = field(default_factory=list)  # with bad words
 
     def forbidden(self, position: int) -> list[int]:
@@ -28,7 +29,7 @@ class _SlotRules:
             for word in sampling.bad_words
             if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]
         ]
-        return [*tokens, *sampling.banned] if position < sampling.banned_until else tokens
+        return [*tokens, *self.banned] if position < sampling.banned_until else tokens
 
 
 class TokenRules:
@@ -44,10 +45,12 @@ class TokenRules:
             sampling.bad_words or sampling.allowed or sampling.logit_bias or sampling.banned_until
         ):
             return False
+        ends = () if sampling.guidance is None else sampling.guidance.ends
         rules = _SlotRules(
             sampling,
             np.array(sampling.allowed, np.int64),
             np.array([token for token, _ in sampling.logit_bias], np.int64),
+            tuple(token for token in sampling.banned if token not in ends),
         )
         if sampling.bad_words:
             assert request.history is not None, "a request with bad words comes without its history"
@@ -91,13 +94,14 @@ class TokenRules:
             del rules.output[-count:]
 
     def device_rules(self, slot: int) -> DeviceRules | None:
-        sampling = self._slots[slot].sampling
+        rules = self._slots[slot]
+        sampling = rules.sampling
         if any(len(word) > 1 for word in sampling.bad_words):
             return None
         return DeviceRules(
             allowed=sampling.allowed,
             banned=tuple(word[0] for word in sampling.bad_words),
-            banned_early=sampling.banned,
+            banned_early=rules.banned,
             banned_until=sampling.banned_until,
             bias=sampling.logit_bias,
         )

@@ -1,0 +1,309 @@
+"""Where a guided request stands, as a function of its tokens, and which token may come next.
+
+    THINKING   between the marks of a thought: everything may, until its budget is spent; no end if
+               a grammar is to come
+    FREE       everything may, until a trigger begins a call
+    BOUND      what the grammar of the answer, or of a call, lets through
+    DONE       it has ended; a step that is in flight by then may only sample the end
+
+An answer that may open a thought for itself begins as OPENING: its first tokens are those of the
+mark, or already the answer.
+"""
+
+import logging
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rayfin.actors.errors import GrammarFailed, RequestFailed
+from rayfin.actors.guidance import Guidance, Thinking
+from rayfin.actors.messages import Int32Array
+from rayfin.actors.runner.sampling.grammars import WORD, GrammarBook, Vocabulary, brief
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+logger = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    OPENING = auto()
+    THINKING = auto()
+    FREE = auto()
+    BOUND = auto()
+    DONE = auto()
+
+
+class OpenThought:
+    """A thought that has not ended: looks for its close."""
+
+    def __init__(self, thinking: Thinking, vocabulary: Vocabulary) -> None:
+        self._thinking = thinking
+        self._vocabulary = vocabulary
+        self._length = 0  # tokens
+        self._recent: list[int] = []  # the last of them, as many as the close has
+        self._close = thinking.close.encode()
+        self._tail = b""  # the end of its text, shorter than the close
+        ids = thinking.close_ids
+        self._by_id = len(ids) == 1 and ids[0] in vocabulary.special
+
+    @property
+    def spent(self) -> bool:
+        """Whether its budget is."""
+        budget = self._thinking.budget
+        return budget is not None and self._length >= budget
+
+    def forced(self) -> int:
+        """The next token of the close, some of which may be there."""
+        ids, recent = self._thinking.close_ids, self._recent
+        count = min(len(ids) - 1, len(recent))
+        while count and tuple(recent[-count:]) != ids[:count]:
+            count -= 1
+        return ids[count]
+
+    def ends_with(self, token: int) -> bool:
+        """Appends a token; whether the thought ends with it.
+
+        A close that is one special token is known by its id, any other by its text: it may be
+        written in several ways.
+        """
+        ids = self._thinking.close_ids
+        self._length += 1
+        self._recent = [*self._recent, token][-len(ids) :]
+        if ids and tuple(self._recent) == ids:
+            return True
+        if self._by_id or not self._close:
+            return False
+        text = self._tail + self._vocabulary.bytes_of(token)
+        self._tail = text[max(len(text) - len(self._close) + 1, 0) :]
+        return self._close in text
+
+    def ban_beyond(self, words: Int32Array) -> None:
+        """Bans tokens that would end the thought and begin the answer: no grammar sees them."""
+        if self._by_id:
+            return
+        close = self._thinking.close
+        for length in range(len(close)):
+            if self._tail.endswith(close[:length].encode()):
+                words &= ~self._vocabulary.beyond(close[length:])
+
+
+class GuidedRow:
+    """One request's state. An error stays: no token of it is sampled any more."""
+
+    def __init__(self, guidance: Guidance, book: GrammarBook, output: Iterable[int] = ()) -> None:
+        self.guidance = guidance
+        self.error: RequestFailed | None = None
+        self._book = book
+        self._output = list(output)
+        self._replay()
+
+    @property
+    def grammar(self) -> str:
+        """The text that its next mask is made from, or ""."""
+        if self._matcher is None:
+            return ""
+        calls = self.guidance.calls
+        return self.guidance.grammar or (calls.grammar if calls is not None else "")
+
+    def accept(self, token: int) -> None:
+        """Appends a token that was sampled."""
+        self._output.append(token)
+        self._take(token)
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last ``count`` tokens."""
+        if count:
+            del self._output[-count:]
+            self._replay()
+
+    def is_active(self, position: int) -> bool:
+        """Whether not all tokens may be sampled at ``position`` of the request."""
+        guidance = self.guidance
+        if self.error is not None or self.phase in (Phase.BOUND, Phase.DONE) or guidance.forbidden:
+            return True
+        if guidance.ends and position < guidance.ends_from:
+            return True
+        if self.phase is Phase.FREE:
+            return self._no_more_calls
+        if guidance.grammar:
+            return True
+        return self._thought is not None and self._thought.spent
+
+    def fill(self, words: Int32Array, position: int) -> None:
+        """Sets the bits [W] of the tokens that may be sampled at ``position``.
+
+        Raises:
+            RequestFailed: there are none, and why; then for ever.
+        """
+        try:
+            if self.error is not None:
+                raise self.error
+            if self.phase is Phase.THINKING:
+                self._fill_thinking(words, position)
+            else:
+                self._fill_answer(words, position)
+            if self._book.vocabulary.trimmed:
+                words &= self._book.vocabulary.all
+            if not words.any():
+                raise GrammarFailed("no token is left that the request's grammar lets through")
+        except Exception as error:
+            words[:] = 0
+            self.error = _failure(error)
+            raise self.error from None
+
+    def _fill_thinking(self, words: Int32Array, position: int) -> None:
+        assert self._thought is not None
+        if self._thought.spent:
+            words[:] = 0
+            _allow(words, self._thought.forced())
+            return
+        guidance = self.guidance
+        words[:] = self._book.vocabulary.all
+        _ban(words, guidance.forbidden)
+        if guidance.grammar:
+            self._thought.ban_beyond(words)
+        if guidance.grammar or position < guidance.ends_from:
+            _ban(words, guidance.ends)
+
+    def _fill_answer(self, words: Int32Array, position: int) -> None:
+        guidance, matcher = self.guidance, self._matcher
+        ends: Iterable[int] = guidance.ends
+        if self.phase is Phase.DONE:
+            words[:] = 0
+        elif matcher is not None:
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if matcher.is_error():
+                raise GrammarFailed(f"the grammar cannot go on: {brief(matcher.get_error())}")
+            accepts = matcher.is_accepting()
+            ends = [token for token in ends if accepts or _is_allowed(words, token)]
+            _ban(words, self._book.vocabulary.tokens.eos_tokens)
+        elif guidance.grammar:  # the mark of a thought that is no beginning of an answer
+            words[:] = 0
+            ends = ()
+        else:
+            words[:] = self._book.vocabulary.all
+        _ban(words, guidance.forbidden)
+        _ban(words, guidance.ends)
+        if self.phase is Phase.FREE and self._no_more_calls and guidance.calls is not None:
+            _ban(words, guidance.calls.triggers)
+        if self.phase is Phase.OPENING and guidance.thinking is not None:
+            _allow(words, guidance.thinking.open_ids[self._opened])
+        if position >= guidance.ends_from or not words.any():
+            for token in ends:
+                _allow(words, token)
+
+    @property
+    def _no_more_calls(self) -> bool:
+        calls = self.guidance.calls
+        return calls is not None and calls.most is not None and self._calls >= calls.most
+
+    def _replay(self) -> None:
+        """Goes through all tokens from the start."""
+        thinking = self.guidance.thinking
+        self._matcher: LLMatcher | None = None
+        self._thought: OpenThought | None = None
+        self._calls = 0  # begun
+        self._opened = 0  # tokens of the mark that opens a thought
+        self.error = None
+        try:
+            if thinking is None or not (thinking.starts_inside or thinking.open_ids):
+                self._begin_answer()
+            elif thinking.starts_inside:
+                self._begin_thought()
+            else:
+                self._begin_answer()
+                self.phase = Phase.OPENING
+        except Exception as error:
+            self.error = _failure(error)
+        for token in self._output:
+            self._take(token)
+
+    def _take(self, token: int) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._advance(token)
+        except Exception as error:  # the step goes on: its other rows have their tokens
+            self.error = _failure(error)
+
+    def _advance(self, token: int) -> None:
+        if self.phase is Phase.OPENING and self._opens(token):
+            return
+        if self.phase is Phase.THINKING:
+            assert self._thought is not None
+            if self._thought.ends_with(token):
+                self._begin_answer()
+                return
+        if token in self.guidance.ends:
+            self.phase = Phase.DONE
+        elif self.phase is Phase.FREE:
+            calls = self.guidance.calls
+            if calls is not None and token in calls.triggers and not self._no_more_calls:
+                self._calls += 1
+                self._matcher = self._book.matcher(calls.grammar)
+                self.phase = Phase.BOUND
+        elif self.phase is Phase.BOUND:
+            self._consume(token)
+
+    def _opens(self, token: int) -> bool:
+        """Whether the answer still begins as a thought does; else it is an answer from now on."""
+        thinking, matcher = self.guidance.thinking, self._matcher
+        assert thinking is not None
+        if token != thinking.open_ids[self._opened]:
+            self.phase = Phase.BOUND if self.guidance.grammar else Phase.FREE
+            return False
+        self._opened += 1
+        if self._opened == len(thinking.open_ids):
+            self._begin_thought()
+        elif matcher is not None and not matcher.try_consume_tokens([token]):
+            self._matcher = None
+        return True
+
+    def _consume(self, token: int) -> None:
+        matcher = self._matcher
+        if matcher is None or not matcher.consume_token(token):
+            why = "" if matcher is None else f": {brief(matcher.get_error())}"
+            raise GrammarFailed(f"token {token} is not of the request's grammar{why}")
+        if matcher.is_stopped() and not self.guidance.grammar:
+            self._matcher = None  # the call is complete
+            self.phase = Phase.FREE
+
+    def _begin_thought(self) -> None:
+        thinking = self.guidance.thinking
+        assert thinking is not None
+        self._matcher = None
+        self._thought = OpenThought(thinking, self._book.vocabulary)
+        self.phase = Phase.THINKING
+
+    def _begin_answer(self) -> None:
+        self._thought = None
+        self.phase = Phase.FREE
+        if self.guidance.grammar:
+            self.phase = Phase.BOUND
+            self._matcher = self._book.matcher(self.guidance.grammar)
+
+
+def _failure(error: Exception) -> RequestFailed:
+    if isinstance(error, RequestFailed):
+        return error
+    logger.error("a guided row failed: %s", error, exc_info=error)
+    return GrammarFailed(f"{type(error).__name__}: {error}")
+
+
+def _is_allowed(words: Int32Array, token: int) -> bool:
+    return token < len(words) * WORD and bool(int(words[token // WORD]) >> token % WORD & 1)
+
+
+def _allow(words: Int32Array, token: int) -> None:
+    if token < len(words) * WORD:
+        words.view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
+
+
+def _ban(words: Int32Array, tokens: Iterable[int]) -> None:
+    bits = words.view(np.uint32)
+    for token in tokens:
+        if token < len(words) * WORD:
+            bits[token // WORD] &= np.uint32(~(1 << token % WORD) & 0xFFFFFFFF)
