@@ -5,6 +5,7 @@ there passes here. No torch; llguidance and transformers load when they are used
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.errors import InvalidConfig
@@ -79,18 +80,31 @@ def ll_tokenizer_of(fast: Any, vocab_size: int = 0, ends: Sequence[int] = ()) ->
     Raises:
         InvalidConfig: grammars cannot use it.
     """
-    from llguidance import LLTokenizer
-    from llguidance.hf import from_tokenizer
-
-    size = max(vocab_size, len(fast))
     own = [] if fast.eos_token_id is None else [fast.eos_token_id]
-    listed = list(ends) or own
+    backend = copy(fast.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    size = max(vocab_size, len(fast))
+    return ll_tokenizer_from(backend.to_str(), size, list(ends) or own, fast.bos_token_id)
+
+
+def ll_tokenizer_from(
+    text: str, vocab_size: int, ends: list[int], bos: int | None = None
+) -> "LLTokenizer":
+    """The same from the JSON text of a tokenizer, without transformers.
+
+    Raises:
+        InvalidConfig: grammars cannot use it.
+    """
+    from llguidance import LLTokenizer
+
     try:
-        return from_tokenizer(fast, n_vocab=size, eos_token=listed or None)
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends or None)
     except ValueError:  # a decoder that llguidance does not know, as of a unigram
         pass
+    vocabulary: Any = _Vocabulary(text, vocab_size, ends, bos)
     try:
-        return LLTokenizer(_Vocabulary(fast, size, listed), eos_token=listed or None)  # type: ignore[arg-type]
+        return LLTokenizer(vocabulary, eos_token=ends or None)
     except ValueError as error:
         reason = str(error).partition("\n")[0]
         raise InvalidConfig(f"grammars cannot use this tokenizer: {reason}") from error
@@ -101,12 +115,14 @@ class _Vocabulary:
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, fast: Any, size: int, ends: list[int]) -> None:
-        backend = fast.backend_tokenizer
+    def __init__(self, text: str, size: int, ends: list[int], bos: int | None) -> None:
+        from tokenizers import Tokenizer
+
+        backend = Tokenizer.from_str(text)
         added = backend.get_added_tokens_decoder()
         self._backend = backend
         self.eos_token_id = ends[0] if ends else None
-        self.bos_token_id = fast.bos_token_id
+        self.bos_token_id = bos
         self.special_token_ids = sorted(added)
         letter = backend.encode("a", add_special_tokens=False).ids[-1:]
         before = len(backend.decode(letter, skip_special_tokens=False))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import BeamParams
+from rayfin.actors.structured_outputs import StructuredOutputs
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 MIN_TEMPERATURE = 0.01  # smaller ones are raised to this, or the division overflows float16
@@ -25,7 +26,7 @@ NUMBER = re.compile(r"-?[0-9]{1,18}")
 NO_SEED = -1
 NO_BUDGET = -1
 UNSERVED = (
-    *("extra_args", "flat_logprobs", "logprob_token_ids", "structured_outputs"),
+    *("extra_args", "flat_logprobs", "logprob_token_ids"),
     *("thinking_token_budget", "repetition_detection"),
 )
 WHOLE_VOCABULARY = -1  # as a number of log probabilities
@@ -67,11 +68,11 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     truncate_prompt_tokens: int | None = None  # tokens to keep; -1: as many as fit the context
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None  # the answer's form
     # vLLM's fields that are refused unless they have no effect
     extra_args: dict[str, Any] | None = field(default=None)
     flat_logprobs: bool = False
     logprob_token_ids: Sequence[int] | None = None
-    structured_outputs: Any = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
 
@@ -107,6 +108,7 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids must not be empty.", "allowed_token_ids")
         self._check_truncation()
+        self.structured_outputs = _structured(self.structured_outputs)
         for name in UNSERVED:
             if getattr(self, name) not in (None, False, {}, [], NO_BUDGET):
                 raise InvalidRequest(
@@ -233,6 +235,23 @@ def _biases(value: Mapping[int, float] | None) -> dict[int, float] | None:
         _number("logit_bias", bias, -math.inf, math.inf)
         biases[token] = max(-BIAS_LIMIT, min(BIAS_LIMIT, float(bias)))
     return biases
+
+
+def _structured(value: object) -> StructuredOutputs | None:
+    """A dict as the class; the kinds and their values are checked when the grammar is made."""
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    name = "structured_outputs"
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(
+            f"{name} must be a StructuredOutputs or a dict, got {type(value).__name__}.",
+            name,
+            "invalid_type",
+        )
+    for key in value:
+        if key not in StructuredOutputs.__dataclass_fields__:
+            raise InvalidRequest(f"{name} has no field {str(key)[:64]!r}.", f"{name}.{key}"[:128])
+    return StructuredOutputs(**value)
 
 
 # Beam search.

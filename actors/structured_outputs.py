@@ -19,3 +19,7 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     strict: bool | None = None  # False: a keyword that cannot be enforced is named, not refused
+
+
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name."""

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams
+from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.guidance.fields import GUIDED, WHITESPACE, AnswerFormat, asked_format
 from rayfin.deployments.http.request_id import LABEL
 from rayfin.deployments.requests.prompts import check_salt
@@ -146,6 +147,15 @@ class GenerationBody(BaseModel):
             **{**defaults, **given, "max_tokens": max_tokens},
             logprobs=self.logprobs_wanted(),
             prompt_logprobs=self.prompt_logprobs_wanted(),
+        )
+
+    def answer_rules(self) -> AnswerRules:
+        """Returns what the body says of the form of its answers."""
+        form = self.answer_format()
+        return (
+            AnswerRules()
+            if form is None
+            else AnswerRules(structured=form.outputs, structured_param=form.param)
         )
 
     def answer_format(self) -> AnswerFormat | None:

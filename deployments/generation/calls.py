@@ -1,32 +1,12 @@
-"""The tool calls and the reasoning of one answer as its events arrive, and the calls' ids."""
+"""The tool calls and the reasoning of one answer, as its events arrive."""
 
-import hashlib
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
+from rayfin.deployments.telemetry.ingress_counters import OutputCounters
+from rayfin.deployments.text.call_ids import make_call_id
 from rayfin.deployments.text.parsing.events import Event
-
-ALPHANUMERIC = string.ascii_letters + string.digits
-MISTRAL_LENGTH = 9
-
-
-def call_id(plan: OutputPlan, request_id: str, index: int, name: str) -> str:
-    """Returns the id of a call: the same whenever the same request is answered or resumed.
-
-    Args:
-        request_id: of the choice's engine request; it has the choice's number.
-        index: of the call, from 0.
-        name: of its function.
-    """
-    if plan.id_style == "kimi":
-        return f"functions.{name}:{plan.earlier_calls + index}"
-    digest = hashlib.sha256(f"{request_id}:{index}".encode()).digest()
-    if plan.id_style == "mistral":
-        letters = (ALPHANUMERIC[byte % len(ALPHANUMERIC)] for byte in digest)
-        return "".join(letters)[:MISTRAL_LENGTH]
-    return f"call_{digest.hex()[:24]}"
 
 
 @dataclass(slots=True)
@@ -50,7 +30,7 @@ class ParsedAnswer:
         self.plan = plan
         self._request_id = request_id
         self._reasoning: list[str] = []
-        self.started: list[AnswerCall] = []  # by index; the last one may be unfinished
+        self.calls: list[AnswerCall] = []  # by index; the last one may be unfinished
         self.reasoning_tokens = 0
 
     def add(self, events: Sequence[Event], reasoning_tokens: int) -> None:
@@ -60,22 +40,41 @@ class ParsedAnswer:
             if event.kind == "reasoning":
                 self._reasoning.append(event.text)
             elif event.kind == "call":
-                name = event.name
-                made = call_id(self.plan, self._request_id, event.index, name)
-                self.started.append(AnswerCall(made, name))
+                self.calls.append(AnswerCall(self._id(event), event.name))
             elif event.kind == "arguments":
-                self.started[event.index].pieces.append(event.text)
+                self.calls[event.index].pieces.append(event.text)
             elif event.kind == "call_end":
-                self.started[event.index].finished = True
+                self.calls[event.index].finished = True
+
+    def _id(self, event: Event) -> str:
+        """The same whenever the same request is answered or resumed."""
+        seed = f"{self._request_id}:{event.index}"  # the engine's id has the choice's number
+        number = self.plan.earlier_calls + event.index
+        return make_call_id(self.plan.id_style, seed, event.name, number)
 
     @property
-    def calls(self) -> list[AnswerCall]:
-        """The whole calls. One that was cut is left out: half a JSON text helps no one."""
-        return [call for call in self.started if call.finished]
+    def whole_calls(self) -> list[AnswerCall]:
+        """The finished calls. One that was cut is left out: half a JSON text helps no one."""
+        return [call for call in self.calls if call.finished]
 
     @property
     def reasoning(self) -> str:
         return "".join(self._reasoning)
+
+    def count(self, counts: OutputCounters, unparsed: int) -> None:
+        """Counts the whole answer; ``unparsed`` calls of it became content."""
+        choice, guidance = self.plan.choice, self.plan.guidance
+        whole = len(self.whole_calls)
+        named = "named" if choice.name is not None else "required"
+        counts.tool_called(named if choice.forced else "auto", whole)
+        for _ in range(unparsed):
+            counts.tool_call_unparsed()
+        for _ in range(len(self.calls) - whole):
+            counts.tool_call_cut()
+        counts.reasoned(self.reasoning_tokens)
+        budget = guidance.thinking.budget if guidance and guidance.thinking else None
+        if budget is not None and self.reasoning_tokens >= budget:
+            counts.thinking_budget_spent()
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Returns OpenAI's reason: ``tool_calls`` if the answer stopped and holds calls.
@@ -83,10 +82,10 @@ class ParsedAnswer:
         An answer that had to call one named function stops, and a cut one keeps its reason.
         """
         named = self.plan.choice.name is not None
-        return "tool_calls" if reason == "stop" and self.calls and not named else reason
+        return "tool_calls" if reason == "stop" and self.whole_calls and not named else reason
 
     def content(self, text: str) -> str | None:
         """Returns a message's content for its ``text``; None if there are other parts only."""
         if text or self.plan.choice.forced:
             return text
-        return None if self.calls or self._reasoning else ""
+        return None if self.whole_calls or self._reasoning else ""

@@ -55,7 +55,7 @@ class Choice:
 
     @property
     def calls(self) -> list[AnswerCall]:
-        """The whole tool calls so far."""
+        """The tool calls so far; the last one may be unfinished."""
         return self.parsed.calls
 
     @property

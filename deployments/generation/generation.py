@@ -63,7 +63,7 @@ class Generation:
         caller: Caller = ANONYMOUS,
         plan: OutputPlan = NO_PLAN,
     ) -> None:
-        self._client = service.client
+        self._client, self._counts = service.client, service.counts.output
         self._quotas, self._tenant = service.quotas, caller.tenant
         self.headers: dict[str, str] = {}  # of the reply: the rest of the tenant's quota
         if self._quotas is not None:
@@ -204,7 +204,10 @@ class Generation:
                 async for delta in deltas:
                     if delta.finish_reason == "error":
                         break
-                    yield choice, self._append(choice, delta)
+                    text = self._append(choice, delta)
+                    if choice.output.finished:
+                        choice.parsed.count(self._counts, choice.output.unparsed)
+                    yield choice, text
                     if choice.output.finished:
                         return
             raise RequestFailed("The engine failed on this request.")

@@ -2,17 +2,27 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.structured_outputs import StructuredOutputs
+from rayfin.deployments.guidance.build import build_guidance
+from rayfin.deployments.guidance.calls import make_call_rules
+from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES, check_size
+from rayfin.deployments.guidance.grammar import make_grammar
+from rayfin.deployments.guidance.thinking import make_thinking
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
+from rayfin.deployments.text.parsing.detect import Detected
+from rayfin.deployments.text.parsing.format import IdStyle
+from rayfin.deployments.text.parsing.thought import thought_start
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from rayfin.deployments.text.parsing.parser import OutputParser
-
     from rayfin.deployments.generation.service import OpenAIService
+    from rayfin.deployments.text.parsing.parser import OutputParser
 
 UNENFORCED = "x-rayfin-unenforced"
 LONGEST_HEADER = 4096  # bytes; proxies refuse the headers of an answer beyond 8 KiB or so
@@ -29,6 +39,11 @@ class AnswerRules:
     budget: int | None = None  # tokens of a thought
     budget_param: str = "thinking_token_budget"
 
+    @property
+    def grammar_param(self) -> str:
+        """The field that a grammar of the request comes from, for errors."""
+        return "tools" if self.structured is None else self.structured_param
+
 
 @dataclass(slots=True, frozen=True)
 class OutputPlan:
@@ -37,10 +52,11 @@ class OutputPlan:
     guidance: Guidance | None = None  # of all choices
     make_parser: "Callable[[], OutputParser] | None" = None  # a parser for each choice
     unenforced: tuple[str, ...] = ()  # paths of schema keywords, for x-rayfin-unenforced
-    id_style: str = ""  # of call ids: "" (OpenAI's), "mistral" or "kimi"
+    id_style: IdStyle = "openai"  # of call ids
     earlier_calls: int = 0  # in the conversation, counted by ids of the style "kimi"
     choice: ToolChoice = ToolChoice()
     reasons: bool = False  # the model's reasoning is known, so that its tokens are counted
+    kind: str = ""  # what the grammar was made from, for the metrics
 
     def parser(self) -> "OutputParser | None":
         """Returns a new parser; None if answers are plain text."""
@@ -66,7 +82,12 @@ NO_PLAN = OutputPlan()
 
 
 async def plan_answers(
-    service: "OpenAIService", rules: AnswerRules, opening: str, *, earlier_calls: int = 0
+    service: "OpenAIService",
+    rules: AnswerRules,
+    opening: str = "",
+    *,
+    earlier_calls: int = 0,
+    tenant: str = "",
 ) -> OutputPlan:
     """Returns the plan of a chat's answers; its grammars are checked.
 
@@ -74,8 +95,107 @@ async def plan_answers(
         opening: what the template puts into the model's mouth (``ChatPrompt.opening``): whether
             an answer starts inside a thought is read from it alone.
         earlier_calls: tool calls in the conversation.
+        tenant: of the request; new grammars are compiled in turns.
 
     Raises:
         InvalidRequest: a field that this model cannot follow, or a grammar that is refused.
+        Overloaded: too many unknown grammars wait.
     """
-    return NO_PLAN
+    most = service.warden.max_bytes
+    plan = make_plan(service.formats, service.tokenizer, rules, opening, earlier_calls, most)
+    return await _checked(service, plan, rules, tenant)
+
+
+async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = "") -> OutputPlan:
+    """Returns the plan of a completion's answers, which are text from the first token on.
+
+    Raises:
+        InvalidRequest, Overloaded: as :func:`plan_answers`.
+    """
+    most = service.warden.max_bytes
+    plan = make_plan(Detected(), service.tokenizer, rules, max_grammar_bytes=most)
+    return await _checked(service, plan, rules, tenant)
+
+
+async def _checked(
+    service: "OpenAIService", plan: OutputPlan, rules: AnswerRules, tenant: str
+) -> OutputPlan:
+    if plan.guidance is not None:
+        await service.warden.check(plan.guidance.grammars, rules.grammar_param, tenant)
+    if plan.kind:
+        service.counts.output.guided(plan.kind)
+    return plan
+
+
+def make_plan(
+    formats: Detected,
+    tokenizer: Tokenizer,
+    rules: AnswerRules,
+    opening: str = "",
+    earlier_calls: int = 0,
+    max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
+) -> OutputPlan:
+    """Returns the plan; its grammars are not checked yet. Otherwise as :func:`plan_answers`."""
+    if rules.budget is not None and formats.reasoning is None:
+        raise InvalidRequest(
+            f"{rules.budget_param} needs a model whose reasoning is known; see --reasoning-parser.",
+            rules.budget_param,
+            "unsupported_parameter",
+        )
+    if rules.choice.forced and rules.structured is not None:
+        raise InvalidRequest(
+            f"A tool call that is forced does not go with {rules.structured_param}.", "tool_choice"
+        )
+    answer = None
+    if rules.structured is not None:
+        check_size(rules.structured, rules.structured_param, max_grammar_bytes)
+        answer = make_grammar(
+            rules.structured, rules.structured_param, special_tokens=tokenizer.added_ids
+        )
+    calls = make_call_rules(
+        formats.tools,
+        rules.tools,
+        rules.choice,
+        tokenizer,
+        guidance=formats.tool_guidance,
+        answer=answer,
+    )
+    thinking = make_thinking(
+        formats.reasoning,
+        opening,
+        tokenizer,
+        budget=rules.budget,
+        has_grammar=bool(calls.grammar),
+    )
+    guidance = build_guidance(grammar=calls.grammar, calls=calls, thinking=thinking)
+    return OutputPlan(
+        guidance=guidance,
+        make_parser=_parser_of(formats, tokenizer, rules, opening, calls.forced),
+        unenforced=(*(answer.unenforced if answer is not None else ()), *calls.unenforced),
+        id_style="openai" if formats.tools is None else formats.tools.id_style,
+        earlier_calls=earlier_calls,
+        choice=rules.choice,
+        reasons=formats.reasoning is not None,
+        kind=answer.kind if answer else "tools" if guidance and guidance.grammars else "",
+    )
+
+
+def _parser_of(
+    formats: Detected, tokenizer: Tokenizer, rules: AnswerRules, opening: str, forced: str
+) -> "Callable[[], OutputParser] | None":
+    """Returns what makes a parser; None if answers are plain text."""
+    callable_tools = rules.choice.callable_tools(rules.tools)
+    tools = formats.tools if callable_tools else None
+    if tools is None and formats.reasoning is None and not forced:
+        return None
+    from rayfin.deployments.text.parsing.parser import OutputParser
+
+    return partial(
+        OutputParser,
+        tools,
+        formats.reasoning,
+        functions={tool.name: tool.parameters for tool in callable_tools},
+        starts_inside=thought_start(formats.reasoning, opening),
+        forced=forced,
+        special=tokenizer.special_texts,
+    )

@@ -2,15 +2,32 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest, TemplateTooSlow
-from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS
+from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.requests.prompts import WrittenPrompt, check_length, prompt_ids
-from rayfin.deployments.text.chat_template import render_chat
+from rayfin.deployments.text.chat_template import HistoryStyle, render_chat
+from rayfin.deployments.text.messages import plain_messages
+from rayfin.deployments.text.opening import opening_text
+
+
+def thinking_variables(variables: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Returns a template's variables with those of ``reasoning_effort``.
+
+    Templates name the switch either way. What the request sets itself stays.
+    """
+    chosen = dict(variables or {})
+    if effort is not None:
+        thinks = effort != "none"
+        for name in ("enable_thinking", "thinking"):
+            chosen.setdefault(name, chosen.get("enable_thinking", thinks))
+        chosen.setdefault("reasoning_effort", effort)
+    return chosen
 
 
 async def text_ids(
@@ -56,7 +73,22 @@ async def written_ids(
     return await off_loop(len(prompt.text or ""), work)
 
 
+@dataclass(slots=True, frozen=True)
+class ChatPrompt:
+    """A rendered conversation."""
+
+    ids: list[int]
+    opening: str = ""  # what the template puts into the model's mouth, if its thoughts are known
+
+
 async def chat_ids(
+    service: OpenAIService, messages: Any, param: str = "messages", **settings: Any
+) -> list[int]:
+    """Returns the ids of a conversation; otherwise as :func:`chat_prompt`."""
+    return (await chat_prompt(service, messages, param, **settings)).ids
+
+
+async def chat_prompt(
     service: OpenAIService,
     messages: Any,
     param: str = "messages",
@@ -67,8 +99,8 @@ async def chat_ids(
     add_special_tokens: bool | None = None,
     variables: Mapping[str, Any] | None = None,
     any_length: bool = False,
-) -> list[int]:
-    """Returns the ids of a conversation, rendered by the chat template.
+) -> ChatPrompt:
+    """Returns a conversation, rendered by the chat template.
 
     Args:
         messages: OpenAI's chat messages, unchecked.
@@ -82,32 +114,49 @@ async def chat_ids(
         InvalidRequest: bad messages, tools or variables, no template, or its refusal.
         ContextLengthExceeded: they cannot fit.
     """
-    continued = bool(continue_final_message)
-    render = partial(
-        render_chat,
-        service.tokenizer,
-        messages,
-        tools=tools,
-        add_generation_prompt=not continued
-        if add_generation_prompt is None
-        else add_generation_prompt,
-        continue_final_message=continued,
-        chat_template=service.chat_template,
-        variables=variables,
-    )
+    continued, formats = bool(continue_final_message), service.formats
+    adds = not continued if add_generation_prompt is None else add_generation_prompt
+    styles = "openai" if formats.tools is None else formats.tools.id_style
+
+    def render(seconds: float) -> ChatPrompt:
+        one = partial(
+            render_chat,
+            service.tokenizer,
+            tools=tools,
+            chat_template=service.chat_template,
+            variables=variables,
+            seconds=seconds,
+            history=HistoryStyle(formats.arguments_as_text, styles),
+        )
+        ids = one(messages, add_generation_prompt=adds, continue_final_message=continued)
+        opening = ""
+        if formats.reasoning is not None and continued:
+            opening = str(plain_messages(messages)[-1]["content"])
+        elif formats.reasoning is not None and adds:
+            key = repr((service.chat_template, bool(tools), sorted((variables or {}).items())))
+            opening = opening_text(
+                service.tokenizer,
+                ids,
+                messages,
+                lambda said, added: one(said, add_generation_prompt=added),
+                key,
+            )
+        if add_special_tokens:
+            ids = service.tokenizer.with_special_tokens(ids)
+        return ChatPrompt(ids, opening)
+
     characters = _characters(messages)
     if not any_length:
         check_length(characters, service.tokenizer, service.max_model_len, param)
     try:
         try:
-            ids = await off_loop(characters, partial(render, seconds=INLINE_TEMPLATE_SECONDS))
+            return await off_loop(characters, partial(render, INLINE_TEMPLATE_SECONDS))
         except TemplateTooSlow:  # may run longer, but not in the event loop
-            ids = await asyncio.to_thread(render)
+            return await asyncio.to_thread(render, TEMPLATE_SECONDS)
     except InvalidRequest as error:
         if error.param == "messages":
             error.param = param
         raise
-    return service.tokenizer.with_special_tokens(ids) if add_special_tokens else ids
 
 
 def _characters(messages: object) -> int:

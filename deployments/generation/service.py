@@ -15,6 +15,7 @@ from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.telemetry.load import Load
+from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # its packages are an extra
@@ -38,6 +39,7 @@ class OpenAIService:
     quotas: TokenQuotas | None = None  # None: unlimited
     tracing: "Tracing | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
+    formats: Detected = field(default_factory=Detected)  # how the model writes calls and thoughts
     warden: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
 
     def __post_init__(self) -> None:

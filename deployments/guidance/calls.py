@@ -1,16 +1,24 @@
 """The rules for tool calls: grammars after single tokens, or one of the whole answer."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
+from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import CallGrammar
-from rayfin.deployments.guidance.grammar import Grammar
+from rayfin.actors.structured_outputs import StructuredOutputs
+from rayfin.deployments.guidance.grammar import Grammar, make_grammar
+from rayfin.deployments.guidance.syntax.answers import AnswerWriter
+from rayfin.deployments.guidance.syntax.bodies import ANY_OBJECT, Callee, CallWriter
+from rayfin.deployments.guidance.syntax.lark import LarkWriter, embedded, mark_ids
 from rayfin.deployments.guidance.tool_choice import FunctionTool, ToolChoice
-from rayfin.deployments.text.parsing.format import ToolFormat
+from rayfin.deployments.text.parsing.format import ToolFormat, ToolGuidance
+from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-ToolGuidance = Literal["schema", "json", "off"]
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_APPLICATORS = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties", "unevaluatedProperties"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,4 +53,145 @@ def make_call_rules(
     Raises:
         InvalidRequest: a form beside a forced call, or a schema that cannot be enforced.
     """
-    return CallRules(grammar="" if answer is None else answer.text)
+    if choice.forced and answer is not None:
+        raise InvalidRequest(
+            "A forced tool call excludes a response format.", "tool_choice", "invalid_value"
+        )
+    if choice.forced and choice.name is not None and format is None:
+        return _arguments_alone(tools, choice)
+    row = format if format is not None else TOOL_FORMATS["json"] if choice.forced else None
+    maker = None if row is None else _RuleMaker(row, tokenizer, choice, guidance, answer)
+    if maker is None:
+        return CallRules(grammar="" if answer is None else answer.text)
+    callable_tools = choice.callable_tools(tuple(tools))
+    if not callable_tools:
+        return maker.without_calls(bool(tools))
+    return maker.with_calls(callable_tools)
+
+
+class _RuleMaker:
+    """Makes the rules of one request for a known format."""
+
+    def __init__(
+        self,
+        row: ToolFormat,
+        tokenizer: Tokenizer,
+        choice: ToolChoice,
+        guidance: ToolGuidance,
+        answer: Grammar | None,
+    ) -> None:
+        self._row = row
+        self._choice = choice
+        self._guidance = guidance
+        self._answer = answer
+        self._ids = mark_ids(tokenizer, [row])
+        self._lark = LarkWriter(self._ids, tokenizer.eos_token_ids)
+        self._unenforced: list[str] = []
+
+    def without_calls(self, has_tools: bool) -> CallRules:
+        """The model sees the tools and may call none."""
+        triggers = self._triggers()
+        if self._answer is not None:
+            around = self._row.syntax == "channels"
+            return CallRules(self._whole_answer() if around else self._answer.text, None, triggers)
+        if has_tools and not triggers and not self._row.bare:
+            return CallRules(grammar=self._lark.text(self._writer().only_text()))
+        return CallRules(forbidden=triggers if has_tools else ())
+
+    def with_calls(self, tools: Sequence[FunctionTool]) -> CallRules:
+        """The answer may hold calls, or is calls."""
+        choice = self._choice
+        callees = [self._callee(tool) for tool in tools]
+        several = choice.parallel and choice.name is None
+        if choice.forced:
+            start = self._writer().only_calls(callees, several=several)
+            forced = choice.name or "required"
+            return self._rules(self._lark.text(start), forced=forced)
+        if self._answer is not None:
+            return self._rules(self._whole_answer(callees, several))
+        held = any(callee.schema is not None for callee in callees)
+        if self._guidance == "off" and several and not held:
+            return self._rules("")
+        triggers = self._triggers()
+        if not triggers:
+            start = self._writer().text_and_calls(callees, several=several)
+            return self._rules(self._lark.text(start))
+        inner = CallWriter(self._lark, self._row)
+        mark = next(mark for mark in self._row.triggers if mark in self._ids)
+        body = self._lark.text(inner.behind(mark, callees, several=several))
+        return self._rules("", CallGrammar(triggers, body, None if several else 1))
+
+    def _writer(self) -> AnswerWriter:
+        return AnswerWriter(self._lark, self._row)
+
+    def _rules(self, grammar: str, calls: CallGrammar | None = None, forced: str = "") -> CallRules:
+        return CallRules(grammar, calls, (), tuple(self._unenforced), forced)
+
+    def _whole_answer(self, callees: Sequence[Callee] = (), several: bool = True) -> str:
+        """Calls, or an answer of its own form."""
+        assert self._answer is not None
+        writer = self._writer()
+        start = writer.around(self._lark.rule(embedded(self._answer.text)))
+        if callees:
+            start = f"{writer.only_calls(callees, several=several)} | {start}"
+        return self._lark.text(start)
+
+    def _triggers(self) -> tuple[int, ...]:
+        """The single tokens behind which a call begins."""
+        row = self._row
+        if not any(mark in self._ids for mark in row.triggers):
+            return ()
+        marks = (*row.triggers, *row.openings) if row.layout == "list" else row.triggers
+        return tuple(self._ids[mark] for mark in marks if mark in self._ids)
+
+    def _callee(self, tool: FunctionTool) -> Callee:
+        if not (tool.strict or self._choice.forced or self._guidance == "schema"):
+            return Callee(tool.name)
+        callee, unenforced = held_callee(tool)
+        if callee.schema is not None and not CallWriter(self._lark, self._row).can_hold(callee):
+            if tool.strict:
+                raise InvalidRequest(
+                    f"{tool.path} cannot be enforced in the way in which this model writes calls.",
+                    tool.path,
+                    "unsupported_schema",
+                )
+            callee, unenforced = Callee(tool.name), (tool.path,)
+        self._unenforced += unenforced
+        return callee
+
+
+def held_callee(tool: FunctionTool) -> tuple[Callee, tuple[str, ...]]:
+    """Returns a function with a schema that can be enforced, and the paths of what cannot.
+
+    Raises:
+        InvalidRequest: the function is strict, and its schema cannot be enforced.
+    """
+    schema: Mapping[str, Any] = dict(tool.parameters) or NO_ARGUMENTS
+    kind = schema.get("type", "object")
+    if kind != "object":
+        if kind != ["object"] and tool.strict:
+            raise InvalidRequest(
+                f"{tool.path}.type must be 'object'.", f"{tool.path}.type", "invalid_schema"
+            )
+        return Callee(tool.name), (f"{tool.path}.type",)
+    schema = {**schema, "type": "object"}
+    if "properties" in schema and not _APPLICATORS & schema.keys():
+        schema.setdefault("additionalProperties", False)
+    try:
+        outputs = StructuredOutputs(json=schema, strict=True if tool.strict else False)
+        grammar = make_grammar(outputs, tool.path)
+    except InvalidRequest:
+        if tool.strict:
+            raise
+        return Callee(tool.name), (tool.path,)
+    (found,) = json.loads(grammar.text)["grammars"]
+    return Callee(tool.name, found["json_schema"]), grammar.unenforced
+
+
+def _arguments_alone(tools: Sequence[FunctionTool], choice: ToolChoice) -> CallRules:
+    """The arguments of the named function are the whole answer, where no format is known."""
+    (tool,) = choice.callable_tools(tuple(tools))
+    callee, unenforced = held_callee(tool)
+    lark = LarkWriter({})
+    text = lark.text(lark.json(ANY_OBJECT if callee.schema is None else callee.schema))
+    return CallRules(grammar=text, unenforced=unenforced, forced=tool.name)

@@ -25,6 +25,8 @@ GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "gramma
 
 WHITESPACE = "guided_whitespace_pattern"
 
+MAX_GRAMMAR_BYTES = 64 * 1024
+
 
 class AnswerFormat(NamedTuple):
     """The form of an answer, and where the request says it."""
@@ -119,6 +121,31 @@ def read_structured_outputs(value: object, path: str) -> AnswerFormat:
     }
     checked.pop("disable_fallback", None)  # of vLLM's choice between libraries
     return AnswerFormat(_outputs(checked), f"{path}.{kinds[0]}")
+
+
+def check_size(outputs: StructuredOutputs, param: str, most: int = MAX_GRAMMAR_BYTES) -> None:
+    """Refuses a form that is longer than ``most`` bytes, about as compact JSON.
+
+    It stops counting there, so that a form of megabytes costs no more.
+    """
+    left = most
+    waiting: list[Any] = [getattr(outputs, kind) for kind in KINDS]
+    while waiting and left >= 0:
+        value = waiting.pop()
+        if isinstance(value, str):
+            left -= len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
+        elif isinstance(value, Mapping):
+            left -= sum(len(str(name)) for name in value) + 4 * len(value)
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            left -= len(value)
+            waiting += value
+    if left < 0:
+        raise InvalidRequest(
+            f"{param} is too complex: it has more than {most} bytes (--max-grammar-bytes).",
+            param,
+            "schema_too_complex",
+        )
 
 
 def _schema_format(given: Mapping[str, Any], path: str, named: bool) -> AnswerFormat:

@@ -1,8 +1,24 @@
 """Which functions a request declares, and how its answer may call them: the same for all APIs."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.text.checks import (
+    as_choice,
+    as_list,
+    as_object,
+    as_string,
+    missing,
+    required,
+    wrong_type,
+)
+from rayfin.deployments.text.messages import MAX_TOOLS, plain_tools
+
+MAX_TOOLS_SIZE = 256 * 1024  # characters of JSON
+WORDS = ("none", "auto", "required")
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,3 +50,90 @@ class ToolChoice:
             return ()
         names = self.allowed if self.name is None else {self.name}
         return tuple(tool for tool in tools if names is None or tool.name in names)
+
+
+def function_tools(tools: object) -> tuple[FunctionTool, ...]:
+    """Returns the functions of a request's ``tools``.
+
+    Raises:
+        InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
+    """
+    if (size := len(json.dumps(tools, ensure_ascii=False))) > MAX_TOOLS_SIZE:
+        raise InvalidRequest(
+            f"'tools' may have {MAX_TOOLS_SIZE} characters of JSON, got {size}.",
+            "tools",
+            "string_above_max_length",
+        )
+    found = []
+    for i, tool in enumerate(plain_tools(tools)):
+        function, path = tool["function"], f"tools[{i}].function"
+        parameters = function.get("parameters") or {}
+        strict = function.get("strict") is True
+        found.append(FunctionTool(function["name"], parameters, strict, f"{path}.parameters"))
+    return tuple(found)
+
+
+def read_tool_choice(
+    value: object,
+    tools: Sequence[FunctionTool],
+    *,
+    parallel: bool | None = None,
+    flat: bool = False,
+) -> ToolChoice:
+    """Reads OpenAI's ``tool_choice``.
+
+    Args:
+        parallel: ``parallel_tool_calls``; None is True.
+        flat: names stand beside the type, as in Responses, and not in an object of its own.
+
+    Raises:
+        InvalidRequest: ``param`` is the path of what is wrong.
+    """
+    many = parallel is not False
+    if value is None or value == "none":
+        mode: Any = "none" if value == "none" or not tools else "auto"
+        return ToolChoice(mode, parallel=many)
+    if not tools:
+        raise InvalidRequest(
+            "'tool_choice' is only allowed when 'tools' are specified.", "tool_choice"
+        )
+    if isinstance(value, str):
+        word = as_choice(value, WORDS, "tool_choice")
+        return ToolChoice("auto" if word == "auto" else "required", parallel=many)
+    if not isinstance(value, Mapping):
+        raise wrong_type("a string or an object", value, "tool_choice")
+    if value.get("type") is None:
+        raise InvalidRequest(
+            "'tool_choice' has no type.", "tool_choice", "missing_required_parameter"
+        )
+    kinds = ("function", "allowed_tools")
+    if as_choice(value["type"], kinds, "tool_choice.type") == "function":
+        name = _name(value, "tool_choice", tools, flat)
+        return ToolChoice("required", name, parallel=many)
+    given, path = value, "tool_choice"
+    if not flat:
+        path = "tool_choice.allowed_tools"
+        given = as_object(required(value, "allowed_tools", "tool_choice"), path)
+    mode = as_choice(required(given, "mode", path), WORDS[1:], f"{path}.mode")
+    listed = as_list(required(given, "tools", path), f"{path}.tools", MAX_TOOLS)
+    names = [
+        _name(as_object(tool, f"{path}.tools[{i}]"), f"{path}.tools[{i}]", tools, flat)
+        for i, tool in enumerate(listed)
+    ]
+    return ToolChoice(mode, allowed=frozenset(names), parallel=many)
+
+
+def _name(value: Mapping[str, Any], path: str, tools: Sequence[FunctionTool], flat: bool) -> str:
+    """The name of a declared function in ``{"type": "function", ...}``."""
+    as_choice(required(value, "type", path), ("function",), f"{path}.type")
+    if not flat:
+        path = f"{path}.function"
+        if value.get("function") is None:
+            raise missing(path)
+        value = as_object(value["function"], path)
+    name = as_string(required(value, "name", path), f"{path}.name")
+    if all(tool.name != name for tool in tools):
+        raise InvalidRequest(
+            f"Tool choice {name[:64]!r} not found in 'tools' parameter.", f"{path}.name"
+        )
+    return name

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.grammar_limits import limits
 from rayfin.actors.timing import GRAMMAR_MASK_SECONDS
+from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES
 from rayfin.deployments.guidance.grammar import WHITESPACE
 
 if TYPE_CHECKING:
@@ -43,7 +44,15 @@ HARD_WORDS = frozenset({"pattern", "patternProperties", "allOf", "lark_grammar",
 CHOICE = re.compile(r'start: "(?:[^"\\]|\\.)*"(?: \| "(?:[^"\\]|\\.)*")*')
 
 TOO_COMPLEX = ("LexerTooComplex", "ParserTooComplex", "MaxTokensTotal", "MaxTokensParser")
-EXHAUSTED = ("fuel", "too large", "too many", "too complex", "limit", "determine if regex is empty")
+EXHAUSTED = (
+    "fuel",
+    "nested",
+    "too large",
+    "too many",
+    "too complex",
+    "limit",
+    "determine if regex is empty",
+)
 """In what llguidance says of a grammar beyond its limits."""
 
 
@@ -52,6 +61,11 @@ class Verdict(NamedTuple):
 
     kind: VerdictKind
     reason: str = ""
+
+    @property
+    def label(self) -> str:
+        """In metrics."""
+        return "invalid" if self.kind == "unsatisfiable" else self.kind
 
     def check(self, param: str | None) -> None:
         """Raises:
@@ -74,6 +88,8 @@ _SAID: dict[VerdictKind, str] = {
 class GrammarChecker(Protocol):
     """Says whether grammars may run."""
 
+    max_bytes: int  # of a form in a request
+
     async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
         """Returns if all of ``texts`` may run.
 
@@ -82,13 +98,17 @@ class GrammarChecker(Protocol):
             Overloaded: too many unknown grammars wait.
         """
 
+    def close(self) -> None:
+        """Ends what ``check`` needs."""
+
 
 class InlineChecker:
     """Compiles in the caller's process: offline, where the caller trusts itself, and in tests."""
 
-    def __init__(self, tokenizer: "Tokenizer | None") -> None:
+    def __init__(self, tokenizer: "Tokenizer | None", max_bytes: int = MAX_GRAMMAR_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._tokenizer = tokenizer
-        self._verdicts = VerdictCache("")
+        self._verdicts = VerdictCache()
 
     @cached_property
     def _vocabulary(self) -> "LLTokenizer":
@@ -100,6 +120,9 @@ class InlineChecker:
 
     async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
         self.check_now(texts, param)
+
+    def close(self) -> None:
+        pass
 
     def check_now(self, texts: Iterable[str], param: str | None) -> None:
         """As ``check``, for callers without an event loop."""
@@ -113,22 +136,15 @@ class InlineChecker:
 
 
 class VerdictCache:
-    """The newest verdicts by the digest of their grammars.
+    """The newest verdicts of one tokenizer and one llguidance, by the digests of their grammars."""
 
-    Args:
-        vocabulary: says of which tokenizer; its digest, say.
-    """
-
-    def __init__(self, vocabulary: str, size: int = MAX_VERDICTS) -> None:
+    def __init__(self, size: int = MAX_VERDICTS) -> None:
         self._size = size
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._prefix = hashlib.sha256(f"{library_version()}\0{vocabulary}\0".encode())
 
-    def digest(self, text: str) -> bytes:
-        """Returns the key of a grammar: of its text, the tokenizer and the library's version."""
-        whole = self._prefix.copy()
-        whole.update(text.encode("utf-8", "surrogatepass"))
-        return whole.digest()
+    @staticmethod
+    def digest(text: str) -> bytes:
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
     def get(self, digest: bytes) -> Verdict | None:
         verdict = self._verdicts.get(digest)
@@ -144,13 +160,6 @@ class VerdictCache:
 
     def __len__(self) -> int:
         return len(self._verdicts)
-
-
-def library_version() -> str:
-    """Of llguidance: another version may judge otherwise."""
-    from importlib.metadata import version
-
-    return version("llguidance")
 
 
 def judge(tokenizer: "LLTokenizer", text: str) -> Verdict:

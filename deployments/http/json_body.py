@@ -194,6 +194,18 @@ def rename_error_params(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def rename_error_paths(names: Mapping[str, str]) -> Iterator[None]:
+    """As ``rename_error_params``, with any part of a path: each in turn is replaced."""
+    try:
+        yield
+    except InvalidRequest as error:
+        for ours, theirs in names.items():
+            error.message = error.message.replace(ours, theirs)
+            error.param = error.param and error.param.replace(ours, theirs)
+        raise
+
+
 def _split(param: str) -> tuple[str, str]:
     """``stop[1]`` is ``stop`` and ``[1]``."""
     end = next((i for i, character in enumerate(param) if character in ".["), len(param))

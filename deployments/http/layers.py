@@ -21,7 +21,8 @@ from rayfin.deployments.http.request_id import REQUEST_ID, RequestIds
 Place = Literal["proxy", "replica"]
 
 EXPOSED = (  # headers of answers that a web page's script may read
-    *(REQUEST_ID, "retry-after", "idempotent-replayed", "x-rayfin-ignored-fields"),
+    *(REQUEST_ID, "retry-after", "idempotent-replayed"),
+    *("x-rayfin-ignored-fields", "x-rayfin-unenforced"),
     *(f"x-ratelimit-{name}-tokens" for name in ("limit", "remaining", "reset")),
 )
 

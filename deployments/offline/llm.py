@@ -1,6 +1,7 @@
 """Offline use, with vLLM's names: ``LLM(model).generate(prompts, SamplingParams(...))``."""
 
 import itertools
+import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,13 @@ from tqdm import tqdm
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineRequest, EngineStats, Hypothesis, TokenDeltas
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import split_deltas
+from rayfin.deployments.generation.plan import AnswerRules, make_plan
+from rayfin.deployments.guidance.fields import read_structured_outputs
+from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
 from rayfin.deployments.offline.outputs import OfflineChoice, RequestOutput
 from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
@@ -25,7 +30,10 @@ from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, read_
 from rayfin.deployments.serve.preflight import check_model, located, model_path, tokenizer_path
 from rayfin.deployments.serve.server_args import check_generation_config
 from rayfin.deployments.text.chat_template import render_chat
+from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or one of vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}."""
@@ -68,6 +76,7 @@ class LLM:
                 tokenizer_path(args), args.revision, args.trust_remote_code
             )
         self._chat_template = chat_template
+        self._checker = InlineChecker(self._tokenizer)
         self._engine: OfflineEngine = start_engine(executor, located(args))
         self._request_numbers = itertools.count()
         self._defaults: dict[str, Any] = {}
@@ -242,9 +251,10 @@ class LLM:
         choices: dict[int, OfflineChoice] = {}
         results: list[RequestOutput] = []
         groups: list[list[OfflineChoice]] = []
+        guidance = {id(param): self._guidance(param) for param in params}
         for prompt, ids, param in zip(prompts, tokens, params, strict=True):
             request_id = str(next(self._request_numbers))
-            requests = self._build(prompt, ids, candidates(param), request_id)
+            requests = self._build(prompt, ids, candidates(param), request_id, guidance[id(param)])
             if len(requests) > param.n:
                 request_logprobs(requests)
             result = RequestOutput(request_id, prompt.text, requests[0].prompt.tolist(), [])
@@ -265,7 +275,12 @@ class LLM:
         return results
 
     def _build(
-        self, prompt: WrittenPrompt, ids: list[int], params: SamplingParams, request_id: str
+        self,
+        prompt: WrittenPrompt,
+        ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        guidance: Guidance | None,
     ) -> list[EngineRequest]:
         info = self._engine.info
         return build_requests(
@@ -278,7 +293,22 @@ class LLM:
             param=prompt.param,
             tokenizer=self._tokenizer,
             cache_salt=prompt.cache_salt,
+            guidance=guidance,
         )
+
+    def _guidance(self, params: SamplingParams) -> Guidance | None:
+        """The rules of ``structured_outputs``, once compiled in this process."""
+        if params.structured_outputs is None:
+            return None
+        param = "structured_outputs"
+        form = read_structured_outputs(params.structured_outputs, param)
+        rules = AnswerRules(structured=form.outputs, structured_param=form.param)
+        plan = make_plan(Detected(), self.get_tokenizer(), rules)
+        if plan.guidance is not None:
+            self._checker.check_now(plan.guidance.grammars, form.param)
+        if plan.unenforced:
+            logger.warning("%s: not enforced: %s", param, ", ".join(plan.unenforced))
+        return plan.guidance
 
     def _drive(self, choices: dict[int, OfflineChoice], bar: "tqdm[Any]") -> None:
         """Runs the engine until all choices are complete."""

@@ -76,6 +76,7 @@ class IngressDeployment:
     async def __del__(self) -> None:  # Serve awaits it at the end, when all requests have ended
         for service in getattr(self, "_services", ()):
             service.client.close()
+            service.warden.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
 

@@ -19,6 +19,7 @@ from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.client.pool import EnginePool, Patience
 from rayfin.deployments.client.waiting_room import WaitingRoom, starter
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.guidance.warden import Warden
 from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import located, model_path, tokenizer_path
@@ -73,6 +74,13 @@ async def model_service(
     hub = HubSettings(prefix, name, server.metrics_alias, port)
     link = HubClient(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
     info = await _first_info(client)
+    warden = Warden(
+        tokenizer,
+        info.vocab_size,
+        max_bytes=server.max_grammar_bytes,
+        on_verdict=counts.output.verdict,
+        on_restart=counts.output.warden_restarted,
+    )
     service = OpenAIService(
         client=MeteredEngineClient(client, counts, name, link, server.metrics_alias, tracing),
         counts=counts,
@@ -82,6 +90,7 @@ async def model_service(
         chat_template=_template(server.chat_template),
         sampling_defaults=defaults,
         tracing=tracing,
+        warden=warden,
         **shared,
     )
 
@@ -89,6 +98,7 @@ async def model_service(
         service.max_model_len = info.max_model_len
 
     client.events.limits_changed = limit
+    warden.start()  # its process loads the vocabulary beside the first requests
     return service
 
 

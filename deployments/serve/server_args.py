@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
+from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
 
@@ -57,6 +58,10 @@ class ServerArgs:
     enable_docs: bool = _flag(False, "serve the API's documentation at /docs")
     ui: bool = _flag(True, "serve a page with a chat and the state of the engines at /ui")
     max_body_bytes: int = _flag(MAX_BODY_BYTES, "maximum size of a request body in bytes")
+    max_grammar_bytes: int = _flag(
+        MAX_GRAMMAR_BYTES,
+        "maximum size of the schema or grammar that a request's answer must follow, in bytes",
+    )
     chat_template: str | None = _model_flag(None, "Jinja chat template, or a file with one")
     generation_config: Literal["auto", "vllm", "none"] = _model_flag(
         "auto", "auto: use the model's default sampling parameters; vllm or none: ignore them"
@@ -118,10 +123,9 @@ class ServerArgs:
             raise InvalidConfig("served_model_name must not be empty", "served_model_name")
         self.api_keys()
         self.admin_keys()
-        if self.max_body_bytes < 1:
-            raise InvalidConfig(
-                f"max_body_bytes must be at least 1, got {self.max_body_bytes}", "max_body_bytes"
-            )
+        for name in ("max_body_bytes", "max_grammar_bytes"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
         if self.tenant_token_rate is not None and self.tenant_token_rate < 1:
             raise InvalidConfig(
                 f"tenant_token_rate must be at least 1, got {self.tenant_token_rate}",

@@ -61,6 +61,11 @@ class AnswerParts:
         events, self._events = self._events, []
         return events
 
+    @property
+    def unparsed(self) -> int:
+        """Calls that did not parse and became content."""
+        return self._parser.unparsed
+
     def _read(self, text: str) -> None:
         if text:
             self._events += self._parser.push([Piece(text)])

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.messages import plain_messages, plain_tools
+from rayfin.deployments.text.parsing.format import IdStyle
 from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -26,6 +28,17 @@ MAX_GROWTH = 4  # characters that a template renders for each one of the request
 MAX_OWN_TEXT = 2**17  # ... and in addition to those
 
 
+@dataclass(slots=True, frozen=True)
+class HistoryStyle:
+    """How a template takes the tool calls of earlier messages."""
+
+    arguments_as_text: bool = False
+    ids: IdStyle = "openai"
+
+
+OBJECTS = HistoryStyle()
+
+
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
@@ -36,6 +49,7 @@ def render_chat(
     chat_template: str | None = None,
     variables: Mapping[str, Any] | None = None,
     seconds: float = TEMPLATE_SECONDS,
+    history: HistoryStyle = OBJECTS,
 ) -> list[int]:
     """Returns the prompt of a conversation.
 
@@ -48,12 +62,15 @@ def render_chat(
         chat_template: replaces the model's template; from the operator, never from a request.
         variables: the template's further variables, from the request; scalars only.
         seconds: of processor time, at most.
+        history: how the template takes earlier tool calls.
 
     Raises:
         InvalidRequest: invalid messages, an error of the template, no template.
         TemplateTooSlow, TemplateTooLong: the template was stopped.
     """
-    conversation = plain_messages(messages)
+    conversation = plain_messages(
+        messages, arguments_as_text=history.arguments_as_text, id_style=history.ids
+    )
     listed: list[Any] | None = plain_tools(tools) if tools is not None else None
     extras = _variables(variables or {}, tokenizer)
     template = _template(tokenizer, chat_template, listed is not None)
@@ -62,10 +79,7 @@ def render_chat(
             "add_generation_prompt and continue_final_message exclude each other.",
             "continue_final_message",
         )
-    if "developer" not in template:
-        for message in conversation:
-            if message["role"] == "developer":
-                message["role"] = "system"
+    _fit(conversation, template)
     sources = (conversation, listed, extras)
     render = partial(
         tokenizer.inner.apply_chat_template,
@@ -89,6 +103,16 @@ def render_chat(
             f"The chat template cannot render these messages: {reason}", "messages"
         ) from error
     return cast(list[int], ids)
+
+
+def _fit(conversation: Sequence[dict[str, Any]], template: str) -> None:
+    """Gives roles and earlier thoughts the names that the template knows."""
+    for message in conversation:
+        if message["role"] == "developer" and "developer" not in template:
+            message["role"] = "system"
+        thought = message.get("reasoning_content")
+        if thought is not None and ".thinking" in template and not message["content"]:
+            message["thinking"] = thought
 
 
 def _template(tokenizer: Tokenizer, override: str | None, has_tools: bool) -> str:

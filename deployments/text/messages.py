@@ -1,10 +1,11 @@
 """Validates OpenAI's chat messages and tools, and simplifies them for a chat template."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.text.call_ids import restyle_ids
 from rayfin.deployments.text.checks import (
     TEXT_OR_PARTS,
     as_choice,
@@ -16,6 +17,7 @@ from rayfin.deployments.text.checks import (
     required,
     wrong_type,
 )
+from rayfin.deployments.text.parsing.format import IdStyle
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 2048
@@ -23,17 +25,28 @@ MAX_TOOLS = 128  # tools of a request, and tool calls of a message
 EXTRAS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # passed on if present; strings
 
 
-def plain_messages(messages: object) -> list[dict[str, Any]]:
+def plain_messages(
+    messages: object, *, arguments_as_text: bool = False, id_style: IdStyle = "openai"
+) -> list[dict[str, Any]]:
     """Returns messages with strings as content; text parts are joined by newlines, as in vLLM.
 
     The arguments of earlier tool calls become objects, since templates print them as JSON;
-    other arguments stay text.
+    other arguments stay text. What an assistant thought has both of its names.
+
+    Args:
+        arguments_as_text: the template wants arguments as JSON text.
+        id_style: of the ids that the template can print. Others are replaced.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as messages[0].role.
     """
     listed = as_list(messages, "messages", MAX_MESSAGES)
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(listed)]
+    plain = [
+        _message(message, f"messages[{i}]", arguments_as_text) for i, message in enumerate(listed)
+    ]
+    if id_style != "openai":
+        restyle_ids(plain, id_style)
+    return plain
 
 
 def plain_tools(tools: object) -> list[dict[str, Any]]:
@@ -56,10 +69,19 @@ def plain_tools(tools: object) -> list[dict[str, Any]]:
             as_string(function["description"], f"{path}.function.description")
         if function.get("parameters") is not None:
             as_object(function["parameters"], f"{path}.function.parameters")
+        strict = function.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise wrong_type("a boolean", strict, f"{path}.function.strict")
     return [dict(tool) for tool in listed]
 
 
-def _message(message: object, path: str) -> dict[str, Any]:
+def count_calls(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the number of tool calls in checked messages."""
+    assistants = (message for message in messages if message["role"] == "assistant")
+    return sum(len(message.get("tool_calls") or ()) for message in assistants)
+
+
+def _message(message: object, path: str, as_text: bool) -> dict[str, Any]:
     message = as_object(message, path)
     role = as_choice(required(message, "role", path), ROLES, f"{path}.role")
     calls = message.get("tool_calls")
@@ -80,8 +102,11 @@ def _message(message: object, path: str) -> dict[str, Any]:
     if calls and role == "assistant":
         listed = as_list(calls, f"{path}.tool_calls", MAX_TOOLS)
         plain["tool_calls"] = [
-            _tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(listed)
+            _tool_call(call, f"{path}.tool_calls[{i}]", as_text) for i, call in enumerate(listed)
         ]
+    thought = plain.get("reasoning_content", plain.get("reasoning"))
+    if thought is not None and role == "assistant":
+        plain["reasoning_content"] = plain["reasoning"] = thought
     return plain
 
 
@@ -103,7 +128,7 @@ def _content(content: object, path: str) -> str:
     return "\n".join(texts)
 
 
-def _tool_call(call: object, path: str) -> dict[str, Any]:
+def _tool_call(call: object, path: str, as_text: bool) -> dict[str, Any]:
     call = as_object(call, path)
     if call.get("type") is not None:
         as_choice(call["type"], ("function",), f"{path}.type")
@@ -120,6 +145,9 @@ def _tool_call(call: object, path: str) -> dict[str, Any]:
             arguments = written
     elif written is not None and not isinstance(written, Mapping):
         raise wrong_type("a string", written, f"{path}.function.arguments")
+    if as_text and not isinstance(arguments, str):
+        text = written if isinstance(written, str) and written else None
+        arguments = text or json.dumps(arguments, ensure_ascii=False)
     plain = {"type": "function", "function": {"name": name, "arguments": arguments}}
     if call.get("id") is not None:
         plain["id"] = as_string(call["id"], f"{path}.id")

@@ -109,6 +109,11 @@ class OutputText:
         result.offsets = result.offsets[: len(result.logprobs)]
         return result
 
+    @property
+    def unparsed(self) -> int:
+        """Tool calls that did not parse and became content."""
+        return 0 if self._parts is None else self._parts.unparsed
+
     def _push(self, delta: TokenDelta, result: TextDelta) -> None:
         if self._parts is not None:
             self._push_parts(self._parts, delta, result)

@@ -84,6 +84,12 @@ class Tokenizer:
         return frozenset(token for token, content in added.items() if content.special)
 
     @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of special tokens."""
+        special = self.special_token_ids
+        return frozenset(text for text, number in self.added_ids.items() if number in special)
+
+    @cached_property
     def added_ids(self) -> dict[str, int]:
         """The id of each added token by its text."""
         added = self.backend.get_added_tokens_decoder()
@@ -152,6 +158,11 @@ class Tokenizer:
         if all(character in BYTE_OF for character in written):
             return bytes(BYTE_OF[character] for character in written)
         return text.encode()
+
+    @cached_property
+    def openings(self) -> dict[str, list[int]]:
+        """Generation prompts that :mod:`opening` has found."""
+        return {}
 
     @cached_property
     def _letter(self) -> int:

@@ -3,10 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
+    from rayfin.actors.structured_outputs import StructuredOutputs, StructuredOutputsParams
     from rayfin.deployments.offline.llm import LLM
     from rayfin.deployments.offline.outputs import RequestOutput
 
@@ -15,6 +24,8 @@ _HOMES = {
     "LLM": "rayfin.deployments.offline.llm",
     "RequestOutput": "rayfin.deployments.offline.outputs",
     "SamplingParams": "rayfin.actors.sampling_params",
+    "StructuredOutputs": "rayfin.actors.structured_outputs",
+    "StructuredOutputsParams": "rayfin.actors.structured_outputs",
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfin import StructuredOutputs, StructuredOutputsParams
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import NO_SEED, SamplingParams
 
@@ -77,7 +78,7 @@ NAN, INF = float("nan"), float("inf")
         ("extra_args", {"x": 1}, "unsupported_parameter"),
         ("flat_logprobs", True, "unsupported_parameter"),
         ("logprob_token_ids", [3], "unsupported_parameter"),
-        ("structured_outputs", {"regex": "a"}, "unsupported_parameter"),
+        ("structured_outputs", "a+", "invalid_type"),
         ("thinking_token_budget", 5, "unsupported_parameter"),
         ("repetition_detection", {"min_count": 2}, "unsupported_parameter"),
     ],
@@ -168,3 +169,13 @@ def test_fresh_seeds_differ() -> None:
     params = SamplingParams()
     assert len({params.fixed_seed() for _ in range(20)}) == 20
     assert all(0 <= params.fixed_seed() < 2**63 for _ in range(20))
+
+
+def test_structured_outputs_as_a_dict_or_the_class() -> None:
+    made = SamplingParams(structured_outputs={"regex": "a+"}).structured_outputs
+    assert made == StructuredOutputs(regex="a+") == StructuredOutputsParams(regex="a+")
+    assert SamplingParams(structured_outputs=made).structured_outputs is made
+    assert SamplingParams().structured_outputs is None
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(structured_outputs={"regexp": "a+"})
+    assert (caught.value.param, caught.value.code) == ("structured_outputs.regexp", "invalid_value")

@@ -12,6 +12,7 @@ class ToyParser:
     """Knows its marks by their tokens only; a call's JSON is read when it is whole."""
 
     markers = frozenset(MARKS)
+    unparsed = 0
 
     def __init__(self, starts_inside: bool = False) -> None:
         self.in_reasoning = starts_inside

@@ -11,10 +11,6 @@ from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.text.checks import missing
 
 UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that change nothing
-    "tools": ([],),
-    "thinking": ({"type": "disabled"},),
-    "output_config": ({},),
-    "output_format": (),
     "container": (),
     "context_management": ({},),
     "mcp_servers": ([],),
@@ -31,7 +27,11 @@ class PromptBody(BaseModel):
     model: str | None = None
     messages: Any = None
     system: Any = None
+    tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
     cache_control: dict[str, Any] | None = None  # prefixes are always cached
 
     def check(self) -> None:
@@ -44,8 +44,6 @@ class PromptBody(BaseModel):
         for name, harmless in UNSERVED.items():
             if extra.get(name) is not None and extra[name] not in harmless:
                 raise unserved(name)
-        if self.tool_choice is not None and self.tool_choice.get("type") not in ("auto", "none"):
-            raise unserved("tool_choice")
         if self.messages is None:
             raise missing("messages")
 
@@ -71,6 +69,13 @@ class MessagesRequest(PromptBody):
         """
         if self.max_tokens is None:
             raise missing("max_tokens")
+        budget = (self.thinking or {}).get("budget_tokens")
+        if isinstance(budget, int) and budget >= self.max_tokens:
+            raise InvalidRequest(
+                f"max_tokens must be greater than thinking.budget_tokens, which is {budget}.",
+                "thinking.budget_tokens",
+                "integer_above_max_value",
+            )
         if self.temperature is not None and self.temperature > MAX_TEMPERATURE:
             raise InvalidRequest(
                 f"temperature must be in [0, {MAX_TEMPERATURE:g}], got {self.temperature}.",

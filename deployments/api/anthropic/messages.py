@@ -3,51 +3,72 @@
 import logging
 import uuid
 from collections.abc import Iterable
+from contextlib import aclosing
+from typing import NamedTuple
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError, RequestFailed
+from rayfin.deployments.api.anthropic.blocks import BlockEvent, ReplyBlocks
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
 from rayfin.deployments.api.anthropic.conversation import chat_messages, is_continued
 from rayfin.deployments.api.anthropic.replies import (
     AnthropicEvent,
     AnthropicMessage,
-    AnthropicTextDelta,
     AnthropicUsage,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
     MessageDelta,
     MessageStart,
     Stop,
     StopReason,
-    TextBlock,
+    ThinkingTokens,
+)
+from rayfin.deployments.api.anthropic.tools import (
+    answer_rules,
+    chat_tools,
+    shows_thinking,
+    template_variables,
 )
 from rayfin.deployments.generation.choice import Choice, Prompt
-from rayfin.deployments.generation.generation import Generation
-from rayfin.deployments.generation.prompts import chat_ids
+from rayfin.deployments.generation.generation import Deltas, Generation
+from rayfin.deployments.generation.plan import plan_answers
+from rayfin.deployments.generation.prompts import ChatPrompt, chat_prompt
 from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import error_event
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.text.output import TextDelta
+from rayfin.deployments.text.parsing.events import Event
 
 logger = logging.getLogger("rayfin.http")
 
 
-async def prompt_ids(
+class MessagesPrompt(NamedTuple):
+    """A rendered conversation."""
+
+    chat: ChatPrompt
+    calls: int  # in it
+
+
+async def prompt_of(
     service: OpenAIService, body: PromptBody, *, any_length: bool = False
-) -> list[int]:
-    """Returns the token ids of a conversation; with ``any_length`` also of one that is too long.
+) -> MessagesPrompt:
+    """Returns the prompt of a conversation; with ``any_length`` also of one that is too long.
 
     Raises:
         InvalidRequest: the body is malformed, the chat template refuses it, or it cannot fit.
     """
     body.check()
     chat = chat_messages(body.messages, body.system)
-    continued = is_continued(chat)
-    return await chat_ids(service, chat, continue_final_message=continued, any_length=any_length)
+    rendered = await chat_prompt(
+        service,
+        chat,
+        tools=chat_tools(body.tools),
+        continue_final_message=is_continued(chat),
+        variables=template_variables(body),
+        any_length=any_length,
+    )
+    return MessagesPrompt(rendered, sum(len(said.get("tool_calls", ())) for said in chat))
 
 
 class MessagesAdapter(GenerationAdapter):
@@ -59,41 +80,62 @@ class MessagesAdapter(GenerationAdapter):
         self._model = service.served_name(body.model)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._http_request_id = ""
+        self._blocks = ReplyBlocks(shows_thinking=shows_thinking(body))
         self.streamed = bool(body.stream)
 
     async def prepare(self, request: Request) -> Generation:
         params = self._body.sampling_params(self._service.sampling_defaults)
-        ids = await prompt_ids(self._service, self._body)
+        rules = answer_rules(self._body)
+        caller = Caller.of(request)
+        prompt = await prompt_of(self._service, self._body)
+        self._plan = await plan_answers(
+            self._service,
+            rules,
+            prompt.chat.opening,
+            earlier_calls=prompt.calls,
+            tenant=caller.tenant,
+        )
         generation = await Generation.prepare(
             self._service,
-            [Prompt(ids, "messages")],
+            [Prompt(prompt.chat.ids, "messages")],
             params,
             request_id=self._id,
             priority=0,
-            caller=Caller.of(request),
+            caller=caller,
+            plan=self._plan,
         )
         self._choice = generation.choices[0]
         self._http_request_id = getattr(request.state, "request_id", "")
         return generation
 
+    def run(self, generation: Generation) -> Deltas:
+        deltas = generation.run()
+        return deltas if self.streamed else self._gather(deltas)
+
+    async def _gather(self, deltas: Deltas) -> Deltas:
+        """Yields ``deltas`` after it has added each of them to the blocks."""
+        async with aclosing(deltas):
+            async for choice, delta in deltas:
+                self._push(choice, delta)
+                yield choice, delta
+
     def reply(self, generation: Generation) -> str:
         return self._message(generation.choices[0]).model_dump_json()
 
     def opening(self) -> Iterable[str]:
-        usage = _usage(self._choice)
+        usage = self._usage(self._choice)
         empty = AnthropicMessage(id=self._id, model=self._model, content=[], usage=usage)
         yield _sse(MessageStart(message=empty))
-        yield _sse(BlockStart())
         yield _sse(AnthropicEvent(type="ping"))
 
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
-        if not delta.text:
-            return []
-        return [_sse(BlockDelta(delta=AnthropicTextDelta(text=delta.text)))]
+        return [_sse(event) for event in self._push(choice, delta)]
 
     def closing(self) -> Iterable[str]:
-        yield _sse(BlockStop())
-        yield _sse(MessageDelta(delta=self._stop(self._choice), usage=_usage(self._choice)))
+        for event in self._blocks.stop():
+            yield _sse(event)
+        usage = self._usage(self._choice)
+        yield _sse(MessageDelta(delta=self._stop(self._choice), usage=usage))
         yield _sse(AnthropicEvent(type="message_stop"))
 
     def failure(self, error: Exception) -> Iterable[str]:
@@ -101,15 +143,19 @@ class MessagesAdapter(GenerationAdapter):
             logger.exception("A stream failed")
         return [error_event(error, self._http_request_id)]
 
+    def _push(self, choice: Choice, delta: TextDelta) -> list[BlockEvent]:
+        events = delta.events if self._plan.make_parser else [Event("content", delta.text)]
+        return self._blocks.push(events, [call.id for call in choice.calls])
+
     def _message(self, choice: Choice) -> AnthropicMessage:
         stop = self._stop(choice)
         return AnthropicMessage(
             id=self._id,
             model=self._model,
-            content=[TextBlock(text="".join(choice.text))],
+            content=self._blocks.content(),
             stop_reason=stop.stop_reason,
             stop_sequence=stop.stop_sequence,
-            usage=_usage(choice),
+            usage=self._usage(choice),
         )
 
     def _stop(self, choice: Choice) -> Stop:
@@ -127,15 +173,18 @@ class MessagesAdapter(GenerationAdapter):
             reason = "max_tokens" if asked else "model_context_window_exceeded"
         elif last.finish_reason != "stop":
             raise RequestFailed("The engine aborted this request.")
+        elif choice.parsed.whole_calls:
+            reason = "tool_use"
         return Stop(stop_reason=reason, stop_sequence=None)
 
-
-def _usage(choice: Choice) -> AnthropicUsage:
-    return AnthropicUsage(
-        input_tokens=len(choice.prompt.ids) - choice.cached_tokens,
-        cache_read_input_tokens=choice.cached_tokens,
-        output_tokens=len(choice.token_ids),
-    )
+    def _usage(self, choice: Choice) -> AnthropicUsage:
+        thought = ThinkingTokens(thinking_tokens=choice.reasoning_tokens)
+        return AnthropicUsage(
+            input_tokens=len(choice.prompt.ids) - choice.cached_tokens,
+            cache_read_input_tokens=choice.cached_tokens,
+            output_tokens=len(choice.token_ids),
+            output_tokens_details=thought if self._plan.reasons else None,
+        )
 
 
 def _sse(event: BaseModel) -> str:

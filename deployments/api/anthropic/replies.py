@@ -1,15 +1,37 @@
 """Replies of Anthropic's API: the message, and the events of its stream."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
 
 
 class TextBlock(BaseModel):
     type: Literal["text"] = "text"
     text: str
+
+
+class ThinkingBlock(BaseModel):
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(BaseModel):
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class ThinkingTokens(BaseModel):
+    thinking_tokens: int
 
 
 class AnthropicUsage(BaseModel):
@@ -19,6 +41,9 @@ class AnthropicUsage(BaseModel):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: ThinkingTokens | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )  # where the model's reasoning is known
 
 
 class AnthropicMessage(BaseModel):
@@ -26,7 +51,7 @@ class AnthropicMessage(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[ContentBlock]
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: AnthropicUsage
@@ -47,8 +72,8 @@ class MessageStart(BaseModel):
 
 class BlockStart(BaseModel):
     type: Literal["content_block_start"] = "content_block_start"
-    index: int = 0
-    content_block: TextBlock = Field(default_factory=lambda: TextBlock(text=""))
+    index: int
+    content_block: ContentBlock
 
 
 class AnthropicTextDelta(BaseModel):
@@ -56,15 +81,30 @@ class AnthropicTextDelta(BaseModel):
     text: str
 
 
+class ThinkingDelta(BaseModel):
+    type: Literal["thinking_delta"] = "thinking_delta"
+    thinking: str
+
+
+class SignatureDelta(BaseModel):
+    type: Literal["signature_delta"] = "signature_delta"
+    signature: str
+
+
+class InputDelta(BaseModel):
+    type: Literal["input_json_delta"] = "input_json_delta"
+    partial_json: str
+
+
 class BlockDelta(BaseModel):
     type: Literal["content_block_delta"] = "content_block_delta"
-    index: int = 0
-    delta: AnthropicTextDelta
+    index: int
+    delta: AnthropicTextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(BaseModel):
     type: Literal["content_block_stop"] = "content_block_stop"
-    index: int = 0
+    index: int
 
 
 class Stop(BaseModel):

@@ -3,8 +3,9 @@
 from fastapi import FastAPI, Request, Response
 
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
-from rayfin.deployments.api.anthropic.messages import MessagesAdapter, prompt_ids
+from rayfin.deployments.api.anthropic.messages import MessagesAdapter, prompt_of
 from rayfin.deployments.api.anthropic.replies import TokenCount
+from rayfin.deployments.api.anthropic.tools import answer_rules
 from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.json_body import ignored_header, read_body
@@ -23,5 +24,6 @@ def add_message_routes(app: FastAPI, models: ServedModels) -> None:
         body = await read_body(request, PromptBody)
         service = models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
-        ids = await prompt_ids(service, body, any_length=True)
-        return TokenCount(input_tokens=len(ids))
+        answer_rules(body)  # checks the fields that leave the prompt as it is
+        prompt = await prompt_of(service, body, any_length=True)
+        return TokenCount(input_tokens=len(prompt.chat.ids))

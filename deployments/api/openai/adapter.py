@@ -17,6 +17,7 @@ from rayfin.deployments.api.openai.replies import ChatChunk, Completion
 from rayfin.deployments.generation.beams import search_params, text_params
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
+from rayfin.deployments.generation.plan import OutputPlan, plan_text
 from rayfin.deployments.generation.resume import Cursor, digest_of
 from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
@@ -62,14 +63,16 @@ class CompletionAdapter(GenerationAdapter):
                 if search is None
                 else text_params(body, search)
             )
+            prompts = await self.prompts(params)
             self._generation = await Generation.prepare(
                 service,
-                await self.prompts(params),
+                prompts,
                 params,
                 request_id=self._cursor.request_id,
                 priority=body.priority or 0,
                 caller=caller,
                 search=search,
+                plan=await self.plan(caller),
             )
         return self._generation
 
@@ -91,6 +94,10 @@ class CompletionAdapter(GenerationAdapter):
 
     @abstractmethod
     async def prompts(self, params: SamplingParams) -> Sequence[Prompt]: ...
+
+    async def plan(self, caller: Caller) -> OutputPlan:
+        """Returns how the answers are guided and read; called after ``prompts``."""
+        return await plan_text(self._service, self._settings.answer_rules(), caller.tenant)
 
     def is_new(self, choice: Choice, delta: TextDelta) -> bool:
         return self._cursor.is_new(choice, delta)

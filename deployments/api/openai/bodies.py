@@ -3,14 +3,20 @@
 ``SamplingParams`` checks ranges and names the field. Unknown fields are accepted and reported.
 """
 
+from dataclasses import replace
 from typing import Any
 
+from pydantic import PrivateAttr
+
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.generation.bodies import GenerationBody, unserved
+from rayfin.deployments.generation.bodies import GenerationBody
+from rayfin.deployments.generation.plan import AnswerRules
+from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
 from rayfin.deployments.requests.prompts import WrittenPrompt, read_prompts
-from rayfin.deployments.text.checks import missing
+from rayfin.deployments.text.checks import as_choice, missing
 
 MAX_PROMPTS = 128
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 COMPLETION_TOKENS = 16  # of /v1/completions where a request names no limit
 
 
@@ -60,8 +66,10 @@ class ChatCompletionRequest(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    include_reasoning: bool | None = None  # reasoning is not separated
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None  # -1: no limit
     return_prompt_text: bool | None = None
+    _rules: AnswerRules | None = PrivateAttr(None)
 
     def token_limit(self) -> int | None:
         """Returns the limit under either name; None fills the context."""
@@ -75,15 +83,33 @@ class ChatCompletionRequest(GenerationBody):
     def logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def answer_rules(self) -> AnswerRules:
+        """Returns what the request says of the form of its answers.
+
+        Raises:
+            InvalidRequest: ``param`` is the path of what is wrong.
+        """
+        if self._rules is not None:
+            return self._rules
+        tools = () if self.tools is None else function_tools(self.tools)
+        choice = read_tool_choice(self.tool_choice, tools, parallel=self.parallel_tool_calls)
+        budget = self.thinking_token_budget
+        if budget is not None and budget < -1:
+            raise InvalidRequest(
+                f"thinking_token_budget must be at least -1, got {budget}.",
+                "thinking_token_budget",
+                "integer_below_min_value",
+            )
+        limit = None if budget == -1 else budget
+        self._rules = replace(super().answer_rules(), tools=tools, choice=choice, budget=limit)
+        return self._rules
+
     def check(self) -> None:
         super().check()
         if self.messages is None:
             raise missing("messages")
-        if self.tool_choice not in (None, "none", "auto"):
-            if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
-                raise unserved("tool_choice", "other than none and auto ")
-            raise InvalidRequest("tool_choice must be none or auto.", "tool_choice")
-        if self.tool_choice == "auto" and not self.tools:
-            raise InvalidRequest("tool_choice auto needs tools.", "tool_choice")
+        self.answer_rules()
+        if self.reasoning_effort is not None:
+            as_choice(self.reasoning_effort, EFFORTS, "reasoning_effort")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true.", "top_logprobs")

@@ -1,20 +1,18 @@
 """POST /v1/chat/completions."""
 
-from typing import Any
-
 from starlette.requests import Request
 
 from rayfin.actors.messages import TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.openai.adapter import CompletionAdapter
 from rayfin.deployments.api.openai.bodies import ChatCompletionRequest
+from rayfin.deployments.api.openai.messages import MessageWriter
 from rayfin.deployments.api.openai.replies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
-    ChatMessage,
 )
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
@@ -24,11 +22,13 @@ from rayfin.deployments.generation.logprobs import (
     PromptLogprobs,
     prompt_logprobs,
 )
-from rayfin.deployments.generation.prompts import chat_ids
+from rayfin.deployments.generation.plan import OutputPlan, plan_answers
+from rayfin.deployments.generation.prompts import ChatPrompt, chat_prompt, thinking_variables
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.sse import event
 from rayfin.deployments.requests.prompts import truncated
-from rayfin.deployments.text.messages import plain_messages
+from rayfin.deployments.text.messages import count_calls, plain_messages
 from rayfin.deployments.text.output import TextDelta
 
 
@@ -38,6 +38,9 @@ class ChatAdapter(CompletionAdapter):
     def __init__(self, service: OpenAIService, body: ChatCompletionRequest) -> None:
         super().__init__(service, body, "chatcmpl")
         self._body = body
+        self._opening = ""  # what the template puts into the model's mouth
+        field, hidden = service.formats.reasoning_field, body.include_reasoning is False
+        self._messages = MessageWriter(field, hidden)
         self._started: set[int] = set()  # choices that have had their first event
         self._chunk = self.chunk()
         self._writer = LogprobsWriter(
@@ -52,8 +55,20 @@ class ChatAdapter(CompletionAdapter):
 
     async def prompts(self, params: SamplingParams) -> list[Prompt]:
         side = self._body.truncation_side or "left"
-        ids = truncated(await self._prompt_ids(), params, self._service.max_model_len, side)
+        prompt = await self._prompt()
+        self._opening = prompt.opening
+        ids = truncated(prompt.ids, params, self._service.max_model_len, side)
         return [Prompt(ids, "messages", self._echo(), self._body.cache_salt)]
+
+    async def plan(self, caller: Caller) -> OutputPlan:
+        body = self._body
+        return await plan_answers(
+            self._service,
+            body.answer_rules(),
+            self._opening,
+            earlier_calls=count_calls(body.messages),
+            tenant=caller.tenant,
+        )
 
     async def open(self, request: Request, generation: Generation) -> None:
         await super().open(request, generation)
@@ -76,19 +91,16 @@ class ChatAdapter(CompletionAdapter):
         last = plain_messages(self._body.messages)[-1]
         return str(last["content"]) if last["role"] == self._role else ""
 
-    async def _prompt_ids(self) -> list[int]:
+    async def _prompt(self) -> ChatPrompt:
         body = self._body
-        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
-        return await chat_ids(
+        return await chat_prompt(
             self._service,
             body.messages,
             tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
-            variables=variables,
+            variables=thinking_variables(body.chat_template_kwargs, body.reasoning_effort),
             any_length=body.truncate_prompt_tokens is not None,
         )
 
@@ -101,9 +113,9 @@ class ChatAdapter(CompletionAdapter):
             choices=[
                 ChatChoice(
                     index=choice.index,
-                    message=ChatMessage(role=self._role, content="".join(choice.text)),
+                    message=self._messages.message(choice, self._role),
                     logprobs=self._logprobs(choice.token_ids, choice.logprobs),
-                    finish_reason=choice.last.finish_reason,
+                    finish_reason=choice.finish_reason,
                     stop_reason=choice.last.stop_reason,
                     token_ids=choice.token_ids if with_ids else None,
                 )
@@ -121,10 +133,33 @@ class ChatAdapter(CompletionAdapter):
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
         body, chunk = self._body, self._chunk
         events = [] if choice.index in self._started else self._first_events(choice)
+        chunk.usage = self._generation.usage() if body.continuous_usage else None
+        if choice.parsed.plan.make_parser is not None:
+            return events + self._part_events(choice, delta)
         self._cursor.advance(choice, delta)
         if delta.text or delta.finish_reason or body.return_token_ids or body.logprobs:
-            chunk.choices = [self._choice(choice, delta)]
-            chunk.usage = self._generation.usage() if body.continuous_usage else None
+            chunk.choices = [self._choice(choice, delta, ChatDelta(content=delta.text or None))]
+            events.append(self._cursor.event(chunk, choice))
+        return events
+
+    def _part_events(self, choice: Choice, delta: TextDelta) -> list[str]:
+        """One event for each part, and one more for the end. The last has tokens and the rest."""
+        body, chunk, writer = self._body, self._chunk, self._messages
+        ready, had = self._cursor.gather(choice, delta, writer.count)
+        if ready is None:
+            return []
+        deltas = [writer.delta(part, choice) for part in writer.parts(ready)]
+        if ready.finish_reason or not deltas:
+            deltas.append(ChatDelta())
+        events = []
+        for number, part in enumerate(deltas[:-1], start=1):
+            if number > had:
+                chunk.choices = [ChatChunkChoice(index=choice.index, delta=part)]
+                events.append(self._cursor.part(chunk, choice, number))
+        self._cursor.advance(choice, ready)
+        shown = deltas[-1].model_dump() or ready.finish_reason
+        if shown or body.return_token_ids or body.logprobs:
+            chunk.choices = [self._choice(choice, ready, deltas[-1])]
             events.append(self._cursor.event(chunk, choice))
         return events
 
@@ -146,12 +181,12 @@ class ChatAdapter(CompletionAdapter):
         chunk.prompt_token_ids = chunk.prompt_text = None
         return events
 
-    def _choice(self, choice: Choice, delta: TextDelta) -> ChatChunkChoice:
+    def _choice(self, choice: Choice, delta: TextDelta, part: ChatDelta) -> ChatChunkChoice:
         return ChatChunkChoice(
             index=choice.index,
-            delta=ChatDelta(content=delta.text or None),
+            delta=part,
             logprobs=self._logprobs(delta.token_ids, delta.logprobs),
-            finish_reason=delta.finish_reason,
+            finish_reason=choice.parsed.finish_reason(delta.finish_reason),
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._body.return_token_ids else None,
         )

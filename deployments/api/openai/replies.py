@@ -38,9 +38,23 @@ class Completion(BaseModel):
     usage: Usage | None = _optional()
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: str = "assistant"
-    content: str
+    content: str | None
+    reasoning: str | None = _optional()
+    reasoning_content: str | None = _optional()
+    tool_calls: list[ToolCall] | None = _optional()
 
 
 class ChatChoice(BaseModel):
@@ -64,9 +78,28 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: PromptLogprobs | None = _optional()
 
 
+class FunctionDelta(BaseModel):
+    """The name whole in the first one of a call; then pieces of the arguments."""
+
+    name: str | None = _optional()
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    index: int
+    id: str | None = _optional()
+    type: Literal["function"] | None = _optional()
+    function: FunctionDelta
+
+
 class ChatDelta(BaseModel):
+    """One kind of part: the role, reasoning, content, or a piece of one call."""
+
     role: str | None = _optional()
     content: str | None = _optional()
+    reasoning: str | None = _optional()
+    reasoning_content: str | None = _optional()
+    tool_calls: list[ToolCallDelta] | None = _optional()
 
 
 class ChatChunkChoice(BaseModel):

@@ -16,8 +16,6 @@ MAX_METADATA = 16  # pairs
 MAX_KEY = 64  # characters
 MAX_VALUE = 512
 UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for nothing
-    "tools": ([],),
-    "tool_choice": ("auto", "none"),
     "prompt": (),
     "conversation": (),
     "context_management": ([],),
@@ -29,7 +27,7 @@ UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for noth
     **dict.fromkeys(FORMAT_FIELDS, ()),  # text.format says it
 }
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (  # the others are parts of items that no response here has
+INCLUDABLE = (  # the others are parts of items or contents that no response here has
     LOGPROBS,
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",
@@ -63,6 +61,7 @@ class ResponsePromptBody(BaseModel):
     instructions: str | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
@@ -79,18 +78,13 @@ class ResponsePromptBody(BaseModel):
             value = getattr(self, name, None)
             if value is not None and value not in harmless:
                 raise unserved(name)
-        for name, value in (self.reasoning or {}).items():
-            if value is not None and (name, value) != ("effort", "none"):
-                raise unserved(f"reasoning.{name}")
-        written = (self.text or {}).get("format")
-        kind = written.get("type") if isinstance(written, dict) else written
-        if written is not None and kind != "text":
-            raise unserved("text.format", "other than text ")
 
     def ignored_fields(self) -> list[str]:
         known = UNSERVED.keys() | UNSERVED_ANYWHERE.keys()
-        text = [f"text.{name}" for name in self.text or {} if name != "format"]
-        return [name for name in self.model_extra or {} if name not in known] + text
+        inner = [f"text.{name}" for name in self.text or {} if name != "format"]
+        asked = self.reasoning or {}
+        inner += [f"reasoning.{name}" for name in asked if name != "effort" and asked[name]]
+        return [name for name in self.model_extra or {} if name not in known] + inner
 
 
 class ResponseRequest(ResponsePromptBody):
@@ -190,7 +184,7 @@ def _check_metadata(metadata: dict[str, str]) -> None:
             )
 
 
-def unserved(name: str, which: str = "") -> InvalidRequest:
+def unserved(name: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{name} {which}is not supported by this version of Rayfin.", name, "unsupported_parameter"
+        f"{name} is not supported by this version of Rayfin.", name, "unsupported_parameter"
     )

@@ -15,13 +15,19 @@ from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.responses.bodies import OUR_NAMES, ResponseRequest
 from rayfin.deployments.api.responses.events import events_from, sse
 from rayfin.deployments.api.responses.items import check_calls, input_items
-from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
-from rayfin.deployments.api.responses.replies import Response, ResponseStreamEvent
+from rayfin.deployments.api.responses.prompt import history_of, prompt_of
+from rayfin.deployments.api.responses.replies import FunctionCallItem, Response, ResponseStreamEvent
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
+from rayfin.deployments.api.responses.tools import (
+    answer_rules,
+    asked_reasoning,
+    repeated_tools,
+)
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.logprobs import LogprobsWriter
+from rayfin.deployments.generation.plan import plan_answers
 from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
@@ -72,8 +78,9 @@ class ResponseAdapter(GenerationAdapter):
             self._store.forget(self._state)  # no client knows its id
 
     def run(self, generation: Generation) -> Deltas:
+        parsed = self._plan.make_parser is not None
         settle = self._store.settle
-        return drive(self._state, generation.run(), settle, self._writer())
+        return drive(self._state, generation.run(), settle, self._writer(), parsed=parsed)
 
     def reply(self, generation: Generation) -> str:
         return self._state.response().model_dump_json()
@@ -99,20 +106,32 @@ class ResponseAdapter(GenerationAdapter):
         caller = Caller.of(request)
         body.check()
         params = body.sampling_params(service.sampling_defaults)
+        rules = answer_rules(body)
         items = input_items(body.input)
         history = await history_of(self._store, body, self._tenant)
         check_calls(history, items)
-        ids = await prompt_ids(service, body, history + items, body.max_output_tokens or 1)
+        conversation = history + items
+        prompt = await prompt_of(service, body, conversation, body.max_output_tokens or 1)
+        self._plan = await plan_answers(
+            service,
+            rules,
+            prompt.opening,
+            earlier_calls=sum(isinstance(item, FunctionCallItem) for item in conversation),
+            tenant=caller.tenant,
+        )
         with rename_error_params(OUR_NAMES):
             generation = await Generation.prepare(
                 service,
-                [Prompt(ids, "input", cache_salt=body.cache_salt)],
+                [Prompt(prompt.ids, "input", cache_salt=body.cache_salt)],
                 params,
                 request_id=self._id,
                 priority=body.priority or 0,
                 caller=caller,
+                plan=self._plan,
             )
-        self._state = ResponseState(self._created(params), self._tenant, history, items, len(ids))
+        self._state = ResponseState(
+            self._created(params), self._tenant, history, items, len(prompt.ids)
+        )
         return generation
 
     def _writer(self) -> LogprobsWriter | None:
@@ -139,8 +158,10 @@ class ResponseAdapter(GenerationAdapter):
             safety_identifier=body.safety_identifier,
             store=body.stored,
             temperature=params.temperature,
+            reasoning=asked_reasoning(body),
+            text={"format": (body.text or {}).get("format") or {"type": "text"}},
             tool_choice=body.tool_choice or "auto",
-            tools=[],
+            tools=repeated_tools(body),
             top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,
             truncation=body.truncation or "disabled",
@@ -182,22 +203,26 @@ async def drive(
     deltas: Deltas,
     ended: Callable[[ResponseState], Awaitable[None]],
     writer: LogprobsWriter | None = None,
+    *,
+    parsed: bool = False,
 ) -> Deltas:
     """Yields ``deltas`` after it has added each of them to ``state``.
 
     Closing it early aborts the generation and cancels the response. A failure is kept in the state,
     then raised. ``ended`` is awaited at the end in any case, and before the last delta is yielded.
-    With a ``writer`` the state gets log probabilities.
+    With a ``writer`` the state gets log probabilities. Deltas that are ``parsed`` have events.
     """
     try:
         async with aclosing(deltas):
             async for choice, delta in deltas:
                 logprobs = writer.chat(delta.token_ids, delta.logprobs).content if writer else []
                 state.append(
-                    [Event("content", delta.text)],
+                    delta.events if parsed else [Event("content", delta.text)],
                     len(choice.token_ids),
                     choice.cached_tokens,
+                    reasoning_tokens=choice.reasoning_tokens,
                     logprobs=logprobs,
+                    call_ids=[call.id for call in choice.calls],
                 )
                 if delta.finish_reason == "abort":
                     raise RequestFailed("The engine aborted this response.")

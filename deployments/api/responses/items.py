@@ -94,7 +94,7 @@ def chat_messages(items: Iterable[Item], instructions: str | None) -> list[dict[
         elif isinstance(item, OutputMessage) and item.role != "assistant":
             turn = None
             chat.append({"role": item.role, "content": "\n".join(texts_of(item))})
-        else:
+        elif not isinstance(item, ReasoningItem) or any(texts_of(item)):
             if turn is None or not _continues(turn, item):
                 turn = {"role": "assistant", "content": ""}
                 chat.append(turn)

@@ -12,7 +12,8 @@ from rayfin.deployments.api.responses.replies import (
     OutputMessage,
 )
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
-from rayfin.deployments.generation.prompts import chat_ids
+from rayfin.deployments.api.responses.tools import chat_tools, template_variables
+from rayfin.deployments.generation.prompts import ChatPrompt, chat_prompt
 from rayfin.deployments.generation.service import OpenAIService
 
 
@@ -34,15 +35,15 @@ async def history_of(
     return previous.conversation()
 
 
-async def prompt_ids(
+async def prompt_of(
     service: OpenAIService,
     body: ResponsePromptBody,
     items: list[Item],
     room: int = 1,
     *,
     any_length: bool = False,
-) -> list[int]:
-    """Returns the token ids of a conversation; with ``any_length`` also of one that is too long.
+) -> ChatPrompt:
+    """Returns the prompt of a conversation; with ``any_length`` also of one that is too long.
 
     ``truncation: auto`` leaves out as many of the oldest items as must go for ``room`` tokens of
     output. The rest starts with a user's message; the last of these always stays.
@@ -51,24 +52,27 @@ async def prompt_ids(
         InvalidRequest: the chat template refuses it, or it cannot fit.
     """
     auto = body.truncation == "auto"
+    tools, variables = chat_tools(body), template_variables(body)
 
-    async def render(kept: list[Item]) -> list[int]:
-        return await chat_ids(
+    async def render(kept: list[Item]) -> ChatPrompt:
+        return await chat_prompt(
             service,
             chat_messages(kept, body.instructions),
             "input",
-            variables=body.chat_template_kwargs,
+            tools=tools,
+            variables=variables,
             any_length=auto or any_length,
         )
 
-    ids = await render(items)
+    whole = await render(items)
     starts = cuts(items)
-    if not auto or not starts or len(ids) + room <= service.max_model_len:
-        return ids
+    if not auto or not starts or len(whole.ids) + room <= service.max_model_len:
+        return whole
     low, high = 0, len(starts) - 1
     while low < high:
         middle = (low + high) // 2
-        fits = len(await render(items[starts[middle] :])) + room <= service.max_model_len
+        kept = await render(items[starts[middle] :])
+        fits = len(kept.ids) + room <= service.max_model_len
         low, high = (low, middle) if fits else (middle + 1, high)
     return await render(items[starts[low] :])
 

@@ -12,10 +12,11 @@ from rayfin.deployments.api.responses.bodies import (
 )
 from rayfin.deployments.api.responses.handler import ResponseAdapter, event_stream, reply
 from rayfin.deployments.api.responses.items import check_calls, input_items
-from rayfin.deployments.api.responses.prompt import history_of, prompt_ids
+from rayfin.deployments.api.responses.prompt import history_of, prompt_of
 from rayfin.deployments.api.responses.replies import Deleted, InputTokens, ItemList
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
+from rayfin.deployments.api.responses.tools import answer_rules
 from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.json_body import ignored_header, read_body
@@ -47,11 +48,12 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
         body.check()
         service = models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
+        answer_rules(body)  # checks the fields that leave the prompt as it is
         items = input_items(body.input)
         history = await history_of(store, body, _tenant(request))
         check_calls(history, items)
-        ids = await prompt_ids(service, body, history + items, any_length=True)
-        return InputTokens(input_tokens=len(ids))
+        prompt = await prompt_of(service, body, history + items, any_length=True)
+        return InputTokens(input_tokens=len(prompt.ids))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:

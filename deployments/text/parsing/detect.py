@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
-from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
+from rayfin.deployments.text.parsing.format import (
+    ReasoningField,
+    ReasoningFormat,
+    ToolFormat,
+    ToolGuidance,
+)
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 
@@ -14,6 +19,9 @@ class Detected:
     reasoning: ReasoningFormat | None = None
     arguments_as_text: bool = False  # the template takes earlier calls' arguments as JSON text
     why: str = ""  # a line for the log
+    # Settings of the server, beside what was found:
+    tool_guidance: ToolGuidance = "json"
+    reasoning_field: ReasoningField = "both"  # of chat completions
 
 
 def detect(tokenizer: Tokenizer, chat_template: str | None = None) -> Detected:

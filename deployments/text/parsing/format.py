@@ -12,6 +12,8 @@ NOTHING: Pair = ("", "")
 Syntax = Literal["json", "tagged", "braces", "python", "channels"]
 Layout = Literal["object", "list", "named", "lines"]
 IdStyle = Literal["openai", "mistral", "kimi"]
+ToolGuidance = Literal["schema", "json", "off"]
+ReasoningField = Literal["reasoning", "reasoning_content", "both"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

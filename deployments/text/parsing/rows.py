@@ -128,7 +128,8 @@ _LISTS = (
         section=("[TOOL_CALLS]", ""),
         id_key="id",
         id_style="mistral",
-        tokens=("[ARGS]", "[CALL_ID]"),
+        function=("", "[ARGS]"),  # newer models: see mistral_args
+        id_mark="[CALL_ID]",
         triggers=("[TOOL_CALLS]",),
     ),
     ToolFormat(

@@ -45,7 +45,9 @@ def test_typed_arguments_refuse_what_is_none(args: dict[str, Any]) -> None:
     assert next(iter(args)) in str(error.value)
 
 
-@pytest.mark.parametrize("args", [{"page_size": 0}, {"ingress_replicas": 33}])
+@pytest.mark.parametrize(
+    "args", [{"page_size": 0}, {"ingress_replicas": 33}, {"max_grammar_bytes": 0}]
+)
 def test_values_are_checked_too(args: dict[str, Any]) -> None:
     (name,) = args
     with pytest.raises(InvalidConfig, match=f"{name} must be") as error:

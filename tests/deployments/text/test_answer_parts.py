@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules, TokenDelta
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.generation.calls import ParsedAnswer, call_id
+from rayfin.deployments.generation.calls import ParsedAnswer
 from rayfin.deployments.generation.plan import OutputPlan
 from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.text.output import OutputText, TextDelta
@@ -117,13 +117,19 @@ def test_half_a_character_before_a_mark_is_shown(marked: Tokenizer) -> None:
 
 def test_ids_of_calls() -> None:
     """They follow from the request, the choice and the call alone."""
-    ids = [call_id(OutputPlan(), f"chatcmpl-7-{i}", j, "f") for i in range(2) for j in range(2)]
-    assert len(set(ids)) == 4 and ids[0] == call_id(OutputPlan(), "chatcmpl-7-0", 0, "g")
-    assert all(len(made) == 29 and made.startswith("call_") for made in ids)
-    mistral = call_id(OutputPlan(id_style="mistral"), "r", 0, "f")
-    assert len(mistral) == 9 and mistral.isalnum()
+
+    def ids(plan: OutputPlan, request_id: str) -> list[str]:
+        answer = ParsedAnswer(plan, request_id)
+        answer.add(EVENTS, 0)
+        return [call.id for call in answer.calls]
+
+    first, other = (ids(OutputPlan(), f"chatcmpl-7-{i}") for i in range(2))
+    assert len({*first, *other}) == 4 and first == ids(OutputPlan(), "chatcmpl-7-0")
+    assert all(len(made) == 29 and made.startswith("call_") for made in first)
+    mistral = ids(OutputPlan(id_style="mistral"), "r")
+    assert all(len(made) == 9 and made.isalnum() for made in mistral) and len(set(mistral)) == 2
     kimi = OutputPlan(id_style="kimi", earlier_calls=2)
-    assert call_id(kimi, "r", 1, "get") == "functions.get:3"
+    assert ids(kimi, "r") == ["functions.f:2", "functions.f:3"]
 
 
 @pytest.mark.parametrize(
@@ -145,4 +151,4 @@ def test_why_an_answer_ended_and_its_content(
     answer = ParsedAnswer(OutputPlan(choice=choice), "r")
     answer.add(events, 0)
     assert (answer.finish_reason(reason), answer.content("")) == (expected, content)
-    assert len(answer.calls) == sum(event.kind == "call_end" for event in events)
+    assert len(answer.whole_calls) == sum(event.kind == "call_end" for event in events)

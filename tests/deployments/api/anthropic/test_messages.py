@@ -24,7 +24,25 @@ from rayfin.deployments.http.keys import ApiKeys
 pytestmark = pytest.mark.anyio
 REPLY = "Sure — here you go: 👩‍👩‍👧 مرحبا.\n\nEND of it"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+TOOL = {"name": "f", "input_schema": {}}
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+USED = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "5"}
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 60, "messages": HELLO}
+
+
+def conversation(*turns: Any) -> dict[str, Any]:
+    """Messages of one block of the user's, or of a list of blocks of the assistant's.
+
+    An assistant's turn has a user's before it.
+    """
+    messages: list[Any] = []
+    for turn in turns:
+        if isinstance(turn, list):
+            messages += [*HELLO, {"role": "assistant", "content": turn}]
+        else:
+            messages.append({"role": "user", "content": [turn]})
+    return {"messages": messages}
 
 
 def prompt(tokenizer: Any, *messages: tuple[str, str], **settings: Any) -> list[int]:
@@ -70,7 +88,7 @@ async def test_the_events_of_a_stream(anthropic: AsyncAnthropic, http: httpx.Asy
     lines = [event.split("\n") for event in raw.text.strip().split("\n\n")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
     assert [name.removeprefix("event: ") for name, _ in lines] == [e["type"] for e in events]
-    start, block_start, ping, *deltas, block_stop, delta, stop = events
+    start, ping, block_start, *deltas, block_stop, delta, stop = events
     assert start["type"] == "message_start" and start["message"]["content"] == []
     assert start["message"]["stop_reason"] is None
     assert block_start == {
@@ -194,10 +212,59 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "content": " "}]}, "messages"),
     ({"system": 5}, "system"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
-    ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
+    ({"tools": "f"}, "tools"),
+    ({"tools": ["f"]}, "tools[0]"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{**TOOL, "name": "a" * 65}]}, "tools[0].name"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tools": [{**TOOL, "name": f"f{i}"} for i in range(129)]}, "tools"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [{**TOOL, "input_schema": []}]}, "tools[0].input_schema"),
+    ({"tools": [{**TOOL, "description": 5}]}, "tools[0].description"),
+    ({"tools": [{**TOOL, "strict": 1}]}, "tools[0].strict"),
+    ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+    ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+    ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+    ({"tool_choice": {}, "tools": [TOOL]}, "tool_choice.type"),
+    ({"tool_choice": {"type": "required"}, "tools": [TOOL]}, "tool_choice.type"),
+    ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
+    ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice.name"),
+    (
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": "x"}, "tools": [TOOL]},
+        "tool_choice.disable_parallel_tool_use",
+    ),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": True}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -2}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "loud"}}, "thinking.type"),
+    ({"thinking": {}}, "thinking.type"),
+    ({"thinking": {"type": "adaptive", "display": "no"}}, "thinking.display"),
+    ({"output_config": {"effort": "enormous"}}, "output_config.effort"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
+    ({"output_config": {"format": "json"}}, "output_config.format"),
+    ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
+    ({"output_config": {"format": SCHEMA}, "output_format": SCHEMA}, "output_format"),
+    (conversation({"type": "tool_result", "tool_use_id": "t"}), "messages[0].content[0].tool_use"),
+    (conversation({"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
+    (conversation(USED), "messages[0].content[0].type"),
+    (conversation([USED]), "messages[1].content"),
+    (conversation([{**USED, "input": "{}"}], RESULT), "messages[1].content[0].input"),
+    (conversation([{**USED, "name": "a b"}], RESULT), "messages[1].content[0].name"),
+    (conversation([{**USED, "id": None}], RESULT), "messages[1].content[0].id"),
+    (conversation([{"type": "thinking"}], RESULT), "messages[1].content[0].thinking"),
+    (conversation([RESULT], RESULT), "messages[1].content[0].type"),
+    (conversation([USED], {**RESULT, "tool_use_id": "u"}), "messages[2].content[0].tool_use_id"),
+    (conversation([USED], {**RESULT, "is_error": "x"}), "messages[2].content[0].is_error"),
+    (conversation([USED], {**RESULT, "content": 5}), "messages[2].content[0].content"),
+    (
+        conversation([USED], {**RESULT, "content": [{"type": "image"}]}),
+        "messages[2].content[0].content[0].type",
+    ),
     ({"mcp_servers": [{}]}, "mcp_servers"),
 ]
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
@@ -214,6 +281,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": "a"}, "stop_sequences"),
     ({"stop_sequences": list("abcde")}, "stop_sequences"),
     ({"stream": 1}, "stream"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 60}}, "thinking.budget_tokens"),
 ]
 
 

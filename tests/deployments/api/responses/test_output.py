@@ -185,21 +185,21 @@ def check_stack(state: ResponseState) -> None:
 @given(answers(), st.sampled_from(ENDS), st.booleans())
 def test_any_answer(deltas: list[list[Event]], end: Status, background: bool) -> None:
     state = state_of(background=background)
-    told: list[Any] = list(events_from(state, 0))
+    written: list[Any] = list(events_from(state, 0))
     for delta in deltas:
         add(state, delta)
-        told += events_from(state, len(told))
+        written += events_from(state, len(written))
         check_stack(state)
     state.finish(end)
-    told += events_from(state, len(told))
+    written += events_from(state, len(written))
     check_stack(state)
-    for number in range(len(told) + 2):  # whoever comes late is told the same
+    for number in range(len(written) + 2):  # a late client gets the same
         late = list(events_from(state, number))
-        assert [event.sequence_number for event in late] == list(range(number, len(told)))
-        assert [event.type for event in late] == [event.type for event in told[number:]]
+        assert [event.sequence_number for event in late] == list(range(number, len(written)))
+        assert [event.type for event in late] == [event.type for event in written[number:]]
     if end != "failed":
         assert "".join(
-            event.delta for event in told if event.type == "response.output_text.delta"
+            event.delta for event in written if event.type == "response.output_text.delta"
         ) == "".join(event.text for delta in deltas for event in delta if event.kind == "content")
 
 
@@ -209,13 +209,13 @@ def test_a_copy_that_follows(deltas: list[list[Event]], end: Status, data: st.Da
     """It asks now and then, a change may reach it twice, and it sees the same events."""
     state = state_of()
     copy = pickle.loads(pickle.dumps(state.snapshot()))
-    told: list[Any] = []
+    written: list[Any] = []
 
     def sync() -> None:
         change = pickle.dumps(state.change(copy.output.mark))
         for _ in range(data.draw(st.integers(1, 2))):
             copy.apply(pickle.loads(change))
-        told.extend(events_from(copy, len(told)))
+        written.extend(events_from(copy, len(written)))
         assert copy.output.mark == state.output.mark
         assert copy.response() == state.response()
 
@@ -225,7 +225,7 @@ def test_a_copy_that_follows(deltas: list[list[Event]], end: Status, data: st.Da
             sync()
     state.finish(end)
     sync()
-    assert told == list(events_from(state, 0))
+    assert written == list(events_from(state, 0))
     again = state_of()
     again.apply(state.change(START))
     assert again.response() == state.response()

@@ -1,0 +1,170 @@
+"""Anthropic's tools, tool choice, thinking and output format as the rules of an answer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.api.anthropic.bodies import PromptBody, unserved
+from rayfin.deployments.generation.plan import AnswerRules
+from rayfin.deployments.guidance.fields import AnswerFormat, read_response_format
+from rayfin.deployments.guidance.tool_choice import ToolChoice, function_tools
+from rayfin.deployments.http.json_body import rename_error_paths
+from rayfin.deployments.text.checks import (
+    as_choice,
+    as_object,
+    as_string,
+    required,
+    wrong_type,
+)
+from rayfin.deployments.text.messages import plain_tools
+
+CHOICES = ("auto", "any", "tool", "none")
+THINKING = ("enabled", "adaptive", "disabled")
+DISPLAYS = ("summarized", "omitted")
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+OUR_PATHS = {".function.parameters": ".input_schema", ".function.": "."}  # of chat tools -> theirs
+
+
+def chat_tools(tools: list[Any] | None) -> list[dict[str, Any]] | None:
+    """Returns the tools as a chat template reads them; None if there are none.
+
+    Raises:
+        InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].input_schema.
+    """
+    with rename_error_paths(OUR_PATHS):
+        listed = plain_tools(_functions(tools)) if tools else None
+    for tool in listed or ():
+        tool["function"].pop("strict", None)  # of the grammar only
+    return listed
+
+
+def _functions(tools: list[Any]) -> list[dict[str, Any]]:
+    """Returns the tools in the form of chat completions."""
+    functions = []
+    for i, written in enumerate(tools):
+        path = f"tools[{i}]"
+        tool = as_object(written, path)
+        kind = as_string(tool.get("type") or "custom", f"{path}.type")
+        if kind != "custom":
+            raise InvalidRequest(
+                f"Tools of type {kind[:32]!r} are not supported by this version of Rayfin, only "
+                "functions of the client's are.",
+                f"{path}.type",
+                "unsupported_parameter",
+            )
+        function = {
+            "name": required(tool, "name", path),
+            "description": tool.get("description"),
+            "parameters": required(tool, "input_schema", path),
+            "strict": tool.get("strict"),
+        }
+        given = {name: value for name, value in function.items() if value is not None}
+        functions.append({"type": "function", "function": given})
+    return functions
+
+
+def answer_rules(body: PromptBody) -> AnswerRules:
+    """Returns what the request says of the form of its answer.
+
+    Raises:
+        InvalidRequest: ``param`` is the path of what is wrong.
+    """
+    with rename_error_paths(OUR_PATHS):
+        listed = function_tools(_functions(body.tools)) if body.tools else ()
+    tools = tuple(replace(tool, path=f"tools[{i}].input_schema") for i, tool in enumerate(listed))
+    form = _format(body)
+    return AnswerRules(
+        tools=tools,
+        choice=_choice(body.tool_choice, {tool.name for tool in tools}),
+        structured=None if form is None else form.outputs,
+        structured_param="output_config.format" if form is None else form.param,
+        budget=_budget(body),
+        budget_param="thinking.budget_tokens",
+    )
+
+
+def template_variables(body: PromptBody) -> dict[str, Any]:
+    """Returns the variables of the chat template that control thinking.
+
+    Raises:
+        InvalidRequest: ``param`` is the path of what is wrong.
+    """
+    variables: dict[str, Any] = {}
+    effort = (body.output_config or {}).get("effort")
+    if effort is not None:
+        variables["reasoning_effort"] = as_choice(effort, EFFORTS, "output_config.effort")
+    kind = _thinking(body)
+    if kind is not None:
+        variables["enable_thinking"] = kind != "disabled"
+    return variables
+
+
+def shows_thinking(body: PromptBody) -> bool:
+    return (body.thinking or {}).get("display") != "omitted"
+
+
+def _thinking(body: PromptBody) -> str | None:
+    """Returns the type of ``thinking``, or None if the model decides."""
+    if body.thinking is None:
+        return None
+    kind = as_choice(required(body.thinking, "type", "thinking"), THINKING, "thinking.type")
+    display = body.thinking.get("display")
+    if display is not None:
+        as_choice(display, DISPLAYS, "thinking.display")
+    return kind
+
+
+def _budget(body: PromptBody) -> int | None:
+    if _thinking(body) != "enabled" or body.thinking is None:
+        return None
+    path = "thinking.budget_tokens"
+    budget = required(body.thinking, "budget_tokens", "thinking")
+    if not isinstance(budget, int) or isinstance(budget, bool):
+        raise wrong_type("a whole number", budget, path)
+    if budget < 1:
+        raise InvalidRequest(
+            f"{path} must be at least 1, got {budget}.", path, "integer_below_min_value"
+        )
+    return budget
+
+
+def _format(body: PromptBody) -> AnswerFormat | None:
+    """Returns ``output_config.format``, or ``output_format``, its older name."""
+    config = body.output_config or {}
+    for name, value in config.items():
+        if value is not None and name not in ("effort", "format"):
+            raise unserved(f"output_config.{name[:64]}")
+    forms = {"output_config.format": config.get("format"), "output_format": body.output_format}
+    given = {path: form for path, form in forms.items() if form is not None}
+    if len(given) > 1:
+        raise InvalidRequest("output_format is output_config.format; set one.", "output_format")
+    for path, form in given.items():
+        kind = required(as_object(form, path), "type", path)
+        as_choice(kind, ("json_schema",), f"{path}.type")
+        return read_response_format(form, path, flat=True, named=False)
+    return None
+
+
+def _choice(choice: Mapping[str, Any] | None, names: set[str]) -> ToolChoice:
+    if choice is None:
+        return ToolChoice()
+    kind = as_choice(required(choice, "type", "tool_choice"), CHOICES, "tool_choice.type")
+    single = choice.get("disable_parallel_tool_use")
+    if single is not None and not isinstance(single, bool):
+        raise wrong_type("a boolean", single, "tool_choice.disable_parallel_tool_use")
+    parallel = not single
+    if kind == "none":
+        return ToolChoice("none")
+    if kind == "auto":
+        return ToolChoice(parallel=parallel)
+    if not names:
+        raise InvalidRequest(f"tool_choice {kind} needs tools.", "tool_choice")
+    if kind == "any":
+        return ToolChoice("required", parallel=parallel)
+    name = as_string(required(choice, "name", "tool_choice"), "tool_choice.name")
+    if name not in names:
+        raise InvalidRequest(
+            f"tool_choice names {name[:64]!r}, which is not in tools.", "tool_choice.name"
+        )
+    return ToolChoice("required", name, parallel=parallel)

@@ -1,0 +1,113 @@
+"""What a JSON schema says of a value, as far as it decides how the value is written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+ALL_TYPES = frozenset(("string", "number", "integer", "boolean", "null", "object", "array"))
+MAX_DEPTH = 16
+
+ROOT_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties"))
+"""Of arguments that are written one by one: with these only they can be held to their schema."""
+
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+    + ("$comment", "$schema", "$id", "$defs", "definitions", "strict", "x-guidance", "nullable")
+)
+
+Schema = Mapping[str, Any] | bool
+
+
+def keywords(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the keywords of a schema that are no annotations."""
+    return frozenset(schema) - ANNOTATIONS
+
+
+def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema | None:
+    """Follows references within ``root``; None if one leads nowhere or has keywords beside it."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            return schema
+        if keywords(schema) != {"$ref"} or not str(schema["$ref"]).startswith("#"):
+            return None
+        target: Any = root
+        for part in str(schema["$ref"])[1:].split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            target = target.get(part) if isinstance(target, Mapping) else None
+        schema = target
+        if not isinstance(schema, Mapping | bool):
+            return None
+    return None
+
+
+def types_of(schema: Schema, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Returns the JSON types that a value may have; all where that is not plain."""
+    found = resolved(schema, root)
+    if not isinstance(found, Mapping) or depth > MAX_DEPTH:
+        return ALL_TYPES
+    types = ALL_TYPES
+    named = found.get("type")
+    if isinstance(named, str | list):
+        names = {named} if isinstance(named, str) else {str(name) for name in named}
+        types = frozenset(names | ({"integer"} if "number" in names else set())) & ALL_TYPES
+    values = [found["const"]] if "const" in found else found.get("enum")
+    if isinstance(values, list):
+        types &= {type_of(value) for value in values}
+    for word in ("anyOf", "oneOf"):
+        if isinstance(found.get(word), list):
+            types &= frozenset().union(*(types_of(part, root, depth + 1) for part in found[word]))
+    for part in found.get("allOf") or ():
+        types &= types_of(part, root, depth + 1)
+    return types
+
+
+def type_of(value: object) -> str:
+    """Returns the JSON type of a value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def says_types_only(schema: Schema, root: Mapping[str, Any], depth: int = 0) -> bool:
+    """Whether each value of the schema's types is valid."""
+    found = resolved(schema, root)
+    if not isinstance(found, Mapping) or depth > MAX_DEPTH:
+        return found is True
+    parts = found.get("anyOf", ())
+    if keywords(found) - {"type"} not in ({"anyOf"}, frozenset()):
+        return False
+    if parts and "type" in found:
+        return False
+    return all(says_types_only(part, root, depth + 1) for part in parts)
+
+
+def within(schema: Schema, root: Mapping[str, Any]) -> Schema:
+    """Returns a part of ``root`` as a schema of its own: its references go through a copy."""
+    if not isinstance(schema, Mapping):
+        return schema
+    if not _has_reference(schema):
+        return {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+    return {**_moved(schema), "$defs": {"root": _moved(root)}}
+
+
+def _has_reference(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return "$ref" in value or any(map(_has_reference, value.values()))
+    return isinstance(value, list) and any(map(_has_reference, value))
+
+
+def _moved(value: Any) -> Any:
+    """Returns a schema whose references start at ``#/$defs/root``."""
+    if isinstance(value, list):
+        return [_moved(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    moved = {key: _moved(item) for key, item in value.items() if key != "x-guidance"}
+    if isinstance(value.get("$ref"), str) and value["$ref"].startswith("#"):
+        moved["$ref"] = "#/$defs/root" + value["$ref"][1:]
+    return moved

@@ -1,0 +1,239 @@
+"""An answer as it comes, as events: reasoning, content, calls."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from rayfin.deployments.text.parsing.calls import CallReader, FinishReason
+from rayfin.deployments.text.parsing.channels import ChannelReader
+from rayfin.deployments.text.parsing.events import Event, EventKind, EventWriter, Piece
+from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
+from rayfin.deployments.text.parsing.json_calls import read_arguments
+from rayfin.deployments.text.parsing.marks import Feed, Markers, Steps, tell_text
+from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
+
+_BLANKS = " \t\r\n"
+
+
+class OutputParser:
+    """Reads one choice's answer; its events depend on the text so far, not on how it was cut.
+
+    Args:
+        tools: how calls are written; None if the request has no tools.
+        reasoning: how thoughts are written.
+        functions: the name of each function, and the JSON schema of its parameters.
+        starts_inside: the prompt has opened a thought.
+        forced: "required" or the name of a function: the answer is calls. Without ``tools`` it is a
+            JSON list of calls, or the arguments of the named function alone.
+        special: marks that are special tokens: text that looks like one stays text.
+    """
+
+    def __init__(
+        self,
+        tools: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        *,
+        functions: Mapping[str, Mapping[str, Any]],
+        starts_inside: bool = False,
+        forced: str = "",
+        special: Collection[str] = (),
+    ) -> None:
+        if tools is None and forced == "required":
+            tools = TOOL_FORMATS["json"]
+        rows = [row for row in (tools, reasoning) if row is not None]
+        self._feed = Feed(
+            Markers(
+                [mark for row in rows for mark in row.marks],
+                {token for row in rows for token in row.tokens},
+                special,
+            )
+        )
+        self._writer = EventWriter(functions)
+        self._reason = FinishReason()
+        self._writer.in_thought = starts_inside and reasoning is not None
+        if (tools is not None and tools.syntax == "channels") or (
+            reasoning is not None and reasoning.channels
+        ):
+            self._steps = ChannelReader(self._feed, self._writer).run()
+        else:
+            self._steps = AnswerReader(
+                self._feed, self._writer, tools, reasoning, forced, self._reason
+            ).run()
+        self._advance()
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts that are marks: a token that is one of them comes as a piece's ``marker``."""
+        return frozenset(self._feed.markers.chars)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """The answer is within a thought now."""
+        return self._writer.in_thought
+
+    @property
+    def unparsed(self) -> int:
+        """Calls that became content."""
+        return self._writer.unparsed
+
+    @property
+    def cut(self) -> int:
+        """Calls without an end."""
+        return self._writer.cut
+
+    def push(self, pieces: Sequence[Piece]) -> list[Event]:
+        """Returns the events that are certain with these further pieces."""
+        feed = self._feed
+        direct = feed.direct
+        if direct is not None and len(pieces) == 1:
+            text, marker = pieces[0]
+            if not marker and direct.accepts.fullmatch(text):
+                return [Event(direct.kind, text, direct.index)]
+        text = "".join([feed.markers.encode(piece) for piece in pieces])
+        if not text:
+            return []
+        feed.put(text)
+        self._advance()
+        return self._writer.drain()
+
+    def finish(self, reason: str) -> list[Event]:
+        """Returns the last events; ``reason`` is the answer's finish reason."""
+        self._reason.is_cut = reason != "stop"
+        self._feed.put("")
+        self._feed.ended = True
+        self._advance()
+        return self._writer.drain()
+
+    def _advance(self) -> None:
+        next(self._steps, None)
+
+
+class AnswerReader:
+    """Reads thoughts, content and calls between marks.
+
+    Args:
+        forced: as of ``OutputParser``.
+        reason: why the answer has ended, once it has.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        writer: EventWriter,
+        tools: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        forced: str,
+        reason: FinishReason,
+    ) -> None:
+        self._feed = feed
+        self._writer = writer
+        self._tools = tools
+        self._forced = forced
+        self._reason = reason
+        self._calls = CallReader(feed, writer, tools, bool(forced), reason) if tools else None
+        marks = feed.markers.marks
+        begins = tools.begins if tools is not None else ()
+        ends = (*tools.ends, tools.arguments[1].strip()) if tools is not None else ()
+        row = reasoning or ReasoningFormat(name="none")
+        self._opens, self._begins, self._closes = set(row.open), set(begins), set(row.close)
+        self._first = marks(*row.open, *begins, *row.dropped)
+        self._stops = self._usual_stops = marks(*begins, *row.dropped)
+        self._stops_of_broken = marks(*begins, *row.dropped, *ends)
+        self._stops_of_thought = marks(*row.close, *(begins if row.ends_at_call else ()))
+        self._at_start = True  # of the answer, or behind a thought or a call
+
+    def run(self) -> Steps[None]:
+        """Reads to the end of the answer."""
+        feed = self._feed
+        if self._writer.in_thought:
+            yield from self._read_thought()
+        if self._tools is None and self._forced:
+            yield from self._read_forced_arguments()
+        while True:
+            mark, char = yield from (self._begin_text() if self._at_start else self._read_text())
+            if mark in self._opens:
+                yield from self._read_thought()
+            elif mark in self._begins or (not mark and self._at_start and self._is_bare(char)):
+                yield from self._read_calls(mark, "content")
+            elif mark:
+                # It stands around the answer, or a broken call has left it.
+                feed.forget()
+                yield from feed.skip_newlines()
+                self._begin_again()
+            else:
+                self._writer.add("content", feed.release())
+                if not char:
+                    return
+                self._at_start = False
+
+    def _begin_text(self) -> Steps[tuple[str, str]]:
+        """Reads blanks and a mark; returns the mark or "", and the character behind the blanks."""
+        self._feed.record()
+        char = yield from self._feed.skip()
+        return (yield from self._feed.match(self._first)), char
+
+    def _read_text(self) -> Steps[tuple[str, str]]:
+        """Tells content; returns the mark behind it, or "" at the end of the answer."""
+        stops = self._stops
+        blanks = _BLANKS if stops.first else ""
+        mark = yield from tell_text(self._feed, self._writer, "content", stops, blanks)
+        self._feed.record()
+        char = yield from self._feed.skip()
+        yield from self._feed.match(stops)
+        return mark, char
+
+    def _read_thought(self) -> Steps[None]:
+        """Reads a thought, whose mark was read, up to its end."""
+        feed, writer = self._feed, self._writer
+        feed.forget()
+        writer.in_thought = True
+        yield from feed.skip_newlines()
+        if (yield from feed.sees(self._first)) in self._opens:  # the prompt has opened it as well
+            yield from feed.match(self._first)
+            yield from feed.skip_newlines()
+        while writer.in_thought:
+            mark = yield from tell_text(feed, writer, "reasoning", self._stops_of_thought, "\n")
+            feed.record()
+            yield from feed.skip_newlines()
+            yield from feed.match(self._stops_of_thought)
+            if mark in self._begins:
+                yield from self._read_calls(mark, "reasoning")
+                continue
+            feed.forget()
+            writer.in_thought = False
+            yield from feed.skip_newlines()
+            self._begin_again()
+
+    def _read_calls(self, mark: str, kind: EventKind) -> Steps[None]:
+        if self._calls is None:
+            return
+        outcome = yield from self._calls.read(mark, kind)
+        self._at_start = outcome == "called"
+        if outcome == "called":
+            self._begin_again()
+        elif outcome == "broken":
+            self._stops = self._stops_of_broken
+
+    def _begin_again(self) -> None:
+        self._at_start = True
+        self._stops = self._usual_stops
+
+    def _is_bare(self, char: str) -> bool:
+        row = self._tools
+        if row is None or not row.bare or not char:
+            return False
+        return char in ("[" if row.syntax == "python" else "[{")
+
+    def _read_forced_arguments(self) -> Steps[None]:
+        """Reads an answer that is the arguments of the forced function."""
+        feed, writer = self._feed, self._writer
+        name = writer.find(self._forced)
+        feed.record()
+        if name is None or (yield from read_arguments(feed, writer, name)):
+            feed.forget()
+        elif writer.is_open:
+            writer.give_up()
+        elif feed.ended and self._reason.is_cut:
+            writer.cut += 1
+            feed.forget()
+        else:
+            writer.add("content", feed.release())

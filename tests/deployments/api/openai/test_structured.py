@@ -1,0 +1,166 @@
+"""Forms of answers over HTTP: fields to guidance, and what is refused."""
+
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from rayfin.actors.guidance import NO_END
+from rayfin.deployments.generation.service import OpenAIService
+
+pytestmark = pytest.mark.anyio
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+USER = {"messages": [{"role": "user", "content": "hi"}]}
+PATHS = {"/v1/chat/completions": USER, "/v1/completions": {"prompt": "hi"}}
+
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, '"object"'),
+    ({"response_format": NAMED}, '"integer"'),
+    ({"structured_outputs": {"json": SCHEMA}}, '"integer"'),
+    ({"structured_outputs": {"json": '{"type": "integer"}'}}, '"integer"'),
+    ({"structured_outputs": {"json_object": True}}, '"object"'),
+    ({"structured_outputs": {"regex": "a{2,3}"}}, "a{2,3}"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, '"yes"'),
+    ({"guided_json": SCHEMA}, '"integer"'),
+    ({"guided_regex": "a{2,3}"}, "a{2,3}"),
+    ({"guided_choice": ["yes", "no"]}, '"yes"'),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("form", "part"), FORMS, ids=str)
+async def test_a_form_becomes_a_grammar(
+    http: httpx.AsyncClient, engine: Any, path: str, form: dict[str, Any], part: str
+) -> None:
+    body = {**PATHS[path], **form, "n": 2, "temperature": 1, "min_tokens": 1}
+    response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert len(engine.seen) == 2
+    for request in engine.seen:
+        guidance = request.sampling.guidance
+        assert part in guidance.grammar and guidance.calls is None
+        assert guidance.ends == (engine.eos,)
+        assert guidance.ends_from == len(request.prompt) + 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_plain_text_has_no_grammar(http: httpx.AsyncClient, engine: Any, path: str) -> None:
+    body = {**PATHS[path], "response_format": {"type": "text"}, "guided_json": None}
+    assert (await http.post(path, json=body)).status_code == 200
+    assert engine.seen[0].sampling.guidance is None
+
+
+async def test_ignore_eos_forbids_ends(http: httpx.AsyncClient, engine: Any) -> None:
+    body = {**PATHS["/v1/completions"], "guided_regex": "a*", "ignore_eos": True}
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    request = engine.seen[0]
+    assert request.sampling.guidance.ends_from == NO_END
+    assert engine.eos in request.stopping.stop_token_ids
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    (
+        {"structured_outputs": {"json": {}, "regex": "a"}},
+        "structured_outputs",
+        "invalid_value",
+    ),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "invalid_value"),
+    ({"response_format": NAMED, "guided_json": {}}, "guided_json", "invalid_value"),
+    (
+        {"structured_outputs": {"json_object": False}},
+        "structured_outputs.json_object",
+        "invalid_value",
+    ),
+    ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "invalid_value"),
+    ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "invalid_value"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "invalid_value"),
+    (
+        {"structured_outputs": {"structural_tag": {}}},
+        "structured_outputs.structural_tag",
+        "invalid_value",
+    ),
+    ({"structured_outputs": {"wizard": 1}}, "structured_outputs.wizard", "invalid_value"),
+    ({"structured_outputs": []}, "structured_outputs", "invalid_type"),
+    ({"structured_outputs": {"regex": {}}}, "structured_outputs.regex", "invalid_type"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]", "invalid_type"),
+    ({"guided_regex": {}}, "guided_regex", "invalid_type"),
+    ({"guided_choice": [1]}, "guided_choice[0]", "invalid_type"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "invalid_value"),
+    ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
+    ({"response_format": {"type": "wizard"}}, "response_format.type", "invalid_value"),
+    ({"response_format": {"type": 5}}, "response_format.type", "invalid_type"),
+    (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        "response_format.type",
+        "invalid_value",
+    ),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        "missing_required_parameter",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "missing_required_parameter",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+        "missing_required_parameter",
+    ),
+    *(
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": s}}},
+            "response_format.json_schema.schema",
+            "invalid_type",
+        )
+        for s in ([], "{}", 5)
+    ),
+    ({"guided_json": {"type": "strng"}}, "guided_json", "invalid_schema"),
+    ({"guided_json": {"enum": []}}, "guided_json", "unsatisfiable_schema"),
+    ({"guided_regex": "[.*"}, "guided_regex", "invalid_schema"),
+    ({"guided_regex": "a{2,1}"}, "guided_regex", "invalid_schema"),
+    ({"guided_regex": "a", "use_beam_search": True}, "use_beam_search", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("form", "param", "code"), REFUSED, ids=str)
+async def test_refused(
+    http: httpx.AsyncClient, engine: Any, path: str, form: dict[str, Any], param: str, code: str
+) -> None:
+    response = await http.post(path, json={**PATHS[path], **form})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, code), error
+    assert error["param"] is not None and error["param"].startswith(param)
+    assert engine.seen == [] and "\n" not in error["message"]
+
+
+async def test_the_old_choice_of_a_backend_is_named(http: httpx.AsyncClient) -> None:
+    body = {**PATHS["/v1/completions"], "guided_regex": "a", "guided_decoding_backend": "outlines"}
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200
+    assert "guided_decoding_backend" in response.headers["x-rayfin-ignored-fields"]
+
+
+async def test_counted_by_kind(http: httpx.AsyncClient, service: OpenAIService) -> None:
+    for form in ({"guided_regex": "a"}, {"guided_regex": "b"}, {"guided_json": SCHEMA}):
+        assert (await http.post("/v1/completions", json={"prompt": "a", **form})).is_success
+    counters = service.counts.report().counters
+    assert counters["guided_requests", ("regex",)] == 2
+    assert counters["guided_requests", ("json",)] == 1
+
+
+async def test_the_openai_package(openai: AsyncOpenAI, engine: Any) -> None:
+    format: Any = NAMED
+    messages: Any = USER["messages"]
+    stream = await openai.chat.completions.create(
+        model="tiny", messages=messages, response_format=format, stream=True
+    )
+    assert [chunk async for chunk in stream]
+    assert '"integer"' in engine.seen[0].sampling.guidance.grammar

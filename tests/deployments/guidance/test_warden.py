@@ -1,0 +1,347 @@
+"""The warden: verdicts of plain, hard and hostile grammars, and the deaths of its processes."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayfin.actors.errors import InvalidRequest, Overloaded
+from rayfin.actors.structured_outputs import StructuredOutputs
+from rayfin.deployments.guidance import warden as module
+from rayfin.deployments.guidance.grammar import make_grammar
+from rayfin.deployments.guidance.verdicts import InlineChecker, Verdict, VerdictCache, is_plain
+from rayfin.deployments.guidance.warden import CheckQueue, Warden, _Check
+from rayfin.deployments.serve.preflight import DEMO_FOLDER
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.anyio
+
+
+def schema(value: Any) -> str:
+    """The text of a schema that nothing has been refused in."""
+    return json.dumps({"grammars": [{"json_schema": value}]})
+
+
+def pattern(text: str) -> str:
+    return make_grammar(StructuredOutputs(regex=text)).text
+
+
+PLAIN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+PATTERNS = {"type": "string", "allOf": [{"pattern": f".*w{i}.*"} for i in range(20)]}
+CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(20_000)} | {"d20000": {}}
+
+HOSTILE = [
+    (schema(PATTERNS), "schema_too_complex"),
+    (pattern("(x{1000}){1000}"), "schema_too_complex"),
+    (schema({"const": "x" * 10**6}), "schema_too_complex"),
+    ("start: " + "(" * 30_000 + '"a"' + ")" * 30_000, "schema_too_complex"),
+    (schema({"$defs": CHAIN, "$ref": "#/$defs/d0"}), "schema_too_complex"),  # the stack
+    (schema({"$ref": "#"}), "unsatisfiable_schema"),
+    (schema({"enum": []}), "unsatisfiable_schema"),
+    (schema({"type": "strng"}), "invalid_schema"),
+    (schema({"$ref": "#/$defs/none"}), "invalid_schema"),
+    (schema({"not": {}}), "unsupported_schema"),
+    ("start: /[.*/", "invalid_schema"),
+    ("start: missing", "invalid_schema"),
+    ('start: "\0"', "invalid_schema"),
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(str(DEMO_FOLDER))
+
+
+@pytest.fixture
+async def warden(tokenizer: Tokenizer, anyio_backend: str) -> AsyncIterator[Warden]:
+    own = Warden(tokenizer)
+    await own.check([schema(PLAIN)], "schema")
+    yield own
+    own.close()
+    await asyncio.sleep(0)
+
+
+async def code_of(warden: Warden, text: str, tenant: str = "") -> str:
+    try:
+        await warden.check([text], "schema", tenant)
+    except (InvalidRequest, Overloaded) as error:
+        assert isinstance(error, Overloaded) or error.param == "schema"
+        assert "\n" not in str(error) and len(str(error)) < 400
+        return error.code
+    return "ok"
+
+
+async def test_known_verdicts_cost_nothing(warden: Warden) -> None:
+    assert warden.pid is not None
+    os.kill(warden.pid, signal.SIGSTOP)
+    assert await code_of(warden, schema(PLAIN)) == "ok"
+
+
+async def test_the_same_grammar_is_checked_once(
+    warden: Warden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    send = module._Helper.send
+    monkeypatch.setattr(
+        module._Helper, "send", lambda own, check: (sent.append(check), send(own, check))
+    )
+    codes = await asyncio.gather(*(code_of(warden, pattern("a+b")) for _ in range(20)))
+    assert codes == ["ok"] * 20 and len(sent) == 1
+
+
+@pytest.mark.parametrize(("text", "code"), HOSTILE, ids=lambda value: str(value)[:40])
+async def test_hostile_grammars(warden: Warden, text: str, code: str) -> None:
+    pid = warden.pid
+    started = time.monotonic()
+    assert await code_of(warden, text) == code
+    assert time.monotonic() - started < 10  # 2 s where the machine has time
+    assert warden.pid == pid, "the helper has died"
+    assert children_of(pid) == []
+    assert await code_of(warden, schema({"maxLength": len(text), **PLAIN})) == "ok"
+
+
+async def test_the_event_loop_and_plain_grammars_go_on_beside_bombs(warden: Warden) -> None:
+    bombs = [
+        asyncio.create_task(code_of(warden, schema({**PATTERNS, "minLength": i}), "hostile"))
+        for i in range(4)
+    ]
+    longest, last, waited = 0.0, time.monotonic(), []
+    while not all(task.done() for task in bombs[:2]):
+        started = time.monotonic()
+        assert await code_of(warden, schema({**PLAIN, "title": str(len(waited))}), "kind") == "ok"
+        waited.append(time.monotonic() - started)
+        await asyncio.sleep(0.01)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert len(waited) > 20 and sorted(waited)[len(waited) // 2] < 0.5
+    for task in bombs:
+        task.cancel()
+
+
+async def test_a_killed_helper_is_replaced(tokenizer: Tokenizer) -> None:
+    restarts: list[int] = []
+    warden = Warden(tokenizer, on_restart=lambda: restarts.append(1))
+    await warden.check([schema(PLAIN)], None)
+    first = warden.pid
+    assert first is not None
+    asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
+    while not children_of(first):
+        await asyncio.sleep(0.01)
+    (child,) = children_of(first)
+    os.kill(first, signal.SIGKILL)
+    assert await asked == "schema_too_complex"  # of the second helper
+    assert warden.pid != first and restarts == [1]
+    await gone(first, child)
+    warden.close()
+
+
+async def test_a_stopped_helper_is_replaced(warden: Warden) -> None:
+    pid = warden.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    assert await code_of(warden, pattern("stopped")) == "ok"
+    assert warden.pid != pid
+    await gone(pid)
+
+
+async def test_a_plain_grammar_that_kills_its_helper_is_checked_in_a_child(
+    warden: Warden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "is_plain", lambda text: True)  # though it is a bomb
+    assert await code_of(warden, schema(PATTERNS)) == "schema_too_complex"
+
+
+async def test_a_child_that_is_killed_is_a_verdict(warden: Warden) -> None:
+    asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
+    while not children_of(warden.pid):
+        await asyncio.sleep(0.01)
+    os.kill(children_of(warden.pid)[0], signal.SIGKILL)
+    assert await asked == "schema_too_complex"
+
+
+def helper_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, settings: str
+) -> Warden:
+    """A warden whose helper has other limits."""
+    lines = (
+        "import sys",
+        "from rayfin.deployments.guidance import warden_process as helper",
+        settings,
+        "helper.main(*map(int, sys.argv[1:]))",
+    )
+    (tmp_path / "other_helper.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(module, "MODULE", "other_helper")
+    return Warden(tokenizer)
+
+
+async def test_a_child_without_memory_is_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    warden = helper_with(tmp_path, monkeypatch, tokenizer, "helper.CHILD_MEMORY = 2**22")
+    started = time.monotonic()
+    assert await code_of(warden, schema({"const": "x" * 200_000})) == "schema_too_complex"
+    assert await code_of(warden, pattern("a")) == "ok"
+    assert time.monotonic() - started < 20
+    warden.close()
+
+
+async def test_a_child_that_gets_no_processor_is_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    settings = "helper.GRAMMAR_CHECK_CPU_SECONDS, helper.GRAMMAR_STARVED_SECONDS = 100, 2.5"
+    warden = helper_with(tmp_path, monkeypatch, tokenizer, settings)
+    assert await code_of(warden, schema(PATTERNS)) == "queue_full"
+    assert len(warden.verdicts) == 0 and children_of(warden.pid) == []
+    warden.close()
+
+
+async def test_a_helper_that_does_not_start_fails_what_waits(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MODULE", "rayfin.no_such_module")
+    warden = Warden(tokenizer)
+    with pytest.raises(Exception, match="cannot be checked now"):
+        await warden.check([schema(PLAIN)], None)
+    warden.close()
+
+
+async def test_close_ends_all_processes(tokenizer: Tokenizer) -> None:
+    warden = Warden(tokenizer)
+    await warden.check([schema(PLAIN)], None)
+    pid = warden.pid
+    asked = asyncio.create_task(warden.check([schema(PATTERNS)], None))
+    while not (children := children_of(pid)):
+        await asyncio.sleep(0.01)
+    warden.close()
+    with pytest.raises(Exception, match="shuts down"):
+        await asked
+    await gone(pid, *children)
+
+
+def test_a_helper_ends_with_its_parent() -> None:
+    program = f"""
+import asyncio, os, time
+from rayfin.deployments.guidance.warden import Warden
+from rayfin.deployments.text.tokenizer import Tokenizer
+async def main():
+    warden = Warden(Tokenizer.load({str(DEMO_FOLDER)!r}))
+    await warden.check(['start: "a"'], None)
+    print(warden.pid, flush=True)
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    asyncio.run(gone(int(run.stdout)))
+
+
+async def test_the_oldest_verdict_is_forgotten() -> None:
+    cache = VerdictCache(size=2)
+    one, two, three = map(cache.digest, ("a", "b", "c"))
+    cache.put(one, Verdict("ok"))
+    cache.put(two, Verdict("invalid", "why"))
+    assert cache.get(one) == Verdict("ok")
+    cache.put(three, Verdict("ok"))
+    assert len(cache) == 2 and cache.get(two) is None and cache.get(one) == Verdict("ok")
+
+
+def check_of(number: int, tenant: str) -> _Check:
+    verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+    return _Check(number, "", b"", False, tenant, verdict)
+
+
+async def test_tenants_take_turns() -> None:
+    queue = CheckQueue()
+    for number, tenant in enumerate("aaabbc"):
+        assert queue.append(check_of(number, tenant)) is None
+    assert [own.number for _ in range(6) if (own := queue.pop())] == [0, 3, 5, 1, 4, 2]
+    assert queue.pop() is None and len(queue) == 0
+
+
+async def test_a_full_queue_refuses_the_tenant_with_most() -> None:
+    queue = CheckQueue(size=4)
+    many = [check_of(number, "many") for number in range(4)]
+    assert [queue.append(own) for own in many] == [None] * 4
+    late = check_of(4, "many")
+    assert queue.append(late) is late
+    other = check_of(5, "other")
+    assert queue.append(other) is many[-1]
+    assert [own.number for own in queue.drain()] == [0, 1, 2, 5] and queue.pop() is None
+
+
+async def test_more_unknown_grammars_than_may_wait(
+    warden: Warden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CHILDREN", 0)  # none goes to the helper
+    asked = [
+        asyncio.create_task(code_of(warden, pattern(f"a{i}"), "many"))
+        for i in range(module.MAX_WAITING + 3)
+    ]
+    done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.sleep(0)
+    done = {task for task in asked if task.done()}
+    assert [task.result() for task in done] == ["queue_full"] * 3
+    for task in asked:
+        task.cancel()
+
+
+async def test_memory_is_flat_over_many_grammars(warden: Warden) -> None:
+    def resident() -> int:
+        pages = Path(f"/proc/{warden.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    for number in range(50):
+        await warden.check([schema({**PLAIN, "title": str(number)})], None)
+    before = resident()
+    for number in range(50, 250):
+        await warden.check([schema({**PLAIN, "title": str(number)})], None)
+    assert resident() < before + 8 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (PLAIN, True),
+        ({"$defs": {"a": {"type": "string"}}, "items": {"$ref": "#/$defs/a"}}, True),
+        ({"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}, False),
+        ({"items": {"$ref": "#"}}, False),
+        ({"type": "string", "pattern": "a*"}, False),
+        ({"allOf": [PLAIN]}, False),
+        ({"enum": ["x" * 5000]}, False),
+    ],
+)
+async def test_which_schemas_are_plain(value: Any, plain: bool) -> None:
+    assert is_plain(schema(value)) is plain
+    made = make_grammar(StructuredOutputs(json=value), "x") if "enum" not in value else None
+    assert made is None or is_plain(made.text) is plain
+
+
+async def test_texts_to_choose_from_are_plain() -> None:
+    assert is_plain(make_grammar(StructuredOutputs(choice=['a "b"', "c\n", "d\\"])).text)
+    assert not is_plain('start: "a" | b\nb: "c"') and not is_plain(pattern("a"))
+
+
+async def test_in_the_callers_process(tokenizer: Tokenizer) -> None:
+    checker = InlineChecker(tokenizer)
+    await checker.check([schema(PLAIN), pattern("a+")], None)
+    with pytest.raises(InvalidRequest) as caught:
+        checker.check_now([schema({"not": {}})], "schema")
+    assert (caught.value.param, caught.value.code) == ("schema", "unsupported_schema")
+
+
+def children_of(pid: int | None) -> list[int]:
+    return [int(own) for own in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def gone(*pids: int | None) -> None:
+    """Waits until no process has one of the ids; one that has ended and is not reaped has."""
+    async with asyncio.timeout(10):
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(0.02)

@@ -1,0 +1,103 @@
+"""Output parsers: transcripts of each format, cuts, broken calls, ends in the middle."""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from rayfin.deployments.text.parsing.events import Event, Piece
+from rayfin.deployments.text.parsing.parser import OutputParser
+from rayfin.deployments.text.parsing.rows import (
+    TOOL_FORMATS,
+    find_reasoning_format,
+    find_tool_format,
+)
+from transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
+
+
+class Answer(NamedTuple):
+    content: str
+    reasoning: str
+    calls: list[tuple[str, Any]]  # whole ones
+    started: int  # calls
+
+
+def read(events: Iterable[Event]) -> Answer:
+    """What events say; asserts their order."""
+    texts = {"content": "", "reasoning": ""}
+    names: list[str] = []
+    arguments: list[str] = []
+    calls: list[tuple[str, Any]] = []
+    is_open = False
+    for event in events:
+        if event.kind == "call":
+            assert event.index == len(names) and event.name in FUNCTIONS
+            names.append(event.name)
+            arguments.append("")
+            is_open = True
+        elif event.kind == "arguments":
+            assert is_open and event.text and event.index == len(names) - 1
+            arguments[-1] += event.text
+        elif event.kind == "call_end":
+            assert is_open and event.index == len(names) - 1
+            value = json.loads(arguments[-1])
+            assert isinstance(value, dict) and arguments[-1].startswith("{")
+            calls.append((names[-1], value))
+            is_open = False
+        else:
+            assert event.text
+            texts[event.kind] += event.text
+            is_open = False
+    return Answer(texts["content"], texts["reasoning"], calls, len(names))
+
+
+def make_parser(case: Transcript, **kwargs: Any) -> OutputParser:
+    return OutputParser(
+        find_tool_format(case.tools),
+        find_reasoning_format(case.thinks),
+        functions=FUNCTIONS,
+        starts_inside=case.starts_inside,
+        **kwargs,
+    )
+
+
+def tokens_of(parser: OutputParser) -> list[str]:
+    """The marks that look like tokens of a vocabulary."""
+    pattern = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|｜DSML｜")
+    return [mark for mark in parser.markers if pattern.fullmatch(mark)]
+
+
+def as_pieces(text: str, tokens: Collection[str]) -> list[Piece]:
+    """A piece for each character and for each of the tokens."""
+    pattern = re.compile("(" + "|".join(map(re.escape, tokens)) + ")" if tokens else "(?!)()")
+    pieces: list[Piece] = []
+    for i, part in enumerate(pattern.split(text)):
+        pieces += [Piece(marker=part)] if i % 2 else [Piece(char) for char in part]
+    return pieces
+
+
+def run(parser: OutputParser, pieces: Sequence[Piece], reason: str = "stop") -> list[Event]:
+    events = [event for piece in pieces for event in parser.push([piece])]
+    return events + parser.finish(reason)
+
+
+def test_each_row_has_a_transcript() -> None:
+    rows = {find_tool_format(case.tools) for case in TRANSCRIPTS}
+    assert {row.name for row in rows if row is not None} == set(TOOL_FORMATS)
+
+
+@pytest.mark.parametrize("case", TRANSCRIPTS, ids=lambda case: f"{case.tools}-{case.thinks}")
+@pytest.mark.parametrize("form", ["text", "tokens", "characters", "special"])
+def test_transcript(case: Transcript, form: str) -> None:
+    parser = make_parser(case)
+    tokens = tokens_of(parser) if form in ("tokens", "special") else ()
+    if form == "special":
+        parser = make_parser(case, special=tokens)
+    pieces = [Piece(case.text)] if form == "text" else as_pieces(case.text, tokens)
+    answer = read(run(parser, pieces))
+    assert answer.calls == list(case.calls)
+    assert answer.content == case.content
+    assert answer.reasoning == case.reasoning
+    assert (parser.unparsed, parser.cut) == (case.unparsed, 0)
