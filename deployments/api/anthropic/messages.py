@@ -37,6 +37,7 @@ from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import error_event
 from rayfin.deployments.http.caller import Caller
+from rayfin.deployments.text.messages import count_calls
 from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.events import Event
 
@@ -68,7 +69,7 @@ async def prompt_of(
         variables=template_variables(body),
         any_length=any_length,
     )
-    return MessagesPrompt(rendered, sum(len(said.get("tool_calls", ())) for said in chat))
+    return MessagesPrompt(rendered, count_calls(chat))
 
 
 class MessagesAdapter(GenerationAdapter):

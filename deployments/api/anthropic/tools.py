@@ -7,6 +7,7 @@ from typing import Any
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.anthropic.bodies import PromptBody, unserved
 from rayfin.deployments.generation.plan import AnswerRules
+from rayfin.deployments.generation.prompts import thinking_variables
 from rayfin.deployments.guidance.fields import AnswerFormat, read_response_format
 from rayfin.deployments.guidance.tool_choice import ToolChoice, function_tools
 from rayfin.deployments.http.json_body import rename_error_paths
@@ -90,14 +91,14 @@ def template_variables(body: PromptBody) -> dict[str, Any]:
     Raises:
         InvalidRequest: ``param`` is the path of what is wrong.
     """
-    variables: dict[str, Any] = {}
     effort = (body.output_config or {}).get("effort")
     if effort is not None:
-        variables["reasoning_effort"] = as_choice(effort, EFFORTS, "output_config.effort")
+        as_choice(effort, EFFORTS, "output_config.effort")
     kind = _thinking(body)
-    if kind is not None:
-        variables["enable_thinking"] = kind != "disabled"
-    return variables
+    thinks = (
+        {} if kind is None else dict.fromkeys(("enable_thinking", "thinking"), kind != "disabled")
+    )
+    return thinking_variables(thinks, effort)
 
 
 def shows_thinking(body: PromptBody) -> bool:

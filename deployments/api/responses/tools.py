@@ -7,6 +7,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody, unserved
 from rayfin.deployments.api.responses.replies import Reasoning
 from rayfin.deployments.generation.plan import AnswerRules
+from rayfin.deployments.generation.prompts import thinking_variables
 from rayfin.deployments.guidance.fields import AnswerFormat, read_response_format
 from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
 from rayfin.deployments.http.json_body import rename_error_paths
@@ -75,15 +76,12 @@ def answer_rules(body: ResponsePromptBody) -> AnswerRules:
 
 
 def template_variables(body: ResponsePromptBody) -> dict[str, Any]:
-    """Returns the chat template's variables; ``chat_template_kwargs`` come last.
+    """Returns the chat template's variables.
 
     Raises:
         InvalidRequest: ``param`` is the path of what is wrong.
     """
-    effort = asked_reasoning(body).effort
-    asked = {} if effort is None else {"reasoning_effort": effort}
-    thinks = {} if effort is None else {"enable_thinking": effort != "none"}
-    return {**asked, **thinks, **(body.chat_template_kwargs or {})}
+    return thinking_variables(body.chat_template_kwargs, asked_reasoning(body).effort)
 
 
 def asked_reasoning(body: ResponsePromptBody) -> Reasoning:
