@@ -41,6 +41,9 @@ class Walker:
         self.tokenizer = tokenizer
         self.vocabulary: LLTokenizer = ll_tokenizer_of(tokenizer.inner)
         (self.end,) = tokenizer.eos_token_ids
+        texts = {token: tokenizer.token_text(token) for token in range(tokenizer.vocab_size)}
+        self._closing = {t for t, text in texts.items() if t > self.end or text in _CLOSING}
+        self._plain = {t for t, text in texts.items() if len(text) == 1 and text.isalnum()}
 
     def matcher(self, grammar: str) -> LLMatcher:
         """The matcher of a grammar that is valid."""
@@ -73,19 +76,20 @@ class Walker:
         return tokens
 
     def _allowed(self, matcher: LLMatcher) -> set[int]:
-        mask = matcher.compute_bitmask()
-        return {i for i in range(len(mask) * 8) if mask[i // 8] >> (i % 8) & 1}
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = set()
+        while mask:
+            lowest = mask & -mask
+            allowed.add(lowest.bit_length() - 1)
+            mask ^= lowest
+        return allowed
 
     def _pick(self, rng: random.Random, allowed: set[int]) -> int:
-        closing = [token for token in allowed if self._text(token) in _CLOSING or token > self.end]
+        closing = allowed & self._closing
         if closing and rng.random() < 0.5:
             return rng.choice(sorted(closing))
-        plain = [token for token in allowed if self._text(token).isalnum()]
+        plain = allowed & self._plain
         return rng.choice(sorted(plain if plain and rng.random() < 0.9 else allowed))
-
-    def _text(self, token: int) -> str:
-        return self.tokenizer.token_text(token)
 
 
 _CLOSING = tuple('"]})>')
-

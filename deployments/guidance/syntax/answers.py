@@ -21,7 +21,7 @@ class AnswerWriter:
     def only_calls(self, callees: Sequence[Callee], *, several: bool) -> str:
         """Returns the expression of calls without a text beside them."""
         if self._row.syntax == "channels":
-            return self._messages(self._call_message(callees), several)
+            return self._messages(self._call_message(callees), several, '"analysis"')
         return self._calls.calls(callees, several=several)
 
     def only_text(self) -> str:
@@ -86,12 +86,12 @@ class AnswerWriter:
         closing = f"({' | '.join(ends)})?" if ends else ""
         return f"{BLANK} {calls.run(callees, several=several)} {closing}".rstrip()
 
-    def _messages(self, last: str, several: bool) -> str:
+    def _messages(self, last: str, several: bool, channels: str = _CHANNELS) -> str:
         """Messages of the harmony; the last one is ``last``, those before it are texts."""
         mark = self._lark.mark
         between = mark(self._row.separator, exact=True)
         end = mark("<|end|>") or quoted("<|end|>")
-        text = self._lark.rule(f"{self._text_message(_CHANNELS)} {end} {between}")
+        text = self._lark.rule(f"{self._text_message(channels)} {end} {between}")
         final = self._lark.rule(last)
         more = f"({between} {text}* {final})*" if several and self._can_go_on() else ""
         return f"({between})? {text}* {final} {more}"
@@ -107,7 +107,7 @@ class AnswerWriter:
     def _call_message(self, callees: Sequence[Callee]) -> str:
         """A call's recipient stands before its channel or behind it."""
         mark, found = self._lark.mark, []
-        kind = f'(" "? ({mark("<|constrain|>")})? "json")?'
+        kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
         for callee in callees:
             schema = ANY_OBJECT if callee.schema is None else callee.schema
             to = quoted(f" to=functions.{callee.name}")
