@@ -1,7 +1,8 @@
-"""The version of the code that this process runs: part of an engine's identity."""
+"""The versions of what decides tokens in this process: part of an engine's identity."""
 
 import functools
 import hashlib
+import importlib.metadata
 from pathlib import Path
 
 import rayfin
@@ -23,3 +24,9 @@ def code_version() -> str:
         digest.update(path.relative_to(package).as_posix().encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
     return f"{rayfin.__version__}+{digest.hexdigest()[:12]}"
+
+
+@functools.cache
+def grammar_version() -> str:
+    """Returns the release of llguidance, without importing it."""
+    return importlib.metadata.version("llguidance")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from rayfin.actors.code_version import code_version
+from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -25,7 +25,7 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 
 DECIDE_TOKENS = (
-    *("model", "revision", "dtype", "quantization", "kv_cache_dtype"),
+    *("model", "tokenizer", "revision", "dtype", "quantization", "kv_cache_dtype"),
     *("load_format", "seed"),
 )
 """The settings that decide which tokens are sampled; the others decide when."""
@@ -212,8 +212,9 @@ class EngineArgs:
         """What decides the tokens, and the version of the code, as text.
 
         An ingress connects to engines of its own identity only: a stream continues with the same
-        tokens, and both ends of a connection run the same code. The content of a model folder is
-        not part of it: new weights need a new folder or revision.
+        tokens, and both ends of a connection run the same code. The library that makes the masks of
+        grammars decides tokens too. The content of a model folder is not part of it: new weights
+        need a new folder or revision.
         """
         settings = [field for field in fields(self) if field.name in DECIDE_TOKENS]
         values = [(field.name, getattr(self, field.name), field.default) for field in settings]
@@ -222,7 +223,7 @@ class EngineArgs:
             for name, value, default in values
             if name == "model" or value != default
         ]
-        return " ".join([f"code={code_version()}", *changed])
+        return " ".join([f"code={code_version()}", f"llguidance={grammar_version()}", *changed])
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EngineArgs":

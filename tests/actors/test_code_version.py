@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import rayfin
-from rayfin.actors.code_version import code_version
+from rayfin.actors.code_version import code_version, grammar_version
 
 SAY = (
     "from rayfin.actors.config import EngineArgs; from rayfin.actors.code_version import *;"
@@ -35,7 +35,8 @@ def test_other_code_has_another_identity(tmp_path: Path) -> None:
         ignore=shutil.ignore_patterns("__pycache__", "*.so", "model"),
     )
     same = _of_copy(tmp_path)
-    assert same == [code_version(), f"code={code_version()} model=m"]
+    code = f"code={code_version()} llguidance={grammar_version()}"
+    assert same == [code_version(), f"{code} model=m"]
     messages = package / "actors" / "messages.py"
     messages.write_text(messages.read_text() + "\n# another field\n")
     version, identity = _of_copy(tmp_path)

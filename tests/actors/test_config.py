@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.code_version import code_version
+from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.config import (
     BatchLimits,
     EngineArgs,
@@ -221,11 +221,13 @@ def test_v0_steps_hold_the_longest_prompt() -> None:
 
 def test_identity_is_of_what_decides_tokens() -> None:
     plain = EngineArgs(model="m")
-    assert plain.identity == f"code={code_version()} model=m"
+    versions = f"code={code_version()} llguidance={grammar_version()}"
+    assert plain.identity == f"{versions} model=m"
     other_sizes = replace(plain, threads=3, max_model_len=9, tensor_parallel_size=2)
     assert other_sizes.identity == plain.identity
     others = [
         {"model": "n"},
+        {"tokenizer": "t"},
         {"revision": "r"},
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
@@ -233,4 +235,4 @@ def test_identity_is_of_what_decides_tokens() -> None:
         {"load_format": "dummy"},
         {"load_format": "dummy", "seed": 1},
     ]
-    assert len({replace(plain, **other).identity for other in others} | {plain.identity}) == 8
+    assert len({replace(plain, **other).identity for other in others} | {plain.identity}) == 9
