@@ -402,7 +402,7 @@ class EngineStats:
     page_size: int = 0
     pages_cached: int = 0  # free, with content that can be found again
     evictions: int = 0  # cached pages that were reused for new content
-    deferred: int = 0  # requests that wait, and may not run beside others yet
+    deferred: int = 0  # requests that wait, and may not run beside others yet, or at all
     suspects: int = 0  # requests that were in flight when runners died, and are not cleared
     runner_restarts: int = 0
     step_seconds: float = 0.0  # of all steps, in the runner

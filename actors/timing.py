@@ -49,6 +49,11 @@ STEP_RESEND_PAUSE_SECONDS = 0.02
 # than two forwards. Processor time, so that a busy machine fails no request.
 MASK_SECONDS = 0.05
 
+# Grammars that are compiled ahead: if no runner has answered for this long, the oldest request runs
+# without, and the step compiles. Meanwhile an idle scheduler looks at its deadlines so often.
+PREPARE_SECONDS = 10.0
+LOBBY_TICK_SECONDS = 0.05
+
 # A rank waits this long for a peer within a step. The scheduler's limit is shorter: this one is for
 # ranks that have lost their scheduler as well.
 PEER_STEP_SECONDS = 180.0

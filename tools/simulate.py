@@ -10,6 +10,7 @@ must get exactly its tokens and one end, and the pages must add up after every s
 
 import argparse
 import heapq
+import math
 import random
 import resource
 import sys
@@ -25,6 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from fake_stream import Stream
 from harness import make_harness
 from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
+from rayfin.actors.guidance import CallGrammar, Guidance
 from rayfin.actors.messages import COPY, BeamParams
 
 STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]
@@ -36,12 +38,14 @@ class Life:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.guided = random.Random(f"guided {seed}")
         self.num_refused = 0
         self.num_quarantined = 0  # for the prompt of one that was convicted
         self.harness = make_harness(**self._settings())
         self.refused = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._plan_faults()
+        self._plan_grammars()
         self._plan_requests()
 
     def run(self) -> None:
@@ -50,14 +54,16 @@ class Life:
         Raises:
             AssertionError: something was not as it must be.
         """
-        harness, executor = self.harness, self.harness.executor
+        harness, executor, turns = self.harness, self.harness.executor, 0
         while self._events or harness.engine.has_work:
             if not harness.engine.has_work:
                 executor.clock = max(executor.clock, self._events[0][0])
             while self._events and self._events[0][0] <= executor.clock:
                 heapq.heappop(self._events)[2]()
             harness.step()
-            assert executor.num_submitted < 20_000, "the engine does not get done"
+            harness.wait(self._events[0][0] if self._events else math.inf)
+            turns += 1
+            assert turns < 20_000, "the engine does not get done"
         harness.run()
         harness.check()
 
@@ -105,6 +111,26 @@ class Life:
         for _ in range(draw.choice([0, 0, 3])):
             executor.delays[draw.randint(0, 40)] = draw.random() * 0.05
 
+    def _plan_grammars(self) -> None:
+        """What requests are guided by, how long runners compile it, and what does not compile."""
+        draw, executor = self.guided, self.harness.executor
+        self.share_guided = draw.choice([0.0, 0.1, 0.5, 1.0])
+        self.grammars = [f"grammar {number}" for number in range(draw.randint(1, 9))]
+        pauses = draw.choice([[0.0], [0.0, 0.001], [0.0005, 0.004, 0.03], [0.01, math.inf]])
+        for grammar in self.grammars:
+            executor.prepare_seconds[grammar] = draw.choice(pauses)
+        if draw.random() < 0.3:
+            executor.grammar_errors.add(draw.choice(self.grammars))
+
+    def _guidance(self) -> Guidance | None:
+        draw = self.guided
+        if draw.random() >= self.share_guided:
+            return None
+        grammar = draw.choice(self.grammars)
+        if draw.random() < 0.2:
+            return Guidance(calls=CallGrammar((1,), grammar))
+        return Guidance(grammar if draw.random() < 0.9 else "")
+
     def _plan_requests(self) -> None:
         draw, now = self.random, 0.0
         pause = draw.choice([0.0, 0.0005, 0.005, 0.03])
@@ -141,6 +167,7 @@ class Life:
                 draw.choice([1.0, 1.0, 0.0, -0.7, 1.5]),
                 draw.choice([False, True, "never"]),
             )
+        settings["guidance"] = None if "beams" in settings else self._guidance()
         fork_parent: int | None = None
         for _ in range(draw.choice([1, 1, 1, 2, 5])):  # choices of one prompt
             try:
@@ -231,6 +258,7 @@ class LongLife(Life):
             while self._events and self._events[0][0] <= executor.clock:
                 heapq.heappop(self._events)[2]()
             harness.step()
+            harness.wait(self._events[0][0] if self._events else math.inf)
             steps += 1
             if steps % self.SWEEP == 0:
                 self._sweep()
@@ -309,6 +337,9 @@ def simulate(seed: int) -> Counter[str]:
     )
     happened["forks"] = sum(int((info.moves[:, 0] == COPY).sum()) for info in harness.executor.log)
     happened["leases"] = sum(info.num_steps > 1 for info in harness.executor.log)
+    happened["guided"] = sum(
+        stream.source.sampling.guidance is not None for stream in harness.streams.values()
+    )
     return happened
 
 
@@ -330,6 +361,8 @@ def account(life: Life) -> Counter[str]:
     happened["prompts blocked"] = life.num_quarantined
     happened["prefix hits"] = stats.prefix_hits
     happened["searches refused"] = life.refused
+    happened["waits for grammars"] = stats.histograms["grammar_wait_seconds"].count
+    happened["grammars failed"] = stats.grammar_failures.get("compile", 0)
     return happened
 
 

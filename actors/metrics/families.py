@@ -128,7 +128,7 @@ ENGINE_GAUGES = (
     _gauge("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting, alias=True),
     _gauge(
         "num_requests_waiting_by_reason",
-        "Of those, for room, or until suspects of a runner's death were tried.",
+        "Of those, for room; until suspects of a runner's death were tried or grammars compiled.",
         lambda s: {"capacity": s.waiting - s.deferred, "deferred": s.deferred},
         "reason",
         WAITING_REASONS,

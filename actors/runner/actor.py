@@ -9,6 +9,7 @@ import ray
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
+from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
@@ -32,10 +33,17 @@ class Adoption:
     epoch: int
 
 
-@ray.remote(max_restarts=0, max_task_retries=0)
+OPTIONS: dict[str, Any] = {
+    "max_restarts": 0,
+    "max_task_retries": 0,
+    "concurrency_groups": {"prepare": 1},
+}
+
+
+@ray.remote(**OPTIONS)
 class ModelRunnerActor:
     """One process with one device: one rank of its engine's group. Calls run one at a time, in the
-    order in which they are sent.
+    order in which they are sent, but ``prepare``, which runs beside the others.
 
     Ray retries nothing here: a step that may or may not have run is sent again by its group, and
     answered from memory if it has (result_cache.py).
@@ -131,6 +139,18 @@ class ModelRunnerActor:
                 if failpoints.ACTIVE:
                     failpoints.ACTIVE.hit_step("runner.before_reply", info)
             return result if self._speaks else None
+
+    @ray.method(concurrency_group="prepare")
+    def prepare(self, grammars: list[str]) -> str | None:
+        """Compiles grammars for requests to come; returns why one does not compile, or None.
+
+        Loads their vocabulary even without any.
+        """
+        try:
+            self._runner.prepare(grammars)
+        except RequestFailed as error:
+            return error.message
+        return None
 
     def ping(self) -> None:
         """Somebody wants this runner still."""

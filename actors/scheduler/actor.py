@@ -50,11 +50,12 @@ from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.scheduler import status_line
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.faults.runner_pinger import RunnerPinger
-from rayfin.actors.scheduler.inbox import ClientMessage, EngineCall
+from rayfin.actors.scheduler.inbox import WAKE, ClientMessage, EngineCall
 from rayfin.actors.scheduler.runner_group import RunnerGroup
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS, Subscriptions
 from rayfin.actors.timing import (
     CLIENT_LEASE_SECONDS,
+    LOBBY_TICK_SECONDS,
     LOOP_ANSWER_SECONDS,
     LOOP_COMMAND_SECONDS,
     SUPERVISOR_CLAIM_SECONDS,
@@ -146,6 +147,7 @@ class SchedulerActor:
                 detached=start.owner is not None,
                 on_wait=self._tick,
                 may_restart=self._is_current,
+                on_prepared=partial(self._inbox.put, WAKE),
             )
             self._engine = Engine(self._group.start(), self._group)
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
@@ -377,11 +379,12 @@ class SchedulerActor:
         self._ticked = time.monotonic()
 
     def _process_inbox(self, engine: Engine) -> None:
-        """Processes all messages; waits for one if the engine is idle."""
-        block = not engine.has_work
+        """Processes all messages; waits for one if there is no step to run."""
+        block = not engine.has_steps
+        patience = LOBBY_TICK_SECONDS if engine.has_work else self._client_lease / 4
         while True:
             try:
-                message = self._inbox.get(block, timeout=self._client_lease / 4)
+                message = self._inbox.get(block, timeout=patience)
             except queue.Empty:
                 return
             block = False

@@ -48,6 +48,7 @@ from rayfin.actors.scheduler.policy.multi_step import MultiStepPolicy
 from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
 from rayfin.actors.scheduler.queues.deadlines import Deadlines, exceeded
+from rayfin.actors.scheduler.queues.lobby import Lobby
 from rayfin.actors.scheduler.state.executor import Executor
 from rayfin.actors.scheduler.state.outbox import Outbox, column_logprobs, compacted
 from rayfin.actors.scheduler.state.request import Request
@@ -73,7 +74,8 @@ class Engine:
     ) -> None:
         self.config = config
         state = make_state(config)
-        self.lifecycle = Lifecycle(state, make_preemption(config, state), clock)
+        lobby = Lobby(executor, clock, state.counters.observed.grammars.wait)
+        self.lifecycle = Lifecycle(state, make_preemption(config, state), lobby, clock)
         self._clock = clock
         self._deadlines = Deadlines()
         microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
@@ -108,6 +110,13 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self.lifecycle.state.live or self._pipeline) and not self._asleep
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether it has work of which not all waits in the lobby."""
+        state = self.lifecycle.state
+        ready = len(state.live) > len(self.lifecycle.lobby) or bool(self._pipeline)
+        return ready and not self._asleep
 
     def add(self, source: EngineRequest) -> None:
         """Puts a request into the queue.
@@ -266,6 +275,7 @@ class Engine:
             Output by client; empty if nothing was sampled and no request ended.
         """
         self._expire()
+        self._leave_lobby()
         if self._asleep:
             return self._drain_outbox()
         try:
@@ -385,6 +395,14 @@ class Engine:
         now = self._clock()
         for request in self._deadlines.take_due(now):
             self._end(request, "error", error=exceeded(request, now))
+
+    def _leave_lobby(self) -> None:
+        """Moves requests into the queue whose grammars are compiled; ends those that fail."""
+        for request, error in self.lifecycle.lobby.leaving():
+            if error is None:
+                self.lifecycle.state.waiting.push(request)
+            else:
+                self._end(request, "error", error=error)
 
     def _append(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         """Appends a token [N] to each slot [N], delivers it, ends requests that end with it."""

@@ -23,6 +23,10 @@ class ClientMessage:
     broken: str | None = None  # the runners died while nothing ran
 
 
+WAKE = ClientMessage("")
+"""Only wakes the thread of an idle engine."""
+
+
 @dataclass(slots=True)
 class EngineCall:
     """A function that the engine's thread calls between two steps."""

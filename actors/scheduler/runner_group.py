@@ -11,6 +11,7 @@ If one rank is lost, all are replaced under a new epoch.
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,29 @@ class _RemoteStep:
         return result
 
 
+class _RemotePrepare:
+    """Grammars that were sent to all ranks; see ``PendingPrepare``.
+
+    A rank that has died or raised says nothing of them: a step will show what is wrong.
+    """
+
+    def __init__(self, refs: list[Any], on_done: Callable[[], None]) -> None:
+        self._answers: list[Future[str | None]] = [ref.future() for ref in refs]
+        for answer in self._answers:
+            answer.add_done_callback(lambda _: on_done())
+
+    def done(self) -> bool:
+        return all(answer.done() for answer in self._answers)
+
+    def error(self) -> str | None:
+        for answer in self._answers:
+            if (failure := answer.exception()) is not None:
+                logger.warning("grammars are not compiled ahead: %s", failure)
+            elif (error := answer.result()) is not None:
+                return error
+        return None
+
+
 class RunnerGroup:
     """Starts or adopts the runners of the engine ``name``, sends them steps, replaces them.
 
@@ -97,6 +121,7 @@ class RunnerGroup:
             ping. Otherwise they die with it.
         on_wait: called at least once a second while this waits for runners.
         may_restart: called before runners are replaced; False for a scheduler that was replaced.
+        on_prepared: called from another thread whenever a rank has compiled grammars.
     """
 
     def __init__(
@@ -110,6 +135,7 @@ class RunnerGroup:
         detached: bool = False,
         on_wait: Callable[[], None] = lambda: None,
         may_restart: Callable[[], bool] = lambda: True,
+        on_prepared: Callable[[], None] = lambda: None,
     ) -> None:
         self.epoch = generation << GENERATION_BITS
         self.watchdog = Watchdog()
@@ -119,6 +145,7 @@ class RunnerGroup:
         self._detached = detached
         self._on_wait = on_wait
         self._may_restart = may_restart
+        self._on_prepared = on_prepared
         self._runners: list[Any] = []  # by rank
         self._processes = list(known)
         self._config: EngineConfig | None = None
@@ -152,6 +179,10 @@ class RunnerGroup:
         """Calls each runner with the step; returns the refs of their answers by rank."""
         shared: Any = info if len(self._runners) == 1 else ray.put(info)
         return self._on_all("execute", shared)
+
+    def prepare(self, grammars: Sequence[str]) -> _RemotePrepare:
+        """See ``Executor.prepare``."""
+        return _RemotePrepare(self._on_all("prepare", list(grammars)), self._on_prepared)
 
     def restart(self) -> None:
         """Kills the runners and starts new ones under a new epoch; the page count stays.
@@ -294,6 +325,7 @@ class RunnerGroup:
             if isinstance(cause, RayfinError) and not isinstance(cause, PeerLost):
                 raise cause from None
             raise
+        self.prepare(())  # the vocabulary loads beside the first steps
         return self._config
 
     def _load(self) -> list[Any]:

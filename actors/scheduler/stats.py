@@ -32,7 +32,7 @@ def take_stats(
     state, counters = lifecycle.state, lifecycle.state.counters
     return EngineStats(
         running=len(state.running),
-        waiting=len(state.waiting),
+        waiting=len(state.waiting) + len(lifecycle.lobby),
         waiting_tokens=state.queue_limits.num_tokens,
         pages_total=config.num_pages,
         pages_held=state.tables.num_held,
@@ -41,7 +41,7 @@ def take_stats(
         page_size=config.page_size,
         pages_cached=state.tables.num_cached,
         evictions=state.tables.num_evicted,
-        deferred=min(suspects, len(state.waiting)),
+        deferred=min(suspects, len(state.waiting)) + len(lifecycle.lobby),
         suspects=suspects,
         histograms=counters.histograms(),
         **counters.totals(),
@@ -80,7 +80,7 @@ def take_snapshot(
         epoch=stats.epoch,
         steps=stats.steps,
         num_running=len(holders),
-        num_waiting=len(state.waiting),
+        num_waiting=stats.waiting,
         running=[_view(state, request) for request in shown],
         waiting=waiting,
         step=_step(step, stats),

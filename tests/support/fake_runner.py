@@ -6,15 +6,25 @@ follows the steps by their diffs only, and asserts that they say enough and say 
 ids just as a model's runner does: it writes all rows before it reads any, and runs leases.
 """
 
+import math
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
 
-from fake_stream import Mirror, Stream, next_logprobs, next_token, score_prompt, tell
+from fake_stream import (
+    Mirror,
+    Stream,
+    guided_token,
+    next_logprobs,
+    next_token,
+    score_prompt,
+    tell,
+)
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import RequestFailed, RunnerGroupFailed
 from rayfin.actors.messages import (
@@ -24,6 +34,7 @@ from rayfin.actors.messages import (
     SWAP_IN,
     SWAP_OUT,
     Float32Array,
+    Int32Array,
     NewRequest,
     SchedulerInfo,
     StepResult,
@@ -46,6 +57,28 @@ class _FakeStep:
         result = self.executor.run(self.info)
         self.executor.check_deadlines(self.info, self.submitted)
         return result
+
+
+@dataclass(slots=True)
+class _FakePrepare:
+    executor: "FakeExecutor"
+    grammars: tuple[str, ...]
+    due: float  # when it is done
+    epoch: int
+
+    def done(self) -> bool:
+        return self.executor.clock >= self.due or self._is_lost()
+
+    def error(self) -> str | None:
+        """What a failing grammar says, unless its runner has died before it could say so."""
+        failing = self.executor.grammar_errors.intersection(self.grammars)
+        return (
+            f"the toy does not compile {min(failing)}" if failing and not self._is_lost() else None
+        )
+
+    def _is_lost(self) -> bool:
+        executor = self.executor
+        return executor.is_dead or (executor.epoch != self.epoch and executor.clock < self.due)
 
 
 class FakeExecutor:
@@ -71,6 +104,10 @@ class FakeExecutor:
         self.step_seconds = 0.0  # of each step of a call ...
         self.token_seconds = 0.0  # ... and of each of its tokens
         self.delays: dict[int, float] = {}  # call -> seconds that its answer takes longer
+        self.prepare_seconds: dict[str, float] = {}  # grammar -> until it is compiled; inf: lost
+        self.grammar_errors: set[str] = set()  # grammars that do not compile
+        self.prepared: list[str] = []  # grammars in the order in which they were sent ...
+        self.preparing: list[_FakePrepare] = []  # ... and those that are not compiled yet
         self.clock = 0.0
         self.log: list[SchedulerInfo] = []
         self.left: list[int] = []  # seeds of the handles that were forgotten, in order
@@ -87,6 +124,22 @@ class FakeExecutor:
             self._dead = True
             raise RunnerGroupFailed("the runner is gone")
         return _FakeStep(self, info, pickle.dumps(info), self.clock)
+
+    def prepare(self, grammars: Sequence[str]) -> _FakePrepare:
+        seconds = max(self.prepare_seconds.get(grammar, 0.0) for grammar in grammars)
+        pending = _FakePrepare(self, tuple(grammars), self.clock + seconds, self.epoch)
+        self.prepared += grammars
+        self.preparing = [own for own in (*self.preparing, pending) if not own.done()]
+        return pending
+
+    @property
+    def next_prepared(self) -> float:
+        """When the next of the grammars is compiled, if nothing comes between."""
+        return min((own.due for own in self.preparing if not own.done()), default=math.inf)
+
+    @property
+    def is_dead(self) -> bool:
+        return self._dead
 
     def restart(self) -> None:
         if self.fail_restarts:
@@ -243,7 +296,10 @@ class FakeExecutor:
             assert new.stop_token_ids == source.stopping.stop_token_ids
             known = len(source.prompt) + len(stream.tokens)
         if stream is None or stream.source.beams is None:
-            self.live[new.handle] = Mirror(new, stream, None, known)
+            self.live[new.handle] = mirror = Mirror(new, stream, None, known)
+            if new.sampling.guidance is not None:
+                assert new.history is not None, "a guided request without its history"
+                mirror.history = new.history.tolist()
         else:
             self.live[new.handle] = Mirror(new, None, stream.source, known)
         self.entered.append(new.sampling.seed)
@@ -408,11 +464,23 @@ class FakeExecutor:
             result.errors[row] = RequestFailed("planted")
             mirror.over_since = self.num_run
             return
-        mirror.sampled = next_token(context, seed, self.config.vocab_size)
+        mirror.sampled = self._next(mirror, context)
         result.tokens[row, column] = mirror.sampled
+        if mirror.new.sampling.guidance is not None:
+            mirror.history.append(mirror.sampled)
         if mirror.new.sampling.logprobs is not None:
             delivered = next_logprobs(context, seed, self.config.vocab_size)
             self._told.append((row * info.num_steps + column, mirror.sampled, delivered))
+
+    def _next(self, mirror: Mirror, context: Int32Array) -> int:
+        """The token after ``context`` [N]; a grammar knows the tokens that it was sent, alone."""
+        sampling, size = mirror.new.sampling, self.config.vocab_size
+        token = next_token(context, sampling.seed, size)
+        if sampling.guidance is not None:
+            assert len(mirror.history) == len(context), "its history lacks tokens"
+            for grammar in sampling.guidance.grammars:
+                token = guided_token(token, mirror.history, grammar, size)
+        return token
 
     def _fails(self, mirror: Mirror, end: int) -> bool:
         """Whether the row that ends at ``end`` is planted to fail."""

@@ -26,6 +26,12 @@ def next_token(context: Int32Array, seed: int, vocab_size: int) -> int:
     return zlib.crc32(context.astype(np.int32).tobytes(), seed) % vocab_size
 
 
+def guided_token(token: int, history: Sequence[int] | Int32Array, grammar: str, size: int) -> int:
+    """A toy grammar: what it makes of the model's ``token`` after a request's ``history`` [N]."""
+    said = np.asarray(history, np.int32).tobytes()
+    return zlib.crc32(said, zlib.crc32(grammar.encode(), token)) % size
+
+
 class Stream:
     """What a client has got of one request, and what there is to get."""
 
@@ -36,6 +42,7 @@ class Stream:
         self.prompt_logprobs: list[TokenLogprob] = []  # from the second token on
         self.ended: Ended | None = None
         self.aborted = False
+        self.waited = False  # for its grammar, beside the queue
         self.arrival = 0.0  # both on the executor's clock
         self.deadline = math.inf
         self._vocab_size = vocab_size
@@ -53,8 +60,12 @@ class Stream:
         """The first ``length`` tokens of the request's context if nothing ever stopped it."""
         if length > len(self._truth):
             tokens = np.concatenate([self._truth, np.zeros(length, np.int32)])
+            guidance = self.source.sampling.guidance
             for end in range(len(self._truth), length):
-                tokens[end] = next_token(tokens[:end], self.seed, self._vocab_size)
+                token = next_token(tokens[:end], self.seed, self._vocab_size)
+                for grammar in guidance.grammars if guidance is not None else ():
+                    token = guided_token(token, tokens[:end], grammar, self._vocab_size)
+                tokens[end] = token
             self._truth = tokens[:length]
         return self._truth[:length]
 
@@ -112,6 +123,7 @@ class Mirror:
     pages: list[int] = field(default_factory=list)
     num_tokens: int = -1  # in the pages; -1 before the first row, which says what was cached
     sampled: int | None = None
+    history: list[int] = field(default_factory=list)  # of a guided request: sent, then sampled
     over_since: int | None = None  # the call in which it failed, or stopped within its lease
 
 

@@ -4,6 +4,7 @@ What the scheduler's tests and the simulator (tools/simulate.py) drive.
 """
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,9 +14,11 @@ import numpy as np
 from fake_runner import FakeExecutor
 from fake_stream import Stream
 from rayfin.actors.config import BatchLimits, EngineConfig
-from rayfin.actors.errors import DeadlineExceeded, RequestQuarantined
+from rayfin.actors.errors import DeadlineExceeded, InvalidRequest, RequestQuarantined
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import BeamParams, EngineRequest, Sampling, StopRules
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.timing import LOBBY_TICK_SECONDS
 
 
 class Harness:
@@ -55,6 +58,7 @@ class Harness:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         deaths: int = 0,
+        guidance: Guidance | None = None,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -63,7 +67,9 @@ class Harness:
         source = EngineRequest(
             request_id=f"r{seed}",
             prompt=np.array(prompt, np.int32),
-            sampling=Sampling(seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+            sampling=Sampling(
+                seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs, guidance=guidance
+            ),
             stopping=StopRules(max_tokens, frozenset(stop) | frozenset(eos), frozenset(eos)),
             client=client,
             key=seed if key is None else key,
@@ -76,9 +82,13 @@ class Harness:
             beams=beams,
             deaths=deaths,
         )
+        if guidance is not None and not self.executor.grammar_errors.isdisjoint(guidance.grammars):
+            self.executor.errors.add((seed, len(output)))  # a step that compiles fails its row
+        waiting = len(self.engine.lifecycle.lobby)
         self.engine.add(source)
         self.num_added += 1
         stream = Stream(source, self.config.vocab_size)
+        stream.waited = len(self.engine.lifecycle.lobby) > waiting
         stream.arrival = self.executor.clock
         self.executor.streams[seed] = stream
         self.streams[client, source.key] = stream
@@ -92,6 +102,13 @@ class Harness:
         self.engine.abort(stream.source.client, stream.source.key)
         stream.aborted = stream.aborted or stream.open
         self.engine.check_integrity()
+
+    def wait(self, until: float = math.inf) -> None:
+        """Lets the time pass in which the engine's thread only waits for grammars."""
+        engine, executor = self.engine, self.executor
+        if engine.has_work and not engine.has_steps:
+            woken = min(until, executor.next_prepared, executor.clock + LOBBY_TICK_SECONDS)
+            executor.clock = max(executor.clock, woken)
 
     def step(self) -> None:
         """One step; every message goes to an open stream, at most a lease's tokens each."""
@@ -137,6 +154,7 @@ class Harness:
             if not self.engine.has_work:
                 break
             self.step()
+            self.wait()
         assert not self.engine.has_work, "the engine does not get done"
         assert self.engine.lifecycle.state.tables.num_held == 0
         assert self.engine.step() == {}
@@ -176,6 +194,11 @@ class Harness:
             guilty = stream.seed in self.executor.poison
             assert guilty or self.executor.killed_alone[stream.seed] > 1, "an innocent is convicted"
             assert stream.tokens == tokens[: len(stream.tokens)]
+        elif isinstance(error, InvalidRequest):  # its grammar does not compile
+            guidance = stream.source.sampling.guidance
+            assert error.code == "grammar_failed" and guidance is not None
+            assert not self.executor.grammar_errors.isdisjoint(guidance.grammars)
+            assert stream.tokens == stream.source.output and stream.ended.finish_reason == "error"
         else:
             assert stream.seed not in self.executor.poison, "it went on"
             assert stream.tokens == tokens
@@ -192,13 +215,14 @@ class Harness:
         self._unheard.pop(stream.seed, None)
         for book in (self.executor.log, self.executor.left, self.executor.entered):
             del book[:-1]
+        self.executor.prepared.clear()
         self._num_entered = len(self.executor.entered)
 
     def _check_admissions(self) -> None:
         """I9 and I10, of those that a runner hears of for the first time."""
         for seed in self.executor.entered[self._num_entered :]:
             stream = self._unheard.pop(seed, None)
-            if stream is None:
+            if stream is None or stream.waited:  # others may pass it, as long as it is not queued
                 continue
             group = self._order_group(stream)
             assert self._last_admitted.get(group, -1) < seed, "overtaken in its class"
@@ -206,7 +230,7 @@ class Harness:
             if self.config.policy == "priority" and self.config.priority_aging:
                 rank = self._aged(stream)
                 for other in self._unheard.values():
-                    if other.seed < seed and other.open:
+                    if other.seed < seed and other.open and not other.waited:
                         assert rank <= self._aged(other), "overtaken by too late a request"
         self._num_entered = len(self.executor.entered)
 

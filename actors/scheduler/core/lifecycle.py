@@ -2,8 +2,8 @@
 
  Engine.add         admit
 ───────────► waiting ───────────────► running ─────► finished
-                ▲                        │   finish
-                └────────────────────────┘
+     │          ▲  ▲                     │   finish
+     └► lobby ──┘  └─────────────────────┘
                          preempt
 """
 
@@ -15,6 +15,7 @@ from rayfin.actors.scheduler.core.admission import AdmissionGate
 from rayfin.actors.scheduler.core.cached_prefix import PrefixLookup
 from rayfin.actors.scheduler.core.preempted_pages import PreemptionPolicy
 from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
+from rayfin.actors.scheduler.queues.lobby import Lobby
 from rayfin.actors.scheduler.state.request import Request
 
 
@@ -25,18 +26,21 @@ class Lifecycle:
         self,
         state: SchedulerState,
         preemption: PreemptionPolicy,
+        lobby: Lobby,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
         self.preemption = preemption
+        self.lobby = lobby
         self.gates: list[AdmissionGate] = []
         self._prefixes = PrefixLookup(state)
         self._clock = clock
 
     def enqueue(self, request: Request) -> None:
-        """Puts a new request into the queue."""
+        """Puts a new request into the queue, or into the lobby before it."""
         self.state.queue_limits.joined(request)
-        self.state.waiting.push(request)
+        if not self.lobby.keeps(request):
+            self.state.waiting.push(request)
 
     def can_admit(self, request: Request, spare: int) -> bool:
         """Whether all gates admit the request, and there is room for it."""
@@ -134,7 +138,8 @@ class Lifecycle:
         request.ended = True
         search = request.search
         if request.slot is None:
-            self.state.waiting.discard(request)
+            if not self.lobby.discard(request):
+                self.state.waiting.discard(request)
             self.preemption.forget(request)
             self.state.queue_limits.left(request)
         else:
@@ -160,6 +165,8 @@ class Lifecycle:
         """Requeues all that ran: the runners are new and their caches empty."""
         for request in self.state.running.holders():
             self.requeue(request)
+        for request in self.lobby.restart():
+            self.state.waiting.push(request)
         self.state.tables.reset_prefix_cache()
         self.state.runner_diff.clear()
         self.state.moves.clear()

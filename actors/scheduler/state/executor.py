@@ -1,5 +1,6 @@
 """What runs the engine's steps: runner actors, a runner in this process, or a fake."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from rayfin.actors.messages import SchedulerInfo, StepResult
@@ -18,10 +19,26 @@ class PendingStep(Protocol):
         ...
 
 
+class PendingPrepare(Protocol):
+    """Grammars that the runners compile beside their steps."""
+
+    def done(self) -> bool:
+        """Whether all runners have answered, or will never do; cheap enough for each step."""
+        ...
+
+    def error(self) -> str | None:
+        """Why a grammar does not compile; None if it does, or if no runner could say so."""
+        ...
+
+
 class Executor(Protocol):
     """Runs steps in order of submission."""
 
     epoch: int
+
+    def prepare(self, grammars: Sequence[str]) -> PendingPrepare:
+        """Sends the texts of grammars for requests to come. Delays no step, and never raises."""
+        ...
 
     def submit(self, info: SchedulerInfo) -> PendingStep:
         """Submits a step without waiting for it."""

@@ -7,10 +7,12 @@ second, so that a run has time for hundreds of faults.
 import mmap
 import os
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from fake_runner import FakeExecutor
+from fake_stream import Mirror
 from rayfin.actors import failpoints
 from rayfin.actors.config import (
     BatchLimits,
@@ -33,16 +35,10 @@ ACTIVATION_BYTES = 2**20
 class PatientExecutor(FakeExecutor):
     """The scheduler tests' fake, which also checks a request's history against its pages."""
 
-    def _sample(self, info: SchedulerInfo, row: int, column: int, result: StepResult) -> None:
-        super()._sample(info, row, column, result)
-        mirror = self.live[int(info.ids[row])]
-        if mirror.sampled is None:
-            return
-        token = FIRST + mirror.sampled % (self.config.vocab_size - FIRST)
-        context = self._memory[mirror.pages].reshape(-1)[: mirror.num_tokens]
+    def _next(self, mirror: Mirror, context: Int32Array) -> int:
         if mirror.new.sampling.penalises and not history_is_right(mirror.new, context):
-            token = FIRST  # a wrong token, which the oracle detects
-        mirror.sampled = result.tokens[row, column] = token
+            return FIRST  # a wrong token, which the oracle detects
+        return FIRST + super()._next(mirror, context) % (self.config.vocab_size - FIRST)
 
 
 def history_is_right(new: NewRequest, context: Int32Array) -> bool:
@@ -111,6 +107,9 @@ class ModelRunner:
     def next_step(self) -> tuple[int, int]:
         executor = self._executor
         return (-1, 0) if executor is None else (executor.epoch, executor._next_step)
+
+    def prepare(self, grammars: Sequence[str]) -> None:
+        """Any text is a grammar."""
 
     def execute(self, info: SchedulerInfo) -> StepResult:
         executor = self._executor
