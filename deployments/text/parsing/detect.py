@@ -2,13 +2,27 @@
 
 from dataclasses import dataclass
 
+from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.text.parsing.format import (
     ReasoningField,
     ReasoningFormat,
     ToolFormat,
     ToolGuidance,
 )
+from rayfin.deployments.text.parsing.probing.derive import derive_row
+from rayfin.deployments.text.parsing.probing.template_probe import TemplateProbe
+from rayfin.deployments.text.parsing.probing.thoughts import ThoughtsFound, find_reasoning
+from rayfin.deployments.text.parsing.probing.trials import CallTrials
+from rayfin.deployments.text.parsing.rows import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    find_reasoning_format,
+    find_tool_format,
+)
 from rayfin.deployments.text.tokenizer import Tokenizer
+
+AUTO, NONE = "auto", "none"
+FOR_ANY = "json"  # the row for models whose format is unknown; no template writes it
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,10 +38,81 @@ class Detected:
     reasoning_field: ReasoningField = "both"  # of chat completions
 
 
-def detect(tokenizer: Tokenizer, chat_template: str | None = None) -> Detected:
-    """Returns the formats that the template writes. Takes a tenth of a second; never raises.
+def detect(
+    tokenizer: Tokenizer,
+    chat_template: str | None = None,
+    *,
+    tool_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+    tool_guidance: ToolGuidance = "json",
+    reasoning_field: ReasoningField = "both",
+) -> Detected:
+    """Returns the formats that the template writes. Takes a tenth of a second.
 
     Args:
         chat_template: replaces the model's template.
+        tool_parser: "auto", "none", or the name of a row that is not looked for.
+        reasoning_parser: the same.
+        tool_guidance: of calls that are free to be made.
+        reasoning_field: of chat completions.
+
+    Raises:
+        InvalidConfig: there is no row of this name.
     """
-    return Detected(why="not looked for yet")
+    check_parsers(tool_parser, reasoning_parser)
+    found = ThoughtsFound([], "the model has no chat template")
+    if chat_template is None and not tokenizer.inner.chat_template:
+        tools = None if tool_parser in (AUTO, NONE) else find_tool_format(tool_parser)
+        as_text, why = False, found.why
+    else:
+        probe = TemplateProbe(tokenizer, chat_template)
+        found = find_reasoning(tokenizer, probe)
+        both = [CallTrials(tokenizer, probe, found.best(None), text) for text in (False, True)]
+        tools, as_text, why = _find_tools(both, tool_parser)
+    reasoning = found.best(tools)
+    if reasoning_parser != AUTO:
+        reasoning = None if reasoning_parser == NONE else find_reasoning_format(reasoning_parser)
+    names = [row.name if row is not None else "none" for row in (tools, reasoning)]
+    thoughts_why = found.why if reasoning_parser == AUTO else "as set"
+    text = f"tool calls: {names[0]} ({why}); reasoning: {names[1]} ({thoughts_why})"
+    return Detected(tools, reasoning, as_text, text, tool_guidance, reasoning_field)
+
+
+def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
+    """Raises:
+    InvalidConfig: there is no row of this name.
+    """
+    if tool_parser not in (AUTO, NONE) and find_tool_format(tool_parser) is None:
+        names = ", ".join((AUTO, NONE, *TOOL_FORMATS))
+        raise InvalidConfig(
+            f"tool_call_parser must be one of {names}, got {tool_parser!r}", "tool_call_parser"
+        )
+    if reasoning_parser not in (AUTO, NONE) and find_reasoning_format(reasoning_parser) is None:
+        names = ", ".join((AUTO, NONE, *REASONING_FORMATS))
+        raise InvalidConfig(
+            f"reasoning_parser must be one of {names}, got {reasoning_parser!r}",
+            "reasoning_parser",
+        )
+
+
+def _find_tools(both: list[CallTrials], name: str) -> tuple[ToolFormat | None, bool, str]:
+    """Returns the row, whether arguments are given to the template as text, and what shows it."""
+    named = find_tool_format(name) if name not in (AUTO, NONE) else None
+    rows = [row for row in TOOL_FORMATS.values() if row.name != FOR_ANY]
+    if named is not None:  # vLLM has one name for both of Mistral's formats
+        rows = [row for row in rows if row is named or row.name.startswith(f"{named.name}_")]
+    why = "the chat template writes calls so" if name == AUTO else "as set"
+    for trials in both:
+        scores = [trials.score(row) for row in rows]
+        best = max(range(len(rows)), key=lambda i: (scores[i], -i))
+        if scores[best][0]:
+            return None if name == NONE else rows[best], trials.as_text, why
+    if name != AUTO:
+        return named, False, why
+    for trials in both:
+        row = derive_row(trials)
+        if row is not None:
+            return row, trials.as_text, "derived from the calls of the chat template"
+    if not any(trials.shows_a_call for trials in both):
+        return None, False, "the chat template writes no calls"
+    return None, False, "no format reads the calls of the chat template"

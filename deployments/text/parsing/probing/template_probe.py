@@ -1,0 +1,163 @@
+"""Renders a chat template with small conversations, to see what it writes."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from rayfin.actors.errors import RayfinError
+from rayfin.actors.timing import TEMPLATE_SECONDS
+from rayfin.deployments.text.chat_template import RENDERING_ERRORS
+from rayfin.deployments.text.parsing.render import WrittenCall, json_text
+from rayfin.deployments.text.template_watch import watched
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+LONGEST = 2**18  # characters of a rendered conversation
+SHORTEST_TOKEN = 3  # characters of a token that may be a mark of turns
+_OPEN_MARK = re.compile(r"[<\[][^<>\[\]\s]{0,40}$")
+_HALF_WORD = re.compile(r"\w+$")
+
+QUESTION = "Which zebra?"
+ANSWER = "§ Plain answer."
+THOUGHT = "¶ Quiet thought."
+
+TOOLS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Looks at zebras.",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": kind} for key, kind in properties.items()},
+                "required": list(properties),
+            },
+        },
+    }
+    for name, properties in (
+        ("find_zebra", {"stripe_color": "string", "stripe_count": "integer"}),
+        ("count_herd", {"river_name": "string"}),
+        ("ring_bell", {}),
+        ("paint_fence", {"tone_code": "string", "plank_total": "integer"}),
+    )
+)
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS
+}
+IDS = ("abcdefghi", "jklmnopqr")  # nine letters, which Mistral's templates insist on
+FIRST = WrittenCall("find_zebra", {"stripe_color": "violet", "stripe_count": 41}, IDS[0])
+SECOND = WrittenCall("count_herd", {"river_name": "Okavango"}, IDS[1])
+OTHER = WrittenCall("paint_fence", {"tone_code": "ochre", "plank_total": 73}, IDS[0])
+EMPTY = WrittenCall("ring_bell", {}, IDS[0])
+Message = dict[str, Any]
+
+
+def called(calls: Sequence[WrittenCall], as_text: bool, content: str | None) -> Message:
+    """An assistant's message with these calls."""
+    listed = [
+        {
+            "type": "function",
+            "id": call.id,
+            "function": {
+                "name": call.name,
+                "arguments": json_text(dict(call.arguments)) if as_text else dict(call.arguments),
+            },
+        }
+        for call in calls
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": listed}
+
+
+class TemplateProbe:
+    """A template, and what it writes around an assistant's plain answer.
+
+    Args:
+        chat_template: replaces the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = chat_template
+        self._tokens = [t for t in tokenizer.added_ids if len(t) >= SHORTEST_TOKEN]
+        self._user = {"role": "user", "content": QUESTION}
+        self.begun = self.render([], generation=True)
+        self._plain = self.render([{"role": "assistant", "content": ANSWER}])
+        self.turn_marks = [token for token in self._tokens if token in (self._plain or "")]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        generation: bool = False,
+        tools: bool = True,
+        variables: Mapping[str, Any] = {},
+    ) -> str | None:
+        """Returns the text of a question and what follows it, or None if the template refuses."""
+        # Templates may change what they are given.
+        conversation = [dict(self._user), *map(dict, messages)]
+
+        def write() -> str:
+            text = self._tokenizer.inner.apply_chat_template(
+                conversation,
+                tools=[dict(tool) for tool in TOOLS] if tools else None,
+                chat_template=self._template,
+                add_generation_prompt=generation,
+                tokenize=False,
+                **variables,
+            )
+            return str(text)
+
+        try:
+            return watched(write, TEMPLATE_SECONDS, LONGEST)
+        except (jinja2.TemplateError, RayfinError, *RENDERING_ERRORS):
+            return None
+
+    def opening(self, variables: Mapping[str, Any] = {}) -> str:
+        """What the template puts into the model's mouth, "" if it cannot be seen."""
+        bare = self.render([], tools=False, variables=variables)
+        begun = self.render([], tools=False, generation=True, variables=variables)
+        if bare is None or begun is None:
+            return ""
+        return begun[_same_start(bare, begun) :]
+
+    def segments(self, text: str) -> list[str]:
+        """Returns the assistant's turn within ``text`` by several guesses, the shortest first.
+
+        Each begins where an answer, or the turn, begins; what ends the turn is cut off.
+        """
+        starts: list[int] = []
+        for other in (self.begun, self.render([]), self._plain):
+            if other is not None:
+                starts.append(_same_start(text, other))
+        end = len(text)
+        if self._plain is not None:
+            tail = self._plain.partition(ANSWER)[2]
+            end -= len(_same_end(text, tail))
+        ordered = sorted(set(starts), reverse=True)
+        return [text[start:end] for start in ordered if start < end]
+
+
+def _same_start(text: str, other: str) -> int:
+    """Returns the length of the common beginning; it ends within no word and no mark."""
+    length = 0
+    for mine, yours in zip(text, other, strict=False):
+        if mine != yours:
+            break
+        length += 1
+    if length == len(other):
+        return length
+    for inside in (_OPEN_MARK, _HALF_WORD):
+        match = inside.search(text, max(0, length - 48), length)
+        following = text[length : length + 1] + other[length : length + 1]
+        if match is not None and (inside is _OPEN_MARK or re.search(r"\w", following)):
+            length = match.start()
+    return length
+
+
+def _same_end(text: str, tail: str) -> str:
+    """Returns the longest end of ``tail`` that is an end of ``text`` too, from a mark on."""
+    if text.endswith(tail):
+        return tail
+    starts = [match.start() for match in re.finditer(r"(?<!\S)\S|[<\[]", tail)]
+    return next((tail[at:] for at in starts if text.endswith(tail[at:])), "")
