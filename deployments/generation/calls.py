@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
 from rayfin.deployments.telemetry.ingress_counters import OutputCounters
@@ -21,6 +22,11 @@ class AnswerCall:
     @property
     def arguments(self) -> str:
         return "".join(self.pieces)
+
+    def as_openai(self) -> dict[str, Any]:
+        """Returns the call as it stands in a chat message."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class ParsedAnswer:

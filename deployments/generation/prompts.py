@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,7 @@ from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.requests.prompts import WrittenPrompt, check_length, prompt_ids
-from rayfin.deployments.text.chat_template import HistoryStyle, render_chat
-from rayfin.deployments.text.messages import plain_messages
-from rayfin.deployments.text.opening import opening_text
+from rayfin.deployments.text.opening import ChatPrompt, render_prompt
 
 
 def thinking_variables(variables: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
@@ -73,14 +71,6 @@ async def written_ids(
     return await off_loop(len(prompt.text or ""), work)
 
 
-@dataclass(slots=True, frozen=True)
-class ChatPrompt:
-    """A rendered conversation."""
-
-    ids: list[int]
-    opening: str = ""  # what the template puts into the model's mouth, if its thoughts are known
-
-
 async def chat_ids(
     service: OpenAIService, messages: Any, param: str = "messages", **settings: Any
 ) -> list[int]:
@@ -114,36 +104,25 @@ async def chat_prompt(
         InvalidRequest: bad messages, tools or variables, no template, or its refusal.
         ContextLengthExceeded: they cannot fit.
     """
-    continued, formats = bool(continue_final_message), service.formats
-    adds = not continued if add_generation_prompt is None else add_generation_prompt
-    styles = "openai" if formats.tools is None else formats.tools.id_style
+    continued = bool(continue_final_message)
 
     def render(seconds: float) -> ChatPrompt:
-        one = partial(
-            render_chat,
+        prompt = render_prompt(
             service.tokenizer,
+            messages,
+            service.formats,
             tools=tools,
+            add_generation_prompt=not continued
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=continued,
             chat_template=service.chat_template,
             variables=variables,
             seconds=seconds,
-            history=HistoryStyle(formats.arguments_as_text, styles),
         )
-        ids = one(messages, add_generation_prompt=adds, continue_final_message=continued)
-        opening = ""
-        if formats.reasoning is not None and continued:
-            opening = str(plain_messages(messages)[-1]["content"])
-        elif formats.reasoning is not None and adds:
-            key = repr((service.chat_template, bool(tools), sorted((variables or {}).items())))
-            opening = opening_text(
-                service.tokenizer,
-                ids,
-                messages,
-                lambda said, added: one(said, add_generation_prompt=added),
-                key,
-            )
-        if add_special_tokens:
-            ids = service.tokenizer.with_special_tokens(ids)
-        return ChatPrompt(ids, opening)
+        if not add_special_tokens:
+            return prompt
+        return replace(prompt, ids=service.tokenizer.with_special_tokens(prompt.ids))
 
     characters = _characters(messages)
     if not any_length:

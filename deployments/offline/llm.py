@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -18,8 +19,9 @@ from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineRequest, EngineStats, Hypothesis, TokenDeltas
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import split_deltas
-from rayfin.deployments.generation.plan import AnswerRules, make_plan
+from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, make_plan
 from rayfin.deployments.guidance.fields import read_structured_outputs
+from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
 from rayfin.deployments.offline.outputs import OfflineChoice, RequestOutput
@@ -29,8 +31,9 @@ from rayfin.deployments.requests.build import build_requests, sampling_defaults
 from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
 from rayfin.deployments.serve.preflight import check_model, located, model_path, tokenizer_path
 from rayfin.deployments.serve.server_args import check_generation_config
-from rayfin.deployments.text.chat_template import render_chat
-from rayfin.deployments.text.parsing.detect import Detected
+from rayfin.deployments.text.messages import count_calls
+from rayfin.deployments.text.opening import render_prompt
+from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -103,7 +106,8 @@ class LLM:
         listed = _listed(prompts)
         params = self._params_for(listed, sampling_params)
         tokens = [self._tokens(prompt) for prompt in listed]
-        return self._run(listed, tokens, params, use_tqdm)
+        plans = {id(param): self._plan(param) for param in params}
+        return self._run(listed, tokens, params, [plans[id(param)] for param in params], use_tqdm)
 
     def beam_search(
         self,
@@ -152,37 +156,58 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template.
 
+        Outputs have ``tool_calls`` and ``reasoning`` apart from their text.
+
+        Args:
+            tools: functions in OpenAI's form, for all conversations.
+            tool_choice: "none", "auto", "required" or one function, as in OpenAI's API.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+
         Raises:
-            InvalidRequest: there is no template, or it refuses the messages.
+            InvalidRequest: there is no template, it refuses the messages, or bad tools.
         """
         tokenizer = self.get_tokenizer()
         conversations: list[Any] = (
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         )
-        tokens = [
-            render_chat(
+        params = self._params_for(conversations, sampling_params)
+        functions = () if tools is None else function_tools(tools)
+        rules = AnswerRules(functions, read_tool_choice(tool_choice, functions))
+        prompts = [
+            render_prompt(
                 tokenizer,
                 conversation,
+                self._formats,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template=self._chat_template,
+                variables=chat_template_kwargs,
             )
             for conversation in conversations
         ]
-        written = [
-            WrittenPrompt(f"messages[{i}]", text=tokenizer.decode(ids, False))
-            for i, ids in enumerate(tokens)
+        plans = [
+            self._plan(param, rules, prompt.opening, count_calls(conversation))
+            for param, prompt, conversation in zip(params, prompts, conversations, strict=True)
         ]
-        return self._run(
-            written, tokens, self._params_for(conversations, sampling_params), use_tqdm
-        )
+        written = [
+            WrittenPrompt(f"messages[{i}]", text=tokenizer.decode(prompt.ids, False))
+            for i, prompt in enumerate(prompts)
+        ]
+        return self._run(written, [prompt.ids for prompt in prompts], params, plans, use_tqdm)
+
+    @cached_property
+    def _formats(self) -> Detected:
+        """How the model writes calls and thoughts; found at the first chat."""
+        return detect(self.get_tokenizer(), self._chat_template)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.
@@ -246,20 +271,20 @@ class LLM:
         prompts: Sequence[WrittenPrompt],
         tokens: list[list[int]],
         params: list[SamplingParams],
+        plans: list[OutputPlan],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         choices: dict[int, OfflineChoice] = {}
         results: list[RequestOutput] = []
         groups: list[list[OfflineChoice]] = []
-        guidance = {id(param): self._guidance(param) for param in params}
-        for prompt, ids, param in zip(prompts, tokens, params, strict=True):
+        for prompt, ids, param, plan in zip(prompts, tokens, params, plans, strict=True):
             request_id = str(next(self._request_numbers))
-            requests = self._build(prompt, ids, candidates(param), request_id, guidance[id(param)])
+            requests = self._build(prompt, ids, candidates(param), request_id, plan.guidance)
             if len(requests) > param.n:
                 request_logprobs(requests)
             result = RequestOutput(request_id, prompt.text, requests[0].prompt.tolist(), [])
             for request in requests:
-                choice = OfflineChoice(request, param, self._tokenizer, result)
+                choice = OfflineChoice(request, param, self._tokenizer, result, plan)
                 choices[request.key] = choice
                 result.outputs.append(choice.output)
             results.append(result)
@@ -296,19 +321,31 @@ class LLM:
             guidance=guidance,
         )
 
-    def _guidance(self, params: SamplingParams) -> Guidance | None:
-        """The rules of ``structured_outputs``, once compiled in this process."""
-        if params.structured_outputs is None:
-            return None
-        param = "structured_outputs"
-        form = read_structured_outputs(params.structured_outputs, param)
-        rules = AnswerRules(structured=form.outputs, structured_param=form.param)
-        plan = make_plan(Detected(), self.get_tokenizer(), rules)
+    def _plan(
+        self,
+        params: SamplingParams,
+        rules: AnswerRules | None = None,
+        opening: str = "",
+        earlier_calls: int = 0,
+    ) -> OutputPlan:
+        """How outputs are guided and read; grammars are compiled once, in this process.
+
+        Args:
+            rules: of a chat; None for plain completions.
+        """
+        if params.structured_outputs is None and rules is None:
+            return NO_PLAN
+        formats = Detected() if rules is None else self._formats
+        rules = AnswerRules() if rules is None else rules
+        if params.structured_outputs is not None:
+            form = read_structured_outputs(params.structured_outputs, "structured_outputs")
+            rules = replace(rules, structured=form.outputs, structured_param=form.param)
+        plan = make_plan(formats, self.get_tokenizer(), rules, opening, earlier_calls)
         if plan.guidance is not None:
-            self._checker.check_now(plan.guidance.grammars, form.param)
+            self._checker.check_now(plan.guidance.grammars, rules.grammar_param)
         if plan.unenforced:
-            logger.warning("%s: not enforced: %s", param, ", ".join(plan.unenforced))
-        return plan.guidance
+            logger.warning("%s: not enforced: %s", rules.grammar_param, ", ".join(plan.unenforced))
+        return plan
 
     def _drive(self, choices: dict[int, OfflineChoice], bar: "tqdm[Any]") -> None:
         """Runs the engine until all choices are complete."""

@@ -1,9 +1,12 @@
 """The outputs of ``LLM``, under vLLM's names, and how an engine's tokens become them."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.generation.calls import ParsedAnswer
+from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
 from rayfin.deployments.requests.best_of import Likelihood
 from rayfin.deployments.text.logprobs import Logprob, by_token, of_prompt, total
 from rayfin.deployments.text.output import OutputText, TextDelta
@@ -15,12 +18,14 @@ class CompletionOutput:
     """One choice of a request."""
 
     index: int
-    text: str = ""
+    text: str = ""  # of a chat: the content, without reasoning and tool calls
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop", "length", "abort"
+    finish_reason: str | None = None  # "stop", "length", "tool_calls", "abort"
     stop_reason: int | str | None = None  # the stop token's id or the stop string
     cumulative_logprob: float | None = None  # of all tokens, if ``logprobs`` are set
     logprobs: list[dict[int, Logprob]] | None = None  # for each token, by token id
+    reasoning: str | None = None  # of a chat with a model whose thoughts are known
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in OpenAI's form
 
 
 @dataclass(slots=True)
@@ -49,12 +54,16 @@ class OfflineChoice:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         result: RequestOutput,
+        plan: OutputPlan = NO_PLAN,
     ) -> None:
         self.request = request
         self.output = CompletionOutput(index=len(result.outputs))
         self._result = result
         self._tokenizer = tokenizer
-        self._text = None if tokenizer is None else OutputText(tokenizer, params, request)
+        self._text: OutputText | None = None
+        if tokenizer is not None:
+            self._text = OutputText(tokenizer, params, request, plan.parser())
+        self._parsed = ParsedAnswer(plan, request.request_id)
         self.likelihood = Likelihood()
         self._num_logprobs = request.sampling.logprobs or 0
         if params.logprobs is not None:
@@ -67,7 +76,12 @@ class OfflineChoice:
         new = _without_text(delta) if self._text is None else self._text.push(delta)
         output.text += new.text
         output.token_ids += new.token_ids
-        output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
+        self._parsed.add(new.events, new.reasoning_tokens)
+        output.finish_reason = self._parsed.finish_reason(new.finish_reason)
+        output.stop_reason = new.stop_reason
+        if output.finish_reason is not None:
+            output.reasoning = self._parsed.reasoning or None
+            output.tool_calls = [call.as_openai() for call in self._parsed.whole_calls]
         self.likelihood.add(delta, len(new.token_ids))
         self._add_logprobs(new)
         if output.index == 0:

@@ -1,9 +1,15 @@
-"""What a chat template puts into the model's mouth, after the last message of a conversation."""
+"""A rendered conversation, and what its template puts into the model's mouth."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.timing import TEMPLATE_SECONDS
+from rayfin.deployments.text.chat_template import HistoryStyle, render_chat
+from rayfin.deployments.text.messages import plain_messages
+from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 Render = Callable[[Sequence[Any], bool], list[int]]
@@ -11,6 +17,56 @@ Render = Callable[[Sequence[Any], bool], list[int]]
 
 SHORT = ({"role": "user", "content": "x"},)
 MAX_KNOWN = 64  # openings; requests choose the variables that they depend on
+
+
+@dataclass(slots=True, frozen=True)
+class ChatPrompt:
+    """A rendered conversation."""
+
+    ids: list[int]
+    opening: str = ""  # what the template puts into the model's mouth, if its thoughts are known
+
+
+def render_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Any],
+    formats: Detected,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    seconds: float = TEMPLATE_SECONDS,
+) -> ChatPrompt:
+    """Returns a conversation as a prompt; otherwise as :func:`render_chat`."""
+    render = partial(
+        render_chat,
+        tokenizer,
+        tools=tools,
+        chat_template=chat_template,
+        variables=variables,
+        seconds=seconds,
+        history=HistoryStyle(
+            formats.arguments_as_text,
+            "openai" if formats.tools is None else formats.tools.id_style,
+        ),
+    )
+    ids = render(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+    if formats.reasoning is None or not (add_generation_prompt or continue_final_message):
+        return ChatPrompt(ids)
+    if continue_final_message:
+        return ChatPrompt(ids, str(plain_messages(messages)[-1]["content"]))
+    key = repr((chat_template, bool(tools), sorted((variables or {}).items())))
+
+    def with_or_without(said: Sequence[Any], added: bool) -> list[int]:
+        return render(said, add_generation_prompt=added)
+
+    return ChatPrompt(ids, opening_text(tokenizer, ids, messages, with_or_without, key))
 
 
 def opening_text(

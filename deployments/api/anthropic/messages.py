@@ -32,12 +32,13 @@ from rayfin.deployments.api.anthropic.tools import (
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.plan import plan_answers
-from rayfin.deployments.generation.prompts import ChatPrompt, chat_prompt
+from rayfin.deployments.generation.prompts import chat_prompt
 from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import error_event
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.text.messages import count_calls
+from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.events import Event
 

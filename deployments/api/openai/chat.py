@@ -23,12 +23,13 @@ from rayfin.deployments.generation.logprobs import (
     prompt_logprobs,
 )
 from rayfin.deployments.generation.plan import OutputPlan, plan_answers
-from rayfin.deployments.generation.prompts import ChatPrompt, chat_prompt, thinking_variables
+from rayfin.deployments.generation.prompts import chat_prompt, thinking_variables
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.sse import event
 from rayfin.deployments.requests.prompts import truncated
 from rayfin.deployments.text.messages import count_calls, plain_messages
+from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
 
 

@@ -13,8 +13,9 @@ from rayfin.deployments.api.responses.replies import (
 )
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.api.responses.tools import chat_tools, template_variables
-from rayfin.deployments.generation.prompts import ChatPrompt, chat_prompt
+from rayfin.deployments.generation.prompts import chat_prompt
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.text.opening import ChatPrompt
 
 
 async def history_of(
