@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rayfin.actors.errors import EngineUnavailable, Overloaded, RayfinError
 from rayfin.actors.timing import (
@@ -298,7 +299,7 @@ class _Helper:
         self._writer.write(frame({"id": check.number, "text": check.text, "plain": check.plain}))
         self._expect()
 
-    async def receive(self) -> list[dict[str, object]]:
+    async def receive(self) -> list[dict[str, Any]]:
         """Returns the next messages, or none if the helper is gone."""
         while True:
             try:
