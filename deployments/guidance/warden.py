@@ -193,7 +193,7 @@ class Warden:
                 self._helper.send(check)
 
     async def _keep_helper(self) -> None:
-        """Runs helpers, one after the other, until one does not start."""
+        """Runs helpers, one after the other, until one does not start and nothing waits."""
         while True:
             helper = None
             try:
@@ -202,11 +202,13 @@ class Warden:
                 self._send_waiting()
                 await self._read(helper)
                 logger.warning("The process that checks grammars has died; another one starts.")
-            except (OSError, TimeoutError, EOFError) as error:
+            except Exception as error:
                 logger.error("The process that checks grammars does not start: %r", error)
                 self._fail_all(EngineUnavailable("Grammars cannot be checked now."))
                 await asyncio.sleep(WARDEN_RESTART_PAUSE_SECONDS)
-                return  # the next unknown grammar starts it
+                if not self._checks:
+                    return  # the next unknown grammar starts it
+                continue
             finally:
                 self._helper = None
                 if helper is not None:
@@ -271,7 +273,7 @@ class _Helper:
         """Returns a helper that is ready.
 
         Raises:
-            OSError, TimeoutError, EOFError: it cannot start.
+            Exception: it cannot start.
         """
         setup = await asyncio.to_thread(_setup, tokenizer, vocab_size)
         ours, theirs = socket.socketpair()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.errors import InvalidRequest, Overloaded
+from rayfin.actors.errors import EngineUnavailable, InvalidRequest, Overloaded
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance import warden as module
 from rayfin.deployments.guidance.grammar import make_grammar
@@ -208,8 +208,10 @@ async def test_a_helper_that_does_not_start_fails_what_waits(
 ) -> None:
     monkeypatch.setattr(module, "MODULE", "rayfin.no_such_module")
     warden = Warden(tokenizer)
-    with pytest.raises(Exception, match="cannot be checked now"):
+    with pytest.raises(EngineUnavailable, match="cannot be checked now"):
         await warden.check([schema(PLAIN)], None)
+    monkeypatch.undo()
+    await warden.check([schema(PLAIN)], None)  # at once: it waits for the next start
     warden.close()
 
 
@@ -221,7 +223,7 @@ async def test_close_ends_all_processes(tokenizer: Tokenizer) -> None:
     while not (children := children_of(pid)):
         await asyncio.sleep(0.01)
     warden.close()
-    with pytest.raises(Exception, match="shuts down"):
+    with pytest.raises(EngineUnavailable, match="shuts down"):
         await asked
     await gone(pid, *children)
 
