@@ -97,7 +97,7 @@ class CallReader:
                 self._feed.record()
                 section_open = section_open and mark != self._section_end
 
-    def _settle(self, marked: bool, told: bool, kind: EventKind) -> None:
+    def _settle(self, marked: bool, emitted: bool, kind: EventKind) -> None:
         """Accounts for text that is no whole call."""
         writer, feed = self._writer, self._feed
         if writer.is_open:
@@ -105,7 +105,7 @@ class CallReader:
         elif not feed.ended or feed.pos < len(feed.text):
             writer.unparsed += marked
             writer.add(kind, feed.release())
-        elif told:
+        elif emitted:
             pass  # only marks are missing
         elif self._reason.is_cut and (marked or self._forced):
             writer.cut += 1

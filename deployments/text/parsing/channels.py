@@ -4,7 +4,7 @@ import re
 
 from rayfin.deployments.text.parsing.events import EventKind, EventWriter
 from rayfin.deployments.text.parsing.json_calls import read_arguments
-from rayfin.deployments.text.parsing.marks import Feed, Steps, tell_text
+from rayfin.deployments.text.parsing.marks import Feed, Steps, emit_text
 
 MAX_HEADER = 512
 TOKENS = (
@@ -37,13 +37,13 @@ class ChannelReader:
     def run(self) -> Steps[None]:
         """Reads to the end of the answer."""
         if self._writer.in_thought:
-            yield from self._tell("reasoning")
+            yield from self._emit("reasoning")
         while (yield from self._feed.peek()):
             self._feed.record()
             header = yield from self._read_header()
             if header is None:
                 self._give_back()
-                yield from self._tell("content")
+                yield from self._emit("content")
             elif header:
                 yield from self._read_message(header)
 
@@ -96,7 +96,7 @@ class ChannelReader:
             self._give_back()
         feed.forget()
         thinks = recipient is None and channel is not None and channel[1] == "analysis"
-        yield from self._tell("reasoning" if thinks else "content")
+        yield from self._emit("reasoning" if thinks else "content")
 
     def _read_call(self, name: str) -> Steps[None]:
         feed, writer = self._feed, self._writer
@@ -118,15 +118,15 @@ class ChannelReader:
         else:
             feed.forget()
         yield from feed.skip()
-        yield from self._tell("content")
+        yield from self._emit("content")
 
-    def _tell(self, kind: EventKind) -> Steps[None]:
-        """Tells the text of a message."""
+    def _emit(self, kind: EventKind) -> Steps[None]:
+        """Emits the text of a message."""
         feed, writer = self._feed, self._writer
         thinks = writer.in_thought = kind == "reasoning"
         if thinks:
             yield from feed.skip_newlines()
-        yield from tell_text(feed, writer, kind, self._stops, "\n" if thinks else "")
+        yield from emit_text(feed, writer, kind, self._stops, "\n" if thinks else "")
         feed.forget()
         yield from feed.skip_newlines()
         yield from feed.match(self._ends)

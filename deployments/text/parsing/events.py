@@ -1,6 +1,7 @@
 """What goes into an output parser, and what comes out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 EventKind = Literal["reasoning", "content", "call", "arguments", "call_end"]
@@ -26,6 +27,10 @@ class Event(NamedTuple):
     name: str = ""  # of the function: whole, in "call"
 
 
+new_event: "Callable[[tuple[EventKind, str, int, str]], Event]" = partial(tuple.__new__, Event)
+"""Makes an event in half the time, for those of which each token makes one."""
+
+
 class EventWriter:
     """Collects the events of an answer and counts its calls.
 
@@ -35,7 +40,7 @@ class EventWriter:
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         self.functions = functions
-        self.calls = 0  # that were told
+        self.calls = 0  # that have begun
         self.is_open = False  # the last one has not ended
         self.in_thought = False  # a call ends a thought
         self.unparsed = 0  # calls that became content
@@ -50,7 +55,7 @@ class EventWriter:
     def add(self, kind: EventKind, text: str) -> None:
         """Adds text that is no part of a call."""
         if text:
-            self._events.append(Event(kind, text))
+            self._events.append(new_event((kind, text, 0, "")))
 
     def find(self, name: str) -> str | None:
         """Returns the function that a model means by this name, or None."""
@@ -69,7 +74,7 @@ class EventWriter:
     def arguments(self, text: str) -> None:
         """Adds a piece of the open call's arguments."""
         if text:
-            self._events.append(Event("arguments", text, self.calls - 1))
+            self._events.append(new_event(("arguments", text, self.calls - 1, "")))
 
     def end(self) -> None:
         """Ends the open call, whose arguments are whole."""

@@ -11,14 +11,14 @@ from rayfin.deployments.text.parsing.marks import JSON_UNSAFE, Direct, Feed, Mar
 MAX_HEADER = 512
 """Characters around and of a name."""
 
-_SAFE = MarkSet({}).safe_text(JSON_UNSAFE)
+_SAFE = MarkSet({}).safe_text(JSON_UNSAFE).fullmatch
 _KIMI_ID = re.compile(r":\d+$")
 # Keys beside the name and the arguments that models write into a call.
 _OTHER_KEYS = {"id", "type", "index", "call_id", "tool_call_id"}
 
 
 def read_arguments(feed: Feed, writer: EventWriter, name: str) -> Steps[bool]:
-    """Tells a call of ``name`` with the object that follows; returns False if it is not whole."""
+    """Emits a call of ``name`` with the object that follows; returns False if it is not whole."""
     if (yield from feed.skip()) != "{":
         return False
     writer.begin(name)
@@ -97,20 +97,20 @@ class JsonCalls:
         if char != "}" or call.name is None:
             return False
         feed.take(feed.pos + 1)
-        if not call.told:
-            self._tell(call.name, "{}")
+        if not call.emitted:
+            self._emit(call.name, "{}")
         return True
 
     def _read_member(self, call: "_Envelope", key: str) -> Steps[bool]:
         if key in self._name_keys and call.name is None:
             call.name = self._writer.find((yield from self._read_string()) or "")
             if call.name is not None and call.arguments is not None:
-                self._tell(call.name, call.arguments)
-                call.told = True
+                self._emit(call.name, call.arguments)
+                call.emitted = True
             return call.name is not None
-        if key in self._arguments_keys and not call.told and call.arguments is None:
+        if key in self._arguments_keys and not call.emitted and call.arguments is None:
             if call.name is not None and (yield from self._feed.skip()) == "{":
-                call.told = True
+                call.emitted = True
                 return (yield from read_arguments(self._feed, self._writer, call.name))
             return (yield from self._hold_arguments(call))
         if self._row.bare and key not in _OTHER_KEYS:
@@ -127,8 +127,8 @@ class JsonCalls:
             return False
         call.arguments = text
         if call.name is not None:
-            self._tell(call.name, text)
-            call.told = True
+            self._emit(call.name, text)
+            call.emitted = True
         return True
 
     def _read_string(self) -> Steps[str | None]:
@@ -164,7 +164,7 @@ class JsonCalls:
             return False
         if (yield from feed.peek()) == "{":
             return (yield from read_arguments(feed, self._writer, name))
-        self._tell(name, "{}")
+        self._emit(name, "{}")
         return True
 
     def _name_of(self, header: str) -> str:
@@ -176,7 +176,7 @@ class JsonCalls:
         name = name.strip()
         return _KIMI_ID.sub("", name) if row.id_style == "kimi" else name
 
-    def _tell(self, name: str, arguments: str) -> None:
+    def _emit(self, name: str, arguments: str) -> None:
         self._writer.begin(name)
         self._writer.arguments(arguments)
         self._writer.end()
@@ -189,4 +189,4 @@ class _Envelope:
     def __init__(self) -> None:
         self.name: str | None = None
         self.arguments: str | None = None  # held until the name is known
-        self.told = False
+        self.emitted = False

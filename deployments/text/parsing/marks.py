@@ -7,7 +7,7 @@ one that starts first counts, then the longer one, and text that may become a ma
 
 import itertools
 import re
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from rayfin.deployments.text.parsing.events import EventKind, EventWriter, Piece
@@ -46,6 +46,7 @@ class Markers:
         self.chars = {text: chr(_FIRST_MARKER + i) for i, text in enumerate(texts)}
         self.texts = {char: text for text, char in self.chars.items()}
         self._special = frozenset(special)
+        self._sets: dict[tuple[str, ...], MarkSet] = {}
         parts = sorted(tokens, key=len, reverse=True)
         self._parts = re.compile("|".join(map(re.escape, parts)) if parts else "(?!)")
 
@@ -64,7 +65,11 @@ class Markers:
 
     def marks(self, *texts: str) -> "MarkSet":
         """Returns the set of these marks, in all forms; empty texts are left out."""
-        return MarkSet({form: text for text in texts if text for form in self._forms(text)})
+        known = self._sets.get(texts)
+        if known is None:
+            forms = {form: text for text in texts if text for form in self._forms(text)}
+            known = self._sets[texts] = MarkSet(forms)
+        return known
 
     def _forms(self, mark: str) -> list[str]:
         """Returns what a mark may arrive as: a token, text, or tokens with text between."""
@@ -131,7 +136,7 @@ class MarkSet:
         They do not end with one of the characters ``last`` either. Both are classes in a pattern.
         """
         outside = "\ud800-\udfff" + re.escape(self.first) + other
-        return re.compile(f"[^{outside}]*[^{outside}{last}]")
+        return re.compile(f"[^{outside}]*[^{outside}{last}]" if last else f"[^{outside}]+")
 
     def _open(self, text: str, pos: int) -> int:
         """Returns the start of the longest end that is the beginning of a mark."""
@@ -144,7 +149,7 @@ class MarkSet:
 class Direct(NamedTuple):
     """Text that needs no reading now: it becomes an event as it is."""
 
-    accepts: re.Pattern[str]
+    accepts: Callable[[str], object]  # whether a text is such
     kind: EventKind
     index: int = 0  # type: ignore[assignment]
 
@@ -172,7 +177,7 @@ class Feed:
         self._tape, self._taped = [], 0
 
     def forget(self) -> None:
-        """Ends the record: something was told of it."""
+        """Ends the record: something of it was emitted."""
         self._tape, self._taped = None, 0
 
     def release(self) -> str:
@@ -257,14 +262,14 @@ class Feed:
                 return None
 
 
-def tell_text(
+def emit_text(
     feed: Feed, writer: EventWriter, kind: EventKind, stops: MarkSet, blanks: str = ""
 ) -> Steps[str]:
-    """Tells text up to a mark, which stays; returns the mark, or "" at the end.
+    """Emits text up to a mark, which stays; returns the mark, or "" at the end.
 
     Blanks before the mark stay too, at most so many as are ever held.
     """
-    direct = Direct(stops.safe_text("", blanks), kind)
+    direct = Direct(stops.safe_text("", blanks).fullmatch, kind)
     while True:
         found = stops.find(feed.text, feed.pos, feed.ended)
         end = _without(blanks, feed.text, feed.pos, found.start)
@@ -280,6 +285,4 @@ def tell_text(
 def _without(blanks: str, text: str, start: int, end: int) -> int:
     """Returns the end of the text without the blanks at its end."""
     least = max(start, end - HELD_BLANKS)
-    while end > least and text[end - 1] in blanks:
-        end -= 1
-    return end
+    return least + len(text[least:end].rstrip(blanks)) if blanks else end

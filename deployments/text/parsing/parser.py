@@ -1,14 +1,15 @@
 """An answer as it comes, as events: reasoning, content, calls."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rayfin.deployments.text.parsing.calls import CallReader, FinishReason
 from rayfin.deployments.text.parsing.channels import ChannelReader
-from rayfin.deployments.text.parsing.events import Event, EventKind, EventWriter, Piece
+from rayfin.deployments.text.parsing.events import Event, EventKind, EventWriter, Piece, new_event
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
 from rayfin.deployments.text.parsing.json_calls import read_arguments
-from rayfin.deployments.text.parsing.marks import Feed, Markers, Steps, tell_text
+from rayfin.deployments.text.parsing.marks import Feed, Markers, Steps, emit_text
 from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 
 _BLANKS = " \t\r\n"
@@ -39,14 +40,7 @@ class OutputParser:
     ) -> None:
         if tools is None and forced == "required":
             tools = TOOL_FORMATS["json"]
-        rows = [row for row in (tools, reasoning) if row is not None]
-        self._feed = Feed(
-            Markers(
-                [mark for row in rows for mark in row.marks],
-                {token for row in rows for token in row.tokens},
-                special,
-            )
-        )
+        self._feed = Feed(_markers(tools, reasoning, frozenset(special)))
         self._writer = EventWriter(functions)
         self._reason = FinishReason()
         self._writer.in_thought = starts_inside and reasoning is not None
@@ -86,8 +80,9 @@ class OutputParser:
         direct = feed.direct
         if direct is not None and len(pieces) == 1:
             text, marker = pieces[0]
-            if not marker and direct.accepts.fullmatch(text):
-                return [Event(direct.kind, text, direct.index)]
+            accepts, kind, index = direct
+            if not marker and accepts(text):
+                return [new_event((kind, text, index, ""))]
         text = "".join([feed.markers.encode(piece) for piece in pieces])
         if not text:
             return []
@@ -105,6 +100,16 @@ class OutputParser:
 
     def _advance(self) -> None:
         next(self._steps, None)
+
+
+@lru_cache(maxsize=64)
+def _markers(
+    tools: ToolFormat | None, reasoning: ReasoningFormat | None, special: frozenset[str]
+) -> Markers:
+    """Returns the markers of an answer: the same for all of a model, so that they are made once."""
+    rows = [row for row in (tools, reasoning) if row is not None]
+    marks = [mark for row in rows for mark in row.marks]
+    return Markers(marks, {token for row in rows for token in row.tokens}, special)
 
 
 class AnswerReader:
@@ -172,10 +177,10 @@ class AnswerReader:
         return (yield from self._feed.match(self._first)), char
 
     def _read_text(self) -> Steps[tuple[str, str]]:
-        """Tells content; returns the mark behind it, or "" at the end of the answer."""
+        """Emits content; returns the mark behind it, or "" at the end of the answer."""
         stops = self._stops
         blanks = _BLANKS if stops.first else ""
-        mark = yield from tell_text(self._feed, self._writer, "content", stops, blanks)
+        mark = yield from emit_text(self._feed, self._writer, "content", stops, blanks)
         self._feed.record()
         char = yield from self._feed.skip()
         yield from self._feed.match(stops)
@@ -191,7 +196,7 @@ class AnswerReader:
             yield from feed.match(self._first)
             yield from feed.skip_newlines()
         while writer.in_thought:
-            mark = yield from tell_text(feed, writer, "reasoning", self._stops_of_thought, "\n")
+            mark = yield from emit_text(feed, writer, "reasoning", self._stops_of_thought, "\n")
             feed.record()
             yield from feed.skip_newlines()
             yield from feed.match(self._stops_of_thought)

@@ -53,7 +53,7 @@ def braces_dialect(markers: Markers, quote: str) -> Dialect:
 
 
 class ValueReader:
-    """Reads values of a dialect and tells them as JSON arguments."""
+    """Reads values of a dialect and emits them as JSON arguments."""
 
     def __init__(self, feed: Feed, writer: EventWriter, dialect: Dialect) -> None:
         self._feed = feed
@@ -155,7 +155,7 @@ class ValueReader:
     def _read_raw_string(self) -> Steps[bool]:
         feed, writer = self._feed, self._writer
         end = self._dialect.quotes
-        direct = Direct(end.safe_text(JSON_UNSAFE), "arguments", writer.calls - 1)
+        direct = Direct(end.safe_text(JSON_UNSAFE).fullmatch, "arguments", writer.calls - 1)
         while True:
             found = end.find(feed.text, feed.pos, feed.ended)
             writer.arguments(escape(feed.markers.decode(feed.take(found.start))))
@@ -170,7 +170,7 @@ class ValueReader:
     def _read_python_string(self, quote: str) -> Steps[bool]:
         feed, writer = self._feed, self._writer
         stop = feed.markers.marks(quote, "\\")
-        direct = Direct(stop.safe_text(JSON_UNSAFE), "arguments", writer.calls - 1)
+        direct = Direct(stop.safe_text(JSON_UNSAFE).fullmatch, "arguments", writer.calls - 1)
         while True:
             found = stop.find(feed.text, feed.pos, feed.ended)
             writer.arguments(escape(feed.markers.decode(feed.take(found.start))))
@@ -187,7 +187,7 @@ class ValueReader:
                 return False
 
     def _read_escape(self) -> Steps[bool]:
-        """Tells the character of an escape, whose backslash was read."""
+        """Emits the character of an escape, whose backslash was read."""
         feed = self._feed
         char = yield from feed.peek()
         if not char:

@@ -113,10 +113,12 @@ class TaggedCalls:
         return (yield from (self._read_text() if is_text else self._read_json(types)))
 
     def _read_text(self) -> Steps[bool]:
-        """Tells a string as it comes, up to its closing tag."""
+        """Emits a string as it comes, up to its closing tag."""
         feed, writer = self._feed, self._writer
         edge = self._row.edges[1]
-        direct = Direct(self._value_end.safe_text(JSON_UNSAFE), "arguments", writer.calls - 1)
+        direct = Direct(
+            self._value_end.safe_text(JSON_UNSAFE).fullmatch, "arguments", writer.calls - 1
+        )
         writer.arguments('"')
         while True:
             found = self._value_end.find(feed.text, feed.pos, feed.ended)
@@ -134,7 +136,7 @@ class TaggedCalls:
                 return False
 
     def _read_json(self, types: frozenset[str]) -> Steps[bool]:
-        """Holds a value to its closing tag, and tells it."""
+        """Holds a value to its closing tag, and emits it."""
         text = yield from self._feed.until(self._value_end, MAX_HELD)
         if text is None:
             return False

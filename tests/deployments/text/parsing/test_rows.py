@@ -1,4 +1,4 @@
-"""The tables of formats: every name finds its row, and marks can be told from each other."""
+"""The tables of formats: every name finds its row, and marks do not look alike."""
 
 import pytest
 
