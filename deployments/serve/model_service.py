@@ -1,10 +1,11 @@
 """One model of an ingress: its tokenizer and templates, and the connections to its engines."""
 
 import asyncio
+import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray import serve
@@ -25,12 +26,25 @@ from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import located, model_path, tokenizer_path
 from rayfin.deployments.telemetry.hub_client import HubClient
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # its packages are an extra
     from rayfin.deployments.telemetry.tracing import Tracing
 
 NO_TRACING = "otlp_traces_endpoint needs some packages: pip install -e '.[tracing]'"
+
+
+logger = logging.getLogger(__name__)
+
+
+class TextSide(NamedTuple):
+    """What a model's service needs of its folder."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None  # in place of the model's own
+    formats: Detected
+    defaults: dict[str, Any]  # of sampling
 
 
 async def model_service(
@@ -58,24 +72,21 @@ async def model_service(
         identity=located(args).identity,
         is_over=partial(is_deleted, context.app_name),
     )
-    tokenizer = await asyncio.to_thread(
-        Tokenizer.load, tokenizer_path(args), args.revision, args.trust_remote_code
-    )
-    defaults = {}
-    if server.generation_config == "auto":
-        defaults = sampling_defaults(model_path(args.model), args.revision)
+    text = await asyncio.to_thread(_load_text, model)
+    logger.info("%s: %s", name, text.formats.why)
     endpoint = server.otlp_traces_endpoint
     tracing = None if endpoint is None else start_tracing(endpoint, name)
     load = shared["load"]
     # Requests of the whole ingress are counted once.
     counts = IngressCounters(lambda: load.in_flight if place == 0 else 0)
+    counts.output.reads(*text.formats.names)
     port = None if server.metrics_port is None else server.metrics_port + place
     prefix = engine_prefix(context.app_name, model.deployment)
     hub = HubSettings(prefix, name, server.metrics_alias, port)
     link = HubClient(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
     info = await _first_info(client)
     warden = Warden(
-        tokenizer,
+        text.tokenizer,
         info.vocab_size,
         max_bytes=server.max_grammar_bytes,
         on_verdict=counts.output.verdict,
@@ -84,11 +95,12 @@ async def model_service(
     service = OpenAIService(
         client=MeteredEngineClient(client, counts, name, link, server.metrics_alias, tracing),
         counts=counts,
-        tokenizer=tokenizer,
+        tokenizer=text.tokenizer,
         model_names=model.names,
         max_model_len=info.max_model_len,
-        chat_template=_template(server.chat_template),
-        sampling_defaults=defaults,
+        chat_template=text.chat_template,
+        formats=text.formats,
+        sampling_defaults=text.defaults,
         tracing=tracing,
         warden=warden,
         **shared,
@@ -119,6 +131,25 @@ def start_tracing(endpoint: str, model: str) -> "Tracing":
     except ImportError:
         raise InvalidConfig(NO_TRACING, "otlp_traces_endpoint") from None
     return Tracing.to(endpoint, model)
+
+
+def _load_text(model: ModelArgs) -> TextSide:
+    """Reads files and renders templates; takes a second."""
+    server, args = model.server, model.engine
+    tokenizer = Tokenizer.load(tokenizer_path(args), args.revision, args.trust_remote_code)
+    template = _template(server.chat_template)
+    formats = detect(
+        tokenizer,
+        template,
+        tool_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+        tool_guidance=server.tool_guidance,
+        reasoning_field=server.reasoning_field,
+    )
+    defaults = {}
+    if server.generation_config == "auto":
+        defaults = sampling_defaults(model_path(args.model), args.revision)
+    return TextSide(tokenizer, template, formats, defaults)
 
 
 async def _first_info(client: EnginePool) -> EngineInfo:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, create_model
 
@@ -15,6 +15,8 @@ from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
 from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
+from rayfin.deployments.text.parsing.format import ReasoningField, ToolGuidance
+from rayfin.deployments.text.parsing.rows import check_parsers
 
 KEY_VARIABLES = ("RAYFIN_API_KEY", "VLLM_API_KEY")
 ADMIN_KEY_VARIABLES = ("RAYFIN_ADMIN_API_KEY",)
@@ -65,6 +67,26 @@ class ServerArgs:
     chat_template: str | None = _model_flag(None, "Jinja chat template, or a file with one")
     generation_config: Literal["auto", "vllm", "none"] = _model_flag(
         "auto", "auto: use the model's default sampling parameters; vllm or none: ignore them"
+    )
+    tool_call_parser: str = _model_flag(
+        "auto",
+        "how the model writes tool calls: auto finds it from the chat template; none: tool calls "
+        "are text; or a name, such as hermes",
+    )
+    reasoning_parser: str = _model_flag(
+        "auto",
+        "how the model writes its reasoning: auto, none, or a name, such as qwen3",
+    )
+    enable_auto_tool_choice: bool = _model_flag(
+        False, "accepted for vLLM's sake; tool_choice auto is always on"
+    )
+    tool_guidance: ToolGuidance = _model_flag(
+        "json",
+        "arguments of tool calls with tool_choice auto: schema: they follow the tool's schema; "
+        "json: they are a JSON object; off: they are as the model writes them",
+    )
+    reasoning_field: ReasoningField = _model_flag(
+        "both", "field of chat messages that has the model's reasoning"
     )
     shutdown_timeout: float = _flag(
         30.0, "seconds that running requests have to finish at shutdown"
@@ -146,6 +168,11 @@ class ServerArgs:
         if (value := self.ingress_replicas) > MAX_INGRESSES:
             limit = f"at most {MAX_INGRESSES}, got {value}"
             raise InvalidConfig(f"ingress_replicas must be {limit}", "ingress_replicas")
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
+        for name, kind in (("tool_guidance", ToolGuidance), ("reasoning_field", ReasoningField)):
+            if (value := getattr(self, name)) not in get_args(kind):
+                known = ", ".join(map(repr, get_args(kind)))
+                raise InvalidConfig(f"{name} must be one of {known}, got {value!r}", name)
         self._check_engines()
         for name in (
             *("shutdown_timeout", "engine_timeout", "replay_timeout"),

@@ -1,8 +1,7 @@
 """Which rows of the tables a model writes, found by rendering its chat template."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.text.parsing.format import (
     ReasoningField,
     ReasoningFormat,
@@ -14,14 +13,15 @@ from rayfin.deployments.text.parsing.probing.template_probe import TemplateProbe
 from rayfin.deployments.text.parsing.probing.thoughts import ThoughtsFound, find_reasoning
 from rayfin.deployments.text.parsing.probing.trials import CallTrials
 from rayfin.deployments.text.parsing.rows import (
-    REASONING_FORMATS,
+    AUTO,
+    NONE,
     TOOL_FORMATS,
+    check_parsers,
     find_reasoning_format,
     find_tool_format,
 )
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-AUTO, NONE = "auto", "none"
 FOR_ANY = "json"  # the row for models whose format is unknown; no template writes it
 
 
@@ -36,6 +36,15 @@ class Detected:
     # Settings of the server, beside what was found:
     tool_guidance: ToolGuidance = "json"
     reasoning_field: ReasoningField = "both"  # of chat completions
+
+    @property
+    def names(self) -> tuple[str | None, str | None]:
+        """The rows' names, for metrics and logs."""
+        tools, reasoning = self.tools, self.reasoning
+        return (
+            None if tools is None else tools.name,
+            None if reasoning is None else reasoning.name,
+        )
 
 
 def detect(
@@ -72,27 +81,11 @@ def detect(
     reasoning = found.best(tools)
     if reasoning_parser != AUTO:
         reasoning = None if reasoning_parser == NONE else find_reasoning_format(reasoning_parser)
-    names = [row.name if row is not None else "none" for row in (tools, reasoning)]
     thoughts_why = found.why if reasoning_parser == AUTO else "as set"
+    detected = Detected(tools, reasoning, as_text, "", tool_guidance, reasoning_field)
+    names = [name or NONE for name in detected.names]
     text = f"tool calls: {names[0]} ({why}); reasoning: {names[1]} ({thoughts_why})"
-    return Detected(tools, reasoning, as_text, text, tool_guidance, reasoning_field)
-
-
-def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
-    """Raises:
-    InvalidConfig: there is no row of this name.
-    """
-    if tool_parser not in (AUTO, NONE) and find_tool_format(tool_parser) is None:
-        names = ", ".join((AUTO, NONE, *TOOL_FORMATS))
-        raise InvalidConfig(
-            f"tool_call_parser must be one of {names}, got {tool_parser!r}", "tool_call_parser"
-        )
-    if reasoning_parser not in (AUTO, NONE) and find_reasoning_format(reasoning_parser) is None:
-        names = ", ".join((AUTO, NONE, *REASONING_FORMATS))
-        raise InvalidConfig(
-            f"reasoning_parser must be one of {names}, got {reasoning_parser!r}",
-            "reasoning_parser",
-        )
+    return replace(detected, why=text)
 
 
 def _find_tools(both: list[CallTrials], name: str) -> tuple[ToolFormat | None, bool, str]:

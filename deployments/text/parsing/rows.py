@@ -1,6 +1,10 @@
 """The formats of public models, by vLLM's names."""
 
+from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
+
+AUTO, NONE = "auto", "none"
+"""Instead of a name: the row is looked for, or there is none."""
 
 _HARMONY = (
     "<|start|>",
@@ -425,6 +429,23 @@ def find_tool_format(name: str) -> ToolFormat | None:
 def find_reasoning_format(name: str) -> ReasoningFormat | None:
     """Returns the row of this name or alias, or None."""
     return REASONING_FORMATS.get(_resolve(name, _REASONING_NAMES))
+
+
+def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
+    """Raises:
+    InvalidConfig: there is no row of this name.
+    """
+    if tool_parser not in (AUTO, NONE) and find_tool_format(tool_parser) is None:
+        names = ", ".join((AUTO, NONE, *TOOL_FORMATS))
+        raise InvalidConfig(
+            f"tool_call_parser must be one of {names}, got {tool_parser!r}", "tool_call_parser"
+        )
+    if reasoning_parser not in (AUTO, NONE) and find_reasoning_format(reasoning_parser) is None:
+        names = ", ".join((AUTO, NONE, *REASONING_FORMATS))
+        raise InvalidConfig(
+            f"reasoning_parser must be one of {names}, got {reasoning_parser!r}",
+            "reasoning_parser",
+        )
 
 
 def _names(rows: "dict[str, ToolFormat] | dict[str, ReasoningFormat]") -> dict[str, str]:
