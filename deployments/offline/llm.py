@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
@@ -34,6 +34,8 @@ from rayfin.deployments.serve.server_args import check_generation_config
 from rayfin.deployments.text.messages import count_calls
 from rayfin.deployments.text.opening import render_prompt
 from rayfin.deployments.text.parsing.detect import Detected, detect
+from rayfin.deployments.text.parsing.format import ToolGuidance
+from rayfin.deployments.text.parsing.rows import check_parsers
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,11 @@ class LLM:
         skip_tokenizer_init: loads no tokenizer; prompts are token ids, and outputs have no text.
         generation_config: "auto" loads default sampling parameters from the model; "none" ignores
             them.
+        tool_call_parser: how the model writes tool calls: "auto" finds it from the chat template,
+            "none" leaves them as text, or a name, such as "hermes".
+        reasoning_parser: how the model writes its reasoning: the same.
+        tool_guidance: arguments of calls with ``tool_choice`` auto are any object ("json"), follow
+            the tool's schema ("schema"), or are as the model writes them ("off").
 
     Raises:
         InvalidConfig: a setting is unknown or invalid, or the model cannot be served.
@@ -69,8 +76,12 @@ class LLM:
         skip_tokenizer_init: bool = False,
         chat_template: str | None = None,
         generation_config: str = "auto",
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        tool_guidance: ToolGuidance = "json",
         **settings: Any,
     ) -> None:
+        check_parsers(tool_call_parser, reasoning_parser)
         args = EngineArgs.from_dict({"model": model, **UNLIMITED, **settings})
         check_model(args, tokenizer=not skip_tokenizer_init)
         self._tokenizer: Tokenizer | None = None
@@ -79,6 +90,12 @@ class LLM:
                 tokenizer_path(args), args.revision, args.trust_remote_code
             )
         self._chat_template = chat_template
+        self._detect = partial(
+            detect,
+            tool_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            tool_guidance=tool_guidance,
+        )
         self._checker = InlineChecker(self._tokenizer)
         self._engine: OfflineEngine = start_engine(executor, located(args))
         self._request_numbers = itertools.count()
@@ -207,7 +224,7 @@ class LLM:
     @cached_property
     def _formats(self) -> Detected:
         """How the model writes calls and thoughts; found at the first chat."""
-        return detect(self.get_tokenizer(), self._chat_template)
+        return self._detect(self.get_tokenizer(), self._chat_template)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.

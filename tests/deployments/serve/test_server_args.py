@@ -46,13 +46,33 @@ def test_typed_arguments_refuse_what_is_none(args: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [{"page_size": 0}, {"ingress_replicas": 33}, {"max_grammar_bytes": 0}]
+    "args",
+    [
+        {"page_size": 0},
+        {"ingress_replicas": 33},
+        {"max_grammar_bytes": 0},
+        {"tool_call_parser": "hermès"},
+        {"reasoning_parser": "hermes"},
+    ],
 )
 def test_values_are_checked_too(args: dict[str, Any]) -> None:
     (name,) = args
     with pytest.raises(InvalidConfig, match=f"{name} must be") as error:
         split_args(AppArgs(**args).model_dump())
     assert error.value.param == name
+
+
+@pytest.mark.parametrize("name", ["tool_guidance", "reasoning_field"])
+def test_words_of_parsers_are_checked(name: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"{name} must be one of"):
+        ServerArgs(**{name: "some"})
+
+
+def test_names_of_vllm_set_the_parsers() -> None:
+    args = ServerArgs(
+        tool_call_parser="qwen3_xml", reasoning_parser="qwen3", enable_auto_tool_choice=True
+    )
+    assert (args.tool_call_parser, args.reasoning_parser) == ("qwen3_xml", "qwen3")
 
 
 def test_example_file_is_valid() -> None:
