@@ -7,19 +7,22 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import GrammarFailed, RayfinError
 from rayfin.actors.grammar_limits import limits, ll_tokenizer_of, load_fast
-from rayfin.actors.messages import Int32Array
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger(__name__)
+
+WordArray: TypeAlias = npt.NDArray[np.uint32]
+"""A bit for each token, lowest first."""
 
 IDLE = 128
 """Grammars that are kept for requests to come, beside those of running ones."""
@@ -44,10 +47,11 @@ class Vocabulary:
     ) -> None:
         self.tokens = tokens
         self.special = special
+        self.ends = tuple(tokens.eos_tokens)
         self.words = -(-tokens.vocab_size // WORD)
         self.trimmed = size < tokens.vocab_size  # a mask has bits that no logit belongs to
-        self.all: Int32Array = words_of(range(min(known, size)), self.words)
-        self._beyond: dict[str, Int32Array] = {}
+        self.all: WordArray = words_of(range(min(known, size)), self.words)
+        self._beyond: dict[str, WordArray] = {}
 
     @classmethod
     def load(cls, args: EngineArgs, size: int) -> "Vocabulary":
@@ -66,7 +70,7 @@ class Vocabulary:
         """What a token adds to a text; of a special one its name."""
         return bytes(self.tokens.decode_bytes([token]))
 
-    def beyond(self, text: str) -> Int32Array:
+    def beyond(self, text: str) -> WordArray:
         """Bits [words] of the tokens that begin with ``text`` and go on with more than blanks."""
         if text not in self._beyond:
             pattern = "".join(f"\\x{{{ord(character):x}}}" for character in text)
@@ -75,8 +79,8 @@ class Vocabulary:
             self._beyond[text] = longer & ~within
         return self._beyond[text]
 
-    def _first_mask(self, grammar: str) -> Int32Array:
-        words: Int32Array = np.zeros(self.words, np.int32)
+    def _first_mask(self, grammar: str) -> WordArray:
+        words: WordArray = np.zeros(self.words, np.uint32)
         matcher = new_matcher(self.tokens, grammar)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         return words
@@ -114,13 +118,14 @@ class GrammarBook:
         Raises:
             GrammarFailed: the tokenizer cannot be used.
         """
-        with self._loading:
-            if self._vocabulary is None:
-                try:
-                    self._vocabulary = self._load()
-                except RayfinError as error:
-                    raise GrammarFailed(str(error)) from error
-            return self._vocabulary
+        if self._vocabulary is None:
+            with self._loading:
+                if self._vocabulary is None:
+                    try:
+                        self._vocabulary = self._load()
+                    except RayfinError as error:
+                        raise GrammarFailed(str(error)) from error
+        return self._vocabulary
 
     def prepare(self, texts: Iterable[str]) -> None:
         """Compiles what is not here yet; loads the vocabulary even where ``texts`` is empty.
@@ -202,11 +207,11 @@ def compiled(vocabulary: Vocabulary, text: str) -> "LLMatcher":
     return base
 
 
-def words_of(tokens: Iterable[int], words: int) -> Int32Array:
+def words_of(tokens: Iterable[int], words: int) -> WordArray:
     """The bits of the tokens, in ``words`` words."""
     flags = np.zeros(words * WORD, np.uint8)
     flags[np.fromiter(tokens, np.int64)] = 1
-    return np.packbits(flags, bitorder="little").view(np.int32)
+    return np.packbits(flags, bitorder="little").view(np.uint32)
 
 
 def brief(error: str) -> str:

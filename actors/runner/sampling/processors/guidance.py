@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from rayfin.actors.errors import GrammarTooSlow, RequestFailed
+from rayfin.actors.errors import GrammarFailed, GrammarTooSlow, RequestFailed
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.messages import GrammarUsage, Int32Array, NewRequest
-from rayfin.actors.runner.sampling.grammars import WORD, GrammarBook
+from rayfin.actors.messages import GrammarUsage, NewRequest
+from rayfin.actors.runner.sampling.grammars import WORD, GrammarBook, WordArray
 from rayfin.actors.runner.sampling.processors.base import Masks, Rows
 from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
 from rayfin.actors.runner.sampling.processors.guided_row import GuidedRow
@@ -21,6 +21,9 @@ from rayfin.kernels.staging import to_device
 
 SLOWER_THAN_FORWARD = 2.0
 """A mask may take so many times the forward before it."""
+
+
+NOTHING_LEFT = "no token is left that the request's grammar lets through"
 
 
 def mask_threads() -> int:
@@ -79,14 +82,21 @@ class GuidanceProcessor:
         limit = max(MASK_SECONDS, SLOWER_THAN_FORWARD * forward) if self._limited else np.inf
         guided = [self._rows[slot] for slot in rows.slots]
         width = self._width(guided) or -(-vocabulary // WORD)
-        words: Int32Array = np.zeros((len(guided), width), np.int32)
+        words: WordArray = np.empty((len(guided), width), np.uint32)
         by_grammar: dict[str, list[int]] = {}
         for place, row in enumerate(guided):
             by_grammar.setdefault(row.grammar, []).append(place)
 
         def fill(places: Sequence[int]) -> None:
+            before = time.thread_time()
             for place in places:
-                _fill(guided[place], words[place], rows.positions[place], limit)
+                _fill(guided[place], words[place], rows.positions[place])
+                after = time.thread_time()
+                if after - before > limit and guided[place].error is None:
+                    guided[place].error = GrammarTooSlow(
+                        f"a mask of the request's grammar took {(after - before) * 1000:.0f} ms"
+                    )
+                before = after
 
         if self._threads == 1 or len(by_grammar) == 1:
             for places in by_grammar.values():
@@ -95,15 +105,17 @@ class GuidanceProcessor:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, "masks")
             list(self._pool.map(fill, by_grammar.values()))
+        for place in np.flatnonzero(~words.any(axis=1)).tolist():
+            guided[place].error = guided[place].error or GrammarFailed(NOTHING_LEFT)
+        errors: dict[int, RequestFailed] = {}
+        for place, row in enumerate(guided):
+            if row.error is not None:
+                words[place] = 0
+                errors[rows.index[place]] = row.error
         self._since = time.perf_counter()
         self._mask_seconds.append(self._since - started)
-        errors = {
-            index: row.error
-            for index, row in zip(rows.index, guided, strict=True)
-            if row.error is not None
-        }
         index = to_device(np.array(rows.index, np.int64), self._device)
-        return Masks(TokenBits(index, to_device(words, self._device)), errors)
+        return Masks(TokenBits(index, to_device(words.view(np.int32), self._device)), errors)
 
     def accept(self, slot: int, tokens: Sequence[int]) -> None:
         row = self._rows[slot]
@@ -159,13 +171,9 @@ def changes_rows(guidance: Guidance, prompt_len: int) -> bool:
     )
 
 
-def _fill(row: GuidedRow, words: Int32Array, position: int, limit: float) -> None:
-    """Fills a row's mask; leaves it empty, and the row with an error, where there is none."""
-    started = time.thread_time()
+def _fill(row: GuidedRow, words: WordArray, position: int) -> None:
+    """Fills a row's mask; where there is none, the row has an error."""
     try:
         row.fill(words, position)
     except RequestFailed:
-        return
-    if (spent := time.thread_time() - started) > limit:
         words[:] = 0
-        row.error = GrammarTooSlow(f"a mask of the request's grammar took {spent * 1000:.0f} ms")

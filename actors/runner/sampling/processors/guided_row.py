@@ -19,13 +19,20 @@ import numpy as np
 
 from rayfin.actors.errors import GrammarFailed, RequestFailed
 from rayfin.actors.guidance import Guidance, Thinking
-from rayfin.actors.messages import Int32Array
-from rayfin.actors.runner.sampling.grammars import WORD, GrammarBook, Vocabulary, brief
+from rayfin.actors.runner.sampling.grammars import (
+    WORD,
+    GrammarBook,
+    Vocabulary,
+    WordArray,
+    brief,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 logger = logging.getLogger(__name__)
+
+BITS = [np.uint32(1 << place) for place in range(WORD)]
 
 
 class Phase(Enum):
@@ -80,7 +87,7 @@ class OpenThought:
         self._tail = text[max(len(text) - len(self._close) + 1, 0) :]
         return self._close in text
 
-    def ban_beyond(self, words: Int32Array) -> None:
+    def ban_beyond(self, words: WordArray) -> None:
         """Bans tokens that would end the thought and begin the answer: no grammar sees them."""
         if self._by_id:
             return
@@ -98,6 +105,7 @@ class GuidedRow:
         self.error: RequestFailed | None = None
         self._book = book
         self._output = list(output)
+        self._plain = not guidance.forbidden
         self._replay()
 
     @property
@@ -132,11 +140,11 @@ class GuidedRow:
             return True
         return self._thought is not None and self._thought.spent
 
-    def fill(self, words: Int32Array, position: int) -> None:
+    def fill(self, words: WordArray, position: int) -> None:
         """Sets the bits [W] of the tokens that may be sampled at ``position``.
 
         Raises:
-            RequestFailed: there are none, and why; then for ever.
+            RequestFailed: that cannot be said, and why; then for ever.
         """
         try:
             if self.error is not None:
@@ -147,14 +155,12 @@ class GuidedRow:
                 self._fill_answer(words, position)
             if self._book.vocabulary.trimmed:
                 words &= self._book.vocabulary.all
-            if not words.any():
-                raise GrammarFailed("no token is left that the request's grammar lets through")
         except Exception as error:
             words[:] = 0
             self.error = _failure(error)
             raise self.error from None
 
-    def _fill_thinking(self, words: Int32Array, position: int) -> None:
+    def _fill_thinking(self, words: WordArray, position: int) -> None:
         assert self._thought is not None
         if self._thought.spent:
             words[:] = 0
@@ -168,18 +174,16 @@ class GuidedRow:
         if guidance.grammar or position < guidance.ends_from:
             _ban(words, guidance.ends)
 
-    def _fill_answer(self, words: Int32Array, position: int) -> None:
-        guidance, matcher = self.guidance, self._matcher
+    def _fill_answer(self, words: WordArray, position: int) -> None:
+        guidance = self.guidance
         ends: Iterable[int] = guidance.ends
-        if self.phase is Phase.DONE:
+        early = position < guidance.ends_from
+        if self._matcher is not None:
+            ends = self._fill_bound(words, self._matcher)
+            if self._plain and not early and self.phase is Phase.BOUND:
+                return  # nearly always: the mask is the grammar's
+        elif self.phase is Phase.DONE:
             words[:] = 0
-        elif matcher is not None:
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if matcher.is_error():
-                raise GrammarFailed(f"the grammar cannot go on: {brief(matcher.get_error())}")
-            accepts = matcher.is_accepting()
-            ends = [token for token in ends if accepts or _is_allowed(words, token)]
-            _ban(words, self._book.vocabulary.tokens.eos_tokens)
         elif guidance.grammar:  # the mark of a thought that is no beginning of an answer
             words[:] = 0
             ends = ()
@@ -191,9 +195,24 @@ class GuidedRow:
             _ban(words, guidance.calls.triggers)
         if self.phase is Phase.OPENING and guidance.thinking is not None:
             _allow(words, guidance.thinking.open_ids[self._opened])
-        if position >= guidance.ends_from or not words.any():
+        if not early or not words.any():
             for token in ends:
                 _allow(words, token)
+
+    def _fill_bound(self, words: WordArray, matcher: "LLMatcher") -> list[int]:
+        """The grammar's mask, and which ends it lets through."""
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise GrammarFailed(f"the grammar cannot go on: {brief(matcher.get_error())}")
+        ends, known = self.guidance.ends, self._book.vocabulary.ends
+        if ends != known:
+            accepts = matcher.is_accepting()
+            ends = tuple(token for token in ends if accepts or _is_allowed(words, token))
+            _ban(words, known)
+            for token in ends:
+                _allow(words, token)
+            return list(ends)
+        return [token for token in ends if _is_allowed(words, token)]
 
     @property
     def _no_more_calls(self) -> bool:
@@ -293,17 +312,20 @@ def _failure(error: Exception) -> RequestFailed:
     return GrammarFailed(f"{type(error).__name__}: {error}")
 
 
-def _is_allowed(words: Int32Array, token: int) -> bool:
+def _is_allowed(words: WordArray, token: int) -> bool:
     return token < len(words) * WORD and bool(int(words[token // WORD]) >> token % WORD & 1)
 
 
-def _allow(words: Int32Array, token: int) -> None:
+def _allow(words: WordArray, token: int) -> None:
     if token < len(words) * WORD:
-        words.view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
+        words[token // WORD] |= _bit(token)
 
 
-def _ban(words: Int32Array, tokens: Iterable[int]) -> None:
-    bits = words.view(np.uint32)
+def _ban(words: WordArray, tokens: Iterable[int]) -> None:
     for token in tokens:
         if token < len(words) * WORD:
-            bits[token // WORD] &= np.uint32(~(1 << token % WORD) & 0xFFFFFFFF)
+            words[token // WORD] &= ~_bit(token)
+
+
+def _bit(token: int) -> np.uint32:
+    return BITS[token % WORD]
