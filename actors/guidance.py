@@ -19,6 +19,7 @@ class Thinking:
     starts_inside: bool  # the prompt ends within a thought
     open_ids: tuple[int, ...] = ()  # an answer that begins with these begins with a thought
     budget: int | None = None  # tokens of a thought, its marks not counted; None is no limit
+    ends_at_call: bool = False  # a trigger of a call within a thought ends it
 
 
 @dataclass(slots=True, frozen=True)

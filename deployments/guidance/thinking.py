@@ -33,4 +33,5 @@ def make_thinking(
         starts_inside=thought_start(reasoning, opening),
         open_ids=tuple(tokenizer.encode(first, add_special_tokens=False)) if first else (),
         budget=budget,
+        ends_at_call=reasoning.ends_at_call,
     )

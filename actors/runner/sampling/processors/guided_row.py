@@ -97,6 +97,36 @@ class OpenThought:
                 words &= ~self._vocabulary.beyond(close[length:])
 
 
+class OpeningMark:
+    """The mark that an answer may begin with, to open a thought."""
+
+    def __init__(self, thinking: Thinking, vocabulary: Vocabulary) -> None:
+        self._ids = thinking.open_ids
+        self._vocabulary = vocabulary
+        self._seen: list[int] = []
+        self._text = b""
+        self._mark = b"".join(map(vocabulary.bytes_of, self._ids))
+        self._by_id = len(self._ids) == 1 and self._ids[0] in vocabulary.special
+
+    @property
+    def next(self) -> int | None:
+        """The token that goes on with the mark, or None if it is written in another way."""
+        count = len(self._seen)
+        return self._ids[count] if tuple(self._seen) == self._ids[:count] else None
+
+    def begins_with(self, token: int) -> bool | None:
+        """Appends a token: whether the mark is complete, or None if it is not the mark."""
+        self._seen.append(token)
+        if tuple(self._seen) == self._ids:
+            return True
+        if self._by_id:
+            return None
+        self._text += self._vocabulary.bytes_of(token)
+        if self._text.startswith(self._mark):
+            return True
+        return False if self._mark.startswith(self._text) else None
+
+
 class GuidedRow:
     """One request's state. An error stays: no token of it is sampled any more."""
 
@@ -193,8 +223,8 @@ class GuidedRow:
         _ban(words, guidance.ends)
         if self.phase is Phase.FREE and self._no_more_calls and guidance.calls is not None:
             _ban(words, guidance.calls.triggers)
-        if self.phase is Phase.OPENING and guidance.thinking is not None:
-            _allow(words, guidance.thinking.open_ids[self._opened])
+        if self._opening is not None and (token := self._opening.next) is not None:
+            _allow(words, token)
         if not early or not words.any():
             for token in ends:
                 _allow(words, token)
@@ -225,7 +255,7 @@ class GuidedRow:
         self._matcher: LLMatcher | None = None
         self._thought: OpenThought | None = None
         self._calls = 0  # begun
-        self._opened = 0  # tokens of the mark that opens a thought
+        self._opening: OpeningMark | None = None
         self.error = None
         try:
             if thinking is None or not (thinking.starts_inside or thinking.open_ids):
@@ -234,6 +264,7 @@ class GuidedRow:
                 self._begin_thought()
             else:
                 self._begin_answer()
+                self._opening = OpeningMark(thinking, self._book.vocabulary)
                 self.phase = Phase.OPENING
         except Exception as error:
             self.error = _failure(error)
@@ -256,6 +287,8 @@ class GuidedRow:
             if self._thought.ends_with(token):
                 self._begin_answer()
                 return
+            if self._is_call_within(token):
+                self._begin_answer()
         if token in self.guidance.ends:
             self.phase = Phase.DONE
         elif self.phase is Phase.FREE:
@@ -267,15 +300,26 @@ class GuidedRow:
         elif self.phase is Phase.BOUND:
             self._consume(token)
 
+    def _is_call_within(self, token: int) -> bool:
+        """Whether the token ends a thought that may end with a call."""
+        calls, thinking = self.guidance.calls, self.guidance.thinking
+        return (
+            calls is not None
+            and thinking is not None
+            and thinking.ends_at_call
+            and token in calls.triggers
+        )
+
     def _opens(self, token: int) -> bool:
         """Whether the answer still begins as a thought does; else it is an answer from now on."""
-        thinking, matcher = self.guidance.thinking, self._matcher
-        assert thinking is not None
-        if token != thinking.open_ids[self._opened]:
+        opening, matcher = self._opening, self._matcher
+        assert opening is not None
+        matched = opening.begins_with(token)
+        if matched is None:
+            self._opening = None
             self.phase = Phase.BOUND if self.guidance.grammar else Phase.FREE
             return False
-        self._opened += 1
-        if self._opened == len(thinking.open_ids):
+        if matched:
             self._begin_thought()
         elif matcher is not None and not matcher.try_consume_tokens([token]):
             self._matcher = None
@@ -293,7 +337,7 @@ class GuidedRow:
     def _begin_thought(self) -> None:
         thinking = self.guidance.thinking
         assert thinking is not None
-        self._matcher = None
+        self._matcher = self._opening = None
         self._thought = OpenThought(thinking, self._book.vocabulary)
         self.phase = Phase.THINKING
 

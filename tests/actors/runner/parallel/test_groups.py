@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.errors import InvalidConfig, PeerLost, RayfinError, UnsupportedModel
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StepResult
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.paged_model import ATTENTION
@@ -166,6 +167,33 @@ def test_greedy(
     tokens, _, engine = _run(ranks, requests, stagger=2)
     assert tokens == {key: tiny.greedy(own, OUTPUT) for key, own in enumerate(PROMPTS)}
     assert engine.stats().prefix_hits > 0
+
+
+@pytest.mark.parametrize("lease", [1, 4])
+@pytest.mark.parametrize(("tensor", "stages"), SHAPES[:3])
+def test_guided(
+    tensor: int,
+    stages: int,
+    lease: int,
+    tiny_model: Make,
+    served: Make,
+    group: Make,
+    request_of: Make,
+    tiny_tokenizer: Make,
+) -> None:
+    """Only the last stage compiles a grammar; its ranks agree on every mask."""
+    settings = {"tokenizer": str(tiny_tokenizer("byte_level")), "max_lease": lease}
+    folder = tiny_model("llama").folder
+    grammar = Guidance(grammar="start: ROW+\nROW: /[a-d]{1,3}=[0-9]{1,4};/", ends=(2,))
+    requests = [
+        request_of(key, own, OUTPUT, eos=(2,), sampling=Sampling(guidance=grammar if key else None))
+        for key, own in enumerate(PROMPTS)
+    ]
+    ranks = group(folder, tensor, stages, **settings)
+    tokens, _, _ = _run(ranks, requests, fast=lease > 1)
+    assert tokens == served(folder, **settings).run(*requests)
+    compiled = [len(runner._book) for runner in ranks.runners]
+    assert compiled == [0] * (tensor * (stages - 1)) + [1] * tensor
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,25 @@ def test_a_mark_of_several_tokens_that_the_grammar_begins_with(
     assert sampled(row, book) == {*ids("a")}, "the mark is no beginning of an answer"
 
 
+def test_a_mark_in_other_tokens(book: GrammarBook, ids: Make) -> None:
+    """``</`` is one token as well; the mark is known by its text, and the budget holds."""
+    thinking = Thinking("[/t]", tuple(ids("[/t]")), False, open_ids=tuple(ids("</t")), budget=1)
+    (both,) = book.vocabulary.tokens.tokenize_str("</")
+    for opening in (ids("</t"), [both, *ids("t")]):
+        row = GuidedRow(Guidance(thinking=thinking), book, opening)
+        assert row.phase is Phase.THINKING
+        row.accept(*ids("x"))
+        assert sampled(row, book) == {*ids("[")}
+
+
+def test_a_call_may_end_a_thought(book: GrammarBook, ids: Make) -> None:
+    calls = CallGrammar((CALL,), OF_A_CALL)
+    for ends in (True, False):
+        thinking = replace(SPECIAL, budget=9, ends_at_call=ends)
+        row = GuidedRow(Guidance(calls=calls, thinking=thinking), book, [*ids("ab"), CALL])
+        assert row.phase is (Phase.BOUND if ends else Phase.THINKING)
+
+
 # Failures.
 
 
