@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from rayfin.actors.errors import InvalidRequest
@@ -18,12 +19,13 @@ from rayfin.deployments.text.checks import (
 from rayfin.deployments.text.messages import MAX_TOOLS, plain_tools
 
 MAX_TOOLS_SIZE = 256 * 1024  # characters of JSON
+KNOWN_TOOLS = 64  # lists of tools that were read lately: an agent sends its own each time
 WORDS = ("none", "auto", "required")
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class FunctionTool:
-    """A function that the model may call."""
+    """A function that the model may call. The same tools give the same objects while known."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema; {} if none
@@ -58,14 +60,23 @@ def function_tools(tools: object) -> tuple[FunctionTool, ...]:
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
     """
-    if (size := len(json.dumps(tools, ensure_ascii=False))) > MAX_TOOLS_SIZE:
+    try:
+        text = json.dumps(tools, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"'tools' must be JSON: {error}.", "tools", "invalid_type") from error
+    if len(text) > MAX_TOOLS_SIZE:
         raise InvalidRequest(
-            f"'tools' may have {MAX_TOOLS_SIZE} characters of JSON, got {size}.",
+            f"'tools' may have {MAX_TOOLS_SIZE} characters of JSON, got {len(text)}.",
             "tools",
             "string_above_max_length",
         )
+    return _functions(text)
+
+
+@lru_cache(KNOWN_TOOLS)
+def _functions(text: str) -> tuple[FunctionTool, ...]:
     found = []
-    for i, tool in enumerate(plain_tools(tools)):
+    for i, tool in enumerate(plain_tools(json.loads(text))):
         function, path = tool["function"], f"tools[{i}].function"
         parameters = function.get("parameters") or {}
         strict = function.get("strict") is True
