@@ -1,31 +1,50 @@
-"""From ``StructuredOutputs`` to the text of a grammar."""
+"""From ``StructuredOutputs`` to the text of a grammar that llguidance enforces completely."""
 
-import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
-from rayfin.deployments.text.checks import as_list, as_string, wrong_type
-
-WHITESPACE = r"[ ]|\n[ \t]{0,64}"
-"""Between the parts of JSON: nothing, a blank, or a line break with its indentation."""
+from rayfin.deployments.guidance.gbnf import gbnf_to_lark
+from rayfin.deployments.guidance.json_text import JsonStyle, json_style, json_text
+from rayfin.deployments.guidance.lark import check_lark, literal, regex
+from rayfin.deployments.guidance.patterns.ecma import parse
+from rayfin.deployments.guidance.patterns.parts import write
+from rayfin.deployments.guidance.schema.lint import (
+    MAX_BYTES,
+    MAX_CHOICES,
+    check_count,
+    check_literal,
+    check_size,
+    check_text,
+    parse_json,
+)
+from rayfin.deployments.guidance.structural_tag import structural_tag_to_lark
+from rayfin.deployments.text.checks import wrong_type
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-MAX_CHOICES = 1000
 
 
 @dataclass(slots=True, frozen=True)
 class Grammar:
-    """A grammar as llguidance takes it."""
+    """A grammar as llguidance takes it: Lark, or JSON."""
 
     text: str
     kind: str  # one of KINDS
     unenforced: tuple[str, ...] = ()  # paths of keywords that hold nothing
+
+
+class _Asked(NamedTuple):
+    """What a request asks for, with what belongs to it."""
+
+    value: Any
+    path: str
+    style: JsonStyle
+    special_tokens: Mapping[str, int]
+    max_bytes: int
 
 
 def make_grammar(
@@ -33,15 +52,19 @@ def make_grammar(
     param: str = "structured_outputs",
     *,
     special_tokens: Mapping[str, int] = {},
+    max_bytes: int = MAX_BYTES,
 ) -> Grammar:
-    """Returns the grammar of an answer of this form.
+    """Returns the grammar of an answer of this form. It is not compiled here.
 
     Args:
         param: the path of the schema, pattern or grammar. The default is the path of ``outputs``.
-        special_tokens: ids of the tokens that a structural tag may name by their texts.
+        special_tokens: ids by text, of the tokens that grammars and structural tags may name.
+        max_bytes: of the schema, pattern or grammar.
 
     Raises:
-        InvalidRequest: ``param`` is the path of what is wrong.
+        InvalidRequest: ``param`` is the path of what is wrong; ``code`` is ``invalid_value``,
+            ``invalid_type``, ``invalid_schema``, ``unsupported_schema``, ``unsatisfiable_schema``
+            or ``schema_too_complex``.
     """
     kinds = [kind for kind in KINDS if getattr(outputs, kind) is not None]
     if len(kinds) != 1:
@@ -49,56 +72,105 @@ def make_grammar(
         raise InvalidRequest(
             f"{param} must have exactly one of {', '.join(KINDS)}, {which}.", param
         )
-    path = f"{param}.{kinds[0]}" if param == "structured_outputs" else param
-    if kinds[0] not in _MAKERS:
-        raise InvalidRequest(f"{path} is not supported yet.", path, "unsupported_parameter")
-    text, unenforced = _MAKERS[kinds[0]](outputs, path)
-    return Grammar(text, kinds[0], unenforced)
+    kind = kinds[0]
+    alone = param == "structured_outputs"
+    path = f"{param}.{kind}" if alone else param
+    around = param if alone or not param.endswith(f".{kind}") else param.rpartition(".")[0]
+    style = json_style(outputs, around, max_bytes)
+    asked = _Asked(getattr(outputs, kind), path, style, special_tokens, max_bytes)
+    text, unenforced = _MAKERS[kind](asked)
+    return Grammar(text, kind, tuple(unenforced))
 
 
-def _from_json(outputs: StructuredOutputs, path: str) -> tuple[str, tuple[str, ...]]:
-    schema: Any = outputs.json
+def _from_json(asked: _Asked) -> tuple[str, Sequence[str]]:
+    schema = asked.value
     if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as e:
-            raise InvalidRequest(f"{path} is no JSON: {e}.", path, "invalid_schema") from None
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, Mapping):
-        raise wrong_type("an object", schema, path)
-    options: dict[str, Any] = {"json_allow_general_unicode_escapes": True}
-    if outputs.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    else:
-        options["whitespace_pattern"] = outputs.whitespace_pattern or WHITESPACE
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options), ()
+        schema = parse_json(_some(schema, asked.path), asked.path, asked.max_bytes)
+    elif not isinstance(schema, Mapping | bool):
+        raise wrong_type("an object", schema, asked.path)
+    return _schema_grammar(schema, asked)
 
 
-def _from_json_object(outputs: StructuredOutputs, path: str) -> tuple[str, tuple[str, ...]]:
-    if outputs.json_object is not True:
-        raise InvalidRequest(f"{path} must be true.", path)
-    return LLMatcher.grammar_from_json_schema('{"type": "object"}'), ()
+def _from_json_object(asked: _Asked) -> tuple[str, Sequence[str]]:
+    if asked.value is not True:
+        if not isinstance(asked.value, bool):
+            raise wrong_type("true", asked.value, asked.path)
+        raise InvalidRequest(f"{asked.path} must be true.", asked.path)
+    return _schema_grammar({"type": "object"}, asked)
 
 
-def _from_regex(outputs: StructuredOutputs, path: str) -> tuple[str, tuple[str, ...]]:
-    pattern = as_string(outputs.regex, path)
-    try:
-        re.compile(pattern)
-    except re.error as e:
-        raise InvalidRequest(f"{path} is no pattern: {e}.", path, "invalid_schema") from None
-    return LLMatcher.grammar_from_regex(pattern), ()
+def _schema_grammar(schema: Any, asked: _Asked) -> tuple[str, Sequence[str]]:
+    text = json_text(schema, asked.path, asked.style)
+    inside = {"x-guidance": text.options, **text.schema}
+    return LLMatcher.grammar_from_json_schema(inside), text.unenforced
 
 
-def _from_choice(outputs: StructuredOutputs, path: str) -> tuple[str, tuple[str, ...]]:
-    choices = as_list(outputs.choice, path, MAX_CHOICES)
-    texts = [as_string(choice, f"{path}[{i}]") for i, choice in enumerate(choices)]
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts), ()
+def _from_regex(asked: _Asked) -> tuple[str, Sequence[str]]:
+    pattern = _some(asked.value, asked.path)
+    check_text(pattern, asked.path)
+    part = parse(pattern, asked.path, whole=True, max_length=asked.max_bytes)
+    return f"start: {regex(write(part, edges=False))}", ()
 
 
-_MAKERS: dict[str, Callable[[StructuredOutputs, str], tuple[str, tuple[str, ...]]]] = {
+def _from_choice(asked: _Asked) -> tuple[str, Sequence[str]]:
+    choices, path = asked.value, asked.path
+    if not isinstance(choices, list | tuple):
+        raise wrong_type("a list of strings", choices, path)
+    if not choices:
+        raise InvalidRequest(f"{path} must not be empty.", path)
+    check_count(len(choices), MAX_CHOICES, "choices", path)
+    for i, choice in enumerate(choices):
+        if not isinstance(choice, str):
+            raise wrong_type("a string", choice, f"{path}[{i}]")
+        check_text(choice, f"{path}[{i}]")
+        check_literal(choice, f"{path}[{i}]")
+    check_size("".join(choices), path, asked.max_bytes)
+    return "start: " + " | ".join(map(literal, dict.fromkeys(choices))), ()
+
+
+def _from_grammar(asked: _Asked) -> tuple[str, Sequence[str]]:
+    text = _some(asked.value, asked.path)
+    if "::=" in text:
+        lark = gbnf_to_lark(
+            text, asked.path, special_tokens=asked.special_tokens, max_bytes=asked.max_bytes
+        )
+        return lark, ()
+    checked = check_lark(
+        text,
+        asked.path,
+        special_tokens=asked.special_tokens,
+        style=asked.style,
+        max_bytes=asked.max_bytes,
+    )
+    return checked.text, checked.unenforced
+
+
+def _from_structural_tag(asked: _Asked) -> tuple[str, Sequence[str]]:
+    tag = asked.value
+    if isinstance(tag, str):
+        tag = parse_json(_some(tag, asked.path), asked.path, asked.max_bytes)
+    return structural_tag_to_lark(
+        tag,
+        asked.path,
+        special_tokens=asked.special_tokens,
+        style=asked.style,
+        max_bytes=asked.max_bytes,
+    )
+
+
+def _some(text: Any, path: str) -> str:
+    if not isinstance(text, str):
+        raise wrong_type("a string", text, path)
+    if not text.strip():
+        raise InvalidRequest(f"{path} must not be empty.", path)
+    return text
+
+
+_MAKERS: dict[str, Callable[[_Asked], tuple[str, Sequence[str]]]] = {
     "json": _from_json,
     "json_object": _from_json_object,
     "regex": _from_regex,
     "choice": _from_choice,
+    "grammar": _from_grammar,
+    "structural_tag": _from_structural_tag,
 }

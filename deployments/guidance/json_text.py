@@ -1,0 +1,106 @@
+"""JSON schemas as grammars of their own, and as rules of others."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.structured_outputs import StructuredOutputs
+from rayfin.deployments.guidance.patterns.ecma import parse
+from rayfin.deployments.guidance.patterns.parts import Chars, Choice, Part, Repeat, Sequence, write
+from rayfin.deployments.guidance.patterns.ranges import SPACE, contains, of_text
+from rayfin.deployments.guidance.schema.compile import compile_schema
+from rayfin.deployments.guidance.schema.lint import MAX_BYTES, MAX_GROWTH, too_complex
+
+WHITESPACE = r"[ ]|\n[ \t]{0,64}"
+"""Between the parts of JSON: nothing, a blank, or a line break with its indentation."""
+
+_BLANKS = of_text(" \t\n\r")
+
+
+@dataclass(slots=True, frozen=True)
+class JsonStyle:
+    """How the JSON of an answer is written, and how strictly its schema is read."""
+
+    whitespace: str | None = WHITESPACE  # None: there is none
+    strict: bool = True
+    closed: bool = False  # objects take no other properties than those that are listed
+    max_bytes: int = MAX_BYTES
+
+
+@dataclass(slots=True)
+class JsonText:
+    """A schema with llguidance's options."""
+
+    schema: dict[str, Any]
+    options: dict[str, Any]
+    unenforced: tuple[str, ...] = field(default=())
+
+
+def json_style(outputs: StructuredOutputs, path: str, max_bytes: int = MAX_BYTES) -> JsonStyle:
+    """The style that ``outputs`` asks for.
+
+    Args:
+        path: of ``outputs``.
+    """
+    whitespace: str | None = WHITESPACE
+    if outputs.whitespace_pattern is not None:
+        whitespace = _whitespace(outputs.whitespace_pattern, f"{path}.whitespace_pattern")
+    if outputs.disable_any_whitespace:
+        whitespace = None
+    return JsonStyle(
+        whitespace, outputs.strict is not False, outputs.disable_additional_properties, max_bytes
+    )
+
+
+def json_text(schema: Any, path: str, style: JsonStyle) -> JsonText:
+    """Compiles a schema; raises InvalidRequest if it cannot be enforced."""
+    compiled = compile_schema(
+        schema, path, strict=style.strict, closed=style.closed, max_bytes=style.max_bytes
+    )
+    options: dict[str, Any] = {"json_allow_general_unicode_escapes": True}
+    if not compiled.plain_names:
+        options["json_allowed_escapes"] = 'nrbtf\\"'
+    if style.whitespace is None:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = style.whitespace
+    most = MAX_GROWTH * style.max_bytes
+    if len(json.dumps(compiled.schema, ensure_ascii=False)) > most:
+        raise too_complex(f"{path} takes more than {most} bytes when it is written out.", path)
+    return JsonText(compiled.schema, options, compiled.unenforced)
+
+
+def json_rule(schema: Any, path: str, style: JsonStyle) -> tuple[str, tuple[str, ...]]:
+    """A schema as a part of a rule of Lark, and the paths of what it does not enforce."""
+    text = json_text(schema, path, style)
+    inside = {"x-guidance": text.options, **text.schema}
+    return "%json " + json.dumps(inside, ensure_ascii=False), text.unenforced
+
+
+def _whitespace(pattern: Any, path: str) -> str:
+    if not isinstance(pattern, str):
+        raise InvalidRequest(f"{path} must be a string.", path, "invalid_type")
+    return write(_blank(parse(pattern, path, whole=True), path), edges=False)
+
+
+def _blank(part: Part, path: str) -> Part:
+    """The pattern with JSON's whitespace for ``\\s``; other characters would break the JSON."""
+    match part:
+        case Chars(ranges, properties):
+            if ranges == SPACE:
+                return Chars(_BLANKS)
+            inside = all(
+                contains(_BLANKS, point) for low, high in ranges for point in {low, high}
+            ) and all(high - low <= 1 for low, high in ranges)
+            if properties or not inside:
+                raise InvalidRequest(f"{path} may match blanks, tabs and line ends only.", path)
+            return part
+        case Repeat(inner, least, most):
+            return Repeat(_blank(inner, path), least, most)
+        case Sequence(parts):
+            return Sequence(tuple(_blank(p, path) for p in parts))
+        case Choice(parts):
+            return Choice(tuple(_blank(p, path) for p in parts))
+        case _:
+            return part
