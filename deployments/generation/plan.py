@@ -155,7 +155,10 @@ def make_plan(
     if rules.structured is not None:
         check_size(rules.structured, rules.structured_param, max_grammar_bytes)
         answer = make_grammar(
-            rules.structured, rules.structured_param, special_tokens=tokenizer.added_ids
+            rules.structured,
+            rules.structured_param,
+            special_tokens=tokenizer.added_ids,
+            max_bytes=max_grammar_bytes,
         )
     calls = _call_rules(
         formats.tools,

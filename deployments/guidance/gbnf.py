@@ -14,7 +14,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.lark import MAX_CHAIN, MAX_UNROLLED, literal, regex, special
 from rayfin.deployments.guidance.patterns.parts import (
     Chars,
-    Choice,
+    OneOf,
     Part,
     Repeat,
     Sequence,
@@ -352,7 +352,7 @@ class _Writer:
                     parts.append(part)
                 if kind == "repeat":
                     return Repeat(parts[0], least, most)
-                return Choice(tuple(parts)) if kind == "one" else Sequence(tuple(parts))
+                return OneOf(tuple(parts)) if kind == "one" else Sequence(tuple(parts))
 
     def _element(self, element: Element, follow: Ranges, depth: int) -> str:
         """Lark for an element; ``follow`` is what may come after it."""

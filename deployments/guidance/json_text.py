@@ -7,7 +7,7 @@ from typing import Any
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.patterns.ecma import parse
-from rayfin.deployments.guidance.patterns.parts import Chars, Choice, Part, Repeat, Sequence, write
+from rayfin.deployments.guidance.patterns.parts import Chars, OneOf, Part, Repeat, Sequence, write
 from rayfin.deployments.guidance.patterns.ranges import SPACE, contains, of_text
 from rayfin.deployments.guidance.schema.compile import compile_schema
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES, MAX_GROWTH, too_complex
@@ -29,7 +29,7 @@ class JsonStyle:
 
 
 @dataclass(slots=True)
-class JsonText:
+class WrittenSchema:
     """A schema with llguidance's options."""
 
     schema: dict[str, Any]
@@ -53,7 +53,7 @@ def json_style(outputs: StructuredOutputs, path: str, max_bytes: int = MAX_BYTES
     )
 
 
-def json_text(schema: Any, path: str, style: JsonStyle) -> JsonText:
+def json_text(schema: Any, path: str, style: JsonStyle) -> WrittenSchema:
     """Compiles a schema; raises InvalidRequest if it cannot be enforced."""
     compiled = compile_schema(
         schema, path, strict=style.strict, closed=style.closed, max_bytes=style.max_bytes
@@ -68,7 +68,7 @@ def json_text(schema: Any, path: str, style: JsonStyle) -> JsonText:
     most = MAX_GROWTH * style.max_bytes
     if len(json.dumps(compiled.schema, ensure_ascii=False)) > most:
         raise too_complex(f"{path} takes more than {most} bytes when it is written out.", path)
-    return JsonText(compiled.schema, options, compiled.unenforced)
+    return WrittenSchema(compiled.schema, options, compiled.unenforced)
 
 
 def json_rule(schema: Any, path: str, style: JsonStyle) -> tuple[str, tuple[str, ...]]:
@@ -100,7 +100,7 @@ def _blank(part: Part, path: str) -> Part:
             return Repeat(_blank(inner, path), least, most)
         case Sequence(parts):
             return Sequence(tuple(_blank(p, path) for p in parts))
-        case Choice(parts):
-            return Choice(tuple(_blank(p, path) for p in parts))
+        case OneOf(parts):
+            return OneOf(tuple(_blank(p, path) for p in parts))
         case _:
             return part

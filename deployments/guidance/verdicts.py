@@ -18,7 +18,8 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.grammar_limits import limits
 from rayfin.actors.timing import GRAMMAR_MASK_SECONDS
 from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES
-from rayfin.deployments.guidance.grammar import WHITESPACE
+from rayfin.deployments.guidance.json_text import WHITESPACE
+from rayfin.deployments.guidance.schema.emit import closes_names
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -237,7 +238,7 @@ def reason(error: str) -> str:
 def is_plain(text: str) -> bool:
     """Whether a grammar compiles fast, whatever it says: texts to choose from, or a small schema.
 
-    A plain schema has no pattern, no ``allOf`` and no recursion.
+    A plain schema has no pattern, no ``allOf`` but of names, and no recursion.
     """
     if len(text) > PLAIN_BYTES:
         return False
@@ -258,6 +259,8 @@ def _walk_schema(value: Any, place: str, refs: dict[str, set[str]]) -> Iterator[
             yield from _walk_schema(item, place, refs)
     elif isinstance(value, dict):
         for name, item in value.items():
+            if name == "allOf" and isinstance(item, list) and all(map(closes_names, item)):
+                continue
             yield name not in HARD_WORDS or item is None
             yield name != "whitespace_pattern" or item == WHITESPACE
             if name == "$ref":

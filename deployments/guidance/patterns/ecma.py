@@ -13,8 +13,8 @@ import re
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.patterns.parts import (
     Chars,
-    Choice,
     Edge,
+    OneOf,
     Part,
     Repeat,
     Sequence,
@@ -116,7 +116,7 @@ class _Reader:
         parts = [self._sequence()]
         while self._skip("|"):
             parts.append(self._sequence())
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else OneOf(tuple(parts))
 
     def _sequence(self) -> Part:
         parts: list[Part] = []
@@ -317,7 +317,7 @@ def _check_edges(part: Part, path: str, first: bool, last: bool) -> None:
                 raise unsupported("'^' or '$' in its middle", path)
         case Repeat(inner, _, _):
             _check_edges(inner, path, False, False)
-        case Choice(parts):
+        case OneOf(parts):
             for p in parts:
                 _check_edges(p, path, first, last)
         case Sequence(parts):

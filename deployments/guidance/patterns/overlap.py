@@ -6,7 +6,7 @@ anything, unless ``^`` or ``$`` forbids it.
 
 from collections.abc import Iterable
 
-from rayfin.deployments.guidance.patterns.parts import Chars, Choice, Edge, Part, Repeat, Sequence
+from rayfin.deployments.guidance.patterns.parts import Chars, Edge, OneOf, Part, Repeat, Sequence
 from rayfin.deployments.guidance.patterns.ranges import ALL, Ranges, contains, intersects
 
 MAX_STATES = 20_000
@@ -139,7 +139,7 @@ class _Automaton:
                 return after
             case Sequence(parts):
                 return self._add_all(parts, at)
-            case Choice(parts):
+            case OneOf(parts):
                 after = self._state()
                 for one in parts:
                     first = self._state()

@@ -46,13 +46,13 @@ class Sequence:
 
 
 @dataclass(slots=True, frozen=True)
-class Choice:
+class OneOf:
     """One of several parts."""
 
     parts: tuple["Part", ...]
 
 
-Part = Chars | Edge | Repeat | Sequence | Choice
+Part = Chars | Edge | Repeat | Sequence | OneOf
 
 _PLAIN = frozenset(" <>,:;=!@%'\"_")
 _NAMED = {0x0A: r"\n", 0x0D: r"\r", 0x09: r"\t"}
@@ -76,10 +76,10 @@ def write(part: Part, *, edges: bool = True) -> str:
             return text + _write_bounds(least, most)
         case Sequence(parts):
             return "".join(
-                f"(?:{write(p, edges=edges)})" if isinstance(p, Choice) else write(p, edges=edges)
+                f"(?:{write(p, edges=edges)})" if isinstance(p, OneOf) else write(p, edges=edges)
                 for p in parts
             )
-        case Choice(parts):
+        case OneOf(parts):
             return "|".join(write(p, edges=edges) for p in parts)
 
 
@@ -90,7 +90,7 @@ def unrolled(part: Part) -> int:
             return 1
         case Repeat(inner, least, most):
             return unrolled(inner) * max(1, least if most is None else most)
-        case Sequence(parts) | Choice(parts):
+        case Sequence(parts) | OneOf(parts):
             return max(1, sum(unrolled(p) for p in parts))
 
 
@@ -106,7 +106,7 @@ def starts_anywhere(part: Part, whole: bool = False) -> bool:
         whole: the pattern must match the whole text, as between ``^`` and ``$``.
     """
     match part:
-        case Choice(parts):
+        case OneOf(parts):
             return any(starts_anywhere(p, whole) for p in parts)
         case Sequence(parts):
             for p in parts:
@@ -141,7 +141,7 @@ def _counts(part: Part, after: bool) -> tuple[bool, bool]:
             long = max(least, most or 0) >= LONG_COUNT and is_wide(inner)
             found = _counts(inner, after)[0]
             return (long and after) or found, True
-        case Choice(parts):
+        case OneOf(parts):
             results = [_counts(p, after) for p in parts]
             return any(found for found, _ in results), any(late for _, late in results)
         case Sequence(parts):

@@ -25,6 +25,7 @@ _OBJECT = (
     "minProperties",
     "maxProperties",
 )
+_ANY_NAME = {"patternProperties": {"": True}, "additionalProperties": False}
 _ARRAY = ("prefixItems", "items", "minItems", "maxItems")
 
 
@@ -135,8 +136,7 @@ class Emitter:
         if self._has_patterns:  # llguidance has no pattern for all other names
             self.plain_names = False
             return []
-        every = {"patternProperties": {"": True}, "additionalProperties": False}
-        return [{"type": node["type"], **every} if "type" in node else every]
+        return [{"type": node["type"], **_ANY_NAME} if "type" in node else dict(_ANY_NAME)]
 
     def _count_properties(self, node: Node) -> None:
         """Makes the bounds such that llguidance can count: no optional property beside them."""
@@ -186,6 +186,11 @@ class Emitter:
                         "without '^'.",
                         node.path,
                     )
+
+
+def closes_names(schema: Any) -> bool:
+    """Whether a schema only has names of properties written in one form; it compiles at once."""
+    return isinstance(schema, dict) and {**schema, "type": 0} == {**_ANY_NAME, "type": 0}
 
 
 class _OpenPatterns:

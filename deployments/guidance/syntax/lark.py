@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rayfin.deployments.guidance.grammar import WHITESPACE
+from rayfin.deployments.guidance.json_text import WHITESPACE
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
 from rayfin.deployments.text.tokenizer import Tokenizer
 

@@ -246,7 +246,11 @@ def test_a_form_excludes_a_forced_call() -> None:
     assert caught.value.param == "tool_choice"
 
 
-UNWRITTEN = {"type": "object", "properties": {"a": {"type": "string"}}, "minProperties": 1}
+UNWRITTEN = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
+    "minProperties": 1,
+}
 
 
 def test_a_schema_that_tags_cannot_hold_is_refused_or_named() -> None:

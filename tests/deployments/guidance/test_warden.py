@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, Overloaded
 from rayfin.actors.structured_outputs import StructuredOutputs
@@ -31,7 +32,7 @@ def schema(value: Any) -> str:
 
 
 def pattern(text: str) -> str:
-    return make_grammar(StructuredOutputs(regex=text)).text
+    return LLMatcher.grammar_from_regex(text)
 
 
 PLAIN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
