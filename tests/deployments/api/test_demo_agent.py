@@ -8,6 +8,8 @@ import httpx
 import httpx2
 import pytest
 from anthropic import AsyncAnthropic
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -36,6 +38,10 @@ FLAT: Any = {
     "description": DESCRIPTION,
     "parameters": WEATHER,
     "strict": True,
+}
+FUNCTION: Any = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": DESCRIPTION, "parameters": WEATHER},
 }
 TOOL: Any = {"name": "get_weather", "description": DESCRIPTION, "input_schema": WEATHER}
 GREEDY: Any = {"extra_body": {"temperature": 0}}
@@ -132,6 +138,27 @@ async def test_messages_call_the_weather_tool(anthropic: AsyncAnthropic) -> None
     ]
     second = await anthropic.messages.create(messages=messages, **asked)
     assert second.content[0].text == "It is sunny in Rome, 21 degrees."
+
+
+async def test_langchain_calls_the_weather_tool(openai: AsyncOpenAI) -> None:
+    chat = ChatOpenAI(
+        model="demo",
+        temperature=0,
+        use_responses_api=True,
+        api_key="none",
+        base_url="http://rayfin/v1",
+        http_async_client=openai._client,
+    )
+    agent = chat.bind_tools([FUNCTION])
+    messages: list[Any] = [HumanMessage(QUESTION)]
+    pieces = [piece async for piece in agent.astream(messages)]
+    said = sum(pieces[1:], pieces[0])
+    (called,) = said.tool_calls
+    assert (called["name"], called["args"]) == ("get_weather", {"city": "Rome"})
+    messages += [said, ToolMessage(RESULT, tool_call_id=called["id"])]
+    assert (await agent.ainvoke(messages)).text == "It is sunny in Rome, 21 degrees."
+    person = await chat.with_structured_output(Person).ainvoke(RECORD)
+    assert person == Person(name="Anna", age=34, city="Rome")
 
 
 @pytest.mark.parametrize("question", [QUESTION, "Repeat these words: apple river stone"])

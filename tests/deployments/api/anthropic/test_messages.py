@@ -223,6 +223,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**TOOL, "input_schema": []}]}, "tools[0].input_schema"),
     ({"tools": [{**TOOL, "description": 5}]}, "tools[0].description"),
     ({"tools": [{**TOOL, "strict": 1}]}, "tools[0].strict"),
+    ({"tools": [{**TOOL, "description": "a" * 2**18}]}, "tools"),
     ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),

@@ -104,6 +104,7 @@ BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**TOOL, "parameters": []}]}, "tools[0].parameters", TYPE),
     ({"tools": [{**TOOL, "description": 5}]}, "tools[0].description", TYPE),
     ({"tools": [{**TOOL, "strict": "yes"}]}, "tools[0].strict", TYPE),
+    ({"tools": [{**TOOL, "description": "a" * 2**18}]}, "tools", "string_above_max_length"),
     ({"tool_choice": "required"}, "tool_choice", VALUE),
     ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice", VALUE),
     ({"tool_choice": 5, "tools": [TOOL]}, "tool_choice", TYPE),

@@ -108,6 +108,12 @@ def test_bytes_are_bounded() -> None:
     assert held(store, "a3") == ["a3"]
 
 
+def test_tools_count_in_bytes() -> None:
+    plain, with_tools = response("a1", "a"), response("a2", "a")
+    with_tools.created.tools = [{"name": "f", "parameters": {"description": "x" * 10_000}}]
+    assert with_tools.size() > plain.size() + 10_000
+
+
 def test_old_ones_go_when_they_have_ended() -> None:
     now = 0.0
     store = ResponseStore(max_age=10, clock=lambda: now)
