@@ -103,8 +103,16 @@ async def plan_answers(
         InvalidRequest: a field that this model cannot follow, or a grammar that is refused.
         Overloaded: too many unknown grammars wait.
     """
-    most = service.warden.max_bytes
-    plan = make_plan(service.formats, service.tokenizer, rules, opening, earlier_calls, most)
+    make = partial(
+        make_plan,
+        service.formats,
+        service.tokenizer,
+        rules,
+        opening,
+        earlier_calls,
+        service.warden.max_bytes,
+    )
+    plan = await asyncio.to_thread(make) if len(rules.tools) > MANY_TOOLS else make()
     return await _checked(service, plan, rules, tenant)
 
 
