@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfin.actors.errors import GrammarFailed
 from rayfin.actors.grammar_limits import LIMITS
 from rayfin.actors.guidance import NO_END, CallGrammar, Guidance, Thinking
+from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.sampling.grammars import WORD, GrammarBook
+from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
+from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
 from rayfin.actors.runner.sampling.processors.guided_row import GuidedRow, Phase
 
 Make = Callable[..., Any]
@@ -330,3 +334,22 @@ def test_replay_and_rollback_give_the_state_of_the_run(
 
 def test_words_hold_all_tokens(book: GrammarBook) -> None:
     assert book.vocabulary.words * WORD >= 128
+
+
+def test_what_a_gpu_can_hold_a_row_to(tiny_book: Make) -> None:
+    """Forbidden tokens and a minimum length; a grammar, calls and budgets need the host."""
+    processor = GuidanceProcessor(torch.device("cpu"), tiny_book())
+    history = np.zeros(3, np.int32)
+    for guidance, wanted in [
+        (Guidance(forbidden=(5, 9)), DeviceRules(banned=(5, 9))),
+        (Guidance(ends=ENDS, ends_from=8), DeviceRules(banned_early=ENDS, banned_until=8)),
+        (Guidance(grammar=ONE_WORD), None),
+        (Guidance(calls=CallGrammar((CALL,), OF_A_CALL)), None),
+        (Guidance(thinking=replace(SPECIAL, budget=3)), None),
+    ]:
+        sampling = Sampling(guidance=guidance)
+        assert processor.add(0, NewRequest(0, sampling, 99, history=history, prompt_len=3))
+        assert processor.device_rules(0) == wanted
+    for free in (None, Guidance(ends=ENDS), Guidance(thinking=SPECIAL)):
+        sampling = Sampling(guidance=free)
+        assert not processor.add(1, NewRequest(1, sampling, 99, history=history, prompt_len=3))
