@@ -1,5 +1,6 @@
 """Forms of answers over HTTP: fields to guidance, and what is refused."""
 
+import time
 from typing import Any
 
 import httpx
@@ -121,24 +122,79 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         )
         for s in ([], "{}", 5)
     ),
-    ({"guided_json": {"type": "strng"}}, "guided_json", "invalid_schema"),
-    ({"guided_json": {"enum": []}}, "guided_json", "unsatisfiable_schema"),
-    ({"guided_regex": "[.*"}, "guided_regex", "invalid_schema"),
-    ({"guided_regex": "a{2,1}"}, "guided_regex", "invalid_schema"),
+    *(
+        ({"guided_json": schema}, f"guided_json{path}", "invalid_schema")
+        for schema, path in [
+            ({"properties": {"a": "x"}}, ".properties.a"),
+            ({"required": "a"}, ".required"),
+            ({"items": {"type": "strng"}}, ".items.type"),
+            ({"items": {"$ref": "#/$defs/x"}}, ".items.$ref"),
+            ({"items": {"pattern": "[.*"}}, ".items.pattern"),
+        ]
+    ),
+    *(
+        ({"guided_json": schema}, f"guided_json{path}", "unsatisfiable_schema")
+        for schema, path in [
+            (False, ""),
+            ({"enum": []}, ""),
+            ({"type": "integer", "minimum": 3, "maximum": 2}, ""),
+            ({"$ref": "#"}, ""),
+        ]
+    ),
+    *(
+        ({"guided_json": schema}, f"guided_json{path}", "unsupported_schema")
+        for schema, path in [
+            ({"properties": {"tags": {"uniqueItems": True}}}, ".properties.tags.uniqueItems"),
+            ({"not": {}}, ".not"),
+            ({"if": {"type": "string"}, "then": {"minLength": 1}}, ".if"),
+        ]
+    ),
+    *(
+        ({"structured_outputs": {kind: text}}, f"structured_outputs.{kind}", "invalid_schema")
+        for kind, text in [
+            ("regex", "[.*"),
+            ("regex", "a{2,1}"),
+            ("grammar", "start: missing"),
+            ("grammar", 'other: "a"'),
+            ("grammar", 'start: "\0"'),
+            ("grammar", "root ::= missing"),
+            ("json", "{"),
+        ]
+    ),
+    *(
+        (form, "", "schema_too_complex")
+        for form in [
+            {"structured_outputs": {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}},
+            {"guided_grammar": 'start: "' + "a" * 2**16 + '"'},
+            {"guided_choice": [str(i) for i in range(1001)]},
+            {"guided_json": {"properties": {f"p{i}": {} for i in range(5000)}}},
+            {"guided_json": {"const": "x" * 10**6}},
+            {"guided_regex": "(x{1000}){1000}"},
+        ]
+    ),
     ({"guided_regex": "a", "use_beam_search": True}, "use_beam_search", "invalid_value"),
 ]
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("form", "param", "code"), REFUSED, ids=str)
+@pytest.mark.parametrize(("form", "param", "code"), REFUSED, ids=lambda own: str(own)[:60])
 async def test_refused(
     http: httpx.AsyncClient, engine: Any, path: str, form: dict[str, Any], param: str, code: str
 ) -> None:
+    started = time.monotonic()
     response = await http.post(path, json={**PATHS[path], **form})
+    assert time.monotonic() - started < 1
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, code), error
     assert error["param"] is not None and error["param"].startswith(param)
     assert engine.seen == [] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("name", ["minLength", "minItems"])
+async def test_counters_cost_nothing(http: httpx.AsyncClient, name: str) -> None:
+    kind = "string" if name == "minLength" else "array"
+    body = {"prompt": "hi", "guided_json": {"type": kind, name: 10**9}}
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_the_old_choice_of_a_backend_is_named(http: httpx.AsyncClient) -> None:
