@@ -17,10 +17,11 @@ ADMIN_PATHS = frozenset(
 
 
 SCRIPT = "text/javascript; charset=utf-8"
+SCRIPTS = ("app.js", "chat.js", "answer.js", "live.js", "draw.js")
 FILES = {
     "/ui": ("index.html", "text/html; charset=utf-8"),
     "/ui/style.css": ("style.css", "text/css; charset=utf-8"),
-    **{f"/ui/{name}": (name, SCRIPT) for name in ("app.js", "chat.js", "live.js", "draw.js")},
+    **{f"/ui/{name}": (name, SCRIPT) for name in SCRIPTS},
 }
 """Path -> (file, media type)."""
 

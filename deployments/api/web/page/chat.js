@@ -1,4 +1,14 @@
-// A conversation over /v1/chat/completions, streamed.
+// A conversation over /v1/chat/completions, streamed, with tools if the page has some.
+import { Answer } from "/ui/answer.js";
+
+const WEATHER = [{
+  type: "function",
+  function: {
+    name: "get_weather",
+    description: "Get the current weather for a city.",
+    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+  },
+}]; // the demo model has learned to call it
 
 export class Chat {
   constructor(at, headers) {
@@ -12,6 +22,7 @@ export class Chat {
       if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); this.send(); }
     });
     at("stop").addEventListener("click", () => this.aborter?.abort());
+    at("weather").addEventListener("click", () => { at("tools").value = JSON.stringify(WEATHER, null, 1); });
     at("clear").addEventListener("click", () => this.clear());
   }
 
@@ -39,26 +50,41 @@ export class Chat {
     const text = this.at("prompt").value.trim();
     if (!text || this.aborter) return;
     this.at("prompt").value = "";
-    const messages = this.messages;
-    messages.push({ role: "user", content: text });
+    this.messages.push({ role: "user", content: text });
     this.bubble("user", text);
+    await this.reply();
+  }
+
+  // Streams the model's next message.
+  async reply() {
+    const messages = this.messages;
     const turn = this.bubble("assistant", "");
+    const answer = new Answer(turn, (call, result) => this.answered(messages, call, result));
     this.aborter = new AbortController();
     this.busy(true);
-    const answer = { role: "assistant", content: "" };
     try {
       await this.stream(messages, answer, turn);
     } catch (error) {
       if (error.name !== "AbortError") this.bubble("error", error.message);
     }
-    messages.push(answer);
+    messages.push(answer.message);
     this.aborter = null;
     this.busy(false);
+  }
+
+  // Sends the results of the last message's calls once all of them are there.
+  async answered(messages, call, result) {
+    if (messages !== this.messages) return; // of a conversation that was cleared
+    messages.push({ role: "tool", tool_call_id: call.id, content: result });
+    const known = new Set(messages.map((own) => own.tool_call_id));
+    const last = messages.findLast((own) => own.tool_calls);
+    if (!this.aborter && last.tool_calls.every((own) => known.has(own.id))) await this.reply();
   }
 
   async stream(messages, answer, turn) {
     const started = performance.now();
     let first = null;
+    const tools = this.at("tools").value.trim();
     const response = await fetch("/v1/chat/completions", {
       method: "POST",
       signal: this.aborter.signal,
@@ -66,6 +92,7 @@ export class Chat {
       body: JSON.stringify({
         model: this.model,
         messages,
+        tools: tools ? JSON.parse(tools) : undefined,
         stream: true,
         stream_options: { include_usage: true },
         temperature: Number(this.at("temperature").value),
@@ -75,13 +102,7 @@ export class Chat {
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response.body)) {
       if (event.error) throw new Error(event.error.message);
-      const piece = event.choices[0]?.delta?.content;
-      if (piece) {
-        first ??= performance.now();
-        answer.content += piece;
-        turn.textContent = answer.content;
-        turn.scrollIntoView({ block: "end" });
-      }
+      if (answer.add(event.choices[0]?.delta ?? {})) first ??= performance.now();
       if (event.usage && first) this.note(turn, event.usage, started, first);
     }
   }

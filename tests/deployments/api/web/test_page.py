@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import uvicorn
 
-from rayfin.actors.messages import FREE, EngineSnapshot, PagesView
+from rayfin.actors.messages import FREE, EngineInfo, EngineSnapshot, PagesView
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+from rayfin.deployments.text.parsing.detect import Detected
+from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -96,6 +98,37 @@ def test_an_error_is_told(url: str, page: Any, engine: Any, shown: EngineSnapsho
     page.fill("#prompt", "hello")
     page.click("#send")
     sync_api.expect(page.locator(".turn.error")).to_contain_text("max_completion_tokens")
+
+
+def test_a_call_is_shown_as_a_call(
+    url: str, page: Any, engine: Any, service: Any, shown: EngineSnapshot
+) -> None:
+    """With its reasoning folded; its result goes back to the model."""
+    said = '<think>hm</think>Let me look.<tool_call>{"name": "get_weather", "arguments": {}}'
+    engine.shown = [shown]
+    engine.reply = service.tokenizer.encode(f"{said}</tool_call>", False)
+    service.max_model_len = 2048
+    engine.limits = EngineInfo("engine", 2048, service.tokenizer.vocab_size, 1000, 4)
+    service.formats = Detected(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"])
+    page.goto(url)
+    page.click("#tools-box summary")
+    page.click("#weather")
+    page.fill("#prompt", "hello")
+    page.press("#prompt", "Enter")
+    turns = page.locator(".turn.assistant")
+    sync_api.expect(turns.locator(".call b")).to_have_text("get_weather")
+    sync_api.expect(turns.locator(".call code")).to_have_text("{}")
+    sync_api.expect(turns.locator(".text")).to_have_text("Let me look.")
+    thought = turns.locator(".thought div")
+    sync_api.expect(thought).to_be_hidden()
+    turns.locator(".thought summary").click()
+    sync_api.expect(thought).to_have_text("hm")
+    sync_api.expect(page.locator("#send")).to_be_visible()
+    turns.locator(".call input").fill("sunny")
+    turns.locator(".call input").press("Enter")
+    sync_api.expect(turns).to_have_count(2)
+    prompt = service.tokenizer.decode(engine.seen[1].prompt.tolist(), False)
+    assert "tool\nsunny" in prompt
 
 
 def test_the_engine_is_shown(url: str, page: Any, engine: Any, shown: EngineSnapshot) -> None:
