@@ -77,7 +77,7 @@ def detect(
         probe = TemplateProbe(tokenizer, chat_template)
         found = find_reasoning(tokenizer, probe)
         both = [CallTrials(tokenizer, probe, found.best(None), text) for text in (False, True)]
-        tools, as_text, why = _find_tools(both, tool_parser)
+        tools, as_text, why = _find_tools(tokenizer, both, tool_parser, probe.shows_tools)
     reasoning = found.best(tools)
     if reasoning_parser != AUTO:
         reasoning = None if reasoning_parser == NONE else find_reasoning_format(reasoning_parser)
@@ -88,7 +88,9 @@ def detect(
     return replace(detected, why=text)
 
 
-def _find_tools(both: list[CallTrials], name: str) -> tuple[ToolFormat | None, bool, str]:
+def _find_tools(
+    tokenizer: Tokenizer, both: list[CallTrials], name: str, shows_tools: bool
+) -> tuple[ToolFormat | None, bool, str]:
     """Returns the row, whether arguments are given to the template as text, and what shows it."""
     named = find_tool_format(name) if name not in (AUTO, NONE) else None
     rows = [row for row in TOOL_FORMATS.values() if row.name != FOR_ANY]
@@ -107,5 +109,15 @@ def _find_tools(both: list[CallTrials], name: str) -> tuple[ToolFormat | None, b
         if row is not None:
             return row, trials.as_text, "derived from the calls of the chat template"
     if not any(trials.shows_a_call for trials in both):
+        row = _by_tokens(tokenizer) if shows_tools else None
+        if row is not None:
+            return row, False, "its marks are tokens, and the chat template writes no calls"
         return None, False, "the chat template writes no calls"
     return None, False, "no format reads the calls of the chat template"
+
+
+def _by_tokens(tokenizer: Tokenizer) -> ToolFormat | None:
+    """Returns the only row of which a trigger is a token of this model, or None."""
+    added = tokenizer.added_ids
+    rows = [row for row in TOOL_FORMATS.values() if any(mark in added for mark in row.triggers)]
+    return rows[0] if len(rows) == 1 else None

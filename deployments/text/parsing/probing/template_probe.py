@@ -113,6 +113,11 @@ class TemplateProbe:
         except (jinja2.TemplateError, RayfinError, *RENDERING_ERRORS):
             return None
 
+    @property
+    def shows_tools(self) -> bool:
+        """The template writes the functions into prompts."""
+        return self.begun is not None and FIRST.name in self.begun
+
     def opening(self, variables: Mapping[str, Any] = {}) -> str:
         """What the template puts into the model's mouth, "" if it cannot be seen."""
         bare = self.render([], tools=False, variables=variables)
