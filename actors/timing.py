@@ -45,9 +45,11 @@ MAX_RESTART_PAUSE_SECONDS = 30.0  # ... up to this
 STEP_RESEND_SECONDS = 1.0
 STEP_RESEND_PAUSE_SECONDS = 0.02
 
-# Finding the tokens that a row's grammar allows: its request fails if it takes longer, and longer
-# than two forwards. Processor time, so that a busy machine fails no request.
+# Finding the tokens that a row's grammar allows: time beyond this, and beyond two forwards, is
+# overtime, and a request fails when its masks have had too much of it. So a hiccup fails no request,
+# and a hostile grammar holds up its neighbours for a second. Processor time, as others may be busy.
 MASK_SECONDS = 0.05
+MASK_OVERTIME_SECONDS = 1.0
 
 # Grammars that are compiled ahead: if no runner has answered for this long, the oldest request runs
 # without, and the step compiles. Meanwhile an idle scheduler looks at its deadlines so often.

@@ -296,9 +296,10 @@ def test_without_a_tokenizer_guided_rows_fail_alone(
     assert tokens[1] == tiny.greedy(PROMPTS[0], 4)
 
 
-def test_a_slow_mask_fails_its_row(tiny_book: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_masks_fail_their_row(tiny_book: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     module = "rayfin.actors.runner.sampling.processors.guidance"
     monkeypatch.setattr(f"{module}.MASK_SECONDS", 0.0)
+    monkeypatch.setattr(f"{module}.MASK_OVERTIME_SECONDS", 0.0)
     monkeypatch.setattr(f"{module}.SLOWER_THAN_FORWARD", 0.0)
     for limited in (True, False):
         processor = GuidanceProcessor(torch.device("cpu"), tiny_book(), limited=limited)

@@ -15,7 +15,7 @@ from rayfin.actors.runner.sampling.grammars import WORD, GrammarBook, WordArray
 from rayfin.actors.runner.sampling.processors.base import Masks, Rows
 from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
 from rayfin.actors.runner.sampling.processors.guided_row import GuidedRow
-from rayfin.actors.timing import MASK_SECONDS
+from rayfin.actors.timing import MASK_OVERTIME_SECONDS, MASK_SECONDS
 from rayfin.kernels.shapes import TokenBits
 from rayfin.kernels.staging import to_device
 
@@ -36,7 +36,7 @@ class GuidanceProcessor:
     """A `TokenMasker`: a state for each guided slot, which is a function of its tokens.
 
     Args:
-        limited: a mask that takes too long fails its row. Not in groups of ranks: they must agree.
+        limited: masks that take too long fail their row. Not in groups of ranks: they must agree.
     """
 
     def __init__(
@@ -92,10 +92,8 @@ class GuidanceProcessor:
             for place in places:
                 _fill(guided[place], words[place], rows.positions[place])
                 after = time.thread_time()
-                if after - before > limit and guided[place].error is None:
-                    guided[place].error = GrammarTooSlow(
-                        f"a mask of the request's grammar took {(after - before) * 1000:.0f} ms"
-                    )
+                if after - before > limit:
+                    _add_overtime(guided[place], after - before - limit)
                 before = after
 
         if self._threads == 1 or len(by_grammar) == 1:
@@ -169,6 +167,14 @@ def changes_rows(guidance: Guidance, prompt_len: int) -> bool:
         or (guidance.ends and guidance.ends_from > prompt_len)
         or (thinking is not None and thinking.budget is not None)
     )
+
+
+def _add_overtime(row: GuidedRow, seconds: float) -> None:
+    row.overtime += seconds
+    if row.overtime > MASK_OVERTIME_SECONDS and row.error is None:
+        row.error = GrammarTooSlow(
+            f"the masks of the request's grammar took {row.overtime:.1f} s longer than they may"
+        )
 
 
 def _fill(row: GuidedRow, words: WordArray, position: int) -> None:

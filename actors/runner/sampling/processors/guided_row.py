@@ -133,6 +133,7 @@ class GuidedRow:
     def __init__(self, guidance: Guidance, book: GrammarBook, output: Iterable[int] = ()) -> None:
         self.guidance = guidance
         self.error: RequestFailed | None = None
+        self.overtime = 0.0  # seconds that its masks took beyond their limit
         self._book = book
         self._output = list(output)
         self._plain = not guidance.forbidden
