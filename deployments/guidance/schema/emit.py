@@ -120,9 +120,11 @@ class Emitter:
 
     def _one_of(self, node: Node) -> list[Schema]:
         options: list[Schema] = node["oneOf"]
+        beside = Node(node.path, {k: v for k, v in node.items() if k not in ("anyOf", "oneOf")})
         for i, one in enumerate(options):
+            held = Node(node.path, {"allOf": [one, beside]})
             for other in options[i + 1 :]:
-                if not self._values.disjoint(one, other):
+                if not self._values.disjoint(held, other):
                     self._drop(f"{node.path}.oneOf", "options that share values")
                     return options
         return options
