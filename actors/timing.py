@@ -46,8 +46,9 @@ STEP_RESEND_SECONDS = 1.0
 STEP_RESEND_PAUSE_SECONDS = 0.02
 
 # Finding the tokens that a row's grammar allows: time beyond this, and beyond two forwards, is
-# overtime, and a request fails when its masks have had too much of it. So a hiccup fails no request,
-# and a hostile grammar holds up its neighbours for a second. Processor time, as others may be busy.
+# overtime, and a request fails when its masks have had too much of it. So a hiccup fails no
+# request, and a hostile grammar holds up its neighbours for a second. Processor time, as others
+# may be busy.
 MASK_SECONDS = 0.05
 MASK_OVERTIME_SECONDS = 1.0
 
