@@ -19,11 +19,10 @@ from rayfin.deployments.api.app import build_api
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
 from rayfin.deployments.serve.preflight import model_path
-from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.rows import find_tool_format
+from rayfin.deployments.text.parsing.detect import detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow(reason="runs the demo model")]
 QUESTION = "What is the weather in Rome?"
 WEATHER = {
     "type": "object",
@@ -90,7 +89,7 @@ def service(engine: InlineClient, demo_tokenizer: Tokenizer) -> OpenAIService:
         demo_tokenizer,
         ["demo"],
         2048,
-        formats=Detected(tools=find_tool_format("hermes")),
+        formats=detect(demo_tokenizer),
     )
 
 

@@ -205,7 +205,7 @@ async def test_a_schema_that_cannot_be_enforced(
     form = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}
     response = await http.post("/v1/messages", json={**ASKED, "output_config": {"format": form}})
     assert response.status_code == 400
-    assert "output_config.format.schema" in response.json()["error"]["message"]
+    assert "output_config.format.schema.uniqueItems" in response.json()["error"]["message"]
     form["schema"] = SCHEMA
     fields = {"tools": [TOOL], "tool_choice": {"type": "any"}, "output_config": {"format": form}}
     response = await http.post("/v1/messages", json={**ASKED, **fields})

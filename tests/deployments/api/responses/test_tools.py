@@ -260,11 +260,14 @@ async def test_a_schema_that_cannot_be_enforced(
     response = await http.post("/v1/responses", json={**ASKED, "text": {"format": form}})
     error = response.json()["error"]
     assert response.status_code == 400 and error["code"] == "unsupported_schema"
-    assert error["param"].startswith("text.format.schema")
+    assert error["param"] == "text.format.schema.uniqueItems"
     strict = {**TOOL, "parameters": {"type": "object", "properties": {"a": schema}}, "strict": True}
     response = await http.post("/v1/responses", json={**ASKED, "tools": [strict]})
     assert response.status_code == 400
-    assert response.json()["error"]["param"].startswith("tools")
+    assert response.json()["error"]["param"] == "tools[0].parameters.properties.a.uniqueItems"
+    form["strict"] = False
+    response = await http.post("/v1/responses", json={**ASKED, "text": {"format": form}})
+    assert response.headers["x-rayfin-unenforced"] == "text.format.schema.uniqueItems"
     form["schema"] = SCHEMA
     both = {**ASKED, "tools": [TOOL], "tool_choice": "required", "text": {"format": form}}
     refused = (await http.post("/v1/responses", json=both)).json()["error"]
