@@ -12,8 +12,9 @@ from rayfin.actors.guidance import Guidance
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.build import build_guidance
 from rayfin.deployments.guidance.calls import make_call_rules
-from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES, check_size
+from rayfin.deployments.guidance.fields import check_size
 from rayfin.deployments.guidance.grammar import make_grammar
+from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.thinking import make_thinking
 from rayfin.deployments.guidance.tool_choice import KNOWN_TOOLS, FunctionTool, ToolChoice
 from rayfin.deployments.text.parsing.detect import Detected
@@ -146,7 +147,7 @@ def make_plan(
     rules: AnswerRules,
     opening: str = "",
     earlier_calls: int = 0,
-    max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
+    max_grammar_bytes: int = MAX_BYTES,
 ) -> OutputPlan:
     """Returns the plan; its grammars are not checked yet. Otherwise as :func:`plan_answers`."""
     if rules.budget is not None and formats.reasoning is None:

@@ -25,8 +25,6 @@ GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "gramma
 
 WHITESPACE = "guided_whitespace_pattern"
 
-MAX_GRAMMAR_BYTES = 64 * 1024
-
 
 class AnswerFormat(NamedTuple):
     """The form of an answer, and where the request says it."""
@@ -123,7 +121,7 @@ def read_structured_outputs(value: object, path: str) -> AnswerFormat:
     return AnswerFormat(_outputs(checked), f"{path}.{kinds[0]}")
 
 
-def check_size(outputs: StructuredOutputs, param: str, most: int = MAX_GRAMMAR_BYTES) -> None:
+def check_size(outputs: StructuredOutputs, param: str, most: int) -> None:
     """Refuses a form that is longer than ``most`` bytes, about as compact JSON.
 
     It stops counting there, so that a form of megabytes costs no more.

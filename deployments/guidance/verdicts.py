@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.grammar_limits import limits
 from rayfin.actors.timing import GRAMMAR_MASK_SECONDS
-from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES
 from rayfin.deployments.guidance.json_text import WHITESPACE
 from rayfin.deployments.guidance.schema.emit import closes_names
+from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -106,7 +106,7 @@ class GrammarChecker(Protocol):
 class InlineChecker:
     """Compiles in the caller's process: offline, where the caller trusts itself, and in tests."""
 
-    def __init__(self, tokenizer: "Tokenizer | None", max_bytes: int = MAX_GRAMMAR_BYTES) -> None:
+    def __init__(self, tokenizer: "Tokenizer | None", max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
         self._tokenizer = tokenizer
         self._verdicts = VerdictCache()

@@ -22,7 +22,7 @@ from rayfin.actors.timing import (
     WARDEN_SILENT_SECONDS,
     WARDEN_START_SECONDS,
 )
-from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES
+from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.verdicts import Verdict, VerdictCache, is_plain
 from rayfin.deployments.guidance.warden_process import STARVED, FrameBuffer, frame
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ class Warden:
         tokenizer: Tokenizer,
         vocab_size: int = 0,
         *,
-        max_bytes: int = MAX_GRAMMAR_BYTES,
+        max_bytes: int = MAX_BYTES,
         on_verdict: Callable[[str], None] = lambda kind: None,
         on_restart: Callable[[], None] = lambda: None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""The warden's helper: compiles unknown grammars where they harm nobody. ``python -m`` runs it.
+"""The warden's helper: compiles unknown grammars away from requests. ``python -m`` runs it.
 
 It has one thread, so that it may fork: each grammar that is not plain compiles in a child with
 limits of its own, which may hang or die. It serves one socket and ends with it. All messages are

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
-from rayfin.deployments.guidance.fields import MAX_GRAMMAR_BYTES
+from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.text.parsing.format import ReasoningField, ToolGuidance
@@ -61,7 +61,7 @@ class ServerArgs:
     ui: bool = _flag(True, "serve a page with a chat and the state of the engines at /ui")
     max_body_bytes: int = _flag(MAX_BODY_BYTES, "maximum size of a request body in bytes")
     max_grammar_bytes: int = _flag(
-        MAX_GRAMMAR_BYTES,
+        MAX_BYTES,
         "maximum size of the schema or grammar that a request's answer must follow, in bytes",
     )
     chat_template: str | None = _model_flag(None, "Jinja chat template, or a file with one")

@@ -123,7 +123,7 @@ def test_a_deep_schema_is_counted_without_recursion() -> None:
     for _ in range(10_000):
         deep = {"items": deep}
     with pytest.raises(InvalidRequest):
-        check_size(StructuredOutputs(json=deep), "here")
+        check_size(StructuredOutputs(json=deep), "here", 2**16)
 
 
 def test_build_guidance() -> None:

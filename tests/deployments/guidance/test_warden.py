@@ -23,7 +23,7 @@ from rayfin.deployments.guidance.warden import CheckQueue, Warden, _Check
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow(reason="starts processes, which compile bombs")]
 
 
 def schema(value: Any) -> str:
