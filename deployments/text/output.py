@@ -46,6 +46,9 @@ class TextDelta:
 
     def add_events(self, events: Sequence[Event]) -> None:
         """Appends events; neighbours of one kind and one call become one."""
+        if not self.events and len(events) == 1:
+            self.events = list(events)
+            return
         for event in events:
             last = self.events[-1] if self.events else None
             same = last is not None and (last.kind, last.index) == (event.kind, event.index)
@@ -140,7 +143,9 @@ class OutputText:
             parts.finish(result.finish_reason)
             self.finished = True
         result.add_events(parts.take())
-        result.text = "".join(event.text for event in result.events if event.kind == "content")
+        for event in result.events:
+            if event.kind == "content":
+                result.text += event.text
         result.reasoning_tokens = parts.reasoning_tokens - thought
 
     def _pieces(

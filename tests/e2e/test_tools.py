@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +196,11 @@ def test_offline(solo: LLM, choice: Any) -> None:
     assert (last.text, last.tool_calls, last.finish_reason) == (ANSWER, [], "stop")
     plain = solo.chat([{"role": "user", "content": "Hello"}], params, **settings)[0].outputs[0]
     assert (plain.text, plain.tool_calls) == (HELLO, [])
+
+
+def test_the_agent_of_the_page(app: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0]
+    assert len([line for line in program.splitlines() if line.strip()]) <= 22
+    exec(program.replace("http://127.0.0.1:8000", app.url), {})
+    assert capsys.readouterr().out.strip() == ANSWER
