@@ -2,7 +2,7 @@
 
 from rayfin.actors.guidance import Thinking
 from rayfin.deployments.text.parsing.format import ReasoningFormat
-from rayfin.deployments.text.parsing.thought import closed, opened, thought_start
+from rayfin.deployments.text.parsing.thought import closed, thought_start
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 
@@ -23,7 +23,7 @@ def make_thinking(
     """
     if reasoning is None or not reasoning.close or (budget is None and not has_grammar):
         return None
-    if opened(reasoning, opening) and closed(reasoning, opening):
+    if closed(reasoning, opening):  # templates close a thought that is switched off
         return None
     close = reasoning.close[0]
     first = reasoning.open[0] if reasoning.open else ""

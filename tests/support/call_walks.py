@@ -31,7 +31,8 @@ def byte_tokenizer(marks: Sequence[str] = (), special: bool = True) -> text.Toke
 
 def tokens_of(row: ToolFormat | ReasoningFormat) -> list[str]:
     """Those of its marks that models have as single tokens."""
-    return [mark for mark in row.marks if _TOKEN.fullmatch(mark) or mark in row.tokens]
+    whole = [mark for mark in row.marks if not any(token in mark for token in row.tokens)]
+    return [*row.tokens, *(mark for mark in whole if _TOKEN.fullmatch(mark))]
 
 
 class Walker:
@@ -92,4 +93,4 @@ class Walker:
         return rng.choice(sorted(plain if plain and rng.random() < 0.9 else allowed))
 
 
-_CLOSING = tuple('"]})>')
+_CLOSING = tuple('"]})></')

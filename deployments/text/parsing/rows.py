@@ -238,6 +238,7 @@ _TAGGED = (
         value=("", "</｜DSML｜parameter>\n"),
         arguments=("", "</｜DSML｜invoke>"),
         tokens=("｜DSML｜",),
+        triggers=("｜DSML｜",),
     ),
     ToolFormat(
         name="deepseek_v4",
@@ -250,6 +251,7 @@ _TAGGED = (
         value=("", "</｜DSML｜parameter>\n"),
         arguments=("", "</｜DSML｜invoke>"),
         tokens=("｜DSML｜",),
+        triggers=("｜DSML｜",),
     ),
     ToolFormat(
         name="glm45",

@@ -55,13 +55,16 @@ def takes(walker: Walker, rules: CallRules, text: str) -> bool:
     tokens = walker.tokenizer.encode(text, add_special_tokens=False)
     if rules.calls is None:
         return bool(rules.grammar) and walker.accepts(rules.grammar, tokens)
-    starts = [at + 1 for at, token in enumerate(tokens) if token in rules.calls.triggers]
-    for at in starts:
-        matcher = walker.matcher(rules.calls.grammar)
-        matcher.try_consume_tokens(tokens[at:])
-        if matcher.is_error() or not matcher.is_stopped():
+    calls, matcher = 0, None
+    for token in tokens:
+        if matcher is None:
+            if token in rules.calls.triggers:
+                matcher, calls = walker.matcher(rules.calls.grammar), calls + 1
+        elif not matcher.consume_token(token):
             return False
-    return bool(starts)
+        elif matcher.is_stopped():
+            matcher = None
+    return calls > 0 and matcher is None
 
 
 @pytest.mark.parametrize(("choice", "guidance"), WAYS)

@@ -16,7 +16,7 @@ from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 
 pytestmark = pytest.mark.slow(reason="walks through grammars for a minute")
 
-WALKS = 8
+WALKS = 5
 SCHEMAS: dict[str, dict[str, Any]] = {
     "plain": {
         "properties": {
@@ -140,7 +140,7 @@ def test_required_calls_are_of_known_functions(row: ToolFormat) -> None:
         several += len(calls) > 1
         for name, arguments in calls:
             jsonschema.validate(arguments, FUNCTIONS[name])
-    assert several or row.syntax == "channels"
+    assert several or row.syntax in ("channels", "tagged")
 
 
 @pytest.mark.parametrize("row", ROWS)
