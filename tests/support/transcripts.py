@@ -1,6 +1,9 @@
 """Answers as public models write them, by the row of their format, and what they mean."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+from rayfin.deployments.text.parsing.events import Event
 
 WEATHER = {
     "type": "object",
@@ -467,3 +470,15 @@ THOUGHTS = (
     ),
 )
 TRANSCRIPTS = (*JSON_ROWS, *TAGGED_ROWS, *PYTHON_ROWS, *THOUGHTS)
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Events with the texts of neighbours joined."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if last is not None and event.text and last[0::2] == event[0::2] and last.text:
+            result[-1] = last._replace(text=last.text + event.text)
+        else:
+            result.append(event)
+    return result

@@ -10,8 +10,8 @@ from rayfin.deployments.text.parsing.python_calls import BracesCalls, PythonCall
 from rayfin.deployments.text.parsing.tagged_calls import TaggedCalls
 
 Outcome = Literal["called", "broken", "refused"]
-"""called: calls, and all marks were read; broken: text behind a call is no part of its format;
-refused: no call, its text was given back."""
+"""called: calls, with their last mark; broken: the mark behind a call is still to come, as other
+text is before it; refused: no call, its text was given back."""
 
 
 class FinishReason:
@@ -47,6 +47,7 @@ class CallReader:
         around = (*row.begins, *self._ends, row.separator.strip())
         self._around = marks(*around)
         self._section_end = row.section[1].strip()
+        self._is_closed = False  # a mark behind the last call was read
         # Further objects may follow without a mark of their own.
         self._in_a_row = row.syntax == "json" and row.layout == "object" and not row.call[0]
 
@@ -57,6 +58,7 @@ class CallReader:
             kind: what text is that turns out to be no call.
         """
         calls = self._writer.calls
+        self._writer.named = False
         following: str | None = mark
         while following is not None:
             before = self._writer.calls
@@ -66,7 +68,8 @@ class CallReader:
             self._feed.record()
             following = yield from self._read_marks()
         self._give_back(kind)
-        return "called"
+        needs_end = bool(mark and (self._row.call[1] or self._row.section[1]))
+        return "broken" if needs_end and not self._is_closed else "called"
 
     def _read_body(self, mark: str) -> Steps[bool]:
         while mark:
@@ -86,6 +89,7 @@ class CallReader:
     def _read_marks(self) -> Steps[str | None]:
         """Reads what stands behind a call; returns the mark of the next, "" if it has none."""
         section_open = True
+        self._is_closed = False
         while True:
             char = yield from self._feed.skip()
             mark = yield from self._feed.match(self._around)
@@ -95,6 +99,7 @@ class CallReader:
                 return "" if self._in_a_row and section_open and char == "{" else None
             if mark in self._ends:
                 self._feed.record()
+                self._is_closed = True
                 section_open = section_open and mark != self._section_end
 
     def _settle(self, marked: bool, emitted: bool, kind: EventKind) -> None:
@@ -102,12 +107,14 @@ class CallReader:
         writer, feed = self._writer, self._feed
         if writer.is_open:
             writer.give_up()
+            if not feed.ended:
+                writer.add(kind, feed.release())
         elif not feed.ended or feed.pos < len(feed.text):
             writer.unparsed += marked
             writer.add(kind, feed.release())
         elif emitted:
             pass  # only marks are missing
-        elif self._reason.is_cut and (marked or self._forced):
+        elif self._reason.is_cut and (marked or self._forced or writer.named):
             writer.cut += 1
         else:
             writer.unparsed += marked

@@ -42,30 +42,38 @@ class EventWriter:
         self.functions = functions
         self.calls = 0  # that have begun
         self.is_open = False  # the last one has not ended
+        self.named = False  # a function was, whether or not its call has begun
         self.in_thought = False  # a call ends a thought
         self.unparsed = 0  # calls that became content
         self.cut = 0  # calls without an end
         self._events: list[Event] = []
+        self._kind: EventKind = "content"  # of texts that become one event
+        self._texts: list[str] = []
 
     def drain(self) -> list[Event]:
         """Returns the events since the last call."""
+        self._flush()
         events, self._events = self._events, []
         return events
 
     def add(self, kind: EventKind, text: str) -> None:
-        """Adds text that is no part of a call."""
+        """Adds text; of arguments it is the open call's."""
+        if kind != self._kind:
+            self._flush()
+            self._kind = kind
         if text:
-            self._events.append(new_event((kind, text, 0, "")))
+            self._texts.append(text)
 
     def find(self, name: str) -> str | None:
         """Returns the function that a model means by this name, or None."""
-        if name in self.functions:
-            return name
         short = name.removeprefix("functions.")
-        return short if short in self.functions else None
+        known = name if name in self.functions else short if short in self.functions else None
+        self.named = self.named or known is not None
+        return known
 
     def begin(self, name: str) -> None:
         """Begins a call."""
+        self._flush()
         self._events.append(Event("call", "", self.calls, name))
         self.calls += 1
         self.is_open = True
@@ -73,11 +81,11 @@ class EventWriter:
 
     def arguments(self, text: str) -> None:
         """Adds a piece of the open call's arguments."""
-        if text:
-            self._events.append(new_event(("arguments", text, self.calls - 1, "")))
+        self.add("arguments", text)
 
     def end(self) -> None:
         """Ends the open call, whose arguments are whole."""
+        self._flush()
         self._events.append(Event("call_end", "", self.calls - 1))
         self.is_open = False
 
@@ -85,3 +93,9 @@ class EventWriter:
         """Ends the open call, whose arguments are not whole."""
         self.is_open = False
         self.cut += 1
+
+    def _flush(self) -> None:
+        if self._texts:
+            index = self.calls - 1 if self._kind == "arguments" else 0
+            self._events.append(new_event((self._kind, "".join(self._texts), index, "")))
+            self._texts.clear()

@@ -59,9 +59,12 @@ class ToolFormat:
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The marks that begin a section or a call in a text, without blanks."""
-        first = self.call[0] or (self.function[0] if self.syntax == "tagged" else "")
-        return _distinct(self.section[0], first, *self.openings)
+        """The marks that begin a section or a call in a text, without blanks.
+
+        Models leave out the marks around a tag of a function, which is one then.
+        """
+        tag = self.function[0] if self.syntax == "tagged" else ""
+        return _distinct(self.section[0], self.call[0], tag, *self.openings)
 
     @property
     def ends(self) -> tuple[str, ...]:

@@ -122,7 +122,7 @@ class JsonCalls:
         text = yield from self._read_value(self._feed.room)
         if text is not None and text.startswith('"'):
             text = check_json(json.loads(text) or "{}")
-        text = "{}" if text == "null" else text
+        text = "{}" if text in ("null", "[]") else text
         if text is None or not text.startswith("{"):
             return False
         call.arguments = text

@@ -133,13 +133,13 @@ class AnswerReader:
         self._writer = writer
         self._tools = tools
         self._forced = forced
-        self._reason = reason
         self._calls = CallReader(feed, writer, tools, bool(forced), reason) if tools else None
         marks = feed.markers.marks
         begins = tools.begins if tools is not None else ()
         ends = (*tools.ends, tools.arguments[1].strip()) if tools is not None else ()
         row = reasoning or ReasoningFormat(name="none")
-        self._opens, self._begins, self._closes = set(row.open), set(begins), set(row.close)
+        self._opens, self._begins, self._dropped = set(row.open), set(begins), set(row.dropped)
+        self._last_mark = (tools.section[1] or tools.call[1]).strip() if tools is not None else ""
         self._first = marks(*row.open, *begins, *row.dropped)
         self._stops = self._usual_stops = marks(*begins, *row.dropped)
         self._stops_of_broken = marks(*begins, *row.dropped, *ends)
@@ -159,11 +159,14 @@ class AnswerReader:
                 yield from self._read_thought()
             elif mark in self._begins or (not mark and self._at_start and self._is_bare(char)):
                 yield from self._read_calls(mark, "content")
-            elif mark:
-                # It stands around the answer, or a broken call has left it.
+            elif mark in self._dropped:
                 feed.forget()
                 yield from feed.skip_newlines()
                 self._begin_again()
+            elif mark:  # a broken call has left it
+                feed.forget()
+                if mark == self._last_mark:
+                    self._begin_again()
             else:
                 self._writer.add("content", feed.release())
                 if not char:
@@ -233,12 +236,12 @@ class AnswerReader:
         feed, writer = self._feed, self._writer
         name = writer.find(self._forced)
         feed.record()
-        if name is None or (yield from read_arguments(feed, writer, name)):
+        if name is None:
+            feed.forget()
+        elif (yield from read_arguments(feed, writer, name)):
+            yield from feed.skip()
             feed.forget()
         elif writer.is_open:
             writer.give_up()
-        elif feed.ended and self._reason.is_cut:
-            writer.cut += 1
-            feed.forget()
         else:
             writer.add("content", feed.release())

@@ -116,9 +116,11 @@ class ValueReader:
         elif self._dialect.is_python:
             return False
         else:
+            feed.record()
             key = yield from feed.until(self._colon, MAX_WORD)
             if key is None:
                 return False
+            feed.forget()
             self._writer.arguments(f'"{escape(feed.markers.decode(key).strip())}"')
         if (yield from feed.skip()) != ":":
             return False
@@ -130,10 +132,15 @@ class ValueReader:
         quote = yield from self._feed.match(self._dialect.quotes)
         if quote:
             return (yield from self._read_string(quote))
-        text = yield from self._feed.until(self._dialect.stops, MAX_WORD)
-        value = None if text is None else self._as_json(self._feed.markers.decode(text).strip())
-        self._writer.arguments(value or "")
-        return value is not None
+        feed = self._feed
+        feed.record()
+        text = yield from feed.until(self._dialect.stops, MAX_WORD)
+        value = None if text is None else self._as_json(feed.markers.decode(text).strip())
+        if value is None:
+            return False
+        feed.forget()
+        self._writer.arguments(value)
+        return True
 
     def _as_json(self, text: str) -> str | None:
         if text in _WORDS:
@@ -174,12 +181,15 @@ class ValueReader:
         while True:
             found = stop.find(feed.text, feed.pos, feed.ended)
             writer.arguments(escape(feed.markers.decode(feed.take(found.start))))
-            if found.mark:
+            if found.mark == quote:
                 feed.take(found.end)
-                if found.mark == quote:
-                    return True
+                return True
+            if found.mark:
+                feed.record()
+                feed.take(found.end)
                 if not (yield from self._read_escape()):
                     return False
+                feed.forget()
                 continue
             if feed.pos == len(feed.text):
                 feed.direct = direct
@@ -268,13 +278,15 @@ class PythonCalls:
         char = yield from feed.skip()
         first = True
         while char != ")":
+            if not first:
+                feed.record()
             key = yield from self._read_word()
             if not key or (yield from feed.skip()) != "=":
                 return False
             feed.take(feed.pos + 1)
+            feed.forget()
             if first:
                 writer.begin(name)
-                feed.forget()
             writer.arguments(("{" if first else ", ") + f'"{escape(key)}": ')
             first = False
             if not (yield from self._values.read()):

@@ -85,6 +85,7 @@ class TaggedCalls:
             if not (yield from self._read_parameter(name, "{" if first else ", ")):
                 return False
             first = False
+            feed.record()
         if first:
             writer.begin(name)
         writer.arguments("{}" if first else "}")
@@ -94,6 +95,7 @@ class TaggedCalls:
 
     def _read_parameter(self, name: str, before: str) -> Steps[bool]:
         feed, writer, row = self._feed, self._writer, self._row
+        feed.record()
         text = yield from feed.until(self._key_ends, MAX_NAME)
         if text is None:
             return False
@@ -103,6 +105,7 @@ class TaggedCalls:
             yield from feed.skip()
             if not (yield from feed.match(self._value_open)):
                 return False
+        feed.forget()
         writer.arguments(f'{before}"{escape(key)}": ')
         if row.edges[0] and (yield from feed.peek()) == "\n":
             feed.take(feed.pos + 1)
@@ -123,7 +126,7 @@ class TaggedCalls:
         while True:
             found = self._value_end.find(feed.text, feed.pos, feed.ended)
             end = found.start
-            if edge and end > feed.pos and feed.text[end - 1] == edge:
+            if edge and feed.text.endswith(edge, feed.pos, end) and (found.mark or not feed.ended):
                 end -= 1  # it goes if the tag follows
             writer.arguments(escape(feed.markers.decode(feed.take(end))))
             if found.mark:
@@ -137,10 +140,12 @@ class TaggedCalls:
 
     def _read_json(self, types: frozenset[str]) -> Steps[bool]:
         """Holds a value to its closing tag, and emits it."""
+        self._feed.record()
         text = yield from self._feed.until(self._value_end, MAX_HELD)
         if text is None:
             return False
         yield from self._feed.match(self._value_end)
+        self._feed.forget()
         text = self._feed.markers.decode(text).removesuffix(self._row.edges[1])
         self._writer.arguments(to_json(text, types))
         return True

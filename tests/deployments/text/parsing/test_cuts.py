@@ -18,7 +18,7 @@ from rayfin.deployments.text.parsing.rows import (
     find_reasoning_format,
     find_tool_format,
 )
-from transcripts import FUNCTIONS, TRANSCRIPTS, Transcript
+from transcripts import FUNCTIONS, TRANSCRIPTS, Transcript, joined
 
 FRAGMENTS = (
     *('{"name": "get_weather", "arguments": ', '{"city": "Paris"}', '"tool_name": "get_time"'),
@@ -44,18 +44,6 @@ SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
 )
 Symbols = Sequence[Piece]
-
-
-def joined(events: Iterable[Event]) -> list[Event]:
-    """Events with the texts of neighbours joined."""
-    result: list[Event] = []
-    for event in events:
-        last = result[-1] if result else None
-        if last is not None and event.text and last[0::2] == event[0::2] and last.text:
-            result[-1] = last._replace(text=last.text + event.text)
-        else:
-            result.append(event)
-    return result
 
 
 def symbols_of(pieces: Iterable[Piece]) -> list[Piece]:
