@@ -10,10 +10,9 @@ from urllib.parse import quote
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.structured_outputs import StructuredOutputs
-from rayfin.deployments.guidance.build import build_guidance
+from rayfin.deployments.guidance.build import answer_grammar, build_guidance
 from rayfin.deployments.guidance.calls import make_call_rules
-from rayfin.deployments.guidance.fields import check_size
-from rayfin.deployments.guidance.grammar import make_grammar
+from rayfin.deployments.guidance.fields import size_up_to
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.thinking import make_thinking
 from rayfin.deployments.guidance.tool_choice import KNOWN_TOOLS, FunctionTool, ToolChoice
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from rayfin.deployments.text.parsing.parser import OutputParser
 
 MANY_TOOLS = 32  # from which on their rules are made off the event loop
+LONG_FORM = 4096  # bytes, from which on the same holds
 UNENFORCED = "x-rayfin-unenforced"
 LONGEST_HEADER = 4096  # bytes; proxies refuse the headers of an answer beyond 8 KiB or so
 
@@ -41,6 +41,13 @@ class AnswerRules:
     structured_param: str = "response_format"  # its path in the request, for errors
     budget: int | None = None  # tokens of a thought
     budget_param: str = "thinking_token_budget"
+
+    @property
+    def take_long(self) -> bool:
+        """Whether their grammars are made off the event loop."""
+        if len(self.tools) > MANY_TOOLS:
+            return True
+        return self.structured is not None and size_up_to(self.structured, LONG_FORM) > LONG_FORM
 
     @property
     def grammar_param(self) -> str:
@@ -113,7 +120,7 @@ async def plan_answers(
         earlier_calls,
         service.warden.max_bytes,
     )
-    plan = await asyncio.to_thread(make) if len(rules.tools) > MANY_TOOLS else make()
+    plan = await asyncio.to_thread(make) if rules.take_long else make()
     return await _checked(service, plan, rules, tenant)
 
 
@@ -124,7 +131,8 @@ async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = 
         InvalidRequest, Overloaded: as :func:`plan_answers`.
     """
     most = service.warden.max_bytes
-    plan = make_plan(Detected(), service.tokenizer, rules, max_grammar_bytes=most)
+    make = partial(make_plan, Detected(), service.tokenizer, rules, max_grammar_bytes=most)
+    plan = await asyncio.to_thread(make) if rules.take_long else make()
     return await _checked(service, plan, rules, tenant)
 
 
@@ -162,12 +170,8 @@ def make_plan(
         )
     answer = None
     if rules.structured is not None:
-        check_size(rules.structured, rules.structured_param, max_grammar_bytes)
-        answer = make_grammar(
-            rules.structured,
-            rules.structured_param,
-            special_tokens=tokenizer.added_ids,
-            max_bytes=max_grammar_bytes,
+        answer = answer_grammar(
+            rules.structured, rules.structured_param, tokenizer, max_grammar_bytes
         )
     calls = _call_rules(
         formats.tools,

@@ -122,28 +122,30 @@ def read_structured_outputs(value: object, path: str) -> AnswerFormat:
 
 
 def check_size(outputs: StructuredOutputs, param: str, most: int) -> None:
-    """Refuses a form that is longer than ``most`` bytes, about as compact JSON.
-
-    It stops counting there, so that a form of megabytes costs no more.
-    """
-    left = most
-    waiting: list[Any] = [getattr(outputs, kind) for kind in KINDS]
-    while waiting and left >= 0:
-        value = waiting.pop()
-        if isinstance(value, str):
-            left -= len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
-        elif isinstance(value, Mapping):
-            left -= sum(len(str(name)) for name in value) + 4 * len(value)
-            waiting += value.values()
-        elif isinstance(value, list | tuple):
-            left -= len(value)
-            waiting += value
-    if left < 0:
+    """Refuses a form that is longer than ``most`` bytes, about as compact JSON."""
+    if size_up_to(outputs, most) > most:
         raise InvalidRequest(
             f"{param} is too complex: it has more than {most} bytes (--max-grammar-bytes).",
             param,
             "schema_too_complex",
         )
+
+
+def size_up_to(outputs: StructuredOutputs, most: int) -> int:
+    """Returns the bytes of a form. It stops counting beyond ``most``: megabytes cost no more."""
+    size = 0
+    waiting: list[Any] = [getattr(outputs, kind) for kind in KINDS]
+    while waiting and size <= most:
+        value = waiting.pop()
+        if isinstance(value, str):
+            size += len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
+        elif isinstance(value, Mapping):
+            size += sum(len(str(name)) for name in value) + 4 * len(value)
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            size += len(value)
+            waiting += value
+    return size
 
 
 def _schema_format(given: Mapping[str, Any], path: str, named: bool) -> AnswerFormat:

@@ -1,5 +1,6 @@
 """The fields that ask for a form, as one StructuredOutputs and the path of its grammar."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import CallGrammar, Guidance, Thinking
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.generation.plan import OutputPlan
-from rayfin.deployments.guidance.build import build_guidance
+from rayfin.deployments.guidance import build
+from rayfin.deployments.guidance.build import answer_grammar, build_guidance
 from rayfin.deployments.guidance.calls import CallRules
 from rayfin.deployments.guidance.fields import (
     AnswerFormat,
@@ -17,6 +19,9 @@ from rayfin.deployments.guidance.fields import (
     read_response_format,
     read_structured_outputs,
 )
+from rayfin.deployments.guidance.grammar import make_grammar
+from rayfin.deployments.serve.preflight import DEMO_FOLDER
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object"}
 
@@ -124,6 +129,28 @@ def test_a_deep_schema_is_counted_without_recursion() -> None:
         deep = {"items": deep}
     with pytest.raises(InvalidRequest):
         check_size(StructuredOutputs(json=deep), "here", 2**16)
+
+
+def test_a_form_that_was_seen_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.load(str(DEMO_FOLDER))
+    schema = {"type": "object", "properties": {"z": {}, "a": {}}, "title": "seen once"}
+    form, same = (StructuredOutputs(json=json.loads(json.dumps(schema))) for _ in range(2))
+    first = answer_grammar(form, "here", tokenizer)
+    assert first == make_grammar(form, "here", special_tokens=tokenizer.added_ids)
+    monkeypatch.setattr(build, "make_grammar", None)
+    assert answer_grammar(same, "here", tokenizer) is first
+    for other in (
+        StructuredOutputs(json=schema, strict=False),
+        StructuredOutputs(json={**schema, "properties": {"a": {}, "z": {}}}),  # another order
+    ):
+        with pytest.raises(TypeError):
+            answer_grammar(other, "here", tokenizer)
+
+
+def test_what_is_no_json_is_refused() -> None:
+    tokenizer = Tokenizer.load(str(DEMO_FOLDER))
+    with pytest.raises(InvalidRequest):
+        answer_grammar(StructuredOutputs(json={"const": {1, 2}}), "here", tokenizer)
 
 
 def test_build_guidance() -> None:
