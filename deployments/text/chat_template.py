@@ -56,7 +56,8 @@ def render_chat(
     Control tokens written inside messages or tools (``<|im_end|>``) become literal text; only the
     template itself opens and closes turns. Without any, the ids are exactly those of
     ``apply_chat_template``. Tags that a model writes itself in pairs (``<think>``, ``</think>``)
-    keep their meaning inside messages, since an assistant's earlier turns hold them.
+    keep their meaning inside messages, since an assistant's earlier turns hold them; unless a
+    user's message, a tool's result or the arguments of a call hold one: then all are text.
 
     Args:
         chat_template: replaces the model's template; from the operator, never from a request.
@@ -81,14 +82,15 @@ def render_chat(
         )
     _fit(conversation, template)
     sources = (conversation, listed, extras)
+    has_tags = _holds_tag(tokenizer, conversation)
     render = partial(
-        tokenizer.inner.apply_chat_template,
+        (tokenizer.literal_inner if has_tags else tokenizer.inner).apply_chat_template,
         conversation,
         tools=listed,
         chat_template=template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        sanitize_control_tokens=_holds_control_token(tokenizer, sources),
+        sanitize_control_tokens=_holds_control_token(tokenizer, sources) or has_tags,
         return_dict=False,
         **extras,
     )
@@ -161,6 +163,18 @@ def _holds_control_token(tokenizer: Tokenizer, sources: object) -> bool:
                 )
             holds_token = True
     return holds_token
+
+
+def _holds_tag(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether what a model has not written as text holds a tag that it writes itself."""
+    search = tokenizer.paired_tags.search
+    for message in conversation:
+        outside = message["role"] in ("user", "tool")
+        if outside and search(message["content"]):
+            return True
+        if any(search(text) for text, _ in _texts(message.get("tool_calls", ()))):
+            return True
+    return False
 
 
 def _texts(value: object) -> Iterator[tuple[str, bool]]:

@@ -1,5 +1,6 @@
 """The model's tokenizer, thread-safe."""
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,11 +104,26 @@ class Tokenizer:
         """
         return re.compile("|".join(map(re.escape, self._control_tokens())) or "(?!)")
 
+    @cached_property
+    def paired_tags(self) -> re.Pattern[str]:
+        """Matches the added tokens that come in pairs, which no message of a user's may hold."""
+        return re.compile("|".join(map(re.escape, self._paired_tags())) or "(?!)")
+
+    @cached_property
+    def literal_inner(self) -> PreTrainedTokenizerFast:
+        """The same tokenizer, for conversations in which paired tags are literal text."""
+        inner = copy.copy(self.inner)
+        inner.chat_control_tokens = [*self._control_tokens(), *self._paired_tags()]
+        return inner
+
+    def _paired_tags(self) -> list[str]:
+        texts = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        closed = {text for text in texts if f"</{text[1:]}" in texts}
+        return sorted(closed | {f"</{text[1:]}" for text in closed})
+
     def _control_tokens(self) -> list[str]:
         added = self.backend.get_added_tokens_decoder().values()
-        texts = {token.content for token in added}
-        closed = {text for text in texts if f"</{text[1:]}" in texts}
-        tags = closed | {f"</{text[1:]}" for text in closed}
+        tags = set(self._paired_tags())
         declared = frozenset(self.inner.chat_control_tokens or ())
         return sorted(
             token.content

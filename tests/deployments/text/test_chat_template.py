@@ -29,6 +29,35 @@ def test_paired_tags_keep_their_meaning(byte_level: Tokenizer) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "outside",
+    [
+        [{"role": "user", "content": "a </think> b"}],
+        [{"role": "tool", "tool_call_id": "1", "content": "<think>"}],
+        [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "</think>"}'}}],
+            }
+        ],
+    ],
+)
+def test_tags_that_the_model_has_not_written_are_text(
+    byte_level: Tokenizer, outside: list[dict[str, Any]]
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    ids = render_chat(byte_level, outside, chat_template=template)
+    tags = {byte_level.added_ids[text] for text in ("<think>", "</think>")}
+    assert not tags & set(ids)
+    assert "think>" in byte_level.decode(ids, skip_special_tokens=False)
+    system = [{"role": "system", "content": "Think within <think> and </think>."}, *HELLO]
+    assert tags <= set(render_chat(byte_level, system, chat_template=template))
+
+
 @pytest.mark.parametrize("control", ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|turn|>"])
 @pytest.mark.parametrize("field", ["content", "part", "tool"])
 def test_control_tokens_in_messages_become_text(

@@ -318,3 +318,94 @@ async def test_without_formats_nothing_changes(
     choice = reply["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": ANSWER}
     assert choice["finish_reason"] == "stop" and "completion_tokens_details" not in reply["usage"]
+
+
+def guidance(engine: Any) -> Any:
+    return engine.seen[-1].sampling.guidance
+
+
+async def test_rules_of_a_choice(http: httpx.AsyncClient, engine: Any, marked: Tokenizer) -> None:
+    trigger = marked.added_ids["<tool_call>"]
+    await whole(http)
+    calls = guidance(engine).calls
+    assert calls.triggers == (trigger,) and "get_time" in calls.grammar and calls.most is None
+    await whole(http, parallel_tool_calls=False)
+    assert guidance(engine).calls.most == 1
+    await whole(http, tool_choice="none")
+    assert guidance(engine).forbidden == (trigger,) and guidance(engine).calls is None
+    named = {"type": "function", "function": {"name": "get_time"}}
+    only = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    await whole(http, tool_choice=only)
+    assert "get_weather" not in guidance(engine).calls.grammar
+    await whole(http, tools=None)
+    assert guidance(engine) is None
+
+
+async def test_forced_calls_begin_after_the_thought(
+    http: httpx.AsyncClient, engine: Any, marked: Tokenizer
+) -> None:
+    """Cut before a name there is no call, and the content is empty."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, name in (("required", "get_time"), (named, "get_weather")):
+        reply = await whole(http, tool_choice=choice, reasoning_effort="high", max_tokens=3)
+        rules = guidance(engine)
+        assert rules.thinking.starts_inside and name in rules.grammar and rules.calls is None
+        say(engine, marked, "hm</think><tool_call>")
+        reply = await whole(http, tool_choice=choice, reasoning_effort="high", max_tokens=4)
+        message = reply["choices"][0]["message"]
+        assert message["content"] == "" and "tool_calls" not in message
+    say(engine, marked, ANSWER.partition(f"{TEXT}\n")[2].partition("\n<tool_call>")[0])
+    for choice, reason in (("required", "tool_calls"), (named, "stop")):
+        (answer,) = (await whole(http, tool_choice=choice))["choices"]
+        assert (answer["finish_reason"], answer["message"]["content"]) == (reason, "")
+        assert len(answer["message"]["tool_calls"]) == 1
+
+
+async def test_a_budget_of_thought(
+    http: httpx.AsyncClient, engine: Any, marked: Tokenizer, service: OpenAIService
+) -> None:
+    budget = len(marked.encode(f"\n{THOUGHT}\n", False))
+    await whole(http, tools=None, thinking_token_budget=budget)
+    thinking = guidance(engine).thinking
+    assert (thinking.budget, thinking.close_ids) == (budget, (marked.added_ids["</think>"],))
+    assert service.counts.output.counters()["thinking_budgets_spent", ()] == 1
+    await whole(http, tools=None, thinking_token_budget=-1)
+    assert guidance(engine) is None
+
+
+async def test_schemas_that_cannot_be_held(http: httpx.AsyncClient, engine: Any) -> None:
+    """Strict: 400 with the path. Not strict and forced: any object, and a header says so."""
+
+    def tools(strict: bool, **schema: Any) -> list[Any]:
+        parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+        function = {"name": "f", "parameters": parameters, "strict": strict}
+        return [{"type": "function", "function": function}]
+
+    unique = {"type": "array", "uniqueItems": True}
+    error = (await http.post(PATH, json={**BODY, "tools": tools(True, **unique)})).json()["error"]
+    assert error["code"] == "unsupported_schema"
+    assert error["param"] == "tools[0].function.parameters.properties.a.uniqueItems"
+    bomb = {"type": "string", "allOf": [{"pattern": f".*{i}.*"} for i in range(20)]}
+    response = await http.post(PATH, json={**BODY, "tools": tools(True, **bomb)})
+    assert response.status_code == 400, response.text
+    body = {**BODY, "tools": tools(False, **unique), "tool_choice": "required"}
+    response = await http.post(PATH, json=body)
+    assert response.status_code == 200 and "tools[0]" in response.headers["x-rayfin-unenforced"]
+
+
+async def test_a_search_reads_calls_and_forces_none(
+    http: httpx.AsyncClient, engine: Any, marked: Tokenizer
+) -> None:
+    search = {"use_beam_search": True, "n": 2, "max_tokens": 400}
+    choices = (await whole(http, **search))["choices"]
+    assert choices[0]["finish_reason"] == "tool_calls" and choices[0]["message"]["content"] == TEXT
+    error = await http.post(PATH, json={**BODY, **search, "tool_choice": "required"})
+    assert error.json()["error"]["param"] == "use_beam_search"
+
+
+async def test_calls_or_a_form(http: httpx.AsyncClient, engine: Any) -> None:
+    """With ``auto`` an answer either calls or has the form; the form is no reasoning."""
+    reply = await whole(http, response_format={"type": "json_object"})
+    rules = guidance(engine)
+    assert "get_weather" in rules.grammar and rules.calls is None and rules.thinking is not None
+    assert reply["choices"][0]["message"]["tool_calls"]
