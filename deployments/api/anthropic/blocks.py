@@ -29,7 +29,8 @@ BlockEvent = BlockStart | BlockDelta | BlockStop
 class _Block:
     start: ContentBlock  # without its pieces
     pieces: list[str] = field(default_factory=list)
-    stopped: bool = False  # by a later block, or by the end of its call
+    stopped: bool = False
+    ended: bool = False  # the call is whole; one that broke off is stopped only
 
     @property
     def whole(self) -> str:
@@ -59,6 +60,7 @@ class ReplyBlocks:
                 block = ToolUseBlock(id=call_ids[event.index], name=event.name, input={})
                 written += self._open(block)
             elif event.kind == "call_end":
+                self._blocks[-1].ended = True
                 written += self.stop()
             elif event.text and (event.kind != "reasoning" or self._shows_thinking):
                 written += self._add(event)
@@ -77,7 +79,7 @@ class ReplyBlocks:
         return [BlockDelta(index=index, delta=signature), stop]
 
     def content(self) -> list[ContentBlock]:
-        """Returns the whole blocks; a call that was cut is left out."""
+        """Returns the whole blocks; a call that was cut or broke off is left out."""
         blocks = [_finished(block) for block in self._blocks]
         return [block for block in blocks if block is not None]
 
@@ -109,7 +111,7 @@ def _finished(block: _Block) -> ContentBlock | None:
         return TextBlock(text=block.whole)
     if block.start.type == "thinking":
         return ThinkingBlock(thinking=block.whole, signature=_signature(block.whole))
-    given = _input(block.whole) if block.stopped else None
+    given = _input(block.whole) if block.ended else None
     return None if given is None else block.start.model_copy(update={"input": given})
 
 

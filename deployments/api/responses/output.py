@@ -50,6 +50,7 @@ class OutputItem:
     name: str = ""
     pieces: list[ResponsePiece] = field(default_factory=list)
     closed: bool = False
+    ended: bool = False  # the call is whole; one that broke off is closed only
 
     @property
     def text(self) -> str:
@@ -70,9 +71,11 @@ class OutputItem:
 
     def status(self, response: Status) -> ItemStatus:
         """Returns the item's status in a response that has the status ``response``."""
-        if self.closed or response == "completed":
-            return "completed"
-        return "in_progress" if response in ("queued", "in_progress") else "incomplete"
+        if not self.closed and response in ("queued", "in_progress"):
+            return "in_progress"
+        if self.kind == "function_call":
+            return "completed" if self.ended else "incomplete"
+        return "completed" if self.closed or response == "completed" else "incomplete"
 
     def reply(self, status: ItemStatus) -> OutputMessage | ReasoningItem | FunctionCallItem:
         """Returns the item as it stands."""
@@ -136,6 +139,7 @@ class ResponseOutput:
                 opened = self._open("function_call")
                 opened.call_id, opened.name = call_ids[event.index], event.name
             elif event.kind == "call_end":
+                self.items[-1].ended = True
                 self.close()
             elif event.kind == "content" and (event.text or waiting):
                 self._item("message").pieces.append(ResponsePiece(event.text, waiting))
@@ -172,7 +176,7 @@ class ResponseOutput:
         if mark.items:
             last, more = self.items[mark.items - 1], added.pop(0)
             last.pieces[mark.pieces :] = more.pieces
-            last.closed = more.closed
+            last.closed, last.ended = more.closed, more.ended
         self.items[mark.items :] = added
 
     def _item(self, kind: OutputKind) -> OutputItem:

@@ -111,6 +111,13 @@ def test_a_call_that_is_cut_is_streamed_but_not_in_the_whole() -> None:
     assert "".join(e["delta"]["partial_json"] for e in events if "delta" in e) == '{}{"a"'
 
 
+def test_a_call_that_broke_off_is_streamed_but_not_in_the_whole() -> None:
+    blocks = ReplyBlocks()
+    events = all_events(blocks, [*call(0, "{", ended=False), Event("content", "look")])
+    assert [event["type"] for event in events].count("content_block_stop") == 2
+    assert [block.type for block in blocks.content()] == ["text"]
+
+
 def test_thinking_may_be_left_out() -> None:
     blocks = ReplyBlocks(shows_thinking=False)
     all_events(blocks, [Event("reasoning", "hm"), Event("content", "look")])

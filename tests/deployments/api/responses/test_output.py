@@ -69,7 +69,7 @@ def answers(draw: st.DrawFn) -> list[list[Event]]:
     for kind in draw(st.lists(st.sampled_from(["reasoning", "content", "call"]), max_size=6)):
         if kind == "call":
             pieces = draw(st.lists(text, max_size=3))
-            events += call(next(calls), *pieces)
+            events += call(next(calls), *pieces, ended=draw(st.booleans()))
         else:
             said = draw(st.lists(text, max_size=3))
             events += [Event(kind, piece) for piece in said]  # type: ignore[arg-type]
@@ -131,6 +131,17 @@ def test_a_call_that_is_cut_is_incomplete_and_not_continued(pieces: tuple[str, .
     ]
     kept = state.conversation()
     assert [item.id for item in kept] == [item.id for item in said[:2]]
+
+
+def test_a_call_that_broke_off_is_incomplete() -> None:
+    """It has no end; what follows closes it."""
+    state = state_of()
+    add(state, [*call(0, "{", ended=False), TEXT, *call(1, "{}")])
+    assert [item.status for item in state.response().output][:1] == ["incomplete"]
+    state.finish("completed")
+    said = state.response().output
+    assert [item.status for item in said] == ["incomplete", "completed", "completed"]
+    assert [item.id for item in state.conversation()] == [item.id for item in said[1:]]
 
 
 def test_text_without_a_start_is_one_empty_message() -> None:
