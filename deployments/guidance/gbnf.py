@@ -69,6 +69,13 @@ class SpecialToken:
 
 
 @dataclass(slots=True, frozen=True)
+class Text:
+    """Characters that stand together; there may be none."""
+
+    value: str
+
+
+@dataclass(slots=True, frozen=True)
 class Several:
     """Parts one after the other, or one of them, or one of them again and again."""
 
@@ -78,7 +85,7 @@ class Several:
     most: int | None = 1
 
 
-Element = Chars | Reference | SpecialToken | Several
+Element = Chars | Text | Reference | SpecialToken | Several
 
 
 def gbnf_to_lark(text: str, path: str, *, special_tokens: Mapping[str, int], max_bytes: int) -> str:
@@ -233,16 +240,16 @@ class _Reader:
     def _string(self) -> Element:
         start = self._at
         self._at += 1
-        points: list[int] = []
+        text: list[str] = []
         while self._peek() != '"':
             if not self._peek() or self._peek() == "\n":
                 self._at = start
                 raise self._invalid("has a string without an end")
-            points.append(self._character())
+            text.append(chr(self._character()))
         self._at += 1
-        check_literal("".join(map(chr, points)), self._path)
-        parts = tuple(Chars(((point, point),)) for point in points)
-        return parts[0] if len(parts) == 1 else Several(parts, "all")
+        value = "".join(text)
+        check_literal(value, self._path)
+        return Text(value)
 
     def _set(self) -> Element:
         start = self._at
@@ -334,6 +341,8 @@ class _Writer:
         match element:
             case Chars():
                 return element
+            case Text(value):
+                return Sequence(tuple(Chars(((ord(c), ord(c)),)) for c in value))
             case Reference(name):
                 if name not in self._parts:
                     self._parts[name] = None  # while it is made: recursion
@@ -359,6 +368,8 @@ class _Writer:
         match element:
             case Chars():
                 return regex(write(element))
+            case Text(value):
+                return literal(value)
             case Reference(name):
                 return self._names[name]
             case SpecialToken(number):
@@ -375,8 +386,7 @@ class _Writer:
         texts: list[str] = []
         for element, after in reversed(self._with_follows(elements, follow)):
             texts.append(self._element(element, after, depth + 1))
-        merged = _merge_characters(elements, texts[::-1])
-        return " ".join(merged) if merged else '""'
+        return " ".join(texts[::-1]) if texts else '""'
 
     def _repeat(self, element: Several, follow: Ranges, depth: int) -> str:
         inner, least, most = element.parts[0], element.least, element.most
@@ -422,6 +432,8 @@ class _Writer:
         match element:
             case Chars(ranges):
                 return ranges, False
+            case Text(value):
+                return ((((ord(value[0]),) * 2),) if value else ()), not value
             case Reference(name):
                 return self._firsts[name]
             case SpecialToken():
@@ -477,25 +489,6 @@ class _Writer:
             first, empty = self._first(element)
             follow = _join(first, follow) if empty else first
         return pairs[::-1]
-
-
-def _merge_characters(elements: tuple[Element, ...], texts: list[str]) -> list[str]:
-    """Single characters that stand together are one string."""
-    merged: list[str] = []
-    run = ""
-    for element, text in zip(elements, texts, strict=True):
-        if isinstance(element, Chars) and _is_single(element):
-            run += chr(element.ranges[0][0])
-            continue
-        if run:
-            merged.append(literal(run))
-            run = ""
-        merged.append(text)
-    return [*merged, literal(run)] if run else merged
-
-
-def _is_single(chars: Chars) -> bool:
-    return len(chars.ranges) == 1 and chars.ranges[0][0] == chars.ranges[0][1]
 
 
 def _join(*several: Ranges) -> Ranges:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llguidance import LLMatcher
-
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.gbnf import gbnf_to_lark
@@ -100,9 +98,8 @@ def _from_json_object(asked: _Asked) -> tuple[str, Sequence[str]]:
 
 
 def _schema_grammar(schema: Any, asked: _Asked) -> tuple[str, Sequence[str]]:
-    text = json_text(schema, asked.path, asked.style)
-    inside = {"x-guidance": text.options, **text.schema}
-    return LLMatcher.grammar_from_json_schema(inside), text.unenforced
+    written = json_text(schema, asked.path, asked.style)
+    return f'{{"grammars":[{{"json_schema":{written.text}}}]}}', written.unenforced
 
 
 def _from_regex(asked: _Asked) -> tuple[str, Sequence[str]]:

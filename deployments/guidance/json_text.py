@@ -1,7 +1,8 @@
 """JSON schemas as grammars of their own, and as rules of others."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
@@ -10,10 +11,17 @@ from rayfin.deployments.guidance.patterns.ecma import parse
 from rayfin.deployments.guidance.patterns.parts import Chars, OneOf, Part, Repeat, Sequence, write
 from rayfin.deployments.guidance.patterns.ranges import SPACE, contains, of_text
 from rayfin.deployments.guidance.schema.compile import compile_schema
-from rayfin.deployments.guidance.schema.lint import MAX_BYTES, MAX_GROWTH, too_complex
+from rayfin.deployments.guidance.schema.lint import (
+    MAX_BYTES,
+    MAX_GROWTH,
+    check_document,
+    too_complex,
+)
 
 WHITESPACE = r"[ ]|\n[ \t]{0,64}"
 """Between the parts of JSON: nothing, a blank, or a line break with its indentation."""
+
+MAX_KNOWN = 256  # schemas that are kept, so that a request with the same one takes no time
 
 _BLANKS = of_text(" \t\n\r")
 
@@ -28,13 +36,12 @@ class JsonStyle:
     max_bytes: int = MAX_BYTES
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class WrittenSchema:
-    """A schema with llguidance's options."""
+    """A schema with llguidance's options, as JSON."""
 
-    schema: dict[str, Any]
-    options: dict[str, Any]
-    unenforced: tuple[str, ...] = field(default=())
+    text: str
+    unenforced: tuple[str, ...] = ()
 
 
 def json_style(outputs: StructuredOutputs, path: str, max_bytes: int = MAX_BYTES) -> JsonStyle:
@@ -55,8 +62,14 @@ def json_style(outputs: StructuredOutputs, path: str, max_bytes: int = MAX_BYTES
 
 def json_text(schema: Any, path: str, style: JsonStyle) -> WrittenSchema:
     """Compiles a schema; raises InvalidRequest if it cannot be enforced."""
+    check_document(schema, path, style.max_bytes)
+    return _compiled(json.dumps(schema, ensure_ascii=False, default=dict), path, style)
+
+
+@lru_cache(maxsize=MAX_KNOWN)
+def _compiled(text: str, path: str, style: JsonStyle) -> WrittenSchema:
     compiled = compile_schema(
-        schema, path, strict=style.strict, closed=style.closed, max_bytes=style.max_bytes
+        json.loads(text), path, strict=style.strict, closed=style.closed, max_bytes=style.max_bytes
     )
     options: dict[str, Any] = {"json_allow_general_unicode_escapes": True}
     if not compiled.plain_names:
@@ -65,17 +78,20 @@ def json_text(schema: Any, path: str, style: JsonStyle) -> WrittenSchema:
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = style.whitespace
-    most = MAX_GROWTH * style.max_bytes
-    if len(json.dumps(compiled.schema, ensure_ascii=False)) > most:
-        raise too_complex(f"{path} takes more than {most} bytes when it is written out.", path)
-    return WrittenSchema(compiled.schema, options, compiled.unenforced)
+    inside = {"x-guidance": options, **compiled.schema}
+    written = json.dumps(inside, ensure_ascii=False, separators=(",", ":"))
+    if len(written) > MAX_GROWTH * style.max_bytes:
+        raise too_complex(
+            f"{path} takes more than {MAX_GROWTH * style.max_bytes} bytes when it is written out.",
+            path,
+        )
+    return WrittenSchema(written, compiled.unenforced)
 
 
 def json_rule(schema: Any, path: str, style: JsonStyle) -> tuple[str, tuple[str, ...]]:
     """A schema as a part of a rule of Lark, and the paths of what it does not enforce."""
-    text = json_text(schema, path, style)
-    inside = {"x-guidance": text.options, **text.schema}
-    return "%json " + json.dumps(inside, ensure_ascii=False), text.unenforced
+    written = json_text(schema, path, style)
+    return f"%json {written.text}", written.unenforced
 
 
 def _whitespace(pattern: Any, path: str) -> str:

@@ -5,55 +5,82 @@ anything, unless ``^`` or ``$`` forbids it.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rayfin.deployments.guidance.patterns.parts import Chars, Edge, OneOf, Part, Repeat, Sequence
 from rayfin.deployments.guidance.patterns.ranges import ALL, Ranges, contains, intersects
 
-MAX_STATES = 20_000
-MAX_PAIRS = 100_000
+MAX_STATES = 2_000
 
 
-def matches(part: Part, text: str) -> bool | None:
-    """Whether the pattern is found in the text; None if it has sets that only llguidance knows."""
-    automaton = _Automaton.of(part)
-    if automaton is None:
-        return None
-    states = automaton.closed([automaton.start], at_start=True)
-    for c in text:
-        states = automaton.closed(
-            target
-            for state in states
-            for ranges, target in automaton.steps[state]
-            if contains(ranges, ord(c))
-        )
-    found = any(automaton.ends(state) for state in states)
-    return None if found and automaton.rough else found
+@dataclass(slots=True)
+class Fuel:
+    """The work that may be done for one document. Without fuel an answer is not known."""
+
+    left: int = 30_000
+
+    def spend(self, work: int) -> bool:
+        """Whether there is fuel."""
+        self.left -= work
+        return self.left > 0
 
 
-def overlap(one: Part, other: Part) -> bool:
-    """Whether a text may match both; True if it takes too long to know."""
-    a, b = _Automaton.of(one), _Automaton.of(other)
-    if a is None or b is None:
-        return True
-    starts = [(p, q) for p in a.closed([a.start], True) for q in b.closed([b.start], True)]
-    seen = set(starts)
-    waiting = list(starts)
-    spent = 0
-    while waiting:
-        p, q = waiting.pop()
-        if a.ends(p) and b.ends(q):
+class Pattern:
+    """A pattern, and its automaton once that is needed."""
+
+    def __init__(self, part: Part, fuel: Fuel) -> None:
+        self.part = part
+        self._fuel = fuel
+        self._made: _Automaton | None = None
+        self._tried = False
+
+    def matches(self, text: str) -> bool | None:
+        """Whether the pattern is found in the text; None if that is not known."""
+        automaton = self._automaton()
+        if automaton is None:
+            return None
+        states = automaton.closed([automaton.start], at_start=True)
+        for c in text:
+            if not self._fuel.spend(len(states)):
+                return None
+            states = automaton.closed(
+                target
+                for state in states
+                for ranges, target in automaton.steps[state]
+                if contains(ranges, ord(c))
+            )
+        found = any(automaton.ends(state) for state in states)
+        return None if found and automaton.rough else found
+
+    def overlaps(self, other: "Pattern") -> bool:
+        """Whether a text may match both; True if that is not known."""
+        a, b = self._automaton(), other._automaton()
+        if a is None or b is None:
             return True
-        for ranges, target in a.steps[p]:
-            for others, other_target in b.steps[q]:
-                spent += 1
-                if spent > MAX_PAIRS:
-                    return True
-                if intersects(ranges, others):
-                    for pair in _pairs(a.closed([target]), b.closed([other_target])):
-                        if pair not in seen:
-                            seen.add(pair)
-                            waiting.append(pair)
-    return False
+        starts = [(p, q) for p in a.closed([a.start], True) for q in b.closed([b.start], True)]
+        seen = set(starts)
+        waiting = list(starts)
+        while waiting:
+            p, q = waiting.pop()
+            if a.ends(p) and b.ends(q):
+                return True
+            for ranges, target in a.steps[p]:
+                for others, other_target in b.steps[q]:
+                    if not self._fuel.spend(1):
+                        return True
+                    if intersects(ranges, others):
+                        for pair in _pairs(a.closed([target]), b.closed([other_target])):
+                            if pair not in seen:
+                                seen.add(pair)
+                                waiting.append(pair)
+        return False
+
+    def _automaton(self) -> "_Automaton | None":
+        if not self._tried and self._fuel.left > 0:
+            self._tried = True
+            self._made = _Automaton.of(self.part)
+            self._fuel.spend(MAX_STATES if self._made is None else len(self._made.steps))
+        return self._made
 
 
 def _pairs(ones: Iterable[int], others: Iterable[int]) -> Iterable[tuple[int, int]]:

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rayfin.deployments.guidance.patterns.parts import Part, starts_anywhere
+from rayfin.deployments.guidance.patterns.overlap import Pattern
+from rayfin.deployments.guidance.patterns.parts import starts_anywhere
 from rayfin.deployments.guidance.schema.lint import MAX_UNANCHORED, too_complex
 from rayfin.deployments.guidance.schema.nodes import Node, Nothing, Schema, types_of
 from rayfin.deployments.guidance.schema.prune import is_closed
@@ -41,7 +42,7 @@ class Emitter:
     def __init__(
         self,
         definitions: Mapping[str, Schema],
-        patterns: Mapping[str, Part],
+        patterns: Mapping[str, Pattern],
         drop: Callable[[str, str], None],
     ) -> None:
         self._definitions = definitions
@@ -121,12 +122,8 @@ class Emitter:
     def _one_of(self, node: Node) -> list[Schema]:
         options: list[Schema] = node["oneOf"]
         beside = Node(node.path, {k: v for k, v in node.items() if k not in ("anyOf", "oneOf")})
-        for i, one in enumerate(options):
-            held = Node(node.path, {"allOf": [one, beside]})
-            for other in options[i + 1 :]:
-                if not self._values.disjoint(held, other):
-                    self._drop(f"{node.path}.oneOf", "options that share values")
-                    return options
+        if not self._values.all_disjoint(options, beside):
+            self._drop(f"{node.path}.oneOf", "options that share values")
         return options
 
     def _close_names(self, node: Node) -> list[Any]:
@@ -178,7 +175,9 @@ class Emitter:
 
     def _check_patterns(self, nodes: list[Node]) -> None:
         """Patterns without ``^`` multiply where several of them hold one string."""
-        open_patterns = {t for t, part in self._patterns.items() if starts_anywhere(part)}
+        open_patterns = {
+            text for text, pattern in self._patterns.items() if starts_anywhere(pattern.part)
+        }
         if len(open_patterns) > MAX_UNANCHORED:
             counts = _OpenPatterns(self._definitions, open_patterns)
             for node in nodes:

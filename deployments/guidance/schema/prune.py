@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from rayfin.deployments.guidance.patterns.parts import Part
+from rayfin.deployments.guidance.patterns.overlap import Pattern
 from rayfin.deployments.guidance.schema.nodes import Node, Nothing, Schema, types_of
 from rayfin.deployments.guidance.schema.rewrite import refs
 from rayfin.deployments.guidance.schema.values import Values, literals
@@ -23,7 +23,7 @@ class Pruner:
         patterns: by their text for llguidance.
     """
 
-    def __init__(self, definitions: Mapping[str, Schema], patterns: Mapping[str, Part]) -> None:
+    def __init__(self, definitions: Mapping[str, Schema], patterns: Mapping[str, Pattern]) -> None:
         self._all = definitions
         self._values = Values(definitions, patterns)
         self._causes: dict[str, Nothing] = {}

@@ -11,8 +11,8 @@ from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.patterns.ecma import parse
-from rayfin.deployments.guidance.patterns.overlap import matches, overlap
-from rayfin.deployments.guidance.patterns.parts import Part, write
+from rayfin.deployments.guidance.patterns.overlap import Fuel, Pattern
+from rayfin.deployments.guidance.patterns.parts import write
 from rayfin.deployments.guidance.schema.keywords import (
     ANNOTATIONS,
     APPLICATORS,
@@ -77,7 +77,8 @@ class Rewriter:
             **dict.fromkeys(("allOf", "anyOf", "oneOf"), self._schemas),
         }
         self.definitions: dict[str, Schema] = {}
-        self.patterns: dict[str, Part] = {}  # by their text for llguidance
+        self._fuel = Fuel()
+        self.patterns: dict[str, Pattern] = {}  # by their text for llguidance
         self.unenforced: list[str] = []  # paths of keywords
 
     def rewrite(self) -> Schema:
@@ -235,7 +236,7 @@ class Rewriter:
         texts = {text: name for name, text in written.items() if text is not None}
         parts = [self.patterns[text] for text in texts]
         apart = not any(
-            overlap(one, other) for i, one in enumerate(parts) for other in parts[i + 1 :]
+            one.overlaps(other) for i, one in enumerate(parts) for other in parts[i + 1 :]
         )
         if not apart or len(texts) < len(written):
             if not apart:
@@ -316,8 +317,8 @@ class Rewriter:
         text = self._written(path, names["pattern"])
         if text is None:
             return True
-        part = self.patterns[text]
-        found = {name: matches(part, name) for name in schema.get("properties", {})}
+        pattern = self.patterns[text]
+        found = {name: pattern.matches(name) for name in schema.get("properties", {})}
         if None in found.values():
             return False
         lost = {name: Nothing(path, "its name does not match") for name in found if not found[name]}
@@ -352,7 +353,7 @@ class Rewriter:
             self.unenforced.append(path)
             return None
         text = write(part)
-        self.patterns[text] = part
+        self.patterns.setdefault(text, Pattern(part, self._fuel))
         return text
 
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from rayfin.deployments.guidance.patterns.overlap import matches, overlap
-from rayfin.deployments.guidance.patterns.parts import Part
+from rayfin.deployments.guidance.patterns.overlap import Pattern
 from rayfin.deployments.guidance.schema.nodes import (
     Node,
     Nothing,
@@ -16,7 +15,7 @@ from rayfin.deployments.guidance.schema.nodes import (
     types_of,
 )
 
-MAX_STEPS = 50_000
+MAX_STEPS = 20_000
 MAX_NESTING = 24
 
 
@@ -28,10 +27,11 @@ class Values:
         patterns: by their text for llguidance.
     """
 
-    def __init__(self, definitions: Mapping[str, Schema], patterns: Mapping[str, Part]) -> None:
+    def __init__(self, definitions: Mapping[str, Schema], patterns: Mapping[str, Pattern]) -> None:
         self._definitions = definitions
         self._patterns = patterns
         self._steps = 0
+        self._listed: dict[int, tuple[Node, frozenset[Any]]] = {}  # literals by their node's id
 
     def admits(self, schema: Schema, value: Any, depth: int = 0) -> bool | None:
         """Whether a value is valid; None if that is not known."""
@@ -59,6 +59,37 @@ class Values:
         ones, others = self._conjuncts(one), self._conjuncts(other)
         shared = _shared_types(ones) & _shared_types(others)
         return all(self._disjoint_of(kind, ones, others, depth) for kind in shared)
+
+    def all_disjoint(self, options: Sequence[Schema], beside: Node) -> bool:
+        """Whether surely no value is valid for two of several schemas.
+
+        Args:
+            beside: holds each of the values as well.
+        """
+        conjuncts = [[beside, *self._conjuncts(one)] for one in options if isinstance(one, Node)]
+        if _distinct([_literals_of(nodes) for nodes in conjuncts]):
+            return True
+        if all(_shared_types(nodes) <= {"object"} for nodes in conjuncts):
+            required = [
+                {n for node in nodes for n in node.get("required", ())} for nodes in conjuncts
+            ]
+            for name in set.intersection(*required) if required else ():
+                if _distinct([self._constants(nodes, name) for nodes in conjuncts]):
+                    return True
+        held = [Node("", {"allOf": [one, beside]}) for one in options]
+        return all(
+            self.disjoint(one, other) for i, one in enumerate(held) for other in options[i + 1 :]
+        )
+
+    def _constants(self, nodes: list[Node], name: str) -> list[Any] | None:
+        """The values that a property of an object can have, or None."""
+        for node in nodes:
+            schema = node.get("properties", {}).get(name)
+            if isinstance(schema, Node):
+                found = _literals_of(self._conjuncts(schema))
+                if found is not None:
+                    return found
+        return None
 
     def _disjoint_of(self, kind: str, ones: list[Node], others: list[Node], depth: int) -> bool:
         """Whether no value of one type is valid for all of both lists."""
@@ -118,8 +149,7 @@ class Values:
         if _apart(one, other, "minLength", "maxLength"):
             return True
         if "pattern" in one and "pattern" in other:
-            self._steps += 1000
-            return not overlap(self._patterns[one["pattern"]], self._patterns[other["pattern"]])
+            return not self._patterns[one["pattern"]].overlaps(self._patterns[other["pattern"]])
         return False
 
     def property(self, node: Node, name: str) -> Schema:
@@ -128,7 +158,7 @@ class Values:
         if listed is not None:
             return listed
         for text, schema in node.get("patternProperties", {}).items():
-            found = matches(self._patterns[text], name)
+            found = self._patterns[text].matches(name)
             if found is None:
                 return Node("")
             if found:
@@ -141,8 +171,7 @@ class Values:
         kind = type_of(value)
         if "type" in node and not has_type(node["type"], kind):
             return False
-        listed = literals(node)
-        if listed is not None and same_as(value) not in map(same_as, listed):
+        if not self._is_listed(node, value):
             return False
         if kind in ("integer", "number"):
             return _admits_number(node, value)
@@ -154,10 +183,19 @@ class Values:
             return self._admits_object(node, value, depth)
         return True
 
+    def _is_listed(self, node: Node, value: Any) -> bool:
+        """Whether a value is one of the node's literals, or the node has none."""
+        listed = literals(node)
+        if listed is None:
+            return True
+        if id(node) not in self._listed:  # with the node, so that its id stays its own
+            self._listed[id(node)] = node, frozenset(map(same_as, listed))
+        return same_as(value) in self._listed[id(node)][1]
+
     def _admits_string(self, node: Node, value: str) -> bool | None:
         if not node.get("minLength", 0) <= len(value) <= node.get("maxLength", len(value)):
             return False
-        found = matches(self._patterns[node["pattern"]], value) if "pattern" in node else True
+        found = self._patterns[node["pattern"]].matches(value) if "pattern" in node else True
         return None if found and "format" in node else found
 
     def _admits_array(self, node: Node, value: Sequence[Any], depth: int) -> bool | None:
@@ -185,6 +223,23 @@ def literals(node: Node) -> list[Any] | None:
         return [node["const"]]
     listed: list[Any] | None = node.get("enum")
     return listed
+
+
+def _literals_of(nodes: list[Node]) -> list[Any] | None:
+    return next((found for node in nodes if (found := literals(node)) is not None), None)
+
+
+def _distinct(several: Sequence[Sequence[Any] | None]) -> bool:
+    """Whether all are known, and no value is in two of them."""
+    seen: set[Any] = set()
+    for values in several:
+        if values is None:
+            return False
+        own = {same_as(value) for value in values}
+        if own & seen:
+            return False
+        seen |= own
+    return True
 
 
 def _shared_types(nodes: list[Node]) -> set[str]:
