@@ -90,10 +90,10 @@ class _RuleMaker:
 
     def without_calls(self, has_tools: bool) -> CallRules:
         """The model sees the tools and may call none."""
-        triggers = self._triggers()
-        if self._answer is not None:
+        if self._answer is not None:  # no trigger is in its form
             around = self._row.syntax == "channels"
-            return CallRules(self._whole_answer() if around else self._answer.text, None, triggers)
+            return CallRules(self._whole_answer() if around else self._answer.text)
+        triggers = self._triggers()
         if has_tools and not triggers and not self._row.bare:
             return CallRules(grammar=self._lark.text(self._writer().only_text()))
         return CallRules(forbidden=triggers if has_tools else ())

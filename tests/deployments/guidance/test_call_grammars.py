@@ -158,6 +158,15 @@ def test_calls_or_the_form_of_the_answer() -> None:
     assert not takes(walker, rules, "Sunny.")
 
 
+def test_a_form_without_calls_is_alone() -> None:
+    row = TOOL_FORMATS["hermes"]
+    tokenizer = byte_tokenizer(tokens_of(row))
+    answer = make_grammar(StructuredOutputs(choice=["a"]), "x")
+    for choice, tools in ((ToolChoice("none"), TOOLS), (ToolChoice(), ())):
+        rules = make_call_rules(row, tools, choice, tokenizer, answer=answer)
+        assert rules == CallRules(answer.text)
+
+
 @pytest.mark.parametrize(
     "outputs", [StructuredOutputs(regex="a+b"), StructuredOutputs(choice=["aab"])]
 )
