@@ -205,3 +205,29 @@ def _deep(depth: int) -> Mapping[str, str]:
         "pythonic": f"[get_time(a={value})]",
         "gemma4": "<|tool_call>call:get_time{a:" + value + "}<tool_call|>",
     }
+
+
+LONG = "x" * 509
+LONG_ANSWERS = {
+    "glm45": "<tool_call>{}<tool_call>get_time</tool_call>",
+    "kimi_k2": "<|tool_call_begin|>{}<|tool_call_end|><|tool_call_begin|>get_time{{}}",
+    "pythonic": "[{}(a=1), get_time(a={})]",
+    "hermes": '<tool_call>{{"{}": 1, "name": "get_time"}}</tool_call>',
+    "gemma4": "<|tool_call>call:get_time{{{}}}<|tool_call>call:get_time{{}}<tool_call|>",
+    "openai": "<|start|>assistant{}<|message|>text<|end|>",
+}
+
+
+@pytest.mark.parametrize("row", LONG_ANSWERS)
+def test_limits_do_not_depend_on_cuts(row: str) -> None:
+    """A name or a key that reaches a limit."""
+    for length in range(-2, 6):
+        word = LONG + "x" * max(length, 0) if length >= -1 else "x" * 255
+        for text in (word, " " * 70 + word, word[:-255], word[:-256]):
+            symbols = symbols_of([Piece(LONG_ANSWERS[row].format(text, text))])
+            check_cuts(
+                lambda: OutputParser(TOOL_FORMATS[row], None, functions=FUNCTIONS),
+                symbols,
+                [300, 500, 530, 540, 600],
+                "stop",
+            )
