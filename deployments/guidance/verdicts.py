@@ -18,7 +18,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.grammar_limits import limits
 from rayfin.actors.timing import GRAMMAR_MASK_SECONDS
 from rayfin.deployments.guidance.json_text import WHITESPACE
-from rayfin.deployments.guidance.schema.emit import closes_names
+from rayfin.deployments.guidance.schema.emit import DATE_PATTERNS, closes_names
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def reason(error: str) -> str:
 def is_plain(text: str) -> bool:
     """Whether a grammar compiles fast, whatever it says: texts to choose from, or a small schema.
 
-    A plain schema has no pattern, no ``allOf`` but of names, and no recursion.
+    A plain schema has no pattern but of dates, no ``allOf`` but of names, and no recursion.
     """
     if len(text) > PLAIN_BYTES:
         return False
@@ -260,6 +260,8 @@ def _walk_schema(value: Any, place: str, refs: dict[str, set[str]]) -> Iterator[
     elif isinstance(value, dict):
         for name, item in value.items():
             if name == "allOf" and isinstance(item, list) and all(map(closes_names, item)):
+                continue
+            if name == "pattern" and isinstance(item, str) and item in DATE_PATTERNS:
                 continue
             yield name not in HARD_WORDS or item is None
             yield name != "whitespace_pattern" or item == WHITESPACE

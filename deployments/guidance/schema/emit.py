@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rayfin.deployments.guidance.patterns.ecma import parse
 from rayfin.deployments.guidance.patterns.overlap import Pattern
-from rayfin.deployments.guidance.patterns.parts import starts_anywhere
+from rayfin.deployments.guidance.patterns.parts import starts_anywhere, write
+from rayfin.deployments.guidance.schema.keywords import DATES
 from rayfin.deployments.guidance.schema.lint import MAX_UNANCHORED, too_complex
 from rayfin.deployments.guidance.schema.nodes import Node, Nothing, Schema, types_of
 from rayfin.deployments.guidance.schema.prune import is_closed
@@ -189,8 +191,12 @@ class Emitter:
                     )
 
 
+DATE_PATTERNS = frozenset(write(parse(text, name)) for name, text in DATES.items())
+"""They compile at once, as the schemas of which ``closes_names`` is true."""
+
+
 def closes_names(schema: Any) -> bool:
-    """Whether a schema only has names of properties written in one form; it compiles at once."""
+    """Whether a schema only has names of properties written in one form."""
     return isinstance(schema, dict) and {**schema, "type": 0} == {**_ANY_NAME, "type": 0}
 
 

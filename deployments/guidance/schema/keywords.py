@@ -16,7 +16,26 @@ DRAFTS = {
 }
 """Of ``$schema``, without its scheme and its empty fragment. Others are read as the last one."""
 
-FORMATS = frozenset("date-time date time duration email hostname ipv4 ipv6 uuid uri".split())
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = (
+    rf"(?:{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR})"
+    r"|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00))"
+)
+DATES = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}$",
+}
+"""Formats as patterns: llguidance's have a 29th of February in each year, and leap seconds."""
+
+FORMATS = frozenset("duration email hostname ipv4 ipv6 uuid uri".split())
 REFUSED_FORMATS = frozenset(
     "idn-email idn-hostname uri-reference iri iri-reference uri-template json-pointer "
     "relative-json-pointer regex".split()

@@ -16,6 +16,7 @@ from rayfin.deployments.guidance.patterns.parts import write
 from rayfin.deployments.guidance.schema.keywords import (
     ANNOTATIONS,
     APPLICATORS,
+    DATES,
     ELSEWHERE,
     FORMATS,
     REFUSED,
@@ -167,6 +168,12 @@ class Rewriter:
     def _format(self, node: Node, path: str, value: str, at: Pointer) -> None:
         if value in FORMATS:
             node["format"] = value
+        elif value in DATES:
+            text = self._written(path, DATES[value])
+            if "pattern" in self._references.value(at[:-1]):
+                _also(node, Node(path, {"pattern": text}))
+            else:
+                node["pattern"] = text
         elif value in REFUSED_FORMATS:
             self.drop(path, f"the format {value}")
         else:

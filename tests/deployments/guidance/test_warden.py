@@ -326,6 +326,12 @@ async def test_which_schemas_are_plain(value: Any, plain: bool) -> None:
     assert made is None or is_plain(made.text) is plain
 
 
+async def test_open_objects_and_dates_are_plain() -> None:
+    dates = {name: {"type": "string", "format": name} for name in ("date", "time", "date-time")}
+    outputs = StructuredOutputs(json={"type": "object", "properties": dates})
+    assert is_plain(make_grammar(outputs).text)
+
+
 async def test_texts_to_choose_from_are_plain() -> None:
     assert is_plain(make_grammar(StructuredOutputs(choice=['a "b"', "c\n", "d\\"])).text)
     assert not is_plain('start: "a" | b\nb: "c"') and not is_plain(pattern("a"))

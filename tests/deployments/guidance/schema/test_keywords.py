@@ -82,8 +82,8 @@ ENFORCED = [
     Case(
         "format date",
         {"type": "string", "format": "date"},
-        ["2024-02-29"],
-        ["2024-13-01"],
+        ["2024-02-29", "2000-02-29", "0001-01-31"],
+        ["2024-13-01", "2023-02-29", "1900-02-29", "2024-04-31", "0000-01-01"],
         "format",
     ),
     Case(
@@ -94,7 +94,11 @@ ENFORCED = [
         "format",
     ),
     Case(
-        "format time", {"type": "string", "format": "time"}, ["12:30:00Z"], ["25:00:00Z"], "format"
+        "format time",
+        {"type": "string", "format": "time"},
+        ["12:30:00Z", "23:59:60Z"],
+        ["25:00:00Z", "22:59:60Z"],
+        "format",
     ),
     Case(
         "format duration",
