@@ -54,7 +54,7 @@ CHOICES: dict[str, Any] = {
 OPTIONAL_CHOICES = ("preemption", "quantization")
 POSITIVE = (  # or None
     *("max_model_len", "max_batch_tokens", "max_decoding_batch", "max_prefill_batch"),
-    *("page_size", "kv_cache_memory", "max_waiting_requests", "max_waiting_tokens"),
+    *("page_size", "kv_cache_memory", "num_pages", "max_waiting_requests", "max_waiting_tokens"),
     *("max_lease", "threads", "tensor_parallel_size", "pipeline_parallel_size"),
 )
 
@@ -115,6 +115,9 @@ class EngineArgs:
     )
     kv_cache_memory: int | None = _flag(
         None, "size of the KV cache in bytes, instead of --memory-utilization"
+    )
+    num_pages: int | None = _flag(
+        None, "number of pages of the KV cache, whatever the memory; default: as many as fit"
     )
     scheduler: SchedulerName = _flag(
         "v1", "v1: token-level with chunked prefill; v0: whole prompts"
@@ -374,7 +377,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     """
     model_len = resolve_model_len(args, facts.max_position)
     available = args.kv_cache_memory or facts.available_bytes
-    pages = available // facts.page_bytes
+    pages = args.num_pages or available // facts.page_bytes
     per_request = -(-model_len // args.page_size)
     most = per_request * limits.max_decoding_batch
     pages = min(pages, most)

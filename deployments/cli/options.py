@@ -68,19 +68,18 @@ def field_options(
     """Adds an option for each field of ``owner``, or for ``names`` only, in that order.
 
     ``changes`` maps a field's name to click settings that override the generated ones; ``flag``
-    among them renames the flag.
+    among them renames the flag, ``aliases`` are more names of it.
     """
     hints = get_type_hints(owner)
     known = {field.name: field for field in fields(owner)}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for name in reversed(list(names or known)):  # decorators apply from the last to the first
-            settings = {**_settings(known[name], hints[name]), **changes.get(name, {})}
-            flag = settings.pop("flag")
+            settings = {**settings_of(known[name], hints[name]), **changes.get(name, {})}
+            flag, aliases = settings.pop("flag"), settings.pop("aliases", ())
             switch = f"/--no-{flag}" if settings.get("is_flag") else ""
-            option = click.option(
-                f"--{flag}{switch}", cls=FieldOption, owner=owner, field=name, **settings
-            )
+            flags = [f"--{flag}{switch}", *aliases]
+            option = click.option(*flags, cls=FieldOption, owner=owner, field=name, **settings)
             command = option(command)
         return command
 
@@ -162,7 +161,8 @@ def _swap(word: str, words: Mapping[str, str]) -> str:
     return word.replace(bare, words[bare]) if bare in words else word
 
 
-def _settings(field: Field[Any], hint: Any) -> dict[str, Any]:
+def settings_of(field: Field[Any], hint: Any) -> dict[str, Any]:
+    """Returns the click settings of a field's option, with its ``flag`` without dashes."""
     settings: dict[str, Any] = {
         "flag": field.name.replace("_", "-"),
         "default": field.default,

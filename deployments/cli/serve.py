@@ -4,11 +4,12 @@ import click
 from click.core import ParameterSource
 
 from rayfin.actors.config import EngineArgs
-from rayfin.deployments.cli.options import SectionedCommand, build, field_options
+from rayfin.deployments.cli.options import build, field_options
+from rayfin.deployments.cli.vllm_options import VllmCommand, aliases_of
 from rayfin.deployments.serve.server_args import ServerArgs
 
 
-@click.command(cls=SectionedCommand)
+@click.command(cls=VllmCommand)
 @click.argument("model_name", metavar="[MODEL]", required=False)
 @click.option(
     "--host",
@@ -33,9 +34,16 @@ from rayfin.deployments.serve.server_args import ServerArgs
     type=click.Path(exists=True, dir_okay=False),
     help="YAML file with the settings of one model, over the flags; repeat it to serve several",
 )
+@click.option(
+    "--config",
+    metavar="FILE",
+    expose_value=False,
+    type=click.Path(exists=True, dir_okay=False),
+    help="YAML file with flags by name, Rayfin's or vLLM's; the command line wins",
+)
 @click.option("--verbose", is_flag=True, help="show the logs of Ray and of the actors")
-@field_options(ServerArgs)
-@field_options(EngineArgs)
+@field_options(ServerArgs, **aliases_of(ServerArgs))
+@field_options(EngineArgs, **aliases_of(EngineArgs))
 def serve(
     model_name: str | None,
     host: str,
@@ -48,7 +56,8 @@ def serve(
     """Serve a model behind an OpenAI-compatible API.
 
     MODEL is a local folder, a Hugging Face name, or "demo", the built-in toy model. Starts a local
-    Ray cluster unless RAY_ADDRESS names one. Ctrl-C stops everything.
+    Ray cluster unless RAY_ADDRESS names one. Ctrl-C stops everything. Flags of `vllm serve` work:
+    as other names of Rayfin's, without effect, or refused with what is missing (docs/from-vllm.md).
 
     \b
     Example:

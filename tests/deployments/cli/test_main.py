@@ -63,7 +63,9 @@ def test_help_lists_every_field(command: str, expected: list[str]) -> None:
 def test_help_shows_types_defaults_and_help() -> None:
     text = " ".join(CliRunner().invoke(cli, ["serve", "-h"]).output.split())
     assert "--scheduler [v1|v0] v1: token-level" in text
-    assert "--page-size INTEGER tokens in a page of the KV cache [default: 16]" in text
+    assert (
+        "--page-size, --block-size INTEGER tokens in a page of the KV cache [default: 16]" in text
+    )
     assert "--trust-remote-code / --no-trust-remote-code" in text
     assert "[default: 127.0.0.1]" in text
 
