@@ -138,6 +138,7 @@ def test_what_cannot_be_satisfied_has_no_value(schema: dict[str, Any], value: An
             assert not validator(schema).is_valid(exact(json.dumps(value))), e
 
 
+@pytest.mark.slow(reason="compiles hundreds of schemas")
 def test_most_schemas_are_enforced() -> None:
     """The generator makes more of what is refused than users do; it may not get worse."""
     seen: Counter[str] = Counter()
