@@ -79,6 +79,9 @@ PROCESS_GONE_SECONDS = 20.0  # the same on another node, and until Ray frees an 
 NAME_POLL_SECONDS = 0.05
 LIFELINE_POLL_SECONDS = 0.5  # how often a process looks at its own lease
 
+# A signal that repeats the first within this time is one with it (deployments/serve/serving.py).
+SIGNAL_REPEATS = 1.0
+
 # 4. A supervisor's pulse (supervision/). A scheduler is hung when it has missed so many pulses in a
 # row, or when its loop has not turned for so long; the loop turns while it waits for runners.
 

@@ -72,6 +72,10 @@ def serve(
         raise click.UsageError("MODEL and --model cannot be combined with --model-config")
     server, engine = build(ServerArgs), build(EngineArgs, **model)
 
+    from rayfin.deployments.serve import ports
+
+    ports.require_ports(server, host, port)  # the rest takes seconds to import
+
     from rayfin.deployments.serve import serving
     from rayfin.deployments.serve.model_args import read_models
 

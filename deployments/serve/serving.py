@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +17,11 @@ from ray.serve.schema import ApplicationStatus
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
 from rayfin.actors.processes.environment import set_ray_environment
+from rayfin.actors.timing import SIGNAL_REPEATS
 from rayfin.deployments.app import bind_models
 from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.serve.model_args import ModelArgs
+from rayfin.deployments.serve.ports import require_free, require_own_ports, require_ports
 from rayfin.deployments.serve.preflight import check_model, require_room
 from rayfin.deployments.serve.server_args import ServerArgs
 
@@ -28,6 +29,30 @@ OBJECT_STORE_BYTES = (
     256 * 1024**2
 )  # steps travel inside calls; the object store stays all but empty
 RAISED = re.compile(r"rayfin\.actors\.errors\.(\w+): (.+)")
+
+
+class StopSignals:
+    """SIGINT and SIGTERM interrupt what runs: the first stops in order, the next at once.
+
+    Those that repeat the first within a second are one with it: a supervisor's own, and the one
+    that it sends to the whole group.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first = 0.0
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.count and now - self._first < SIGNAL_REPEATS:
+            return
+        self._first = self._first or now
+        self.count += 1
+        raise KeyboardInterrupt
 
 
 def serve(
@@ -48,26 +73,47 @@ def serve(
     was not there.
 
     Returns:
-        The exit status, 0 after an orderly stop.
+        The exit status, 0 after an orderly stop, also of one that was still loading.
 
     Raises:
         InvalidConfig: the port is taken, the name is taken, or the model cannot be served.
         EngineUnavailable: the cluster cannot run it.
-        KeyboardInterrupt: Ctrl-C or SIGTERM came before it was ready; all is stopped.
+        KeyboardInterrupt: a second Ctrl-C or SIGTERM cut the stop short.
     """
     models = models or [ModelArgs(server, engine)]
-    for model in models:
-        check_model(model.engine)
-    _check_ports(server, port)
+    stop = StopSignals()
+    stop.install()
+    try:
+        require_ports(server, host, port)
+        for model in models:
+            check_model(model.engine)
+        _serve(server, engine, models, host, port, name, verbose, stop)
+    except KeyboardInterrupt:
+        if stop.count != 1:
+            raise
+    print("Stopped.", flush=True)
+    return 0
+
+
+def _serve(
+    server: ServerArgs,
+    engine: EngineArgs,
+    models: Sequence[ModelArgs],
+    host: str,
+    port: int,
+    name: str,
+    verbose: bool,
+    stop: StopSignals,
+) -> None:
+    """Serves until the first signal, and stops all that it started."""
     with _cluster(verbose) as ours, _serve_instance(host, port, keep=ours):
         if ours:  # the head node is here, and no other will come
-            _require_own_ports(server)
+            require_own_ports(server)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             require_room(models, resources["CPU"])
         # From here on: Ray has set a SIGTERM handler that aborts, and a shell script starts what it
         # puts in the background with SIGINT ignored.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)
+        stop.install()
         if name in ray_serve.status().applications:
             raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
         try:
@@ -78,8 +124,6 @@ def serve(
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
         finally:
             ray_serve.delete(name)
-    print("Stopped.", flush=True)
-    return 0
 
 
 @contextmanager
@@ -121,7 +165,7 @@ def _serve_instance(host: str, port: int, *, keep: bool) -> Iterator[None]:
             )
         yield
         return
-    _require_free(host, port, "port")
+    require_free(host, port, "port")
     ray_serve.start(http_options={"host": host, "port": port})
     try:
         yield
@@ -171,48 +215,6 @@ def _serve_port() -> int | None:
         logging.getLogger(__name__).debug("no Serve found: %s", error)
         return None
     return None if client is None else int(client.http_config.port)
-
-
-def _check_ports(server: ServerArgs, port: int) -> None:
-    """Raises:
-    InvalidConfig: two doors have one port, or the operators' has no key.
-    """
-    for name in ("metrics_port", "admin_port"):
-        if getattr(server, name) == port:
-            raise InvalidConfig(f"{name} must not be the API's, {port}", name)
-    if server.admin_port is not None and server.admin_keys() is None:
-        raise InvalidConfig("admin_port needs admin_api_key", "admin_port")
-
-
-def _require_own_ports(server: ServerArgs) -> None:
-    """Raises:
-    InvalidConfig: one of the ports beside the API's is taken.
-    """
-    if server.metrics_port is not None:
-        _require_free("0.0.0.0", server.metrics_port, "metrics_port")
-    if server.admin_port is not None:
-        _require_free(server.admin_host, server.admin_port, "admin_port")
-
-
-def _require_free(host: str, port: int, name: str) -> None:
-    """Refuses a port that something listens on.
-
-    Raises:
-        InvalidConfig: it is taken, or cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise InvalidConfig(
-                f"cannot listen on {host}:{port}: {error.strerror or error}", name
-            ) from None
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _wait_for_signal() -> None:

@@ -189,6 +189,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> FakeServing:
     module.serve = fake.serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(package, "serving", module, raising=False)
+    monkeypatch.setattr("rayfin.deployments.serve.ports.require_ports", lambda *_: None)
     return fake
 
 

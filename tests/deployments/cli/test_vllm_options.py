@@ -31,6 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     module.serve = serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(package, "serving", module, raising=False)
+    monkeypatch.setattr("rayfin.deployments.serve.ports.require_ports", lambda *_: None)
     return made
 
 
