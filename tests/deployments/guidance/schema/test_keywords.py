@@ -10,7 +10,7 @@ import pytest
 from jsonschema import validators
 
 from byte_matcher import accepts, compile_error
-from keyword_cases import CAT, ENFORCED, REFUSED, REWRITTEN, STRICT, Case, Refusal
+from keyword_cases import AB, CAT, ENFORCED, REFUSED, REWRITTEN, STRICT, Case, Refusal
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
