@@ -42,8 +42,8 @@ from rayfin.deployments.serve.server_args import ServerArgs
     help="YAML file with flags by name, Rayfin's or vLLM's; the command line wins",
 )
 @click.option("--verbose", is_flag=True, help="show the logs of Ray and of the actors")
-@field_options(ServerArgs, **aliases_of(ServerArgs))
-@field_options(EngineArgs, **aliases_of(EngineArgs))
+@field_options(ServerArgs, None, **aliases_of(ServerArgs))
+@field_options(EngineArgs, None, **aliases_of(EngineArgs))
 def serve(
     model_name: str | None,
     host: str,

@@ -152,8 +152,8 @@ def aliases_of(owner: type) -> dict[str, dict[str, Any]]:
             entry["aliases"].append(f"{name}/{negated(name)}" if is_switch else name)
         if outcome.sizes:
             entry["type"] = Size(outcome.nothing)
-        for word, known in outcome.words.items():
-            words.setdefault(outcome.setting, {})[word.lower()] = known
+        for word, choice in outcome.words.items():
+            words.setdefault(outcome.setting, {})[word.lower()] = choice
     for field in fields(owner):
         if field.name in words:
             kind = settings_of(field, hints[field.name])["type"]

@@ -137,6 +137,11 @@ def test_kv_cache_memory_goes_before_what_was_measured() -> None:
     assert _resolve(100, kv_cache_memory=20 * PAGE_BYTES + 1).num_pages == 20
 
 
+def test_a_number_of_pages_goes_before_all_memory() -> None:
+    assert _resolve(100, num_pages=30, kv_cache_memory=20 * PAGE_BYTES).num_pages == 30
+    assert _resolve(100, num_pages=10**6, max_decoding_batch=1, max_model_len=17).num_pages == 2
+
+
 def test_no_more_pages_than_all_slots_can_fill() -> None:
     config = _resolve(10**6, max_decoding_batch=3)
     assert config.num_pages == 3 * 256 // 16
