@@ -11,6 +11,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from rayfin.deployments.cli.main import cli
+from rayfin.deployments.cli.vllm_options import REWRITES
 from rayfin.deployments.client.engine_names import ENGINE
 from rayfin.deployments.serve.server_args import AppArgs, split_args
 
@@ -112,6 +113,7 @@ def test_flags_in_the_text_are_there(page: Path) -> None:
     for script in SCRIPTS:
         known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', script.read_text()))
     known |= {"--help", *(option for param in cli.params for option in param.opts)}
+    known |= set(REWRITES)  # vLLM's switches that stand for a setting with a value
     named = set(re.findall(r"`(?:rayfin [a-z ]*)?(--[a-z][a-z0-9-]*)", page.read_text()))
     assert named <= known
 

@@ -36,7 +36,7 @@ def result(flag: VllmFlag) -> str:
         words = ", ".join(f"`{word}` is `{own}`" for word, own in outcome.words.items())
         text = "the same flag" if own == flag.names[0] else f"`{own}`"
         return f"{text} ({words})" if words else text
-    off = f", with `--no-` `{outcome.off}`" if outcome.off else ""
+    off = f"; negated: `{outcome.off}`" if outcome.off else ""
     return f"`{outcome.on}`{off}"
 
 
