@@ -24,6 +24,8 @@ REDIS = Layout(engines=1, redis=True)
 TIGHT = Layout(pages=96)  # about 1.2 of the longest requests
 SMALL_DISK = Layout(temp_bytes=48 * 1024**2, object_store=80 * 1024**2)
 MODEL = Layout(runner="model")
+MODELS = Layout(engines=2, runner="model")
+MODEL_NODES = replace(NODES, runner="model")
 CHECKED = Layout(runner="model", engine=(("check_pages", True),))
 RANKS = Layout(runner="model", ranks=2)
 CLOCK = Layout(variables=(("CHAOS_CLOCK", "1"),))
@@ -61,6 +63,7 @@ class Case:
     after: float = 4.0  # seconds that the load continues after the last fault
     idle: bool = False  # the fault comes before the load
     renews: bool = False  # the cluster is unusable afterwards
+    forms: bool = False  # most streams follow a grammar or call a tool; for real models
     resumes: bool = False  # clients resume broken streams (Last-Event-ID)
     long: bool = False  # it takes --minutes
 
@@ -91,6 +94,29 @@ def with_a_node(
         resumes=True,
         after=10,
         renews=True,
+    )
+
+
+def with_forms(
+    name: str,
+    fault: str,
+    act: Callable[[Nemesis], Awaitable[None]],
+    layout: Layout = MODEL,
+) -> Case:
+    """A fault amid streams of JSON and of tool calls; clients resume those that break off."""
+    return Case(
+        f"forms-{name}",
+        "53",
+        f"{fault} amid streams of JSON and tool calls",
+        act,
+        layout,
+        BREAKS_OFF + REFUSED if layout.ingresses > 1 else (),
+        "short",
+        streams=8,
+        rate=2,
+        after=8,
+        resumes=layout.ingresses > 1,
+        forms=True,
     )
 
 
@@ -358,6 +384,11 @@ CASES = [
         streams=8,
         rate=2,
     ),
+    with_forms("runner", "runner killed", faults.kill_runner),
+    with_forms("runner-often", "runner killed every 5 s", faults.kill_runner_every_five_seconds),
+    with_forms("scheduler", "scheduler killed", faults.kill_scheduler),
+    with_forms("engine", "one of two engines killed", faults.kill_scheduler_and_runner, MODELS),
+    with_forms("ingress", "one of two ingresses killed", faults.kill_ingress, MODEL_NODES),
 ]
 
 

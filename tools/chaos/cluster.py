@@ -29,6 +29,7 @@ from ray._private.state import actors as actor_table
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.processes.environment import ENVIRONMENT
+from rayfin.actors.processes.registry import runner_name
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.serve.server_args import ServerArgs
 
@@ -199,6 +200,13 @@ class Cluster:
     def pids(self, what: str) -> list[int]:
         """Process ids of the living actors of a kind (a key of CLASSES)."""
         return [row["Pid"] for row in self._table(CLASSES[what]) if row["Pid"]]
+
+    def engine(self) -> list[int]:
+        """Process ids of one engine: its scheduler and its runners."""
+        name = self._table(CLASSES["scheduler"])[0]["Name"]
+        rows = self._table(CLASSES["scheduler"]) + self._table(CLASSES["runner"])
+        names = [name, *(runner_name(name, rank) for rank in range(self.layout.ranks))]
+        return [row["Pid"] for row in rows if row["Name"] in names and row["Pid"]]
 
     def nodes_of(self, what: str) -> list[str]:
         """Ids of the nodes on which actors of a kind run."""

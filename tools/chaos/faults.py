@@ -136,6 +136,11 @@ async def kill_scheduler(nemesis: Nemesis) -> None:
     nemesis.kill("scheduler")
 
 
+async def kill_scheduler_and_runner(nemesis: Nemesis) -> None:
+    """Kills all of an engine but its supervisor; of several engines, one."""
+    nemesis.signal(nemesis.cluster.engine(), signal.SIGKILL)
+
+
 async def stop_scheduler_briefly(nemesis: Nemesis) -> None:
     await nemesis.pause("scheduler", 3)
 

@@ -5,8 +5,13 @@ oracle's answer. The idea is from Jepsen's and etcd's checkers; the model is one
 choice.
 """
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema
 
 SILENCE = 30.0
 """Seconds that an open stream may stay silent, until it gets a byte or an error."""
@@ -19,6 +24,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    calls: list[str] = field(default_factory=list)  # their ids; the oracle's have any
 
 
 @dataclass(slots=True)
@@ -27,6 +33,7 @@ class Expected:
 
     choices: list[Choice]
     prompt_tokens: int
+    form: dict[str, Any] | None = None  # JSON schema of whole answers, or of their calls
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,8 +43,9 @@ class Event:
     at: float  # seconds
     choice: int
     tokens: tuple[int, ...] = ()
-    text: str = ""
+    text: str = ""  # of a call: its name once, then parts of its arguments
     finish_reason: str | None = None
+    calls: tuple[str, ...] = ()  # ids of those that begin
 
 
 @dataclass(slots=True)
@@ -88,9 +96,11 @@ def check(record: Record, expected: Expected, until: float) -> list[Violation]:
 
     Kinds: ``lost``, ``duplicated`` or ``altered`` tokens or text; a wrong ``finish`` reason; wrong
     ``usage``; an event ``after`` the end; ``silent`` (over SILENCE seconds without a byte);
-    ``open`` (not ended at ``until``); ``unclear`` (ended without an error).
+    ``open`` (not ended at ``until``); ``unclear`` (ended without an error); ``malformed`` (a whole
+    answer that is not of its form); ``renamed`` (a call with another id).
     """
     found = [*_check_choices(record, expected), *_check_times(record, until)]
+    found += _check_forms(record, expected)
     if record.answered and record.usage is not None:
         counted = sum(len(choice.tokens) for choice in expected.choices)
         if record.usage != (expected.prompt_tokens, counted):
@@ -107,6 +117,7 @@ def collected(events: Iterable[Event], count: int) -> list[Choice]:
         choice.tokens += event.tokens
         choice.text += event.text
         choice.finish_reason = event.finish_reason or choice.finish_reason
+        choice.calls += event.calls
     return choices
 
 
@@ -167,6 +178,30 @@ def _check_choice(name: str, got: Choice, right: Choice, whole: bool) -> list[Vi
     if got.text != text:
         found.append(Violation(name, "altered", f"text {got.text[-20:]!r}, not {text[-20:]!r}"))
     return found
+
+
+def _check_forms(record: Record, expected: Expected) -> Iterator[Violation]:
+    """Whole answers parse and have their form; the ids of calls follow from the request's."""
+    choices = collected(record.events, len(expected.choices))
+    request_id = record.last_id.partition(":")[0]
+    for index, (got, right) in enumerate(zip(choices, expected.choices, strict=True)):
+        name = f"{record.name}[{index}]"
+        if expected.form is not None and got.finish_reason in ("stop", "tool_calls"):
+            text = got.text[got.text.find(">") + 1 :] if right.calls else got.text
+            try:
+                jsonschema.validate(json.loads(text), expected.form)
+            except (ValueError, jsonschema.ValidationError) as error:
+                yield Violation(name, "malformed", f"{text[-20:]!r}: {str(error)[:60]}")
+        count = len(right.calls) if record.answered else min(len(got.calls), len(right.calls))
+        ids = [call_id(request_id, index, number) for number in range(count)]
+        if got.calls != ids:
+            yield Violation(name, "renamed", f"calls {got.calls}, not {ids}")
+
+
+def call_id(request_id: str, choice: int, number: int) -> str:
+    """The id of an answer's call, in OpenAI's style."""
+    seed = f"{request_id}-{choice}:{number}"
+    return f"call_{hashlib.sha256(seed.encode()).hexdigest()[:24]}"
 
 
 def _check_times(record: Record, until: float) -> list[Violation]:

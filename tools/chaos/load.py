@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -25,6 +25,36 @@ STARTS = [[300 + (7 * i + 13 * k) % 1500 for i in range(96)] for k in range(4)]
 """Common prefixes of prompts: some pages are in the cache, some are not."""
 RESUME_SECONDS = 0.5  # before a client resumes a broken stream
 STOPS = ["ing", " the", "er", "tion"]
+PLACES = ["Paris", "Rome", "Oslo", "Lima", "Cairo", "Kyoto"]
+TRIP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 24},
+        "stops": {
+            "type": "array",
+            "minItems": 5,
+            "maxItems": 9,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "city": {"enum": PLACES},
+                    "nights": {"type": "integer", "minimum": 1, "maximum": 30},
+                    "booked": {"type": "boolean"},
+                },
+                "required": ["city", "nights", "booked"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["title", "stops"],
+    "additionalProperties": False,
+}
+"""A form that an answer has, or the parameters of the call that it makes."""
+
+TOOL = "plan_trip"
+TOOLS = [{"type": "function", "function": {"name": TOOL, "parameters": TRIP}}]
+FORM = {"json": TRIP, "disable_any_whitespace": True}
+LONGEST_FORM = 600  # tokens
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,13 +69,26 @@ class Ask:
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    settings: dict[str, Any] = field(default_factory=dict)  # temperature, penalties
+    settings: dict[str, Any] = field(default_factory=dict)  # temperature, penalties, form
+    question: str = ""  # of a chat that must call TOOL; then there is no prompt
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.question else "/v1/completions"
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer, or of the arguments of its calls."""
+        return TRIP if self.question or "structured_outputs" in self.settings else None
 
     def body(self, model: str) -> dict[str, Any]:
-        """The body of POST /v1/completions."""
+        """The body of the HTTP request."""
+        asked: dict[str, Any] = {"prompt": list(self.prompt)}
+        if self.question:
+            asked = {"messages": self.messages, "tools": TOOLS, "tool_choice": "required"}
         body = {
             "model": model,
-            "prompt": list(self.prompt),
+            **asked,
             "max_tokens": self.max_tokens,
             "seed": self.seed,
             "n": self.n,
@@ -61,18 +104,27 @@ class Ask:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.question}]
+
 
 class Asks:
     """Draws requests of every kind from one seed."""
 
-    def __init__(self, seed: int, length: tuple[int, int] = (150, 450)) -> None:
+    def __init__(
+        self, seed: int, length: tuple[int, int] = (150, 450), *, forms: bool = False
+    ) -> None:
         self._random = random.Random(seed)
         self._length = length
+        self._forms = forms  # most streams follow a grammar
         self._count = 0
 
     def stream(self) -> Ask:
-        """A long stream: greedy or sampled, with penalties, stops or two choices."""
+        """A long stream: greedy or sampled, with penalties, stops, two choices, or a grammar."""
         draw = self._random
+        if self._forms and draw.random() < 0.8:
+            return draw.choice([self.formed, self.calling])()
         kind = draw.choice(["greedy", "greedy", "seeded", "penalties", "stop", "two"])
         settings: dict[str, Any] = {"temperature": 0 if kind == "greedy" else 0.9}
         if kind == "penalties":
@@ -85,6 +137,19 @@ class Asks:
             stop_token_ids=(draw.choice(VOCABULARY),) if kind == "seeded" else (),
             settings=settings,
         )
+
+    def formed(self) -> Ask:
+        """A stream of JSON that follows a schema."""
+        temperature, n = self._random.choice([(0, 1), (0.9, 1), (0.9, 2)])
+        settings = {"temperature": temperature, "structured_outputs": FORM}
+        return self._ask("formed", LONGEST_FORM, n=n, settings=settings)
+
+    def calling(self) -> Ask:
+        """A chat that calls a tool; two in five words of its question are its own."""
+        draw = self._random
+        question = f"Plan trip {draw.randrange(10_000)} to {draw.choice(PLACES)}."
+        settings = {"temperature": draw.choice([0, 0.9])}
+        return self._ask("calling", LONGEST_FORM, question=question, settings=settings)
 
     def short(self) -> Ask:
         """A short request without streaming."""
@@ -111,7 +176,7 @@ class Asks:
     ) -> Ask:
         draw = self._random
         self._count += 1
-        if not prompt:
+        if not prompt and "question" not in settings:
             start = draw.choice(STARTS)[: draw.randint(0, 96)]
             prompt = (*start, *draw.choices(VOCABULARY, k=draw.randint(1, 40)))
         seed = draw.getrandbits(31) * 2  # the second choice uses seed + 1
@@ -241,7 +306,7 @@ class Load:
 
     async def _read_whole(self, ask: Ask, record: Record) -> None:
         assert self._http is not None
-        reply = await self._http.post("/v1/completions", json=ask.body(self._model))
+        reply = await self._http.post(ask.path, json=ask.body(self._model))
         record.bytes_at.append(time.monotonic())
         record.status, record.done = reply.status_code, True
         answer = parsed(reply.text)
@@ -253,7 +318,7 @@ class Load:
         assert self._http is not None
         body = ask.body(self._model)
         headers = {"Last-Event-ID": record.last_id} if record.last_id else {}
-        posted = self._http.stream("POST", "/v1/completions", json=body, headers=headers)
+        posted = self._http.stream("POST", ask.path, json=body, headers=headers)
         async with posted as reply:
             record.status = reply.status_code
             if reply.status_code != 200:
@@ -292,11 +357,29 @@ def _add_events(record: Record, answer: dict[str, Any]) -> None:
         record.error = error_code(answer)
     for choice in answer.get("choices", ()):
         tokens = tuple(choice.get("token_ids") or ())
-        record.events.append(
-            Event(now, choice["index"], tokens, choice["text"], choice["finish_reason"])
-        )
+        said = choice.get("delta") or choice.get("message")
+        text, ids = (choice["text"], ()) if said is None else written(said)
+        reason = choice.get("finish_reason")
+        record.events.append(Event(now, choice["index"], tokens, text, reason, ids))
     if usage := answer.get("usage"):
         record.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def written(said: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """A message of a chat, or a part of one, as text, and the ids of the calls that begin in it."""
+    text, ids = said.get("content") or "", []
+    for call in said.get("tool_calls") or ():
+        function = call.get("function", {})
+        if call.get("id"):
+            ids.append(call["id"])
+        text += name_of_call(function["name"]) if function.get("name") else ""
+        text += function.get("arguments") or ""
+    return text, tuple(ids)
+
+
+def name_of_call(name: str) -> str:
+    """How a call begins in the text of an answer."""
+    return f"<{name}>"
 
 
 def shorts(records: list[tuple[Ask, Record]]) -> Iterator[Record]:

@@ -2,16 +2,19 @@
 
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import tokenizers
 from history import Choice, Expected
-from load import Ask
+from load import TOOLS, Ask, written
 
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
 from rayfin.deployments.text.detokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from rayfin import RequestOutput
 
 FIRST, VOCAB_SIZE = 259, 2048
 """The hash runner's tokens (worker/hash_runner.py): whole words of the demo model's tokenizer."""
@@ -68,27 +71,44 @@ class ModelOracle:
         self._llm = LLM(model=model, threads=1, kv_cache_memory=256 * 1024**2)
 
     def expect(self, asks: Sequence[Ask]) -> list[Expected]:
-        prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
-        params = [
-            SamplingParams(
-                max_tokens=ask.max_tokens,
-                seed=ask.seed,
-                n=ask.n,
-                stop=list(ask.stop) or None,
-                stop_token_ids=list(ask.stop_token_ids) or None,
-                ignore_eos=True,
-                **ask.settings,
+        chats = [ask for ask in asks if ask.question]
+        texts = [ask for ask in asks if not ask.question]
+        answers: dict[str, RequestOutput] = {}
+        if texts:
+            prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in texts]
+            params = [sampling_of(ask) for ask in texts]
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            answers |= {ask.name: output for ask, output in zip(texts, outputs, strict=True)}
+        if chats:
+            outputs = self._llm.chat(
+                [ask.messages for ask in chats],
+                [sampling_of(ask) for ask in chats],
+                tools=TOOLS,
+                tool_choice="required",
+                use_tqdm=False,
             )
-            for ask in asks
-        ]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return [
-            Expected(
-                [Choice(list(o.token_ids), o.text, o.finish_reason) for o in output.outputs],
-                len(ask.prompt),
-            )
-            for ask, output in zip(asks, outputs, strict=True)
-        ]
+            answers |= {ask.name: output for ask, output in zip(chats, outputs, strict=True)}
+        return [expected_of(ask, answers[ask.name]) for ask in asks]
+
+
+def sampling_of(ask: Ask) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=ask.max_tokens,
+        seed=ask.seed,
+        n=ask.n,
+        stop=list(ask.stop) or None,
+        stop_token_ids=list(ask.stop_token_ids) or None,
+        ignore_eos=True,
+        **ask.settings,
+    )
+
+
+def expected_of(ask: Ask, output: "RequestOutput") -> Expected:
+    choices = []
+    for one in output.outputs:
+        text, ids = written({"content": one.text, "tool_calls": one.tool_calls})
+        choices.append(Choice(list(one.token_ids), text, one.finish_reason, list(ids)))
+    return Expected(choices, len(output.prompt_token_ids), ask.form)
 
 
 def hashed_token(state: int) -> int:

@@ -11,7 +11,7 @@ from load import Ask
 LOST_ON_ITS_WAY = "unavailable"
 """The proxy's error when the answering replica dies: the answer may have been counted."""
 
-WRONG = ("lost", "duplicated", "altered", "after")
+WRONG = ("lost", "duplicated", "altered", "after", "malformed", "renamed")
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Result:
         None  # longest time from a fault to the first answer of a later request
     )
     gap_ms: float = 0.0  # longest silence of an open stream
-    wrong: int = 0  # requests with a token lost, duplicated or altered
+    wrong: int = 0  # requests with a token lost, duplicated or altered, or a broken form
     leaked: int = 0  # pages held when idle; -1: no answer
     violations: list[str] = field(default_factory=list)
     skipped: str = ""  # why the case did not run

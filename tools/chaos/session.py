@@ -73,7 +73,9 @@ class Session:
 
     async def _drive(self, case: Case, cluster: Cluster) -> tuple[Load, Nemesis]:
         """Runs the load and injects the faults."""
-        load = Load(cluster.url, cluster.model, Asks(self.seed), resumes=case.resumes)
+        load = Load(
+            cluster.url, cluster.model, Asks(self.seed, forms=case.forms), resumes=case.resumes
+        )
         nemesis = Nemesis(cluster, load, self.seed)
         streams = self._streams(case)
         cluster.plant("")
