@@ -357,8 +357,8 @@ def _add_events(record: Record, answer: dict[str, Any]) -> None:
         record.error = error_code(answer)
     for choice in answer.get("choices", ()):
         tokens = tuple(choice.get("token_ids") or ())
-        said = choice.get("delta") or choice.get("message")
-        text, ids = (choice["text"], ()) if said is None else written(said)
+        said = choice.get("delta", choice.get("message", {"content": choice.get("text")}))
+        text, ids = written(said)
         reason = choice.get("finish_reason")
         record.events.append(Event(now, choice["index"], tokens, text, reason, ids))
     if usage := answer.get("usage"):

@@ -1,5 +1,7 @@
 """Steps whose calls are lost on their way, with Ray played by a list of what it says."""
 
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,3 +117,61 @@ def test_a_lost_ping_is_no_death(step: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(group.ray, "wait", lambda refs, num_returns, timeout: (refs, []))
     assert pending.group.alive([0]) is True
     assert pending.group.alive([1]) is False
+
+
+# Grammars that are compiled ahead.
+
+
+class FakeRanks:
+    """Runners that hold the grammars which they were sent; a ref is its own call."""
+
+    def __init__(self, count: int) -> None:
+        self.sent: list[tuple[int, list[str]]] = []
+        self.answers: list[Future[str | None]] = []
+        self.runners = [self._rank(rank) for rank in range(count)]
+
+    def _rank(self, rank: int) -> Any:
+        def remote(grammars: list[str]) -> Any:
+            self.sent.append((rank, grammars))
+            self.answers.append(answer := Future())
+            return SimpleNamespace(future=lambda: answer)
+
+        return SimpleNamespace(prepare=SimpleNamespace(remote=remote))
+
+
+def test_all_ranks_compile() -> None:
+    woken: list[bool] = []
+    own = group.RunnerGroup(EngineArgs(), "e", on_prepared=lambda: woken.append(pending.done()))
+    ranks = FakeRanks(2)
+    own._runners = ranks.runners
+    pending = own.prepare(["one", "two"])
+    assert ranks.sent == [(0, ["one", "two"]), (1, ["one", "two"])]
+    assert not pending.done()
+    ranks.answers[1].set_result(None)
+    assert not pending.done()
+    ranks.answers[0].set_result(None)
+    assert pending.done() and pending.error() is None
+    assert woken == [False, True]
+
+
+def test_the_error_of_any_rank_counts() -> None:
+    own, ranks = group.RunnerGroup(EngineArgs(), "e"), FakeRanks(3)
+    own._runners = ranks.runners
+    pending = own.prepare(["bad"])
+    for answer, says in zip(ranks.answers, (None, "no", "no"), strict=True):
+        answer.set_result(says)
+    assert pending.done() and pending.error() == "no"
+
+
+@pytest.mark.parametrize("says", [ActorDiedError(), LOST, RayTaskError("prepare", "", KeyError())])
+def test_a_rank_that_cannot_answer_holds_nothing_back(says: Exception) -> None:
+    own, ranks = group.RunnerGroup(EngineArgs(), "e"), FakeRanks(1)
+    own._runners = ranks.runners
+    pending = own.prepare(["one"])
+    ranks.answers[0].set_exception(says)
+    assert pending.done() and pending.error() is None
+
+
+def test_without_runners_nothing_is_waited_for() -> None:
+    pending = group.RunnerGroup(EngineArgs(), "e").prepare(["one"])
+    assert pending.done() and pending.error() is None

@@ -3,7 +3,17 @@
 from dataclasses import replace
 
 import pytest
-from history import SILENCE, Choice, Event, Expected, Record, check, difference, longest_gap
+from history import (
+    SILENCE,
+    Choice,
+    Event,
+    Expected,
+    Record,
+    call_id,
+    check,
+    difference,
+    longest_gap,
+)
 
 TOKENS = [11, 12, 13, 14, 15, 16]
 TEXT = "abcdef"
@@ -152,3 +162,55 @@ def test_choices_are_checked_one_by_one() -> None:
     ]
     found = check(record, expected, 4.0)
     assert [(violation.request, violation.kind) for violation in found] == [("r[0]", "altered")]
+
+
+# Answers with a form, and calls.
+
+FORM = {"type": "object", "required": ["city"], "properties": {"city": {"type": "string"}}}
+CALLED = '<plan>{"city": "Rome"}'
+CALLING = Expected([Choice([1, 2, 3], CALLED, "tool_calls", ["call_any"])], 4, FORM)
+
+
+def calling(text: str = CALLED, ids: tuple[str, ...] | None = None) -> Record:
+    """The history of a stream with one call, in two pieces."""
+    if ids is None:
+        ids = (call_id("r1", 0, 0),)
+    events = [
+        Event(1.0, 0, (), text[:8], None, ids),
+        Event(1.1, 0, (1, 2, 3), text[8:], "tool_calls"),
+    ]
+    return replace(right(), events=events, usage=(4, 3), last_id="r1:9")
+
+
+@pytest.mark.parametrize(
+    "record, found",
+    [
+        (calling(), []),
+        (calling(ids=()), ["renamed"]),
+        (calling(ids=(call_id("r2", 0, 0),)), ["renamed"]),
+        (calling(ids=(call_id("r1", 0, 0),) * 2), ["renamed"]),
+        (calling(text='<plan>{"city": "Rome"'), ["altered", "malformed"]),
+        (calling(text='<plan>{"city": 7}'), ["altered", "malformed"]),
+    ],
+)
+def test_calls(record: Record, found: list[str]) -> None:
+    assert [violation.kind for violation in check(record, CALLING, 4.0)] == found
+
+
+def test_a_call_that_breaks_off_has_its_id() -> None:
+    record = calling()
+    del record.events[1:]
+    record.broken = "gone"
+    assert check(record, CALLING, 4.0) == []
+    record.events[0] = replace(record.events[0], calls=("call_other",))
+    assert [violation.kind for violation in check(record, CALLING, 4.0)] == ["renamed"]
+
+
+def test_a_text_has_its_form_if_it_is_whole() -> None:
+    cut = Expected([Choice(TOKENS, '{"city', "length")], 4, FORM)
+    events = [Event(1.0, 0, tuple(TOKENS), '{"city', "length")]
+    assert check(replace(right(), events=events), cut, 4.0) == []
+    whole = Expected([Choice(TOKENS, '{"city', "stop")], 4, FORM)
+    events = [Event(1.0, 0, tuple(TOKENS), '{"city', "stop")]
+    found = check(replace(right(), events=events), whole, 4.0)
+    assert [violation.kind for violation in found] == ["malformed"]

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from history import Record, check
+from history import Record, check, collected
 from load import Ask, Asks, Load
 from oracle import HashOracle
 
@@ -121,3 +121,30 @@ def test_a_rest_that_says_something_again(answer: list[bytes]) -> None:
     first = [answer[0], b"id: a:9\n" + answer[1]]
     ask, record = asyncio.run(delivered(*first, rest={"a:9": answer}))
     assert kinds(ask, record) == ["duplicated"]
+
+
+def test_a_chat_that_calls_a_tool_is_written_as_text() -> None:
+    """A name once, then its arguments in pieces; an end may have no delta."""
+    call = {"index": 0, "id": "call_1", "function": {"name": "plan", "arguments": ""}}
+    rest = {"index": 0, "function": {"arguments": '{"a": 1}'}}
+    deltas = [({"content": "So. "}, None), ({"tool_calls": [call]}, None)]
+    deltas += [({"tool_calls": [rest]}, None), ({}, "tool_calls")]
+    parts = [head("200 OK", kind="text/event-stream")]
+    for delta, reason in deltas:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "token_ids": [5]}
+        parts.append(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+    _, record = asyncio.run(delivered(*parts, b"data: [DONE]\n\n"))
+    (answer,) = collected(record.events, 1)
+    assert (answer.text, answer.finish_reason) == ('So. <plan>{"a": 1}', "tool_calls")
+    assert (answer.tokens, answer.calls) == ([5, 5, 5, 5], ["call_1"])
+
+
+def test_forms_are_drawn_only_where_asked() -> None:
+    plain, forms = Asks(1), Asks(1, forms=True)
+    assert all(ask.form is None for ask in (plain.stream() for _ in range(50)))
+    drawn = [forms.stream() for _ in range(50)]
+    assert {ask.path for ask in drawn} == {"/v1/completions", "/v1/chat/completions"}
+    for ask in drawn:
+        assert bool(ask.question) != bool(ask.prompt)
+        assert ask.n == 1 or ask.settings["temperature"]
+        assert ("tools" in ask.body("m")) == bool(ask.question)
