@@ -53,6 +53,7 @@ TRIP: dict[str, Any] = {
 
 TOOL = "plan_trip"
 TOOLS = [{"type": "function", "function": {"name": TOOL, "parameters": TRIP}}]
+CHOICE = {"type": "function", "function": {"name": TOOL}}
 FORM = {"json": TRIP, "disable_any_whitespace": True}
 LONGEST_FORM = 600  # tokens
 
@@ -85,7 +86,7 @@ class Ask:
         """The body of the HTTP request."""
         asked: dict[str, Any] = {"prompt": list(self.prompt)}
         if self.question:
-            asked = {"messages": self.messages, "tools": TOOLS, "tool_choice": "required"}
+            asked = {"messages": self.messages, "tools": TOOLS, "tool_choice": CHOICE}
         body = {
             "model": model,
             **asked,

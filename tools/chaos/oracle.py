@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import tokenizers
 from history import Choice, Expected
-from load import TOOLS, Ask, written
+from load import CHOICE, TOOLS, Ask, written
 
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
@@ -84,7 +84,7 @@ class ModelOracle:
                 [ask.messages for ask in chats],
                 [sampling_of(ask) for ask in chats],
                 tools=TOOLS,
-                tool_choice="required",
+                tool_choice=CHOICE,
                 use_tqdm=False,
             )
             answers |= {ask.name: output for ask, output in zip(chats, outputs, strict=True)}
@@ -107,7 +107,8 @@ def expected_of(ask: Ask, output: "RequestOutput") -> Expected:
     choices = []
     for one in output.outputs:
         text, ids = written({"content": one.text, "tool_calls": one.tool_calls})
-        choices.append(Choice(list(one.token_ids), text, one.finish_reason, list(ids)))
+        choice = Choice(list(one.token_ids), text, one.finish_reason, list(ids), bool(ask.question))
+        choices.append(choice)
     return Expected(choices, len(output.prompt_token_ids), ask.form)
 
 

@@ -206,6 +206,19 @@ def test_a_call_that_breaks_off_has_its_id() -> None:
     assert [violation.kind for violation in check(record, CALLING, 4.0)] == ["renamed"]
 
 
+def test_a_stream_has_what_a_whole_answer_leaves_out() -> None:
+    """The end of the answer cuts its second call off."""
+    choice = Choice([1, 2, 3], CALLED, "length", ["call_any"], chat=True)
+    events = [
+        Event(1.0, 0, (), CALLED, None, (call_id("r1", 0, 0),)),
+        Event(1.1, 0, (1, 2, 3), '<plan>{"ci', "length", (call_id("r1", 0, 1),)),
+    ]
+    record = replace(calling(), events=events)
+    assert check(record, Expected([choice], 4, FORM), 4.0) == []
+    found = check(record, Expected([replace(choice, chat=False)], 4, FORM), 4.0)
+    assert [violation.kind for violation in found] == ["altered", "renamed"]
+
+
 def test_a_text_has_its_form_if_it_is_whole() -> None:
     cut = Expected([Choice(TOKENS, '{"city', "length")], 4, FORM)
     events = [Event(1.0, 0, tuple(TOKENS), '{"city', "length")]
