@@ -18,6 +18,7 @@ from rayfin.actors.errors import (
     RayfinError,
     RequestFailed,
 )
+from rayfin.actors.guidance import CallGrammar, Guidance
 from rayfin.actors.messages import (
     BeamParams,
     Command,
@@ -63,7 +64,8 @@ NUMBERS: Iterator[int] = iter(range(1000, 10**6))
 def request(max_tokens: int = 30, **settings: Any) -> EngineRequest:
     number = next(NUMBERS)
     prompt = np.array([number % VOCABULARY, 3, 5, number % 7, 11, 13], np.int32)
-    asked = {name: settings.pop(name, None) for name in ("logprobs", "prompt_logprobs")}
+    names = ("logprobs", "prompt_logprobs", "guidance")
+    asked = {name: settings.pop(name, None) for name in names}
     stops = frozenset(settings.pop("stops", ()))
     return EngineRequest(
         f"r{number}",
@@ -129,6 +131,8 @@ def mixed() -> list[EngineRequest]:
         request(prompt_logprobs=1),
         request(output=[1, 2, 3]),
         request(timeout=100.0),
+        request(guidance=Guidance("a grammar")),
+        request(60, guidance=Guidance(calls=CallGrammar((1,), "of calls")), output=[4, 4]),
     ]
 
 
