@@ -253,7 +253,8 @@ def report(runs: dict[str, list[dict[str, float]]]) -> None:
         ratio = statistics.median(run["guided"] / run["free"] for run in runs[name])
         print(
             f"| {name} | {own['free']:.1f} | {own['guided']:.1f} | {ratio:.3f} | "
-            f"{own['schemas']:.1f} | {own['answers']:.2f} | {own['ended']:.0%} | {own['valid']:.0%} |"
+            f"{own['schemas']:.1f} | {own['answers']:.2f} | {own['ended']:.0%} | "
+            f"{own['valid']:.0%} |"
         )
     if "vllm" in middle:
         for key, what in (("schemas", "tokens/s"), ("answers", "valid answers/s")):
