@@ -20,8 +20,9 @@ from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.http.paths import ADMIN_PATHS
 from rayfin.deployments.serve.admin_port import bind, build_admin_api
 from rayfin.deployments.serve.model_args import ModelArgs
+from rayfin.deployments.serve.ports import check_ports
 from rayfin.deployments.serve.server_args import ServerArgs
-from rayfin.deployments.serve.serving import _check_ports, _welcome
+from rayfin.deployments.serve.serving import _welcome
 
 ADMIN = ServerArgs(api_key="client-key", admin_api_key="admin-key", admin_port=9401)
 OPERATOR = {"Authorization": "Bearer admin-key"}
@@ -112,12 +113,12 @@ def test_ports_that_are_none(settings: Any, param: str) -> None:
 def test_a_port_needs_a_key() -> None:
     for check in (
         lambda: bind_app(ServerArgs(admin_port=9401), EngineArgs()),
-        lambda: _check_ports(ServerArgs(admin_port=9401), 8000),
+        lambda: check_ports(ServerArgs(admin_port=9401), 8000),
     ):
         with pytest.raises(InvalidConfig, match="admin_port needs admin_api_key"):
             check()
     with pytest.raises(InvalidConfig, match="must not be the API's"):
-        _check_ports(ADMIN, 9401)
+        check_ports(ADMIN, 9401)
 
 
 def test_a_port_that_is_taken_is_named() -> None:
