@@ -147,6 +147,8 @@ def test_statuses() -> None:
         "Fenced": 500,
         "NotOwner": 503,
         "EngineLost": 503,
+        "GrammarFailed": 500,
+        "GrammarTooSlow": 500,
         "TemplateTooSlow": 400,
         "TemplateTooLong": 400,
         "PeerFailed": 500,

@@ -20,8 +20,12 @@ def form(name: str) -> dict[str, Any]:
     """A schema that no other test asks for, whose answers have an end."""
     item = {
         "type": "object",
-        "properties": {name: {"type": "string", "maxLength": 12}, "n": {"type": "integer"}},
+        "properties": {
+            name: {"type": "string", "pattern": "^[a-z]{1,8}$"},
+            "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
         "required": [name, "n"],
+        "additionalProperties": False,
     }
     return {
         "json": {"type": "array", "items": item, "minItems": 4, "maxItems": 6},

@@ -52,6 +52,16 @@ class _Step:
         return self.answers[self.answering].result(60)
 
 
+class _Prepared:
+    """Grammars that all ranks have compiled."""
+
+    def done(self) -> bool:
+        return True
+
+    def error(self) -> str | None:
+        return None
+
+
 class Group:
     """The ranks of an engine as threads of this process, behind the executor's interface."""
 
@@ -83,6 +93,10 @@ class Group:
         answers = [thread.submit(runner.execute, info) for thread, runner in calls]
         tensor, stages = self.sizes
         return _Step(answers, tensor * (stages - 1))
+
+    def prepare(self, grammars: Sequence[str]) -> _Prepared:
+        self._all(lambda runner: runner.prepare(grammars), self.runners)
+        return _Prepared()
 
     def restart(self) -> None:
         self.epoch += 1
