@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema: what is enforced, refused, or an annotation; and their shapes."""
+"""The keywords of JSON Schema: what is enforced, refused, or a description; and their shapes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,10 +42,12 @@ REFUSED_FORMATS = frozenset(
 )
 """Of the standard. Names beyond these two are annotations."""
 
-ANNOTATIONS = frozenset(
-    "title description default examples deprecated readOnly writeOnly $comment contentMediaType "
-    "contentEncoding contentSchema".split()
+DESCRIPTIONS = frozenset(
+    "title description default examples example deprecated readOnly writeOnly $comment".split()
 )
+"""They describe a value, and never limit it."""
+
+ANNOTATIONS = DESCRIPTIONS | frozenset("contentMediaType contentEncoding contentSchema".split())
 STRUCTURE = frozenset(
     "$schema $id id $anchor $defs definitions $vocabulary $dynamicAnchor $recursiveAnchor".split()
 )

@@ -17,6 +17,7 @@ from rayfin.deployments.guidance.schema.keywords import (
     ANNOTATIONS,
     APPLICATORS,
     DATES,
+    DESCRIPTIONS,
     ELSEWHERE,
     FORMATS,
     REFUSED,
@@ -40,6 +41,7 @@ MAX_COUNT = 2**32 - 1  # of characters, elements, properties
 _COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxProperties".split())
 _BOUNDS = frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split())
 _ITEMS = frozenset("items prefixItems additionalItems".split())
+_SILENT = STRUCTURE | DESCRIPTIONS
 _LATE = REFUSED | {"patternProperties"}
 """They change what other keywords of the same schema have made."""
 
@@ -124,7 +126,7 @@ class Rewriter:
                 raise unsupported(inner, "it is resolved while a value is read")
             elif keyword in REFUSED:
                 self._refused(node, keyword, schema, at)
-            elif keyword not in STRUCTURE:
+            elif keyword not in _SILENT:
                 self.unenforced.append(inner)
         if self._closed and "additionalProperties" not in node:
             if "properties" in node or "patternProperties" in node:

@@ -74,9 +74,9 @@ def test_bad_grammars(text: str, code: str, path: str) -> None:
 
 def test_a_schema_within_is_rewritten() -> None:
     grammar = made(
-        'start: "x" %json {"type": "object", "properties": {"a": {"type": "integer"}}, "title": 1}'
+        'start: "x" %json {"type": "object", "properties": {"a": {"type": "integer"}}, "x": 1}'
     )
-    assert grammar.unenforced == ("structured_outputs.grammar.title",)
+    assert grammar.unenforced == ("structured_outputs.grammar.x",)
     assert accepts(grammar.text, 'x{"a": 1}') and not accepts(grammar.text, 'x{"\\u0061": ""}')
 
 

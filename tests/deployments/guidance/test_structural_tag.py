@@ -140,7 +140,7 @@ def test_the_form_of_vllm() -> None:
     value = {
         "type": "structural_tag",
         "structures": [
-            {"begin": "<f=a>", "schema": {"type": "integer", "title": "t"}, "end": "</f>"},
+            {"begin": "<f=a>", "schema": {"type": "integer", "title": "t", "x": 1}, "end": "</f>"},
             {"begin": "<f=b>", "schema": '{"type": "null"}', "end": "</f>"},
         ],
         "triggers": ["<f="],
@@ -149,7 +149,7 @@ def test_the_form_of_vllm() -> None:
         grammar = made(form)
         assert accepts(grammar.text, "hello <f=a>12</f><f=b>null</f>.")
         assert not accepts(grammar.text, "<f=a>null</f>") and not accepts(grammar.text, "<f=c>")
-    assert grammar.unenforced == ("structured_outputs.structural_tag.structures[0].schema.title",)
+    assert grammar.unenforced == ("structured_outputs.structural_tag.structures[0].schema.x",)
     assert grammar.kind == "structural_tag"
 
 

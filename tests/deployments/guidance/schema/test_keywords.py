@@ -71,10 +71,10 @@ def test_what_only_narrows_is_left_out_if_asked(case: Refusal) -> None:
     assert not compile_error(grammar.text)
 
 
-def test_annotations_are_listed() -> None:
-    schema = {"title": "t", "properties": {"a": {"nullable": True, "format": "color"}}}
+def test_what_could_limit_a_value_is_listed() -> None:
+    described = {"title": "t", "description": "d", "default": 1, "examples": [1], "$comment": ""}
+    schema = {**described, "properties": {"a": {"nullable": True, "format": "color", **described}}}
     assert made(schema).unenforced == (
-        "schema.title",
         "schema.properties.a.nullable",
         "schema.properties.a.format",
     )
