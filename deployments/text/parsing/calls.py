@@ -14,13 +14,6 @@ Outcome = Literal["called", "broken", "refused"]
 text is before it; refused: no call, its text was given back."""
 
 
-class FinishReason:
-    """Why an answer has ended, known at its end only."""
-
-    def __init__(self) -> None:
-        self.is_cut = False
-
-
 class CallReader:
     """Reads the calls of one format, from the mark that begins them on."""
 
@@ -30,13 +23,11 @@ class CallReader:
         writer: EventWriter,
         row: ToolFormat,
         forced: bool,
-        reason: FinishReason,
     ) -> None:
         self._feed = feed
         self._writer = writer
         self._row = row
         self._forced = forced
-        self._reason = reason
         self._json = JsonCalls(feed, writer, row)
         self._tagged = TaggedCalls(feed, writer, row)
         self._python = PythonCalls(feed, writer)
@@ -95,6 +86,8 @@ class CallReader:
             mark = yield from self._feed.match(self._around)
             if mark in self._row.begins:
                 return mark
+            if char and self._feed.is_cut and not self._feed.rest:
+                self._feed.record()  # within a mark
             if not mark:
                 return "" if self._in_a_row and section_open and char == "{" else None
             if mark in self._ends:
@@ -114,7 +107,7 @@ class CallReader:
             writer.add(kind, feed.release())
         elif emitted:
             pass  # only marks are missing
-        elif self._reason.is_cut and (marked or self._forced or writer.named):
+        elif feed.is_cut and (marked or self._forced or writer.named):
             writer.cut += 1
         else:
             writer.unparsed += marked

@@ -80,8 +80,9 @@ class ChannelReader:
                 size += 1
                 if size > MAX_HEADER or not _may_be_header(before, "".join(parts[:64])):
                     return None
-            if found.mark or not (yield from feed.wait()):
+            if found.mark or feed.ended:
                 return "".join(parts)
+            yield
 
     def _read_message(self, header: str) -> Steps[None]:
         feed, writer = self._feed, self._writer
@@ -126,7 +127,7 @@ class ChannelReader:
         thinks = writer.in_thought = kind == "reasoning"
         if thinks:
             yield from feed.skip_newlines()
-        yield from emit_text(feed, writer, kind, self._stops, "\n" if thinks else "")
+        yield from emit_text(feed, writer, kind, self._stops, "\n" if thinks else "", self._stops)
         feed.forget()
         yield from feed.skip_newlines()
         yield from feed.match(self._ends)

@@ -6,12 +6,11 @@ import re
 from rayfin.deployments.text.parsing.events import EventWriter
 from rayfin.deployments.text.parsing.format import ToolFormat
 from rayfin.deployments.text.parsing.json_text import JsonText, check_json
-from rayfin.deployments.text.parsing.marks import JSON_UNSAFE, Direct, Feed, MarkSet, Steps
+from rayfin.deployments.text.parsing.marks import Direct, Feed, Steps
 
 MAX_HEADER = 512
 """Characters around and of a name."""
 
-_SAFE = MarkSet({}).safe_text(JSON_UNSAFE).fullmatch
 _KIMI_ID = re.compile(r":\d+$")
 # Keys beside the name and the arguments that models write into a call.
 _OTHER_KEYS = {"id", "type", "index", "call_id", "tool_call_id"}
@@ -24,7 +23,7 @@ def read_arguments(feed: Feed, writer: EventWriter, name: str) -> Steps[bool]:
     writer.begin(name)
     feed.forget()
     value = JsonText(feed.markers.texts)
-    direct = Direct(_SAFE, "arguments", writer.calls - 1)
+    direct = Direct((), value.follow, "arguments", writer.calls - 1)
     while True:
         out: list[str] = []
         feed.take(value.read(feed.text, feed.pos, len(feed.text), out))
@@ -35,10 +34,10 @@ def read_arguments(feed: Feed, writer: EventWriter, name: str) -> Steps[bool]:
             return True
         if value.broken:
             return False
-        if value.in_string:
-            feed.direct = direct
-        if not (yield from feed.wait()):
+        if feed.ended:
             return False
+        feed.direct = direct
+        yield
 
 
 class JsonCalls:
@@ -144,15 +143,25 @@ class JsonCalls:
         yield from feed.skip()
         value = JsonText(feed.markers.texts)
         out: list[str] = []
+
+        def reads(text: str) -> bool:
+            nonlocal limit
+            if len(text) >= limit or not value.follow(text):
+                return False
+            out.append(text)
+            limit -= len(text)
+            feed.note(text)
+            return True
+
         while True:
             end = min(len(feed.text), feed.pos + limit)
             limit -= len(feed.take(value.read(feed.text, feed.pos, end, out)))
             if value.done:
                 return "".join(out)
-            if value.broken or limit <= 0:
+            if value.broken or limit <= 0 or feed.ended:
                 return None
-            if not (yield from feed.wait()):
-                return None
+            feed.direct = Direct((), reads)
+            yield
 
     def _read_named(self) -> Steps[bool]:
         feed = self._feed

@@ -112,6 +112,11 @@ class MarkSet:
         self.first = "".join(sorted({form[0] for form in forms}))
         self._starts = re.compile(f"[{re.escape(self.first)}]" if ordered else "(?!)")
         self._longest = max(map(len, forms), default=0)
+        self._safe: dict[tuple[str, str], SafeText] = {}
+
+    def may_become(self, text: str) -> bool:
+        """Whether the text is the beginning of a mark."""
+        return text in self._beginnings
 
     def find(self, text: str, pos: int, final: bool) -> Found:
         """Finds the first mark at or behind ``pos``; ``final``: no more text will come."""
@@ -130,13 +135,17 @@ class MarkSet:
         match = self._pattern.match(text, pos)
         return Found(pos) if match is None else Found(pos, self._forms[match[0]], match.end())
 
-    def safe_text(self, other: str, last: str = "") -> re.Pattern[str]:
+    def safe_text(self, other: str = "", last: str = "") -> "SafeText":
         """Returns the texts in which no mark begins, and without some other characters.
 
         They do not end with one of the characters ``last`` either. Both are classes in a pattern.
         """
-        outside = "\ud800-\udfff" + re.escape(self.first) + other
-        return re.compile(f"[^{outside}]*[^{outside}{last}]" if last else f"[^{outside}]+")
+        safe = self._safe.get((other, last))
+        if safe is None:
+            outside = "\ud800-\udfff" + re.escape(self.first) + other
+            pattern = f"[^{outside}]*[^{outside}{last}]" if last else f"[^{outside}]+"
+            safe = self._safe[other, last] = SafeText(re.compile(pattern))
+        return safe
 
     def _open(self, text: str, pos: int) -> int:
         """Returns the start of the longest end that is the beginning of a mark."""
@@ -146,11 +155,24 @@ class MarkSet:
         return len(text)
 
 
-class Direct(NamedTuple):
-    """Text that needs no reading now: it becomes an event as it is."""
+class SafeText:
+    """Texts that match a pattern; of those, ``chars`` are the ASCII characters."""
 
-    accepts: Callable[[str], object]  # whether a text is such
-    kind: EventKind
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.accepts: Callable[[str], object] = pattern.fullmatch
+        self.chars = frozenset(char for char in map(chr, range(128)) if pattern.fullmatch(char))
+
+    def direct(self, kind: EventKind, index: int = 0) -> "Direct":
+        """Returns that such texts are events of this kind."""
+        return Direct(self.chars, self.accepts, kind, index)
+
+
+class Direct(NamedTuple):
+    """Text that needs no reading now: it becomes an event as it is, or none."""
+
+    chars: Collection[str]  # such texts that are looked up first
+    accepts: Callable[[str], object]  # whether another text is such; it counts as read then
+    kind: EventKind | None = None
     index: int = 0  # type: ignore[assignment]
 
 
@@ -162,15 +184,20 @@ class Feed:
         self.text = ""
         self.pos = 0
         self.ended = False
+        self.is_cut = False  # at the end: the model would have gone on
         self.direct: Direct | None = None  # set before waiting, with all text read
         self._tape: list[str] | None = None  # what was read and may have to be content
         self._taped = 0  # its length
 
     def put(self, text: str) -> None:
         """Appends text."""
-        self.text = self.text[self.pos :] + text
-        self.pos = 0
+        self.text += text
         self.direct = None
+
+    def drop(self) -> None:
+        """Drops what was read."""
+        self.text = self.text[self.pos :]
+        self.pos = 0
 
     def record(self) -> None:
         """Starts to record what is read, so that it can be given back as content."""
@@ -186,6 +213,11 @@ class Feed:
         return self.markers.decode("".join(tape))
 
     @property
+    def rest(self) -> str:
+        """The text that is not read yet."""
+        return self.text[self.pos :]
+
+    @property
     def room(self) -> int:
         """Characters that may still be read into the record."""
         return MAX_HELD - self._taped
@@ -194,45 +226,50 @@ class Feed:
         """Reads up to ``end``."""
         part = self.text[self.pos : end]
         self.pos = end
+        self.note(part)
+        return part
+
+    def note(self, part: str) -> None:
+        """Records what was read."""
         if self._tape is not None:
             self._tape.append(part)
             self._taped += len(part)
-        return part
-
-    def wait(self) -> Steps[bool]:
-        """Waits for more; returns False if none will come."""
-        if self.ended:
-            return False
-        yield
-        return True
 
     def peek(self) -> Steps[str]:
         """Returns the next character, or "" at the end."""
         while self.pos >= len(self.text):
-            if not (yield from self.wait()):
+            if self.ended:
                 return ""
+            yield
         return self.text[self.pos]
 
     def skip(self, pattern: re.Pattern[str] = _BLANKS) -> Steps[str]:
         """Reads blanks; returns the next character, or "" at the end."""
         while True:
             match = pattern.match(self.text, self.pos)
-            self.take(match.end() if match is not None else self.pos)
+            if match is not None and match.end() > self.pos:
+                self.take(match.end())
             if self.pos < len(self.text):
                 return self.text[self.pos]
-            if not (yield from self.wait()):
+            if self.ended:
                 return ""
+            yield
 
     def skip_newlines(self) -> Steps[str]:
         """Reads newlines; returns the next character, or "" at the end."""
         return (yield from self.skip(_NEWLINES))
 
     def match(self, marks: MarkSet) -> Steps[str]:
-        """Reads one of the marks if it is next; returns it, or ""."""
+        """Reads one of the marks if it is next; returns it, or "".
+
+        Of a mark within which the answer is cut it reads what there is.
+        """
         mark = yield from self.sees(marks)
         if mark:
             found = marks.at(self.text, self.pos, True)
             self.take(found.end if found is not None else self.pos)
+        elif self.is_cut and marks.may_become(self.rest):
+            self.take(len(self.text))
         return mark
 
     def sees(self, marks: MarkSet) -> Steps[str]:
@@ -241,13 +278,25 @@ class Feed:
             found = marks.at(self.text, self.pos, self.ended)
             if found is not None:
                 return found.mark
-            if not (yield from self.wait()):
+            if self.ended:
                 return ""
+            yield
 
     def until(self, marks: MarkSet, limit: int) -> Steps[str | None]:
         """Reads up to a mark, which stays; returns None if none is within ``limit``."""
         parts: list[str] = []
         left = limit
+        safe = marks.safe_text().accepts
+
+        def reads(text: str) -> bool:
+            nonlocal left
+            if len(text) > left or not safe(text):
+                return False
+            parts.append(text)
+            left -= len(text)
+            self.note(text)
+            return True
+
         while True:
             found = marks.find(self.text, self.pos, self.ended)
             # No further than one character too many, however much has arrived.
@@ -258,28 +307,46 @@ class Feed:
                 return None
             if found.mark:
                 return "".join(parts)
-            if not (yield from self.wait()):
+            if self.ended:
                 return None
+            if self.pos == len(self.text):
+                self.direct = Direct((), reads)
+            yield
 
 
 def emit_text(
-    feed: Feed, writer: EventWriter, kind: EventKind, stops: MarkSet, blanks: str = ""
+    feed: Feed,
+    writer: EventWriter,
+    kind: EventKind,
+    stops: MarkSet,
+    blanks: str = "",
+    closing: MarkSet | None = None,
 ) -> Steps[str]:
     """Emits text up to a mark, which stays; returns the mark, or "" at the end.
 
     Blanks before the mark stay too, at most so many as are ever held.
+
+    Args:
+        closing: of an answer that is cut within one of these marks, the mark goes. One character
+            alone may be text.
     """
-    direct = Direct(stops.safe_text("", blanks).fullmatch, kind)
+    direct = stops.safe_text("", blanks).direct(kind)
     while True:
         found = stops.find(feed.text, feed.pos, feed.ended)
+        if closing is not None and feed.is_cut and not found.mark:
+            start = closing.find(feed.text, feed.pos, False).start
+            if len(feed.text) - start > 1:
+                found = Found(start)
+                feed.text = feed.text[:start]
         end = _without(blanks, feed.text, feed.pos, found.start)
         writer.add(kind, feed.markers.decode(feed.take(end)))
         if found.mark:
             return found.mark
+        if feed.ended:
+            return ""
         if feed.pos == len(feed.text):
             feed.direct = direct
-        if not (yield from feed.wait()):
-            return ""
+        yield
 
 
 def _without(blanks: str, text: str, start: int, end: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from rayfin.deployments.text.parsing.calls import CallReader, FinishReason
+from rayfin.deployments.text.parsing.calls import CallReader
 from rayfin.deployments.text.parsing.channels import ChannelReader
 from rayfin.deployments.text.parsing.events import Event, EventKind, EventWriter, Piece, new_event
 from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
@@ -42,16 +42,13 @@ class OutputParser:
             tools = TOOL_FORMATS["json"]
         self._feed = Feed(_markers(tools, reasoning, frozenset(special)))
         self._writer = EventWriter(functions)
-        self._reason = FinishReason()
         self._writer.in_thought = starts_inside and reasoning is not None
         if (tools is not None and tools.syntax == "channels") or (
             reasoning is not None and reasoning.channels
         ):
             self._steps = ChannelReader(self._feed, self._writer).run()
         else:
-            self._steps = AnswerReader(
-                self._feed, self._writer, tools, reasoning, forced, self._reason
-            ).run()
+            self._steps = AnswerReader(self._feed, self._writer, tools, reasoning, forced).run()
         self._advance()
 
     @property
@@ -80,21 +77,22 @@ class OutputParser:
         direct = feed.direct
         if direct is not None and len(pieces) == 1:
             text, marker = pieces[0]
-            accepts, kind, index = direct
-            if not marker and accepts(text):
-                return [new_event((kind, text, index, ""))]
+            chars, accepts, kind, index = direct
+            if not marker and (text in chars or accepts(text)):
+                return [] if kind is None else [new_event((kind, text, index, ""))]
         text = "".join([feed.markers.encode(piece) for piece in pieces])
         if not text:
             return []
         feed.put(text)
         self._advance()
+        feed.drop()
         return self._writer.drain()
 
     def finish(self, reason: str) -> list[Event]:
         """Returns the last events; ``reason`` is the answer's finish reason."""
-        self._reason.is_cut = reason != "stop"
         self._feed.put("")
         self._feed.ended = True
+        self._feed.is_cut = reason != "stop"
         self._advance()
         return self._writer.drain()
 
@@ -117,7 +115,6 @@ class AnswerReader:
 
     Args:
         forced: as of ``OutputParser``.
-        reason: why the answer has ended, once it has.
     """
 
     def __init__(
@@ -127,13 +124,12 @@ class AnswerReader:
         tools: ToolFormat | None,
         reasoning: ReasoningFormat | None,
         forced: str,
-        reason: FinishReason,
     ) -> None:
         self._feed = feed
         self._writer = writer
         self._tools = tools
         self._forced = forced
-        self._calls = CallReader(feed, writer, tools, bool(forced), reason) if tools else None
+        self._calls = CallReader(feed, writer, tools, bool(forced)) if tools else None
         marks = feed.markers.marks
         begins = tools.begins if tools is not None else ()
         ends = (*tools.ends, tools.arguments[1].strip()) if tools is not None else ()
@@ -141,9 +137,13 @@ class AnswerReader:
         self._opens, self._begins, self._dropped = set(row.open), set(begins), set(row.dropped)
         self._last_mark = (tools.section[1] or tools.call[1]).strip() if tools is not None else ""
         self._first = marks(*row.open, *begins, *row.dropped)
-        self._stops = self._usual_stops = marks(*begins, *row.dropped)
-        self._stops_of_broken = marks(*begins, *row.dropped, *ends)
+        # Of text, and of text behind a broken call.
+        self._stops = [marks(*begins, *row.dropped), marks(*begins, *row.dropped, *ends)]
+        self._is_broken = False
         self._stops_of_thought = marks(*row.close, *(begins if row.ends_at_call else ()))
+        # A sentence that closes a thought may also begin another one.
+        closing = [mark for mark in row.close if not mark[0].isalpha()]
+        self._closing = marks(*closing, *row.dropped[1::2])
         self._at_start = True  # of the answer, or behind a thought or a call
 
     def run(self) -> Steps[None]:
@@ -181,9 +181,11 @@ class AnswerReader:
 
     def _read_text(self) -> Steps[tuple[str, str]]:
         """Emits content; returns the mark behind it, or "" at the end of the answer."""
-        stops = self._stops
+        stops = self._stops[self._is_broken]
         blanks = _BLANKS if stops.first else ""
-        mark = yield from emit_text(self._feed, self._writer, "content", stops, blanks)
+        mark = yield from emit_text(
+            self._feed, self._writer, "content", stops, blanks, self._closing
+        )
         self._feed.record()
         char = yield from self._feed.skip()
         yield from self._feed.match(stops)
@@ -199,7 +201,9 @@ class AnswerReader:
             yield from feed.match(self._first)
             yield from feed.skip_newlines()
         while writer.in_thought:
-            mark = yield from emit_text(feed, writer, "reasoning", self._stops_of_thought, "\n")
+            mark = yield from emit_text(
+                feed, writer, "reasoning", self._stops_of_thought, "\n", self._closing
+            )
             feed.record()
             yield from feed.skip_newlines()
             yield from feed.match(self._stops_of_thought)
@@ -219,11 +223,11 @@ class AnswerReader:
         if outcome == "called":
             self._begin_again()
         elif outcome == "broken":
-            self._stops = self._stops_of_broken
+            self._is_broken = True
 
     def _begin_again(self) -> None:
         self._at_start = True
-        self._stops = self._usual_stops
+        self._is_broken = False
 
     def _is_bare(self, char: str) -> bool:
         row = self._tools

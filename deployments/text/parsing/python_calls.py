@@ -8,14 +8,7 @@ from typing import NamedTuple
 from rayfin.deployments.text.parsing.events import EventWriter
 from rayfin.deployments.text.parsing.format import ToolFormat
 from rayfin.deployments.text.parsing.json_text import MAX_DEPTH, check_json, escape
-from rayfin.deployments.text.parsing.marks import (
-    JSON_UNSAFE,
-    Direct,
-    Feed,
-    Markers,
-    MarkSet,
-    Steps,
-)
+from rayfin.deployments.text.parsing.marks import JSON_UNSAFE, Feed, Markers, MarkSet, Steps
 
 MAX_WORD = 512
 """Characters of a name, a key, or a value that is no string."""
@@ -162,22 +155,23 @@ class ValueReader:
     def _read_raw_string(self) -> Steps[bool]:
         feed, writer = self._feed, self._writer
         end = self._dialect.quotes
-        direct = Direct(end.safe_text(JSON_UNSAFE).fullmatch, "arguments", writer.calls - 1)
+        direct = end.safe_text(JSON_UNSAFE).direct("arguments", writer.calls - 1)
         while True:
             found = end.find(feed.text, feed.pos, feed.ended)
             writer.arguments(escape(feed.markers.decode(feed.take(found.start))))
             if found.mark:
                 feed.take(found.end)
                 return True
+            if feed.ended:
+                return False
             if feed.pos == len(feed.text):
                 feed.direct = direct
-            if not (yield from feed.wait()):
-                return False
+            yield
 
     def _read_python_string(self, quote: str) -> Steps[bool]:
         feed, writer = self._feed, self._writer
         stop = feed.markers.marks(quote, "\\")
-        direct = Direct(stop.safe_text(JSON_UNSAFE).fullmatch, "arguments", writer.calls - 1)
+        direct = stop.safe_text(JSON_UNSAFE).direct("arguments", writer.calls - 1)
         while True:
             found = stop.find(feed.text, feed.pos, feed.ended)
             writer.arguments(escape(feed.markers.decode(feed.take(found.start))))
@@ -191,10 +185,11 @@ class ValueReader:
                     return False
                 feed.forget()
                 continue
+            if feed.ended:
+                return False
             if feed.pos == len(feed.text):
                 feed.direct = direct
-            if not (yield from feed.wait()):
-                return False
+            yield
 
     def _read_escape(self) -> Steps[bool]:
         """Emits the character of an escape, whose backslash was read."""
@@ -209,8 +204,9 @@ class ValueReader:
             return True
         length = 1 + _HEX[char]
         while len(feed.text) - feed.pos < length:
-            if not (yield from feed.wait()):
+            if feed.ended:
                 return False
+            yield
         code = feed.text[feed.pos + 1 : feed.pos + length]
         number = int(code, 16) if re.fullmatch("[0-9a-fA-F]+", code) else -1
         if not 0 <= number <= 0x10FFFF:
@@ -318,8 +314,9 @@ class PythonCalls:
             left -= len(parts[-1])
             if match is not None and left >= 0:
                 return "".join(parts)
-            if left < 0 or not (yield from feed.wait()):
+            if left < 0 or feed.ended:
                 return ""
+            yield
 
 
 class BracesCalls:

@@ -7,14 +7,7 @@ from typing import Any
 from rayfin.deployments.text.parsing.events import EventWriter
 from rayfin.deployments.text.parsing.format import ToolFormat
 from rayfin.deployments.text.parsing.json_text import check_json, escape
-from rayfin.deployments.text.parsing.marks import (
-    JSON_UNSAFE,
-    MAX_HELD,
-    Direct,
-    Feed,
-    Markers,
-    Steps,
-)
+from rayfin.deployments.text.parsing.marks import JSON_UNSAFE, MAX_HELD, Feed, Markers, Steps
 from rayfin.deployments.text.parsing.python_calls import ValueReader, python_dialect
 
 MAX_NAME = 256
@@ -76,6 +69,7 @@ class TaggedCalls:
             yield from feed.skip()
             mark = yield from feed.match(self._next)
             if not mark and not (yield from feed.sees(self._stop)):
+                yield from feed.match(self._stop)  # one within which the answer is cut
                 return False
             if mark != self._key:
                 break
@@ -119,9 +113,7 @@ class TaggedCalls:
         """Emits a string as it comes, up to its closing tag."""
         feed, writer = self._feed, self._writer
         edge = self._row.edges[1]
-        direct = Direct(
-            self._value_end.safe_text(JSON_UNSAFE).fullmatch, "arguments", writer.calls - 1
-        )
+        direct = self._value_end.safe_text(JSON_UNSAFE).direct("arguments", writer.calls - 1)
         writer.arguments('"')
         while True:
             found = self._value_end.find(feed.text, feed.pos, feed.ended)
@@ -133,10 +125,11 @@ class TaggedCalls:
                 feed.take(found.end)
                 writer.arguments('"')
                 return True
+            if feed.ended:
+                return False
             if feed.pos == len(feed.text):
                 feed.direct = direct
-            if not (yield from feed.wait()):
-                return False
+            yield
 
     def _read_json(self, types: frozenset[str]) -> Steps[bool]:
         """Holds a value to its closing tag, and emits it."""

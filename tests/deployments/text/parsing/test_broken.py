@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 
 from rayfin.deployments.text.parsing.events import Event, Piece
+from rayfin.deployments.text.parsing.format import ToolFormat
 from rayfin.deployments.text.parsing.parser import OutputParser
-from rayfin.deployments.text.parsing.rows import find_reasoning_format, find_tool_format
+from rayfin.deployments.text.parsing.render import WrittenCall, render_calls
+from rayfin.deployments.text.parsing.rows import (
+    TOOL_FORMATS,
+    find_reasoning_format,
+    find_tool_format,
+)
 from transcripts import joined
 
 FUNCTIONS = {
@@ -64,6 +70,39 @@ def test_an_answer_that_is_cut(
     parser = make(row)
     assert joined(read(parser, text, "length")) == joined(events)
     assert (parser.unparsed, parser.cut) == counts
+
+
+@pytest.mark.parametrize("row", TOOL_FORMATS.values(), ids=lambda row: row.name)
+def test_a_mark_that_is_cut_is_no_content(row: ToolFormat) -> None:
+    """From the moment a call has begun, wherever its marks of many tokens are cut."""
+    text = render_calls(row, [WrittenCall("f", {"s": "x"}), WrittenCall("f", {"n": 1})])
+    ends = 0
+    for size in range(len(text)):
+        events = read(make(row.name), text[:size], "length")
+        if any(event.kind == "call" for event in events):
+            ends += any(event.kind == "call_end" for event in events)
+            written = "".join(event.text for event in events if event.kind == "content")
+            # Behind a message of harmony the beginning of another one may as well be text.
+            assert not written or row.separator.startswith(written), text[:size]
+    assert ends
+
+
+@pytest.mark.parametrize(
+    "text, events",
+    [
+        ("Hm.\n</thi", [Event("reasoning", "Hm.")]),
+        ("a </b", [Event("reasoning", "a </b")]),
+        ("a <", [Event("reasoning", "a <")]),
+        ("Hm.</think>Hi.</ans", [Event("reasoning", "Hm."), content("Hi.")]),
+        ("Hm.</think><answer>Hi <", [Event("reasoning", "Hm."), content("Hi <")]),
+    ],
+)
+def test_a_thought_or_an_answer_that_is_cut_within_its_mark(text: str, events: list[Event]) -> None:
+    parser = make("hermes", "hunyuan_a13b", starts_inside=True)
+    assert joined(read(parser, text, "length")) == joined(events)
+    parser = make("hermes", "hunyuan_a13b", starts_inside=True)
+    whole = "".join(event.text for event in read(parser, text, "stop"))
+    assert whole.endswith(text[-2:])  # the model has ended it so
 
 
 @pytest.mark.parametrize(

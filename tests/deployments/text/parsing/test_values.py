@@ -1,6 +1,7 @@
 """Values of calls: JSON in pieces, Python's literals, and text between tags."""
 
 import ast
+import itertools
 import json
 from typing import Any
 
@@ -70,6 +71,26 @@ def test_json_in_pieces(value: Any, cuts: list[int]) -> None:
         pos = reader.read(text, pos, max(pos, min(end, len(text))), out)
     assert reader.done and not reader.broken
     assert "".join(out) == text[:pos] == text.removesuffix(" rest")
+
+
+@FAST
+@given(value=VALUES, data=st.data())
+def test_following_a_text_is_reading_it(value: Any, data: st.DataObject) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    start = data.draw(st.integers(0, len(text)))
+    other = data.draw(st.sampled_from([*'{}[]":,-.e1 t\\u\n\x01\ud800é', ""]))
+    text = text[:start] + other + text[start:]
+    cuts = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text)), max_size=6))})
+    reader, follower = JsonText(), JsonText()
+    for begin, end in itertools.pairwise(cuts):
+        piece, out = text[begin:end], list[str]()
+        reader.read(piece, 0, len(piece), out)
+        as_written = "".join(out) == piece and not reader.done
+        assert follower.follow(piece) == as_written
+        if not as_written:
+            follower.read(piece, 0, len(piece), [])
+        states = [(one.done, one.broken, one.whole) for one in (reader, follower)]
+        assert states[0] == states[1]
 
 
 def test_depth_is_bounded() -> None:
