@@ -64,6 +64,7 @@ class Sampling:
     allowed: tuple[int, ...] = ()  # the only token ids that may be sampled; () is all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token strings that may not be completed
     logprobs: int | None = None  # return each token's, and those of so many likeliest tokens
+    logprob_ids: tuple[int, ...] = ()  # or those of these tokens instead of the likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     guidance: Guidance | None = None  # a grammar, tool calls, a thought
 
@@ -128,6 +129,7 @@ class EngineRequest:
     deaths: int = 0  # of engines and runners, while they had it in flight
     session: str = ""  # requests of one go to one engine, as long as it takes them
     receipt: Receipt | None = None  # its tokens stay known for a while after its end, to go on from
+    timed: bool = False  # its first token brings ``TokenDeltas.begun``
 
 
 @dataclass(slots=True)
@@ -311,6 +313,8 @@ class TokenDeltas:
     ended: list[Ended] = field(default_factory=list)
     logprobs: Logprobs | None = None  # ``at`` is an index of ``tokens``
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by key
+    # By key, of requests that are ``timed``: seconds from the arrival to admission and first token.
+    begun: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     stats: "EngineStats | None" = None  # in a heartbeat
 
     @classmethod
@@ -341,7 +345,8 @@ class TokenDelta:
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
     hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
     queued: float = 0.0  # seconds, in the last delta: until its engine admitted it ...
-    first_token: float | None = None  # ... and until it had its first token, if there was one
+    first_token: float | None = None  # ... and until it had its first token, if there was one;
+    # of requests that are ``timed`` both are in the first delta too
 
 
 @dataclass(slots=True, frozen=True)

@@ -388,7 +388,10 @@ class Engine:
         rows = np.flatnonzero(current & ~record.info.is_decoding & (record.info.last_pos >= 0))
         running = self.lifecycle.state.running
         requests = [running.request(slot) for slot in record.slots[rows].tolist()]
-        self.lifecycle.state.counters.first_tokens(requests, self._clock())
+        now = self._clock()
+        self.lifecycle.state.counters.first_tokens(requests, now)
+        for source, waits in ((own.source, own.waits(now)) for own in requests if own.source.timed):
+            self._outbox.begin(source.client, source.key, waits)
 
     def _expire(self) -> None:
         """Ends requests whose deadline has passed."""
@@ -452,14 +455,11 @@ class Engine:
         if error is None:
             self._logs.keep(request, None if reason == "abort" else reason, stop_reason)
         cached = request.cached_tokens
-        admitted = self._clock() if request.admitted_at is None else request.admitted_at
-        queued = admitted - request.arrival
-        first = request.first_token_at
         self._outbox.end(
             source.client,
             Ended(
                 *(source.key, reason, stop_reason, error, cached, list(hypotheses)),
-                *(request.deaths, queued, None if first is None else first - request.arrival),
+                *(request.deaths, *request.waits(self._clock())),
             ),
         )
 

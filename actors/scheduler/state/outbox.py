@@ -24,6 +24,7 @@ class Outbox:
         self._logprobs: dict[str, list[Logprobs]] = {}
         self._prompts: dict[str, dict[int, Logprobs]] = {}
         self._ended: dict[str, list[Ended]] = {}
+        self._begun: dict[str, dict[int, tuple[float, float | None]]] = {}
 
     def tokens(
         self, client: str, keys: Int64Array, tokens: Int32Array, logprobs: Logprobs | None = None
@@ -42,6 +43,10 @@ class Outbox:
         """Adds prompt log probabilities of the client's request ``key``."""
         self._prompts.setdefault(client, {})[key] = logprobs
 
+    def begin(self, client: str, key: int, waits: tuple[float, float | None]) -> None:
+        """Adds ``Request.waits`` of the client's request ``key``, which has its first token."""
+        self._begun.setdefault(client, {})[key] = waits
+
     def end(self, client: str, ended: Ended) -> None:
         self._ended.setdefault(client, []).append(ended)
 
@@ -52,6 +57,7 @@ class Outbox:
             for client in self._tokens.keys() | self._ended.keys() | self._prompts.keys()
         }
         self._tokens, self._logprobs, self._prompts, self._ended = {}, {}, {}, {}
+        self._begun = {}
         self._count.clear()
         return messages
 
@@ -66,6 +72,7 @@ class Outbox:
             self._ended.get(client, []),
             Logprobs.joined(logprobs) if logprobs else None,
             self._prompts.get(client, {}),
+            self._begun.get(client, {}),
         )
 
 

@@ -60,6 +60,12 @@ class Request:
         """Known tokens, while the request waits."""
         return len(self.source.prompt) + len(self.output)
 
+    def waits(self, now: float) -> tuple[float, float | None]:
+        """Seconds from its arrival to its admission, or ``now``; and to its first token, if any."""
+        admitted, first = self.admitted_at, self.first_token_at
+        queued = (now if admitted is None else admitted) - self.arrival
+        return queued, None if first is None else first - self.arrival
+
     def tokens(self) -> Int32Array:
         """Prompt and known output, while the request waits."""
         return np.concatenate([self.source.prompt, self.output])

@@ -297,6 +297,23 @@ def test_one_message_per_client_and_step(harness: Make) -> None:
     assert messages["a"].keys.dtype == np.int64 and messages["a"].tokens.dtype == np.int32
 
 
+def test_times_come_with_the_first_token(harness: Make) -> None:
+    """Of a request that asks for them, also if a stop string will end it without a last message."""
+    h = harness(max_decoding_batch=1, steps_in_flight=1)
+    h.add(3, 4)
+    timed = h.add(3, 4)
+    timed.source.timed = True
+    found = []
+    while h.engine.has_work:
+        h.executor.clock += 1.0
+        found += [(own.begun, own.keys.tolist(), own.ended) for own in h.engine.step().values()]
+    sent = [(begun, keys) for begun, keys, _ in found if begun]
+    assert len(sent) == 1 and sent[0][1] == [1]
+    (waits,) = sent[0][0].values()
+    assert 4 <= waits[0] <= waits[1]
+    assert [(end.queued, end.first_token) for _, _, ended in found for end in ended][1] == waits
+
+
 def test_stats(harness: Make) -> None:
     h = harness(max_decoding_batch=2, num_pages=30, steps_in_flight=1)
     h.add(5, 3)

@@ -29,6 +29,14 @@ def test_strangers_and_failures_have_no_delta() -> None:
     assert dict(split_deltas(message([]), NAMES)) == {}
 
 
+def test_times_of_first_tokens() -> None:
+    news = message([(1, 10), (2, 20)], Ended(2, "stop", queued=3.0, first_token=4.0))
+    news.begun = {1: (0.25, 0.5), 2: (3.0, 4.0), 9: (1.0, 1.0)}
+    deltas = dict(split_deltas(news, NAMES))
+    assert (deltas[1].queued, deltas[1].first_token) == (0.25, 0.5)
+    assert (deltas[2].queued, deltas[2].first_token) == (3.0, 4.0)
+
+
 def test_tokens_are_plain_integers() -> None:
     ((_, delta),) = split_deltas(message([(1, 10)]), NAMES)
     assert type(delta.tokens[0]) is int
