@@ -7,7 +7,7 @@ unchanged.
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,16 +17,17 @@ from rayfin.actors.structured_outputs import StructuredOutputs
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 MIN_TEMPERATURE = 0.01  # smaller ones are raised to this, or the division overflows float16
-MAX_N = 128
-MAX_STOP_STRINGS = 4
+MAX_N = 16384
 MAX_LOGIT_BIAS = 1024  # tokens
 BIAS_LIMIT = 100.0  # larger ones are clipped to it
+MAX_LOGPROB_IDS = 128
+LONGEST_SHOWN = 24  # characters of each bad value in an error
 SEED_BITS = 63
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 NO_SEED = -1
 NO_BUDGET = -1
 UNSERVED = (
-    *("extra_args", "flat_logprobs", "logprob_token_ids"),
+    *("extra_args", "flat_logprobs"),
     *("thinking_token_budget", "repetition_detection"),
 )
 WHOLE_VOCABULARY = -1  # as a number of log probabilities
@@ -72,7 +73,7 @@ class SamplingParams:
     # vLLM's fields that are refused unless they have no effect
     extra_args: dict[str, Any] | None = field(default=None)
     flat_logprobs: bool = False
-    logprob_token_ids: Sequence[int] | None = None
+    logprob_token_ids: Sequence[int] | None = None  # served: ``logprobs`` of these tokens
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
 
@@ -97,16 +98,17 @@ class SamplingParams:
                 setattr(self, name, 1)
             elif count is not None:
                 _integer(name, count, WHOLE_VOCABULARY, None)
-        self.stop = _strings("stop", self.stop, MAX_STOP_STRINGS)
+        self.stop = _strings("stop", self.stop)
         self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True", "stop")
-        self.bad_words = list(dict.fromkeys(_strings("bad_words", self.bad_words, None)))
+        self.bad_words = list(dict.fromkeys(_strings("bad_words", self.bad_words)))
         self.logit_bias = _biases(self.logit_bias)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids must not be empty.", "allowed_token_ids")
+        self._check_logprob_ids()
         self._check_truncation()
         self.structured_outputs = _structured(self.structured_outputs)
         for name in UNSERVED:
@@ -146,6 +148,21 @@ class SamplingParams:
             self.temperature = 0.0
         elif self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
+
+    def _check_logprob_ids(self) -> None:
+        ids = self.logprob_token_ids = _token_ids("logprob_token_ids", self.logprob_token_ids)
+        if len(ids) > MAX_LOGPROB_IDS:
+            raise InvalidRequest(
+                f"logprob_token_ids takes at most {MAX_LOGPROB_IDS} ids, got {len(ids)}.",
+                "logprob_token_ids",
+                "array_above_max_length",
+            )
+        if ids and self.logprobs is not None and self.logprobs != len(ids):
+            raise InvalidRequest(
+                "logprobs must be the number of logprob_token_ids beside them: got "
+                f"{self.logprobs}, and {len(ids)} ids.",
+                "logprob_token_ids",
+            )
 
     def _check_truncation(self) -> None:
         if self.truncate_prompt_tokens is not None:
@@ -192,10 +209,8 @@ def _number(name: str, value: object, low: float, high: float, *, open_below: bo
         )
 
 
-def _strings(name: str, value: str | Sequence[str] | None, most: int | None) -> list[str]:
+def _strings(name: str, value: str | Sequence[str] | None) -> list[str]:
     strings = [value] if isinstance(value, str) else list(value or [])
-    if most is not None and len(strings) > most:
-        raise InvalidRequest(f"{name} takes at most {most} strings, got {len(strings)}.", name)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidRequest(f"{name} must hold non-empty strings, got {string!r}.", name)
@@ -222,19 +237,37 @@ def _biases(value: Mapping[int, float] | None) -> dict[int, float] | None:
         raise InvalidRequest(
             f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(value)}.", "logit_bias"
         )
+    tokens = {key: _token_id(key) for key in value}
+    if wrong := [key for key, token in tokens.items() if token is None]:
+        raise InvalidRequest(
+            "logit_bias maps token ids to numbers, and "
+            + listed(map(repr, wrong), "is no token id.", "are no token ids."),
+            "logit_bias",
+            "invalid_type",
+        )
+    if wrong := [token for token in tokens.values() if token is not None and token < 0]:
+        raise InvalidRequest(
+            f"logit_bias must be at least 0, got {listed(wrong)}.",
+            "logit_bias",
+            "integer_below_min_value",
+        )
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        token = int(key) if isinstance(key, str) and NUMBER.fullmatch(key) else key
-        if not isinstance(token, int):
-            raise InvalidRequest(
-                f"logit_bias maps token ids to numbers, and {key!r} is no token id.",
-                "logit_bias",
-                "invalid_type",
-            )
-        _integer("logit_bias", token, 0, None)
         _number("logit_bias", bias, -math.inf, math.inf)
-        biases[token] = max(-BIAS_LIMIT, min(BIAS_LIMIT, float(bias)))
+        biases[tokens[key] or 0] = max(-BIAS_LIMIT, min(BIAS_LIMIT, float(bias)))
     return biases
+
+
+def _token_id(key: object) -> int | None:
+    if isinstance(key, str) and NUMBER.fullmatch(key):
+        return int(key)
+    return key if isinstance(key, int) and not isinstance(key, bool) else None
+
+
+def listed(values: Iterable[object], one: str = "", several: str = "") -> str:
+    """Returns all values for an error, each cut to a length, and the words for one or several."""
+    words = [str(value)[:LONGEST_SHOWN] for value in values]
+    return " ".join(filter(None, (", ".join(words), one if len(words) == 1 else several)))
 
 
 def _structured(value: object) -> StructuredOutputs | None:

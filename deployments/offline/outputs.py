@@ -65,8 +65,9 @@ class OfflineChoice:
             self._text = OutputText(tokenizer, params, request, plan.parser())
         self._parsed = ParsedAnswer(plan, request.request_id)
         self.likelihood = Likelihood()
-        self._num_logprobs = request.sampling.logprobs or 0
-        if params.logprobs is not None:
+        named = request.sampling.logprob_ids
+        self._num_logprobs = len(named) or request.sampling.logprobs or 0
+        if params.logprobs is not None or named:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         self._prompt_logprobs: dict[int, TokenLogprob] = {}  # by position
 

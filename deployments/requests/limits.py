@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineInfo, Sampling, StopRules
-from rayfin.actors.sampling_params import WHOLE_VOCABULARY, SamplingParams
+from rayfin.actors.sampling_params import WHOLE_VOCABULARY, SamplingParams, listed
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 MAX_STOP_TOKEN_IDS = 1024
@@ -26,10 +26,11 @@ def check_sampling(params: SamplingParams, info: EngineInfo) -> None:
             "stop_token_ids",
             "array_above_max_length",
         )
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         _check_ids(name, getattr(params, name) or (), info.vocab_size)
-    for name in ("logprobs", "prompt_logprobs"):
-        _check_logprobs(name, getattr(params, name), info)
+    if not params.logprob_token_ids:  # else it is their number
+        _check_logprobs("logprobs", params.logprobs, info)
+    _check_logprobs("prompt_logprobs", params.prompt_logprobs, info)
 
 
 def runner_sampling(
@@ -71,7 +72,8 @@ def runner_sampling(
         logit_bias=tuple((params.logit_bias or {}).items()),
         allowed=allowed if len(allowed) < info.vocab_size else (),
         bad_words=tuple(map(tuple, bad_words)),
-        logprobs=_count(params.logprobs, info),
+        logprobs=0 if params.logprob_token_ids else _count(params.logprobs, info),
+        logprob_ids=tuple(params.logprob_token_ids or ()),
         prompt_logprobs=None if index else _count(params.prompt_logprobs, info),
         guidance=guidance,
     )
@@ -107,13 +109,12 @@ def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer | None) -> list[list
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if token >= vocab_size:
-            raise InvalidRequest(
-                f"{name} must be in [0, {vocab_size}), got {str(token)[:24]}.",
-                name,
-                "invalid_token_id",
-            )
+    if wrong := [token for token in ids if token >= vocab_size]:
+        raise InvalidRequest(
+            f"{name} must be in [0, {vocab_size}), got {listed(wrong)}.",
+            name,
+            "invalid_token_id",
+        )
 
 
 def _check_logprobs(name: str, asked: int | None, info: EngineInfo) -> None:

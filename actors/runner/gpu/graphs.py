@@ -108,6 +108,7 @@ class DecodeGraphs:
             and bucket_of(rows, self._sizes) is not None
             and bool((info.chunk_len == 1).all() and (info.last_pos >= 0).all())
             and self._extras.fits(rules, self._slots.logprobs[info.ids])
+            and not self._slots.name_tokens(info.ids)
         )
 
     @torch.inference_mode()

@@ -1,11 +1,13 @@
 """Log probabilities for the rows that ask: of sampled tokens, and of a prompt's own."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from rayfin.actors.messages import (
+    NO_TOKEN,
     BoolArray,
     Float32Array,
     Int32Array,
@@ -48,6 +50,30 @@ def sampled_logprobs(
         return None
     index = torch.from_numpy(rows).to(logits.device)
     return logprobs_of(logits[index], tokens[rows], at[rows], k)
+
+
+def of_named_tokens(
+    logits: torch.Tensor, scores: Logprobs, at: Int64Array, named: Sequence[tuple[int, ...]]
+) -> Logprobs:
+    """Replaces the likeliest tokens of ``scores`` by those that requests name.
+
+    Args:
+        logits: [S, V], raw.
+        at: [S] the numbers that the rows go by.
+        named: for each row the token ids, none if its likeliest tokens stay.
+    """
+    widest = max(scores.ids.shape[1], *map(len, named))
+    ids = np.full((len(scores.at), widest), NO_TOKEN, np.int32)
+    values = np.full((len(scores.at), widest), -np.inf, np.float32)
+    ids[:, : scores.ids.shape[1]], values[:, : scores.ids.shape[1]] = scores.ids, scores.values
+    row_of = {number: row for row, number in enumerate(at.tolist())}
+    for place, number in enumerate(scores.at.tolist()):
+        if tokens := named[row_of[number]]:
+            own = logits[row_of[number]].float()
+            picked = own[torch.tensor(tokens, device=own.device)] - torch.logsumexp(own, 0)
+            ids[place], values[place] = NO_TOKEN, -np.inf
+            ids[place, : len(tokens)], values[place, : len(tokens)] = tokens, _floats(picked)
+    return replace(scores, ids=ids, values=values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,12 @@ from rayfin.actors.messages import (
     SchedulerInfo,
     StepResult,
 )
-from rayfin.actors.runner.sampling.logprobs import logprobs_of, sampled_logprobs, scored_chunks
+from rayfin.actors.runner.sampling.logprobs import (
+    logprobs_of,
+    of_named_tokens,
+    sampled_logprobs,
+    scored_chunks,
+)
 from rayfin.actors.runner.sampling.processors.base import ProcessorFactory, TokenMasker
 from rayfin.actors.runner.sampling.processors.chain import ProcessorChain
 from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
@@ -148,6 +153,9 @@ class Sampler:
         if (most := int(asked.max())) != NO_LOGPROBS:
             asking = asked != NO_LOGPROBS
             result.logprobs = sampled_logprobs(raw, tokens, asking, rows, most)
+            if self._slots.logprob_ids and result.logprobs is not None:
+                named = [self._slots.logprob_ids.get(slot, ()) for slot in slots.tolist()]
+                result.logprobs = of_named_tokens(raw, result.logprobs, rows, named)
         self._processors.accept(slots, tokens)
 
     def _score(self, info: SchedulerInfo, logits: torch.Tensor, result: Sampled) -> None:

@@ -28,6 +28,7 @@ class RequestSlots:
         self.seed = np.zeros(num_slots, np.int64)
         self.stops = StopTable(num_slots)
         self.logprobs = np.full(num_slots, NO_LOGPROBS, np.int64)  # how many of the likeliest
+        self.logprob_ids: dict[int, tuple[int, ...]] = {}  # only slots that name theirs
         self.scored: dict[int, NewRequest] = {}  # only slots that want their prompt's
 
     def apply(self, info: SchedulerInfo) -> None:
@@ -35,6 +36,7 @@ class RequestSlots:
         for handle in info.finished:
             self.num_pages[handle] = 0
             self.scored.pop(handle, None)
+            self.logprob_ids.pop(handle, None)
         for new in info.new_requests:
             self._enter(new)
         if len(info.new_pages):
@@ -51,6 +53,10 @@ class RequestSlots:
         stopped, full = self.stops.ended(info.ids, tokens, info.kv_len + 2)
         return (tokens >= 0) & ~stopped & ~full
 
+    def name_tokens(self, slots: Int32Array) -> bool:
+        """Whether any of the slots names the tokens of its log probabilities."""
+        return bool(self.logprob_ids) and not self.logprob_ids.keys().isdisjoint(slots.tolist())
+
     def _enter(self, new: NewRequest) -> None:
         slot, sampling = new.handle, new.sampling
         self.entries[slot] += 1
@@ -63,6 +69,9 @@ class RequestSlots:
         self.seed[slot] = sampling.seed
         self.stops.set(slot, new.stop_token_ids, new.cap)
         self.logprobs[slot] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
+        self.logprob_ids.pop(slot, None)
+        if sampling.logprob_ids:
+            self.logprob_ids[slot] = sampling.logprob_ids
         self.scored.pop(slot, None)
         if sampling.prompt_logprobs is not None:
             self.scored[slot] = new

@@ -104,6 +104,33 @@ def test_of_a_prompt(preemption: str, tiny_model: Make, served: Make, request_of
     assert len(engine.prompt_logprobs[2]) == 19 and len(engine.prompt_logprobs[3]) == 8
 
 
+@pytest.mark.parametrize("num_steps", [1, 5])
+def test_of_tokens_that_a_request_names(
+    num_steps: int, tiny_model: Make, served: Make, request_of: Make
+) -> None:
+    """In its order, whatever the likeliest are; beside requests that want those."""
+    tiny = tiny_model("llama")
+    engine = served(tiny.folder, max_lease=num_steps)
+    engine.engine._multi_step.observe(0.001, 1)
+    named = (90, 3, 17, 4, 5)
+    prompts = {key: _prompt(key, 7 + 9 * key) for key in range(3)}
+    tokens = engine.run(
+        request_of(0, prompts[0], 6, sampling=Sampling(logprobs=0, logprob_ids=named)),
+        request_of(1, prompts[1], 6, sampling=Sampling(logprobs=4)),
+        request_of(2, prompts[2], 6, sampling=Sampling(logprobs=0, logprob_ids=named[:2])),
+    )
+    _check_tokens(engine, tiny, 1, prompts[1], tokens[1])
+    for key, ids in ((0, named), (2, named[:2])):
+        rows = tiny.logits([*prompts[key], *tokens[key]]).log_softmax(-1)[len(prompts[key]) - 1 :]
+        for (own, _, got, values), row, token in zip(
+            engine.logprobs[key], rows, tokens[key], strict=False
+        ):
+            count = len(ids)  # what follows is padding
+            assert tuple(got[:count]) == ids and set(got[count:]) <= {-1}
+            assert abs(own - float(row[token])) < TOLERANCE
+            assert torch.allclose(torch.tensor(values[:count]), row[list(ids)], atol=TOLERANCE)
+
+
 def test_all_of_the_vocabulary(tiny_model: Make, served: Make, request_of: Make) -> None:
     tiny = tiny_model("llama")
     engine = served(tiny.folder)
