@@ -23,6 +23,7 @@ RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_templa
 RENDERING_ERRORS = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
 )
+INSIDE = ("system", "developer", "assistant")  # roles whose tags keep their meaning
 MAX_VARIABLE = 1024  # characters in a template variable that a request sets
 MAX_GROWTH = 4  # characters that a template renders for each one of the request ...
 MAX_OWN_TEXT = 2**17  # ... and in addition to those
@@ -60,7 +61,8 @@ def render_chat(
     user's message, a tool's result or the arguments of a call hold one: then all are text.
 
     Args:
-        chat_template: replaces the model's template; from the operator, never from a request.
+        chat_template: replaces the model's template; from the operator, or from a request that
+            the operator trusts.
         variables: the template's further variables, from the request; scalars only.
         seconds: of processor time, at most.
         history: how the template takes earlier tool calls.
@@ -169,7 +171,7 @@ def _holds_tag(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) 
     """Whether what a model has not written as text holds a tag that it writes itself."""
     search = tokenizer.paired_tags.search
     for message in conversation:
-        outside = message["role"] in ("user", "tool")
+        outside = message["role"] not in INSIDE
         if outside and search(message["content"]):
             return True
         if any(search(text) for text, _ in _texts(message.get("tool_calls", ()))):

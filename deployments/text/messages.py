@@ -19,7 +19,6 @@ from rayfin.deployments.text.checks import (
 )
 from rayfin.deployments.text.parsing.format import IdStyle
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # tools of a request, and tool calls of a message
 EXTRAS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # passed on if present; strings
@@ -83,7 +82,7 @@ def count_calls(messages: Sequence[Mapping[str, Any]]) -> int:
 
 def _message(message: object, path: str, as_text: bool) -> dict[str, Any]:
     message = as_object(message, path)
-    role = as_choice(required(message, "role", path), ROLES, f"{path}.role")
+    role = as_name(required(message, "role", path), f"{path}.role")  # the template knows which
     calls = message.get("tool_calls")
     plain: dict[str, Any] = {"role": role}
     if message.get("content") is not None:

@@ -38,8 +38,13 @@ def render_prompt(
     chat_template: str | None = None,
     variables: Mapping[str, Any] | None = None,
     seconds: float = TEMPLATE_SECONDS,
+    given: list[int] | None = None,
 ) -> ChatPrompt:
-    """Returns a conversation as a prompt; otherwise as :func:`render_chat`."""
+    """Returns a conversation as a prompt; otherwise as :func:`render_chat`.
+
+    Args:
+        given: the prompt's ids: the messages are checked, and not rendered.
+    """
     render = partial(
         render_chat,
         tokenizer,
@@ -52,11 +57,15 @@ def render_prompt(
             "openai" if formats.tools is None else formats.tools.id_style,
         ),
     )
-    ids = render(
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-    )
+    if given is None:
+        ids = render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+    else:
+        plain_messages(messages)
+        ids = given
     if formats.reasoning is None or not (add_generation_prompt or continue_final_message):
         return ChatPrompt(ids)
     if continue_final_message:
@@ -66,11 +75,12 @@ def render_prompt(
     def with_or_without(said: Sequence[Any], added: bool) -> list[int]:
         return render(said, add_generation_prompt=added)
 
-    return ChatPrompt(ids, opening_text(tokenizer, ids, messages, with_or_without, key))
+    said = messages if given is None else None
+    return ChatPrompt(ids, opening_text(tokenizer, ids, said, with_or_without, key))
 
 
 def opening_text(
-    tokenizer: Tokenizer, ids: list[int], messages: Sequence[Any], render: Render, key: str
+    tokenizer: Tokenizer, ids: list[int], messages: Sequence[Any] | None, render: Render, key: str
 ) -> str:
     """Returns the text of the generation prompt at the end of ``ids``, a rendered conversation.
 
@@ -78,6 +88,7 @@ def opening_text(
     does, that is rendered once; only where they do not, ``messages`` are rendered again.
 
     Args:
+        messages: None if ``ids`` come from elsewhere: then it is the short one's, or nothing.
         key: what else the rendering depends on: variables, and whether there are tools.
     """
     known = tokenizer.openings.get(key)
@@ -87,6 +98,8 @@ def opening_text(
             tokenizer.openings.clear()
         tokenizer.openings[key] = known
     if not known or ids[-len(known) :] != known:
+        if messages is None:
+            return ""
         known = _added(lambda: ids, lambda: render(messages, False))
     return tokenizer.decode(known, skip_special_tokens=False)
 

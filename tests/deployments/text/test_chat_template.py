@@ -180,7 +180,7 @@ def test_no_template_says_what_to_do(metaspace: Tokenizer) -> None:
         ("hi", "messages", "invalid_type"),
         ([1], "messages[0]", "invalid_type"),
         ([{"content": "x"}], "messages[0].role", "missing_required_parameter"),
-        ([{"role": "wizard", "content": "x"}], "messages[0].role", "invalid_value"),
+        ([{"role": "a wizard", "content": "x"}], "messages[0].role", "invalid_value"),
         ([{"role": 1, "content": "x"}], "messages[0].role", "invalid_type"),
         ([{"role": "user"}], "messages[0].content", "missing_required_parameter"),
         ([{"role": "user", "content": []}], "messages[0].content", "empty_array"),
