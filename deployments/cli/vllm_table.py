@@ -102,7 +102,7 @@ SERVER: tuple[VllmFlag, ...] = (
     switch(
         "--trust-request-chat-template",
         "templates of requests",
-        Lacks("chat templates in requests"),
+        Alias("trust_request_chat_template"),
     ),
     switch("--trust-request-mm-kwargs", "settings of media in requests", MEDIA),
     config(
@@ -114,7 +114,7 @@ SERVER: tuple[VllmFlag, ...] = (
     switch(
         "--return-tokens-as-token-ids",
         "tokens of logprobs by id",
-        Lacks("such setting; requests set return_tokens_as_token_ids or return_token_ids"),
+        Alias("return_tokens_as_token_ids"),
     ),
     switch("--enable-auto-tool-choice", "tool calls", Alias("enable_auto_tool_choice")),
     switch(
@@ -159,9 +159,11 @@ SERVER: tuple[VllmFlag, ...] = (
         "--aggregate-engine-logging", "one line for all engines", Accepted("each engine has a line")
     ),
     switch(
-        "--enable-prompt-tokens-details", "cached tokens in usage", Accepted(f"{ALWAYS} count them")
+        "--enable-prompt-tokens-details",
+        "cached tokens in usage",
+        Alias("enable_prompt_tokens_details"),
     ),
-    switch("--enable-per-request-metrics", "times in answers", Lacks("times in answers")),
+    switch("--enable-per-request-metrics", "times in answers", Alias("enable_per_request_metrics")),
     switch(
         "--enable-server-load-tracking",
         "the load at /load",
@@ -170,10 +172,10 @@ SERVER: tuple[VllmFlag, ...] = (
     switch(
         "--enable-force-include-usage",
         "usage in each stream",
-        Lacks("such setting; requests set stream_options.include_usage"),
+        Alias("enable_force_include_usage"),
     ),
     switch("--enable-tokenizer-info-endpoint", "/tokenizer_info", Lacks("/tokenizer_info")),
-    value("--fingerprint-mode", "system_fingerprint", Accepted("answers have no such field")),
+    value("--fingerprint-mode", "system_fingerprint", Accepted("system_fingerprint is null")),
     value("--fingerprint-value", "system_fingerprint", Lacks("text of a fingerprint")),
     value(
         "--show-hidden-metrics-for-version",

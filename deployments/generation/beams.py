@@ -18,6 +18,7 @@ IGNORABLE = {  # fields that a search does not support -> values that change not
     **{name: ([],) for name in ("stop", "bad_words", "allowed_token_ids")},
     "top_k": (0, -1),
     "logit_bias": ({},),
+    "logprob_token_ids": ([],),
     "prompt_logprobs": (),
     "best_of": (),
 }

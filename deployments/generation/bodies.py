@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams
+from rayfin.actors.sampling_params import BIAS_LIMIT, SamplingParams, listed
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.guidance.fields import GUIDED, WHITESPACE, AnswerFormat, asked_format
 from rayfin.deployments.http.request_id import LABEL
@@ -143,9 +143,11 @@ class GenerationBody(BaseModel):
             given |= {"top_p": 1.0, "top_k": 1}  # the smallest set of tokens there is, as at OpenAI
         if max_tokens is None:
             max_tokens = defaults.get("max_tokens")
+        token_ids = self.logprob_ids_wanted()
         return SamplingParams(
             **{**defaults, **given, "max_tokens": max_tokens},
-            logprobs=self.logprobs_wanted(),
+            logprobs=None if token_ids else self.logprobs_wanted(),
+            logprob_token_ids=token_ids,
             prompt_logprobs=self.prompt_logprobs_wanted(),
         )
 
@@ -169,6 +171,10 @@ class GenerationBody(BaseModel):
 
     def logprobs_wanted(self) -> int | None:
         """Returns the number of top log probabilities per token, or None for none at all."""
+        return None
+
+    def logprob_ids_wanted(self) -> list[int] | None:
+        """Returns the tokens in place of the top ones, if the request names any."""
         return None
 
     def prompt_logprobs_wanted(self) -> int | None:
@@ -217,15 +223,14 @@ def unserved(name: str, which: str = "") -> InvalidRequest:
 
 
 def _check_bias(biases: dict[str, float]) -> None:
-    """Rejects a larger bias, as OpenAI does; offline it is cut to the limit, as in vLLM."""
-    for token, bias in biases.items():
-        if abs(bias) > BIAS_LIMIT:
-            raise InvalidRequest(
-                f"logit_bias must be in [-{BIAS_LIMIT:g}, {BIAS_LIMIT:g}], got {bias:g} for token "
-                f"{token[:24]}.",
-                "logit_bias",
-                "decimal_above_max_value" if bias > 0 else "decimal_below_min_value",
-            )
+    """Rejects larger biases, as OpenAI does; offline they are cut to the limit, as in vLLM."""
+    if wrong := {token: bias for token, bias in biases.items() if abs(bias) > BIAS_LIMIT}:
+        got = listed(f"{bias:g} for token {token[:24]}" for token, bias in wrong.items())
+        raise InvalidRequest(
+            f"logit_bias must be in [-{BIAS_LIMIT:g}, {BIAS_LIMIT:g}], got {got}.",
+            "logit_bias",
+            "decimal_above_max_value" if max(wrong.values()) > 0 else "decimal_below_min_value",
+        )
 
 
 def _check_stop(stop: object) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.deployments.generation.calls import AnswerCall, ParsedAnswer
+from rayfin.deployments.generation.usage import RequestTimes
 from rayfin.deployments.requests.best_of import Likelihood
 from rayfin.deployments.text.output import OutputText, TextDelta
 
@@ -36,6 +37,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # with them
     silent: bool = False  # the client wants the prompt only
+    times: RequestTimes | None = None  # if replies have them
     earlier: list[TokenDelta] = field(default_factory=list)  # of the stream that this one resumes
 
     def append(self, delta: TextDelta) -> None:

@@ -20,6 +20,8 @@ from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.generation.usage import (
     CompletionTokensDetails,
     PromptTokensDetails,
+    RequestMetrics,
+    RequestTimes,
     Usage,
 )
 from rayfin.deployments.http.caller import ANONYMOUS, Caller
@@ -37,7 +39,6 @@ from rayfin.deployments.text.output import OutputText, TextDelta
 LOGPROB_CHARACTERS = 50  # of JSON, at least, for a log probability
 LONG_TEXT = 16 * 1024  # characters from which tokenizing leaves the event loop
 MAX_PROMPT_LOGPROBS = 2**18  # of all prompts of one HTTP request: tens of megabytes of JSON
-MAX_CHOICES = 1024  # prompts x n of one HTTP request
 
 T = TypeVar("T")
 
@@ -65,6 +66,7 @@ class Generation:
     ) -> None:
         self._client, self._counts = service.client, service.counts.output
         self._quotas, self._tenant = service.quotas, caller.tenant
+        self._replies = service.replies
         self.headers: dict[str, str] = {}  # of the reply: the rest of the tenant's quota
         if self._quotas is not None:
             self.headers = self._quotas.admit(
@@ -87,6 +89,9 @@ class Generation:
             for j, request in enumerate(requests[i])
         ]
         self._candidates = self.choices  # all that run; ``best_of`` drops some at the end
+        # As in vLLM: times are those of one choice, or of none.
+        if service.replies.metrics and len(self.choices) == 1 and search is None:
+            self.choices[0].times, self.choices[0].request.timed = RequestTimes(), True
 
     @classmethod
     async def prepare(
@@ -102,11 +107,7 @@ class Generation:
         plan: OutputPlan = NO_PLAN,
     ) -> "Generation":
         """Checks and builds the requests: ``params.n`` for each prompt, or one for a ``search``."""
-        if (count := len(prompts) * num_candidates(params)) > MAX_CHOICES:
-            name = "n" if params.best_of is None else "best_of"
-            raise InvalidRequest(
-                f"prompts times {name} must be at most {MAX_CHOICES}, got {count}.", name
-            )
+        service.replies.check(params, len(prompts))
         service.check_priority(priority, caller.tenant)
         info = await service.client.info()
         arrival = time.monotonic() if caller.arrival is None else caller.arrival
@@ -176,13 +177,19 @@ class Generation:
         completion = sum(len(choice.token_ids) for choice in self._candidates)
         firsts = self._candidates[:: len(self._candidates) // len(self.prompts)]
         cached = sum(choice.cached_tokens for choice in firsts)
+        tells = self._replies.prompt_tokens_details
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached) if tells else None,
             completion_tokens_details=self._details(),
         )
+
+    def metrics(self) -> RequestMetrics | None:
+        """Returns the times of the request, if the server tells them and it has one choice."""
+        choice = self.choices[0]
+        return None if choice.times is None else choice.times.metrics(len(choice.token_ids))
 
     def _details(self) -> CompletionTokensDetails | None:
         if not self._candidates[0].parsed.plan.reasons:
@@ -218,6 +225,8 @@ class Generation:
     def _append(self, choice: Choice, delta: TokenDelta) -> TextDelta:
         text = choice.output.push(delta)
         choice.append(text)
+        if choice.times is not None and delta.tokens:
+            choice.times.observe(delta.queued, delta.first_token, time.monotonic())
         choice.likelihood.add(delta, len(text.token_ids))
         choice.request.satisfied = choice.output.finished
         self._spend(text)

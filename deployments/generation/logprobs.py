@@ -63,12 +63,17 @@ class LogprobsWriter:
     Args:
         asked: number of top tokens per token; -1 for all.
         as_ids: tokens are named ``token_id:7`` (``return_tokens_as_token_ids``).
+        named: ``asked`` does not count: the request names its tokens (``logprob_token_ids``). As
+            in vLLM the token itself stands before them in a chat, too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, asked: int | None, as_ids: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, asked: int | None, as_ids: bool = False, named: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
-        self._num_top = _num_top(asked)
+        self._num_top = sys.maxsize if named else _num_top(asked)
         self._as_ids = as_ids
+        self._named = named
 
     def completion(
         self, ids: Sequence[int], entries: Sequence[TokenLogprob | None], offsets: Sequence[int]
@@ -114,12 +119,17 @@ class LogprobsWriter:
                             logprob=_finite(logprob),
                             bytes=list(self._tokenizer.token_bytes(other)),
                         )
-                        for other, logprob in entry.top[: self._num_top]
+                        for other, logprob in self._top_of(token, entry)
                     ],
                 )
                 for token, entry in zip(ids, entries, strict=True)
             ]
         )
+
+    def _top_of(self, token: int, entry: TokenLogprob) -> Sequence[tuple[int, float]]:
+        if not self._named:
+            return entry.top[: self._num_top]
+        return list({token: entry.logprob, **dict(entry.top)}.items())
 
     def _top(self, token: int, entry: TokenLogprob) -> dict[str, float]:
         named: dict[str, float] = {}

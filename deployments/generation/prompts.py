@@ -89,6 +89,8 @@ async def chat_prompt(
     add_special_tokens: bool | None = None,
     variables: Mapping[str, Any] | None = None,
     any_length: bool = False,
+    chat_template: str | None = None,
+    given: list[int] | None = None,
 ) -> ChatPrompt:
     """Returns a conversation, rendered by the chat template.
 
@@ -99,12 +101,21 @@ async def chat_prompt(
         add_special_tokens: adds the tokenizer's special tokens to the rendered text.
         variables: the template's further variables.
         any_length: as in :func:`text_ids`.
+        chat_template: of the request, in place of the service's.
+        given: the prompt's ids, which stand for the messages.
 
     Raises:
         InvalidRequest: bad messages, tools or variables, no template, or its refusal.
         ContextLengthExceeded: they cannot fit.
     """
     continued = bool(continue_final_message)
+    if chat_template is not None and not service.replies.trust_chat_templates:
+        raise InvalidRequest(
+            "chat_template is refused in requests: this server was not started with "
+            "--trust-request-chat-template.",
+            "chat_template",
+            "unsupported_parameter",
+        )
 
     def render(seconds: float) -> ChatPrompt:
         prompt = render_prompt(
@@ -116,16 +127,17 @@ async def chat_prompt(
             if add_generation_prompt is None
             else add_generation_prompt,
             continue_final_message=continued,
-            chat_template=service.chat_template,
+            chat_template=service.chat_template if chat_template is None else chat_template,
             variables=variables,
             seconds=seconds,
+            given=given,
         )
-        if not add_special_tokens:
+        if given or not add_special_tokens:
             return prompt
         return replace(prompt, ids=service.tokenizer.with_special_tokens(prompt.ids))
 
     characters = _characters(messages)
-    if not any_length:
+    if not (any_length or given):
         check_length(characters, service.tokenizer, service.max_model_len, param)
     try:
         try:

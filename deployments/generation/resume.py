@@ -14,7 +14,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple
 
-from pydantic import BaseModel
 from starlette.requests import Request
 
 from rayfin.actors.errors import InvalidRequest, NotFound
@@ -28,6 +27,7 @@ from rayfin.deployments.text.output import TextDelta
 
 LAST_EVENT_ID = "last-event-id"
 END = "end"
+MAX_MARKS = 1024  # streams of more choices have no event ids
 MARK = r"(?:[0-9]{1,9}(?:e|\.[0-9]{1,4})?)?"
 EVENT_ID = re.compile(rf"([a-z]{{1,16}}-[0-9a-f]{{32}}):({MARK}(?:,{MARK}){{0,1023}}|{END})")
 
@@ -161,33 +161,39 @@ class Cursor:
         del self._gathered[choice.index]
         return gathered, had
 
+    def sent(self, choice: Choice) -> int:
+        """Returns the number of the choice's tokens that ``advance`` has counted."""
+        return self._taken[choice.index].tokens
+
     def advance(self, choice: Choice, delta: TextDelta) -> None:
         """Adds ``delta`` to what the next event of ``choice`` covers."""
         tokens = self._taken[choice.index].tokens + len(delta.token_ids)
         self._taken[choice.index] = Mark(tokens, delta.finish_reason is not None)
 
-    def opening(self, chunk: BaseModel, choice: Choice) -> str:
+    def opening(self, data: str, choice: Choice) -> str:
         """Returns the event that opens a choice, before its first delta."""
-        return self._event(chunk, choice, self._taken[choice.index])
+        return self._event(data, choice, self._taken[choice.index])
 
-    def part(self, chunk: BaseModel, choice: Choice, number: int) -> str:
+    def part(self, data: str, choice: Choice, number: int) -> str:
         """Returns the event of a delta's part ``number``, from 1: not the last event, and before
         ``advance``.
         """
-        return self._event(chunk, choice, self._taken[choice.index]._replace(parts=number))
+        return self._event(data, choice, self._taken[choice.index]._replace(parts=number))
 
-    def event(self, chunk: BaseModel, choice: Choice) -> str:
+    def event(self, data: str, choice: Choice) -> str:
         """Returns the last event of a delta; its id covers all that was sent."""
-        return self._event(chunk, choice, self._taken[choice.index])
+        return self._event(data, choice, self._taken[choice.index])
 
-    def usage(self, chunk: BaseModel) -> str | None:
+    def usage(self, data: str) -> str | None:
         """Returns the event after all choices, or None if the client has it."""
-        return None if self._asked == END else event(chunk, f"{self.request_id}:{END}")
+        return None if self._asked == END else event(data, f"{self.request_id}:{END}")
 
-    def _event(self, chunk: BaseModel, choice: Choice, mark: Mark) -> str:
+    def _event(self, data: str, choice: Choice, mark: Mark) -> str:
+        if len(self._has) > MAX_MARKS:
+            return event(data)
         self._has[choice.index] = mark
         marks = ",".join(map(str, self._has))
-        return event(chunk, f"{self.request_id}:{marks}")
+        return event(data, f"{self.request_id}:{marks}")
 
     def _read_marks(self, logs: Sequence[TokenLog]) -> list[Mark]:
         if self._asked == END:

@@ -13,6 +13,7 @@ from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
+from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.telemetry.load import Load
 from rayfin.deployments.text.parsing.detect import Detected
@@ -32,6 +33,7 @@ class OpenAIService:
     max_model_len: int
     chat_template: str | None = None  # in place of the model's own
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    replies: ReplySettings = ReplySettings()
     edge: HttpSettings = field(default_factory=HttpSettings)
     load: Load = field(default_factory=Load)
     counts: IngressCounters = field(default_factory=IngressCounters)

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
-from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,9 +18,9 @@ COMMENT = ": waiting\n\n"
 FAILURES = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
 
 
-def event(chunk: BaseModel, event_id: str | None = None) -> str:
-    last = "" if event_id is None else f"id: {event_id}\n"
-    return f"data: {chunk.model_dump_json()}\n{last}\n"
+def event(data: str, event_id: str | None = None) -> str:
+    """Returns an event; ``data`` is JSON text without newlines."""
+    return f"data: {data}\n\n" if event_id is None else f"data: {data}\nid: {event_id}\n\n"
 
 
 def tells_failure(chunk: bytes) -> bool:

@@ -22,6 +22,7 @@ from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.request_id import REQUEST_ID
+from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.model_service import model_service
 from rayfin.deployments.serve.response_store import store_calls
@@ -63,6 +64,7 @@ class IngressDeployment:
             "answers": AnswerStore(),
             "edge": edge,
             "quotas": _quotas(server),
+            "replies": _reply_settings(server),
         }
         calls = None if keeper is None else store_calls(keeper)
         self._responses = ResponseStoreClient(replica, calls)
@@ -116,6 +118,19 @@ class ServeReplicaAdapter:
             await send(message)
 
         await self._app(scope, receive_or_gone, without_id)
+
+
+def _reply_settings(server: ServerArgs) -> ReplySettings:
+    return ReplySettings(
+        max_prompts=server.max_prompts,
+        max_choices=server.max_choices,
+        max_stop_strings=server.max_stop_strings,
+        trust_chat_templates=server.trust_request_chat_template,
+        force_usage=server.enable_force_include_usage,
+        tokens_as_ids=server.return_tokens_as_token_ids,
+        prompt_tokens_details=server.enable_prompt_tokens_details,
+        metrics=server.enable_per_request_metrics,
+    )
 
 
 def _quotas(server: ServerArgs) -> TokenQuotas | None:

@@ -15,6 +15,7 @@ from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
+from rayfin.deployments.requests.settings import MAX_CHOICES, MAX_PROMPTS, MAX_STOP_STRINGS
 from rayfin.deployments.text.parsing.format import ReasoningField, ToolGuidance
 from rayfin.deployments.text.parsing.rows import check_parsers
 
@@ -63,6 +64,27 @@ class ServerArgs:
     max_grammar_bytes: int = _flag(
         MAX_BYTES,
         "maximum size of the schema or grammar that a request's answer must follow, in bytes",
+    )
+    max_prompts: int = _flag(MAX_PROMPTS, "maximum number of prompts in a completion request")
+    max_choices: int = _flag(
+        MAX_CHOICES, "maximum number of choices of a request: prompts times n or best_of"
+    )
+    max_stop_strings: int = _flag(MAX_STOP_STRINGS, "maximum number of stop strings of a request")
+    return_tokens_as_token_ids: bool = _flag(
+        False, "log probabilities name tokens token_id:ID, unless a request says otherwise"
+    )
+    enable_force_include_usage: bool = _flag(
+        False, "include usage in every chunk of every stream, whatever the request says"
+    )
+    enable_prompt_tokens_details: bool = _flag(
+        True, "include prompt_tokens_details, with the cached tokens, in usage"
+    )
+    enable_per_request_metrics: bool = _flag(
+        False,
+        "include metrics, the times of the request, in answers; in streams, in the usage chunk",
+    )
+    trust_request_chat_template: bool = _flag(
+        False, "requests may bring a chat_template; only for clients that are trusted"
     )
     chat_template: str | None = _model_flag(None, "Jinja chat template, or a file with one")
     generation_config: Literal["auto", "vllm", "none"] = _model_flag(
@@ -145,7 +167,8 @@ class ServerArgs:
             raise InvalidConfig("served_model_name must not be empty", "served_model_name")
         self.api_keys()
         self.admin_keys()
-        for name in ("max_body_bytes", "max_grammar_bytes"):
+        limits = ("max_prompts", "max_choices", "max_stop_strings")
+        for name in ("max_body_bytes", "max_grammar_bytes", *limits):
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
         if self.tenant_token_rate is not None and self.tenant_token_rate < 1:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.deployments.api.anthropic.blocks import BlockEvent, ReplyBlocks
-from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
+from rayfin.deployments.api.anthropic.bodies import OUR_NAMES, MessagesRequest, PromptBody
 from rayfin.deployments.api.anthropic.conversation import chat_messages, is_continued
 from rayfin.deployments.api.anthropic.replies import (
     AnthropicEvent,
@@ -37,6 +37,7 @@ from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import error_event
 from rayfin.deployments.http.caller import Caller
+from rayfin.deployments.http.json_body import rename_error_params
 from rayfin.deployments.text.messages import count_calls
 from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
@@ -97,15 +98,16 @@ class MessagesAdapter(GenerationAdapter):
             earlier_calls=prompt.calls,
             tenant=caller.tenant,
         )
-        generation = await Generation.prepare(
-            self._service,
-            [Prompt(prompt.chat.ids, "messages")],
-            params,
-            request_id=self._id,
-            priority=0,
-            caller=caller,
-            plan=self._plan,
-        )
+        with rename_error_params(OUR_NAMES):
+            generation = await Generation.prepare(
+                self._service,
+                [Prompt(prompt.chat.ids, "messages")],
+                params,
+                request_id=self._id,
+                priority=0,
+                caller=caller,
+                plan=self._plan,
+            )
         self._choice = generation.choices[0]
         self._http_request_id = getattr(request.state, "request_id", "")
         return generation

@@ -13,7 +13,7 @@ from rayfin.actors.errors import RayfinError
 from rayfin.actors.messages import Receipt
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.openai.bodies import ChatCompletionRequest, CompletionRequest
-from rayfin.deployments.api.openai.replies import ChatChunk, Completion
+from rayfin.deployments.api.openai.chunks import ChunkFrame, usage_so_far
 from rayfin.deployments.generation.beams import search_params, text_params
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
@@ -35,14 +35,19 @@ class CompletionAdapter(GenerationAdapter):
 
     Args:
         prefix: of the request's id.
+        kind: the ``object`` of a stream's chunks.
     """
 
     def __init__(
-        self, service: OpenAIService, body: ChatCompletionRequest | CompletionRequest, prefix: str
+        self,
+        service: OpenAIService,
+        body: ChatCompletionRequest | CompletionRequest,
+        prefix: str,
+        kind: str,
     ) -> None:
         self._service = service
         self._settings = body
-        self._prefix = prefix
+        self._prefix, self._kind = prefix, kind
         self._model = service.served_name(body.model)
         self._created = int(time.time())
         self.streamed = bool(body.stream)
@@ -50,6 +55,9 @@ class CompletionAdapter(GenerationAdapter):
         # The engine and event ids have the server's own id, whatever label a client gives.
         self._cursor = Cursor(f"{prefix}-{uuid.uuid4().hex}")
         self._id = f"{prefix}-{body.request_id}" if body.request_id else self._cursor.request_id
+        forced = service.replies.force_usage
+        self._includes_usage = forced or body.include_usage
+        self._continuous_usage = forced or body.continuous_usage
 
     async def prepare(self, request: Request) -> Generation:
         body, service = self._settings, self._service
@@ -87,6 +95,8 @@ class CompletionAdapter(GenerationAdapter):
             seeded=self._settings.seed is not None,
         )
         self._id, self._created = receipt.answer_id, receipt.created
+        self._started = self._cursor.begun()  # choices that have had their first event
+        self._frame = ChunkFrame(self._id, self._kind, self._created, self._model)
 
     @abstractmethod
     def param_names(self) -> dict[str, str]:
@@ -102,14 +112,20 @@ class CompletionAdapter(GenerationAdapter):
     def is_new(self, choice: Choice, delta: TextDelta) -> bool:
         return self._cursor.is_new(choice, delta)
 
-    @abstractmethod
-    def chunk(self) -> ChatChunk | Completion:
-        """Returns an event's object, without choices."""
+    def _usage_so_far(self, choice: Choice, details: str = "") -> str:
+        """Returns the member ``usage`` of a chunk: its choice's tokens so far; "" if unwanted."""
+        if not self._continuous_usage:
+            return ""
+        return usage_so_far(len(choice.prompt.ids), self._cursor.sent(choice), details)
+
+    def _names_tokens_by_id(self) -> bool:
+        asked = self._settings.return_tokens_as_token_ids
+        return self._service.replies.tokens_as_ids if asked is None else asked
 
     def closing(self) -> Iterable[str]:
-        if self._settings.include_usage:
-            chunk = self.chunk()
-            chunk.choices, chunk.usage = [], self._generation.usage()
+        if self._includes_usage:
+            generation = self._generation
+            chunk = self._frame.last(generation.usage(), generation.metrics())
             if (last := self._cursor.usage(chunk)) is not None:
                 yield last
         yield DONE

@@ -15,12 +15,34 @@ from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_ch
 from rayfin.deployments.requests.prompts import WrittenPrompt, read_prompts
 from rayfin.deployments.text.checks import as_choice, missing
 
-MAX_PROMPTS = 128
+GIVEN_PROMPT = "kv_transfer_params.prompt_token_ids"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+NO_PROMPT: tuple[tuple[object, str], ...] = (
+    (None, "missing_required_parameter"),
+    ("", "empty_prompt"),
+    ([], "empty_array"),
+)
 COMPLETION_TOKENS = 16  # of /v1/completions where a request names no limit
 
 
-class CompletionRequest(GenerationBody):
+class _CompletionBody(GenerationBody):
+    """The fields of both kinds of completion that no other API has."""
+
+    logprob_token_ids: list[int] | None = None  # tokens in place of the top ones
+    kv_transfer_params: dict[str, Any] | None = None  # nothing is transferred
+
+    def logprob_ids_wanted(self) -> list[int] | None:
+        return self.logprob_token_ids or None
+
+    def check(self) -> None:
+        super().check()
+        if self.logprob_token_ids and self.logprobs_wanted() is None:
+            raise InvalidRequest(
+                "When using logprob_token_ids, logprobs must be set.", "logprob_token_ids"
+            )
+
+
+class CompletionRequest(_CompletionBody):
     prompt: Any = None
 
     logprobs: int | None = None  # number of top tokens per token
@@ -30,15 +52,25 @@ class CompletionRequest(GenerationBody):
         """Whether the client wants the prompt only."""
         return bool(self.echo) and self.max_tokens == 0
 
-    def prompts(self) -> list[WrittenPrompt]:
-        """The prompts, each a text or token ids, none empty.
+    def prompts(self, most: int) -> list[WrittenPrompt]:
+        """The prompts, each a text or token ids, none empty; at most so many.
 
         Raises:
             InvalidRequest: ``param`` is the path of what is wrong, such as prompt[1].
         """
-        if self.prompt is None:
-            raise missing("prompt")
-        return read_prompts(self.prompt, most=MAX_PROMPTS)
+        for empty, code in NO_PROMPT:
+            if self.prompt == empty:
+                message = "Either prompt or prompt_embeds must be provided and non-empty."
+                raise InvalidRequest(message, "prompt", code)
+        return read_prompts(self.prompt, most=most)
+
+    def check(self) -> None:
+        super().check()
+        if self.logprob_token_ids and self.scores_only:
+            raise InvalidRequest(
+                "logprob_token_ids does not go with echo and max_tokens 0: there is no output.",
+                "logprob_token_ids",
+            )
 
     def logprobs_wanted(self) -> int | None:
         return self.logprobs
@@ -54,7 +86,7 @@ class CompletionRequest(GenerationBody):
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
 
-class ChatCompletionRequest(GenerationBody):
+class ChatCompletionRequest(_CompletionBody):
     messages: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None  # number of top tokens per token
@@ -64,6 +96,7 @@ class ChatCompletionRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None  # see --trust-request-chat-template
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
@@ -82,6 +115,26 @@ class ChatCompletionRequest(GenerationBody):
 
     def logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def given_prompt(self) -> list[int] | None:
+        """Returns the token ids that stand for the messages, or None.
+
+        As in vLLM, another server has rendered the messages to them, and ``echo`` needs the
+        messages themselves.
+
+        Raises:
+            InvalidRequest: ``param`` is kv_transfer_params.prompt_token_ids.
+        """
+        ids = (self.kv_transfer_params or {}).get("prompt_token_ids")
+        if ids is None or self.echo:
+            return None
+        if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
+            raise InvalidRequest(
+                f"{GIVEN_PROMPT} must be a non-empty list of non-negative integers.",
+                GIVEN_PROMPT,
+                "invalid_type",
+            )
+        return ids
 
     def answer_rules(self) -> AnswerRules:
         """Returns what the request says of the form of its answers.

@@ -1,19 +1,18 @@
 """POST /v1/chat/completions."""
 
-from starlette.requests import Request
-
 from rayfin.actors.messages import TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.openai.adapter import CompletionAdapter
-from rayfin.deployments.api.openai.bodies import ChatCompletionRequest
-from rayfin.deployments.api.openai.messages import MessageWriter
-from rayfin.deployments.api.openai.replies import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
+from rayfin.deployments.api.openai.bodies import GIVEN_PROMPT, ChatCompletionRequest
+from rayfin.deployments.api.openai.chunks import (
+    EMPTY,
+    chat_choice,
+    dumped,
+    full_chat_choice,
+    member,
 )
+from rayfin.deployments.api.openai.messages import MessageWriter, content_delta
+from rayfin.deployments.api.openai.replies import ChatChoice, ChatCompletion
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
 from rayfin.deployments.generation.logprobs import (
@@ -37,15 +36,21 @@ class ChatAdapter(CompletionAdapter):
     """One chat completion request."""
 
     def __init__(self, service: OpenAIService, body: ChatCompletionRequest) -> None:
-        super().__init__(service, body, "chatcmpl")
+        super().__init__(service, body, "chatcmpl", "chat.completion.chunk")
         self._body = body
         self._opening = ""  # what the template puts into the model's mouth
         field, hidden = service.formats.reasoning_field, body.include_reasoning is False
         self._messages = MessageWriter(field, hidden)
-        self._started: set[int] = set()  # choices that have had their first event
-        self._chunk = self.chunk()
+        # As in vLLM, what would show a thought that is left out is left out with it.
+        secret = hidden and service.formats.reasoning is not None
+        self._with_ids = bool(body.return_token_ids) and not secret
+        self._with_logprobs = bool(body.logprobs) and not secret
+        self._rich = self._with_ids or self._with_logprobs  # chunks have more than deltas
         self._writer = LogprobsWriter(
-            service.tokenizer, body.top_logprobs, bool(body.return_tokens_as_token_ids)
+            service.tokenizer,
+            body.top_logprobs,
+            self._names_tokens_by_id(),
+            bool(body.logprob_token_ids),
         )
 
     def param_names(self) -> dict[str, str]:
@@ -56,10 +61,12 @@ class ChatAdapter(CompletionAdapter):
 
     async def prompts(self, params: SamplingParams) -> list[Prompt]:
         side = self._body.truncation_side or "left"
+        self._given = self._body.given_prompt()
         prompt = await self._prompt()
         self._opening = prompt.opening
         ids = truncated(prompt.ids, params, self._service.max_model_len, side)
-        return [Prompt(ids, "messages", self._echo(), self._body.cache_salt)]
+        param = "messages" if self._given is None else GIVEN_PROMPT
+        return [Prompt(ids, param, self._echo(), self._body.cache_salt)]
 
     async def plan(self, caller: Caller) -> OutputPlan:
         body = self._body
@@ -70,13 +77,6 @@ class ChatAdapter(CompletionAdapter):
             earlier_calls=count_calls(body.messages),
             tenant=caller.tenant,
         )
-
-    async def open(self, request: Request, generation: Generation) -> None:
-        await super().open(request, generation)
-        if self.streamed:
-            self._started = self._cursor.begun()
-            self._chunk = self.chunk()
-            self._chunk.prompt_text = None if self._started else self._prompt_text(generation)
 
     @property
     def _role(self) -> str:
@@ -97,6 +97,8 @@ class ChatAdapter(CompletionAdapter):
         return await chat_prompt(
             self._service,
             body.messages,
+            given=self._given,
+            chat_template=body.chat_template,
             tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
@@ -106,7 +108,7 @@ class ChatAdapter(CompletionAdapter):
         )
 
     def reply(self, generation: Generation) -> str:
-        with_ids = bool(self._body.return_token_ids)
+        with_ids = self._with_ids
         return ChatCompletion(
             id=self._id,
             created=self._created,
@@ -124,76 +126,87 @@ class ChatAdapter(CompletionAdapter):
             ],
             usage=generation.usage(),
             prompt_text=self._prompt_text(generation),
-            prompt_token_ids=generation.prompts[0].ids if with_ids else None,
+            prompt_token_ids=generation.prompts[0].ids if self._body.return_token_ids else None,
             prompt_logprobs=self._prompt_logprobs(generation),
+            metrics=generation.metrics(),
         ).model_dump_json()
 
-    def chunk(self) -> ChatChunk:
-        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=[])
-
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
-        body, chunk = self._body, self._chunk
         events = [] if choice.index in self._started else self._first_events(choice)
-        chunk.usage = self._generation.usage() if body.continuous_usage else None
         if choice.parsed.plan.make_parser is not None:
             return events + self._part_events(choice, delta)
         self._cursor.advance(choice, delta)
-        if delta.text or delta.finish_reason or body.return_token_ids or body.logprobs:
-            chunk.choices = [self._choice(choice, delta, ChatDelta(content=delta.text or None))]
-            events.append(self._cursor.event(chunk, choice))
+        if delta.text or delta.finish_reason or delta.token_ids:
+            events.append(self._last_event(choice, delta, content_delta(delta.text)))
         return events
 
     def _part_events(self, choice: Choice, delta: TextDelta) -> list[str]:
         """One event for each part, and one more for the end. The last has tokens and the rest."""
-        body, chunk, writer = self._body, self._chunk, self._messages
+        writer = self._messages
         ready, had = self._cursor.gather(choice, delta, writer.count)
         if ready is None:
             return []
-        deltas = [writer.delta(part, choice) for part in writer.parts(ready)]
-        if ready.finish_reason or not deltas:
-            deltas.append(ChatDelta())
+        parts = [writer.delta(part, choice) for part in writer.parts(ready)]
+        if ready.finish_reason or not parts:
+            parts.append(EMPTY)
         events = []
-        for number, part in enumerate(deltas[:-1], start=1):
+        for number, part in enumerate(parts[:-1], start=1):
             if number > had:
-                chunk.choices = [ChatChunkChoice(index=choice.index, delta=part)]
+                chunk = self._chunk(choice, chat_choice(choice.index, part))
                 events.append(self._cursor.part(chunk, choice, number))
         self._cursor.advance(choice, ready)
-        shown = deltas[-1].model_dump() or ready.finish_reason
-        if shown or body.return_token_ids or body.logprobs:
-            chunk.choices = [self._choice(choice, ready, deltas[-1])]
-            events.append(self._cursor.event(chunk, choice))
+        if parts[-1] != EMPTY or ready.finish_reason or ready.token_ids:
+            events.append(self._last_event(choice, ready, parts[-1]))
         return events
 
     def _first_events(self, choice: Choice) -> list[str]:
         """The role, and the last message if it is echoed."""
+        more = ""
+        if not self._started:  # the first event of all says what the prompt is
+            more = self._prompt_members(choice.prompt.ids)
         self._started.add(choice.index)
-        events, chunk = [], self._chunk
-        opening = ChatDelta(role=self._role, content="")
-        chunk.choices = [ChatChunkChoice(index=choice.index, delta=opening)]
-        chunk.usage = self._generation.usage() if self._body.continuous_usage else None
-        if self._body.return_token_ids:
-            chunk.prompt_token_ids = choice.prompt.ids
-        if choice.prompt.echo:
-            events.append(event(chunk))
-            chunk.prompt_token_ids = chunk.prompt_text = None
-            echo = ChatDelta(content=choice.prompt.echo)
-            chunk.choices = [ChatChunkChoice(index=choice.index, delta=echo)]
-        events.append(self._cursor.opening(chunk, choice))
-        chunk.prompt_token_ids = chunk.prompt_text = None
-        return events
+        opening = chat_choice(choice.index, self._opening_delta())
+        chunk = self._chunk(choice, opening, more)
+        if not choice.prompt.echo:
+            return [self._cursor.opening(chunk, choice)]
+        echo = self._chunk(choice, chat_choice(choice.index, content_delta(choice.prompt.echo)))
+        return [event(chunk), self._cursor.opening(echo, choice)]
 
-    def _choice(self, choice: Choice, delta: TextDelta, part: ChatDelta) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            index=choice.index,
-            delta=part,
-            logprobs=self._logprobs(delta.token_ids, delta.logprobs),
-            finish_reason=choice.parsed.finish_reason(delta.finish_reason),
-            stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if self._body.return_token_ids else None,
+    def _opening_delta(self) -> str:
+        return dumped({"role": self._role, "content": ""})
+
+    def _prompt_members(self, ids: list[int]) -> str:
+        ids_member = member("prompt_token_ids", ids if self._body.return_token_ids else None)
+        return ids_member + member("prompt_text", self._prompt_text(self._generation))
+
+    def _last_event(self, choice: Choice, delta: TextDelta, part: str) -> str:
+        """The event that covers all of ``delta``, with its tokens and its end."""
+        if not (delta.finish_reason or self._rich):
+            return self._cursor.event(self._chunk(choice, chat_choice(choice.index, part)), choice)
+        written = full_chat_choice(
+            choice.index,
+            part,
+            self._logprobs(delta.token_ids, delta.logprobs),
+            delta.token_ids if self._with_ids else None,
+            choice.parsed.finish_reason(delta.finish_reason),
+            delta.stop_reason,
         )
+        return self._cursor.event(self._chunk(choice, written), choice)
+
+    def _chunk(self, choice: Choice, written: str, more: str = "") -> str:
+        return self._frame.chunk(written, self._usage_of(choice), more)
+
+    def _usage_of(self, choice: Choice) -> str:
+        if not self._continuous_usage:
+            return ""
+        thought = None
+        if choice.parsed.plan.reasons:
+            spoken = min(choice.reasoning_tokens, self._cursor.sent(choice))
+            thought = {"reasoning_tokens": spoken}
+        return self._usage_so_far(choice, member("completion_tokens_details", thought))
 
     def _logprobs(self, ids: list[int], entries: list[TokenLogprob]) -> ChatLogprobs | None:
-        return self._writer.chat(ids, entries) if self._body.logprobs else None
+        return self._writer.chat(ids, entries) if self._with_logprobs else None
 
     def _prompt_text(self, generation: Generation) -> str | None:
         """The conversation as the chat template renders it, special tokens included."""

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.openai.adapter import CompletionAdapter
 from rayfin.deployments.api.openai.bodies import CompletionRequest
+from rayfin.deployments.api.openai.chunks import text_choice
 from rayfin.deployments.api.openai.replies import Completion, CompletionChoice
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
@@ -25,12 +26,13 @@ class TextAdapter(CompletionAdapter):
     """One completion request."""
 
     def __init__(self, service: OpenAIService, body: CompletionRequest) -> None:
-        super().__init__(service, body, "cmpl")
+        super().__init__(service, body, "cmpl", "text_completion")
         self._body = body
-        self._started: set[int] = set()  # choices that have had their first event
-        self._chunk = self.chunk()
         self._writer = LogprobsWriter(
-            service.tokenizer, body.logprobs, bool(body.return_tokens_as_token_ids)
+            service.tokenizer,
+            body.logprobs,
+            self._names_tokens_by_id(),
+            bool(body.logprob_token_ids),
         )
 
     def param_names(self) -> dict[str, str]:
@@ -46,14 +48,9 @@ class TextAdapter(CompletionAdapter):
                 choice.score_prompt(generation.choices[0])
         return generation
 
-    async def open(self, request: Request, generation: Generation) -> None:
-        await super().open(request, generation)
-        if self.streamed:
-            self._started = self._cursor.begun()
-            self._chunk = self.chunk()
-
     async def prompts(self, params: SamplingParams) -> list[Prompt]:
-        return [await self._prompt(written, params) for written in self._body.prompts()]
+        listed = self._body.prompts(self._service.replies.max_prompts)
+        return [await self._prompt(written, params) for written in listed]
 
     async def _prompt(self, written: WrittenPrompt, params: SamplingParams) -> Prompt:
         body, service = self._body, self._service
@@ -78,51 +75,46 @@ class TextAdapter(CompletionAdapter):
             model=self._model,
             choices=[self._whole(choice) for choice in generation.choices],
             usage=generation.usage(),
+            metrics=generation.metrics(),
         ).model_dump_json()
 
     def _whole(self, choice: Choice) -> CompletionChoice:
+        body, prompt, last = self._body, choice.prompt, choice.last
         whole = replace(
-            choice.last,
-            token_ids=choice.token_ids,
-            logprobs=choice.logprobs,
-            offsets=choice.offsets,
+            last, token_ids=choice.token_ids, logprobs=choice.logprobs, offsets=choice.offsets
         )
-        reply = self._choice(choice, "".join(choice.text), whole, True)
-        reply.logprobs = self._logprobs(choice, whole, True)
-        if (asked := self._body.prompt_logprobs) is not None:
-            prompt, tokenizer = choice.prompt, self._service.tokenizer
-            reply.prompt_logprobs = prompt_logprobs(prompt.ids, prompt.scores, asked, tokenizer)
-        return reply
-
-    def chunk(self) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=[])
+        scores, with_ids = None, bool(body.return_token_ids)
+        if (asked := body.prompt_logprobs) is not None:
+            scores = prompt_logprobs(prompt.ids, prompt.scores, asked, self._service.tokenizer)
+        return CompletionChoice(
+            index=choice.index,
+            text="".join(choice.text),
+            logprobs=self._logprobs(choice, whole, True),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            token_ids=choice.token_ids if with_ids else None,
+            prompt_token_ids=prompt.ids if with_ids else None,
+            prompt_logprobs=scores,
+        )
 
     def events(self, choice: Choice, delta: TextDelta) -> list[str]:
         self._cursor.advance(choice, delta)
         if not (delta.text or delta.finish_reason or delta.token_ids):
             return []  # a part of the prompt is computed
         first = choice.index not in self._started
-        text = choice.prompt.echo + delta.text if first else delta.text
-        with_tokens = self._body.return_token_ids or self._body.logprobs is not None
-        if not (text or delta.finish_reason or with_tokens):
-            return []
         self._started.add(choice.index)
-        reply = self._choice(choice, text, delta, first)
-        reply.logprobs = self._logprobs(choice, delta, first)
-        self._chunk.choices = [reply]
-        self._chunk.usage = self._generation.usage() if self._body.continuous_usage else None
-        return [self._cursor.event(self._chunk, choice)]
-
-    def _choice(self, choice: Choice, text: str, last: TextDelta, first: bool) -> CompletionChoice:
         with_ids = bool(self._body.return_token_ids)
-        return CompletionChoice(
-            index=choice.index,
-            text=text,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            token_ids=last.token_ids if with_ids else None,
-            prompt_token_ids=choice.prompt.ids if with_ids and first else None,
+        written = text_choice(
+            choice.index,
+            choice.prompt.echo + delta.text if first else delta.text,
+            self._logprobs(choice, delta, first),
+            choice.prompt.ids if with_ids and first else None,
+            delta.token_ids if with_ids else None,
+            delta.finish_reason,
+            delta.stop_reason,
         )
+        chunk = self._frame.chunk(written, self._usage_so_far(choice))
+        return [self._cursor.event(chunk, choice)]
 
     def _logprobs(self, choice: Choice, delta: TextDelta, first: bool) -> CompletionLogprobs | None:
         """Of the tokens of ``delta``; the prompt's go before the first ones if it is echoed."""

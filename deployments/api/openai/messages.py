@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from rayfin.deployments.api.openai.replies import (
-    CalledFunction,
-    ChatDelta,
-    ChatMessage,
-    FunctionDelta,
-    ToolCall,
-    ToolCallDelta,
-)
+from rayfin.deployments.api.openai.chunks import dumped, quoted
+from rayfin.deployments.api.openai.replies import CalledFunction, ChatMessage, ToolCall
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.events import Event
@@ -39,12 +33,8 @@ class MessageWriter:
             ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
             for call in choice.parsed.whole_calls
         ]
-        return ChatMessage(
-            role=role,
-            content=choice.content,
-            tool_calls=calls or None,
-            **self._thought(choice.reasoning or None),
-        )
+        thought = dict.fromkeys(self._names, choice.reasoning or None)
+        return ChatMessage(role=role, content=choice.content, tool_calls=calls or None, **thought)
 
     def parts(self, delta: TextDelta) -> list[Event]:
         """Returns the events that are sent, each as a delta of the stream."""
@@ -53,26 +43,28 @@ class MessageWriter:
     def count(self, delta: TextDelta) -> int:
         return len(self.parts(delta))
 
-    def delta(self, event: Event, choice: Choice) -> ChatDelta:
-        if event.kind == "content":
-            return ChatDelta(content=event.text)
-        if event.kind == "reasoning":
-            return ChatDelta(**self._thought(event.text))
-        if event.kind == "arguments":
-            piece = ToolCallDelta(index=event.index, function=FunctionDelta(arguments=event.text))
-            return ChatDelta(tool_calls=[piece])
-        call = ToolCallDelta(
-            index=event.index,
-            id=choice.calls[event.index].id,
-            type="function",
-            function=FunctionDelta(name=event.name, arguments=""),
-        )
-        return ChatDelta(tool_calls=[call])
+    def delta(self, event: Event, choice: Choice) -> str:
+        """Returns the JSON text of one kind of part: reasoning, content, or a piece of one call.
 
-    def _thought(self, text: str | None) -> dict[str, Any]:
-        return dict.fromkeys(self._names, text)
+        The first delta of a call has its name; the others have pieces of the arguments.
+        """
+        if event.kind == "content":
+            return content_delta(event.text)
+        if event.kind == "reasoning":
+            text = quoted(event.text)
+            return "{" + ",".join(f'"{name}":{text}' for name in self._names) + "}"
+        call: dict[str, Any] = {"index": event.index, "function": {"arguments": event.text}}
+        if event.kind == "call":
+            function = {"name": event.name, "arguments": ""}
+            call_id = choice.calls[event.index].id
+            call = {"index": event.index, "id": call_id, "type": "function", "function": function}
+        return dumped({"tool_calls": [call]})
 
     def _is_sent(self, event: Event) -> bool:
         if event.kind == "reasoning":
             return bool(event.text and self._names)
         return event.kind == "call" or bool(event.text)
+
+
+def content_delta(text: str) -> str:
+    return f'{{"content":{quoted(text)}}}'

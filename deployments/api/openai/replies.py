@@ -1,11 +1,15 @@
-"""Replies. Fields with the default None are left out if unset; the others always appear."""
+"""Whole replies, with the keys of vLLM's: those that nothing sets are null.
+
+``reasoning_content`` is left out where it is unset, and ``tool_calls`` where there are none. The
+chunks of streams are in chunks.py.
+"""
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from rayfin.deployments.generation.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
-from rayfin.deployments.generation.usage import Usage
+from rayfin.deployments.generation.usage import RequestMetrics, Usage
 
 
 def _absent(value: object) -> bool:
@@ -17,16 +21,15 @@ def _optional() -> Any:
 
 
 class CompletionChoice(BaseModel):
-    """A choice of a completion, whole or one chunk of it."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | None = _optional()
-    prompt_token_ids: list[int] | None = _optional()
-    prompt_logprobs: PromptLogprobs | None = _optional()
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    routed_experts: None = None
 
 
 class Completion(BaseModel):
@@ -35,7 +38,12 @@ class Completion(BaseModel):
     created: int  # seconds since 1970
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = _optional()
+    service_tier: None = None
+    system_fingerprint: None = None
+    usage: Usage
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: RequestMetrics | None = None
 
 
 class CalledFunction(BaseModel):
@@ -52,9 +60,13 @@ class ToolCall(BaseModel):
 class ChatMessage(BaseModel):
     role: str = "assistant"
     content: str | None
-    reasoning: str | None = _optional()
-    reasoning_content: str | None = _optional()
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     tool_calls: list[ToolCall] | None = _optional()
+    reasoning: str | None = None
+    reasoning_content: str | None = _optional()
 
 
 class ChatChoice(BaseModel):
@@ -63,7 +75,8 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | None = _optional()
+    token_ids: list[int] | None = None
+    routed_experts: None = None
 
 
 class ChatCompletion(BaseModel):
@@ -72,53 +85,12 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
+    service_tier: None = None
+    system_fingerprint: None = None
     usage: Usage
-    prompt_text: str | None = _optional()
-    prompt_token_ids: list[int] | None = _optional()
-    prompt_logprobs: PromptLogprobs | None = _optional()
-
-
-class FunctionDelta(BaseModel):
-    """The name whole in the first one of a call; then pieces of the arguments."""
-
-    name: str | None = _optional()
-    arguments: str
-
-
-class ToolCallDelta(BaseModel):
-    index: int
-    id: str | None = _optional()
-    type: Literal["function"] | None = _optional()
-    function: FunctionDelta
-
-
-class ChatDelta(BaseModel):
-    """One kind of part: the role, reasoning, content, or a piece of one call."""
-
-    role: str | None = _optional()
-    content: str | None = _optional()
-    reasoning: str | None = _optional()
-    reasoning_content: str | None = _optional()
-    tool_calls: list[ToolCallDelta] | None = _optional()
-
-
-class ChatChunkChoice(BaseModel):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = _optional()
-
-
-class ChatChunk(BaseModel):
-    """``prompt_text`` and ``prompt_token_ids`` stand in the first one."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = _optional()
-    prompt_text: str | None = _optional()
-    prompt_token_ids: list[int] | None = _optional()
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: RequestMetrics | None = None

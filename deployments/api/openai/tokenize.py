@@ -13,7 +13,7 @@ from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.json_body import ignored_header, read_body
 from rayfin.deployments.text.checks import missing
 
-UNSERVED = ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
+UNSERVED = ("media_io_kwargs", "mm_processor_kwargs")
 
 
 class TokenizeRequest(BaseModel):
@@ -29,6 +29,7 @@ class TokenizeRequest(BaseModel):
     # Of a conversation
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None  # see --trust-request-chat-template
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
 
@@ -110,5 +111,6 @@ async def _ids(service: OpenAIService, body: TokenizeRequest) -> list[int]:
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
         variables=body.chat_template_kwargs,
+        chat_template=body.chat_template,
         any_length=True,
     )

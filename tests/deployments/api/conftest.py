@@ -55,6 +55,7 @@ class FakeEngine:
         self.failure: tuple[int, Exception] | None = None  # raised after so many deltas
         self.unhealthy: RayfinError | None = None
         self.seen: list[EngineRequest] = []
+        self.waits: tuple[float, float] | None = None  # what the first delta says of its times
         self.logs: dict[str, TokenLog] = {}  # by request id
         self.shown: list[EngineSnapshot] = []
         self.reports: list[EngineReport] = []
@@ -142,6 +143,8 @@ class FakeEngine:
         groups = [tokens[i : i + self.lease] for i in range(0, len(tokens), self.lease)]
         deltas = [TokenDelta(request.request_id, group, cached_tokens=2) for group in groups]
         deltas[-1].finish_reason, deltas[-1].stop_reason = reason, stop
+        if self.waits is not None:
+            deltas[0].queued, deltas[0].first_token = self.waits
         if request.sampling.logprobs is not None:  # the likelier the higher the seed's last digit
             for delta in deltas:
                 reported = TokenLogprob(request.sampling.seed % 10 - 10.0, 1, LIKELIEST)

@@ -176,7 +176,7 @@ ROWS: list[Any] = [
     completion("46", 400, "empty_prompt", "prompt[0]", prompt=[""]),
     *(
         completion("47", 400, "array_above_max_length", "prompt", prompt=["a"] * n)
-        for n in (129, 10**5)
+        for n in (1025, 10**5)
     ),
     completion("48", 400, TYPE, "prompt[1]", prompt=[1, "a"]),
     completion("49", 400, TYPE, "prompt[0]", prompt=[True, False]),
@@ -198,7 +198,7 @@ ROWS: list[Any] = [
     chat("63", 400, "empty_array", "messages", messages=[]),
     *(chat("64", 400, None, "messages", messages=m) for m in (None, {}, "hi")),
     chat("65", 400, MISSING, "messages[0].role", messages=[{"content": "x"}]),
-    chat("66", 400, VALUE, "messages[0].role", messages=[{"role": "wizard", "content": "x"}]),
+    chat("66", 400, VALUE, "messages[0].role", messages=[{"role": "a wizard", "content": "x"}]),
     chat(
         "67", 400, MISSING, "messages[0].tool_call_id", messages=[{"role": "tool", "content": "x"}]
     ),
@@ -265,9 +265,9 @@ ROWS: list[Any] = [
     *(completion("95", 400, None, "top_k", top_k=k) for k in (-2, 1.5)),
     completion("95", 200, None, None, top_k=10**9),
     completion("96", 400, "decimal_above_max_value", "min_p", min_p=1.1),
-    *(completion("97-99", 400, None, "n", n=n) for n in (0, 129, 16_384)),
+    *(completion("97-99", 400, None, "n", n=n) for n in (0, 16_385)),
     completion("99", 400, None, "n", n=2, temperature=0),
-    *(completion("100", 400, None, "best_of", best_of=n) for n in (0, 1000)),
+    *(completion("100", 400, None, "best_of", best_of=n) for n in (0, 20_000)),
     *(
         completion("101", 400, None, name, **{name: v})
         for name in ("presence_penalty", "frequency_penalty")
@@ -278,7 +278,7 @@ ROWS: list[Any] = [
     chat("105", 400, None, "top_logprobs", logprobs=True, top_logprobs=10**6),
     chat("106", 400, None, "top_logprobs", top_logprobs=3),
     *(completion("107", 400, None, "seed", seed=s) for s in (2**64, -(2**63) - 1, "x", 1.5)),
-    *(completion("108", 400, None, "stop", stop=s) for s in ("", [""], [None], list("abcde"))),
+    *(completion("108", 400, None, "stop", stop=s) for s in ("", [""], [None], ["a"] * 65)),
     completion("109", 400, "string_above_max_length", "stop", stop="a" * 10**6),
     *(
         completion("110", 400, None, "stop_token_ids", stop_token_ids=t)

@@ -57,9 +57,9 @@ async def test_as_many_as_asked_for_are_not_ranked(http: httpx.AsyncClient, engi
     [
         {"best_of": 2, "stream": True},
         {"n": 3, "best_of": 2},
-        {"best_of": 129},
+        {"best_of": 16385},
         {"best_of": 2, "temperature": 0},
-        {"prompt": ["a"] * 128, "best_of": 9},
+        {"prompt": ["a"] * 128, "best_of": 129},
     ],
 )
 async def test_refusals(http: httpx.AsyncClient, engine: Any, fields: dict[str, Any]) -> None:

@@ -280,7 +280,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 1.5}, "top_k"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"stop_sequences": "a"}, "stop_sequences"),
-    ({"stop_sequences": list("abcde")}, "stop_sequences"),
+    ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
     ({"stream": 1}, "stream"),
     ({"thinking": {"type": "enabled", "budget_tokens": 60}}, "thinking.budget_tokens"),
 ]

@@ -160,7 +160,7 @@ BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"id": "p"}}, "prompt", UNSERVED),
     ({"conversation": "c"}, "conversation", UNSERVED),
     ({"structured_outputs": {"json": {}}}, "structured_outputs", UNSERVED),
-    ({"stop": list("abcde")}, "stop", VALUE),
+    ({"stop": ["a"] * 65}, "stop", "array_above_max_length"),
     ({"model": 5}, "model", TYPE),
 ]
 HARMLESS: dict[str, Any] = {

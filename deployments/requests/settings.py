@@ -1,0 +1,42 @@
+"""How large a request may be, and what replies say unasked."""
+
+from dataclasses import dataclass
+
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.sampling_params import SamplingParams
+
+MAX_PROMPTS = 1024  # of one HTTP request
+MAX_CHOICES = 16384  # prompts x n of one HTTP request
+MAX_STOP_STRINGS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplySettings:
+    """What a server lets requests ask for, and what its replies say unasked."""
+
+    max_prompts: int = MAX_PROMPTS
+    max_choices: int = MAX_CHOICES
+    max_stop_strings: int = MAX_STOP_STRINGS
+    trust_chat_templates: bool = False  # of requests
+    force_usage: bool = False  # in each chunk of each stream
+    tokens_as_ids: bool = False  # the default of return_tokens_as_token_ids
+    prompt_tokens_details: bool = True  # in usage
+    metrics: bool = False  # times of each request
+
+    def check(self, params: SamplingParams, prompts: int) -> None:
+        """Checks the size of a request.
+
+        Raises:
+            InvalidRequest: too many choices or stop strings.
+        """
+        name, of_each = ("best_of", params.best_of) if params.best_of else ("n", params.n)
+        if (count := prompts * of_each) > self.max_choices:
+            raise InvalidRequest(
+                f"prompts times {name} must be at most {self.max_choices}, got {count}.", name
+            )
+        if (count := len(params.stop or ())) > self.max_stop_strings:
+            raise InvalidRequest(
+                f"stop takes at most {self.max_stop_strings} strings, got {count}.",
+                "stop",
+                "array_above_max_length",
+            )
