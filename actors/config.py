@@ -26,7 +26,7 @@ LogLevel = Literal["debug", "info", "warning"]
 
 DECIDE_TOKENS = (
     *("model", "tokenizer", "revision", "dtype", "quantization", "kv_cache_dtype"),
-    *("load_format", "seed"),
+    *("load_format", "seed", "hf_overrides", "tokenizer_revision"),
 )
 """The settings that decide which tokens are sampled; the others decide when."""
 
@@ -79,6 +79,15 @@ class EngineArgs:
         None, "folder or Hugging Face name of the tokenizer; default: the model's"
     )
     revision: str | None = _flag(None, "branch, tag or commit on Hugging Face")
+    tokenizer_revision: str | None = _flag(
+        None, "branch, tag or commit of the tokenizer; default: --revision"
+    )
+    download_dir: str | None = _flag(
+        None, "folder for downloads from Hugging Face; default: its own cache"
+    )
+    hf_overrides: dict[str, Any] | None = _flag(
+        None, "JSON object of changes to the model's config.json"
+    )
     trust_remote_code: bool = _flag(False, "allow Python code from the model repository")
     dtype: Dtype = _flag(
         "auto",
@@ -176,6 +185,8 @@ class EngineArgs:
         for name in POSITIVE:
             value = getattr(self, name)
             _require(value is None or value >= 1, name, f"must be at least 1, got {value}")
+        if not isinstance(self.hf_overrides, dict | None):
+            raise InvalidConfig("hf_overrides must be an object", "hf_overrides")
         self._check_ranges()
         self._check_combinations()
 
@@ -209,6 +220,16 @@ class EngineArgs:
             "tenant_weights",
             f"has no meaning under policy {self.policy!r}: it needs 'fair'",
         )
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """Keyword arguments of ``from_pretrained``: where on the Hub, or in its cache, to look."""
+        return {"revision": self.revision, "cache_dir": self.download_dir}
+
+    @property
+    def tokenizer_hub(self) -> dict[str, Any]:
+        """The same for the tokenizer."""
+        return self.hub | {"revision": self.tokenizer_revision or self.revision}
 
     @property
     def identity(self) -> str:

@@ -51,11 +51,12 @@ def make_ll_tokenizer(
     Raises:
         InvalidConfig: there is no tokenizer, or none that grammars can use.
     """
-    return ll_tokenizer_of(load_fast(tokenizer, revision, trust_remote_code), vocab_size, ends)
+    fast = load_fast(tokenizer, trust_remote_code, revision=revision)
+    return ll_tokenizer_of(fast, vocab_size, ends)
 
 
-def load_fast(tokenizer: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """The fast tokenizer of a folder, or of a name on the Hub.
+def load_fast(tokenizer: str, trust_remote_code: bool, **hub: Any) -> Any:
+    """The fast tokenizer of a folder, or of a name on the ``hub`` (``EngineArgs.tokenizer_hub``).
 
     Raises:
         InvalidConfig: there is none.
@@ -63,9 +64,7 @@ def load_fast(tokenizer: str, revision: str | None, trust_remote_code: bool) -> 
     from transformers import AutoTokenizer
 
     try:
-        fast = AutoTokenizer.from_pretrained(
-            tokenizer, revision=revision, trust_remote_code=trust_remote_code
-        )
+        fast = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code, **hub)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InvalidConfig(f"Cannot load a tokenizer from {tokenizer}: {reason}") from error

@@ -4,7 +4,8 @@ A field's name is its flag, its type hint the type, its default the default, and
 ``metadata["help"]`` the help.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -35,6 +36,33 @@ SAMPLING_HELP = {
     "ignore_eos": "continue after the end-of-sequence token",
     "n": "number of outputs for each prompt",
 }
+
+
+class JsonObject(click.ParamType["dict[str, Any]"]):
+    """A JSON object; of several, the later ones change the earlier ones."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, dict):
+            return value
+        try:
+            found = json.loads(value)
+        except ValueError as error:
+            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
+        if not isinstance(found, dict):
+            self.fail(f"{value!r} is not a JSON object", param, ctx)
+        return found
+
+
+def joined(objects: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Objects as one: later values win, objects inside are joined."""
+    whole: dict[str, Any] = {}
+    for found in objects:
+        for name, value in found.items():
+            both = isinstance(value, dict) and isinstance(whole.get(name), dict)
+            whole[name] = joined((whole[name], value)) if both else value
+    return whole
 
 
 class FieldOption(click.Option):
@@ -114,11 +142,17 @@ def values_of(owner: type) -> dict[str, Any]:
     """Returns the values of the running command's options for ``owner``, by field, if set."""
     context = click.get_current_context()
     return {
-        param.field: list(value) if isinstance(value, tuple) else value
+        param.field: _value(param, value)
         for param in context.command.params
         if isinstance(param, FieldOption) and param.owner is owner
         if param.name is not None and (value := context.params[param.name]) not in (None, ())
     }
+
+
+def _value(option: click.Option, value: Any) -> Any:
+    if isinstance(option.type, JsonObject):
+        return joined(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def build(owner: type[T], **more: Any) -> T:
@@ -174,6 +208,8 @@ def settings_of(field: Field[Any], hint: Any) -> dict[str, Any]:
     kind = _plain(hint)
     if get_origin(kind) is Literal:
         return settings | {"type": click.Choice(get_args(kind))}
+    if get_origin(kind) is dict:
+        return settings | {"type": JsonObject(), "multiple": True, "metavar": "JSON"}
     if get_origin(kind) is not None:  # a sequence
         return settings | {"type": get_args(kind)[0], "multiple": True}
     return settings | ({"is_flag": True} if kind is bool else {"type": kind})

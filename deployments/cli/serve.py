@@ -1,5 +1,7 @@
 """``rayfin serve``."""
 
+import os
+
 import click
 from click.core import ParameterSource
 
@@ -41,6 +43,15 @@ from rayfin.deployments.serve.server_args import ServerArgs
     type=click.Path(exists=True, dir_okay=False),
     help="YAML file with flags by name, Rayfin's or vLLM's; the command line wins",
 )
+@click.option(
+    "--hf-token",
+    metavar="TOKEN",
+    is_flag=False,
+    flag_value="",  # vLLM's: the token that `hf auth login` has stored
+    envvar="HF_TOKEN",
+    show_envvar=True,
+    help="token of Hugging Face, for its private models; nodes of a running cluster have their own",
+)
 @click.option("--verbose", is_flag=True, help="show the logs of Ray and of the actors")
 @field_options(ServerArgs, None, **aliases_of(ServerArgs))
 @field_options(EngineArgs, None, **aliases_of(EngineArgs))
@@ -50,6 +61,7 @@ def serve(
     port: int,
     name: str,
     model_config: tuple[str, ...],
+    hf_token: str | None,
     verbose: bool,
     **settings: object,
 ) -> int:
@@ -70,6 +82,8 @@ def serve(
         raise click.UsageError(f"MODEL is {model_name} and --model is {settings['model']}")
     if model_config and (model or flagged is not ParameterSource.DEFAULT):
         raise click.UsageError("MODEL and --model cannot be combined with --model-config")
+    if hf_token:
+        os.environ["HF_TOKEN"] = hf_token  # the processes that read the model inherit it
     server, engine = build(ServerArgs), build(EngineArgs, **model)
 
     from rayfin.deployments.serve import ports

@@ -178,9 +178,10 @@ def rewrite(args: Sequence[str]) -> list[str]:
     """Arguments as click takes them, of arguments as vLLM takes them.
 
     ``--max_num_seqs`` is ``--max-num-seqs``, ``--compilation-config.mode 3`` is a value of
-    ``--compilation-config``, switches that stand for a setting become it. Several words may follow
-    a flag that takes several, if MODEL is elsewhere: else the second is MODEL.
+    ``--compilation-config`` ({"mode": 3}), switches that stand for a setting become it. Several
+    words may follow a flag that takes several, if MODEL is elsewhere: else the second is MODEL.
     """
+    args = list(_without_paths(args))
     made: list[str] = []
     model_known = bool(args) and not args[0].startswith("-")
     model_known = model_known or any(re.match(r"--(model|config)(=|$)", arg) for arg in args)
@@ -199,15 +200,34 @@ def rewrite(args: Sequence[str]) -> list[str]:
     return made
 
 
+def _without_paths(args: Sequence[str]) -> Iterator[str]:
+    """``--flag.key.inner value`` as ``--flag={"key": {"inner": value}}``, of flags with JSON."""
+    rest = iter(args)
+    for arg in rest:
+        written, equals, text = arg.partition("=")
+        flag, *path = written.split(".")
+        flag = flag.replace("_", "-")
+        if flag not in CONFIGS or not path:
+            yield arg
+            if arg == "--":
+                yield from rest
+            continue
+        text = text if equals else next(rest, "")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        for key in reversed(path):
+            value = {key: value}
+        yield f"{flag}={json.dumps(value)}"
+
+
 def _rewritten_flag(arg: str) -> str:
     name, equals, value = arg.partition("=")
     if name == "--help":
         return name
     if name.startswith("--"):
         name = name.replace("_", "-")
-    base, dot, _ = name.partition(".")
-    if dot and base in CONFIGS:
-        name = base
     if not equals and name in REWRITES:
         return REWRITES[name]
     return f"{name}{equals}{value}"

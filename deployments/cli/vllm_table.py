@@ -97,7 +97,7 @@ SERVER: tuple[VllmFlag, ...] = (
     value(
         "--chat-template-content-format",
         "how templates see content",
-        Lacks("choice of the format; it is found from the template", ("auto",)),
+        Alias("chat_template_content_format"),
     ),
     switch(
         "--trust-request-chat-template",
@@ -108,9 +108,9 @@ SERVER: tuple[VllmFlag, ...] = (
     config(
         "--default-chat-template-kwargs",
         "arguments of the template",
-        Lacks("defaults of chat_template_kwargs; send them with each request"),
+        Alias("default_chat_template_kwargs"),
     ),
-    value("--response-role", "role of answers", Lacks("other role", ("assistant",))),
+    value("--response-role", "role of answers", Alias("response_role")),
     switch(
         "--return-tokens-as-token-ids",
         "tokens of logprobs by id",
@@ -229,11 +229,7 @@ MODEL: tuple[VllmFlag, ...] = (
     several("--allowed-media-domains", "hosts of media", MEDIA),
     value("--revision", "revision of the model", Alias("revision")),
     value("--code-revision", "revision of the code", Lacks("revision of the code alone")),
-    value(
-        "--tokenizer-revision",
-        "revision of the tokenizer",
-        Lacks("revision of the tokenizer alone; --revision is for both"),
-    ),
+    value("--tokenizer-revision", "revision of the tokenizer", Alias("tokenizer_revision")),
     value(
         "--max-model-len",
         "longest request in tokens",
@@ -262,15 +258,15 @@ MODEL: tuple[VllmFlag, ...] = (
         "format of the configuration",
         Lacks("format but Hugging Face's", ("auto", "hf")),
     ),
-    value("--hf-token", "token of Hugging Face", Lacks("such flag; set HF_TOKEN")),
-    config("--hf-overrides", "changes of config.json", Lacks("changes of config.json", ("{}",))),
+    value("--hf-token", "token of Hugging Face", Alias("hf_token")),
+    config("--hf-overrides", "changes of config.json", Alias("hf_overrides")),
     config("--model-class-overrides", "other model classes", OWN_CLASSES),
     config("--pooler-config", "pooling", Lacks("pooling models")),
     value("--generation-config", "defaults of sampling", Alias("generation_config")),
     config(
         "--override-generation-config",
         "defaults of sampling",
-        Lacks("defaults but the model's; send them with each request", ("{}",)),
+        Alias("override_generation_config"),
     ),
     switch(
         "--enable-sleep-mode",
@@ -294,7 +290,7 @@ MODEL: tuple[VllmFlag, ...] = (
         "format of weights",
         Alias("load_format", {"safetensors": "auto", "hf": "auto"}),
     ),
-    value("--download-dir", "folder of downloads", Lacks("such flag; set HF_HOME")),
+    value("--download-dir", "folder of downloads", Alias("download_dir")),
     value("--safetensors-load-strategy", "how files are read", Accepted("files are mapped")),
     value("--safetensors-prefetch-num-threads", "how files are read", Accepted("files are mapped")),
     value("--safetensors-prefetch-block-size", "how files are read", Accepted("files are mapped")),
@@ -561,8 +557,8 @@ EARLIER: tuple[VllmFlag, ...] = (
     value("--swap-space", "GiB for preempted requests", Alias("swap_space")),
     value("--preemption-mode", "what preemption keeps", Alias("preemption")),
     value("--task", "kind of model", Lacks("pooling models", ("auto", "generate"))),
-    value("--rope-scaling", "longer contexts", Lacks("changes of config.json")),
-    value("--rope-theta", "longer contexts", Lacks("changes of config.json")),
+    value("--rope-scaling", "longer contexts", Lacks("such flag; set it by --hf-overrides")),
+    value("--rope-theta", "longer contexts", Lacks("such flag; set it by --hf-overrides")),
 )
 
 SECTIONS: dict[str, tuple[VllmFlag, ...]] = {

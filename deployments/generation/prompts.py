@@ -109,6 +109,7 @@ async def chat_prompt(
         ContextLengthExceeded: they cannot fit.
     """
     continued = bool(continue_final_message)
+    variables = {**service.template_defaults, **(variables or {})}
     if chat_template is not None and not service.replies.trust_chat_templates:
         raise InvalidRequest(
             "chat_template is refused in requests: this server was not started with "

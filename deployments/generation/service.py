@@ -1,7 +1,7 @@
 """What the routes of one ingress share."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class OpenAIService:
     max_model_len: int
     chat_template: str | None = None  # in place of the model's own
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)  # variables
     replies: ReplySettings = ReplySettings()
     edge: HttpSettings = field(default_factory=HttpSettings)
     load: Load = field(default_factory=Load)

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,12 @@ from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, se
 from rayfin.deployments.requests.best_of import candidates, likeliest, request_logprobs
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
 from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
-from rayfin.deployments.serve.preflight import check_model, located, model_path, tokenizer_path
+from rayfin.deployments.serve.preflight import (
+    check_model,
+    generation_config_path,
+    located,
+    tokenizer_path,
+)
 from rayfin.deployments.serve.server_args import check_generation_config
 from rayfin.deployments.text.messages import count_calls
 from rayfin.deployments.text.opening import render_prompt
@@ -56,8 +62,10 @@ class LLM:
         model: a local folder, a Hugging Face name, or "demo".
         executor: "inline" runs the engine in this process, "ray" as Ray actors.
         skip_tokenizer_init: loads no tokenizer; prompts are token ids, and outputs have no text.
+        hf_token: token of Hugging Face, for its private models; it becomes HF_TOKEN.
         generation_config: "auto" loads default sampling parameters from the model; "none" ignores
-            them.
+            them; or a folder with a generation_config.json.
+        override_generation_config: default sampling parameters, over those.
         tool_call_parser: how the model writes tool calls: "auto" finds it from the chat template,
             "none" leaves them as text, or a name, such as "hermes".
         reasoning_parser: how the model writes its reasoning: the same.
@@ -74,20 +82,24 @@ class LLM:
         *,
         executor: str = "inline",
         skip_tokenizer_init: bool = False,
+        hf_token: str | None = None,
         chat_template: str | None = None,
         generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         tool_guidance: ToolGuidance = "json",
         **settings: Any,
     ) -> None:
+        if hf_token:
+            os.environ["HF_TOKEN"] = hf_token
         check_parsers(tool_call_parser, reasoning_parser)
         args = EngineArgs.from_dict({"model": model, **UNLIMITED, **settings})
         check_model(args, tokenizer=not skip_tokenizer_init)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(
-                tokenizer_path(args), args.revision, args.trust_remote_code
+                tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub
             )
         self._chat_template = chat_template
         self._detect = partial(
@@ -99,10 +111,10 @@ class LLM:
         self._checker = InlineChecker(self._tokenizer)
         self._engine: OfflineEngine = start_engine(executor, located(args))
         self._request_numbers = itertools.count()
-        self._defaults: dict[str, Any] = {}
         check_generation_config(generation_config)
-        if generation_config == "auto":
-            self._defaults = sampling_defaults(model_path(args.model), args.revision)
+        self._defaults = sampling_defaults(
+            generation_config_path(generation_config, args), override_generation_config, **args.hub
+        )
 
     def generate(
         self,

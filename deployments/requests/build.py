@@ -1,7 +1,7 @@
 """Token ids and sampling parameters to checked engine requests, for HTTP and ``LLM``."""
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,23 +87,32 @@ def build_requests(
     ]
 
 
-def sampling_defaults(model: str | Path, revision: str | None = None) -> dict[str, Any]:
+def sampling_defaults(
+    model: str | Path | None, changes: Mapping[str, Any] | None = None, **hub: Any
+) -> dict[str, Any]:
     """Returns the sampling defaults of the model's ``generation_config.json``.
 
     As in vLLM these are temperature, top_p, top_k, min_p, repetition_penalty and, as max_tokens,
     max_new_tokens.
 
+    Args:
+        model: None if no file has defaults.
+        changes: of the file's values, by the file's names; others are ignored, as in vLLM.
+        hub: where on the Hub to look (``EngineArgs.hub``).
+
     Raises:
         InvalidConfig: a value is outside its range.
     """
-    config = model_json(model, "generation_config.json", revision)
+    config = {} if model is None else model_json(model, "generation_config.json", **hub)
+    config = {**config, **(changes or {})}
     defaults = {
         own: config[name] for name, own in SAMPLING_DEFAULTS.items() if config.get(name) is not None
     }
     try:
         SamplingParams(**defaults)
     except InvalidRequest as error:
-        raise InvalidConfig(f"generation_config.json of {model}: {error}") from error
+        source = "override_generation_config" if changes else f"generation_config.json of {model}"
+        raise InvalidConfig(f"{source}: {error}") from error
     return defaults
 
 

@@ -130,6 +130,7 @@ def _reply_settings(server: ServerArgs) -> ReplySettings:
         tokens_as_ids=server.return_tokens_as_token_ids,
         prompt_tokens_details=server.enable_prompt_tokens_details,
         metrics=server.enable_per_request_metrics,
+        response_role=server.response_role,
     )
 
 

@@ -23,7 +23,7 @@ from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.warden import Warden
 from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.preflight import located, model_path, tokenizer_path
+from rayfin.deployments.serve.preflight import generation_config_path, located, tokenizer_path
 from rayfin.deployments.telemetry.hub_client import HubClient
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.text.parsing.detect import Detected, detect
@@ -74,8 +74,7 @@ async def model_service(
     )
     text = await asyncio.to_thread(_load_text, model)
     logger.info("%s: %s", name, text.formats.why)
-    endpoint = server.otlp_traces_endpoint
-    tracing = None if endpoint is None else start_tracing(endpoint, name)
+    tracing = start_tracing(server.otlp_traces_endpoint, name)
     load = shared["load"]
     # Requests of the whole ingress are counted once.
     counts = IngressCounters(lambda: load.in_flight if place == 0 else 0)
@@ -101,6 +100,7 @@ async def model_service(
         chat_template=text.chat_template,
         formats=text.formats,
         sampling_defaults=text.defaults,
+        template_defaults=server.default_chat_template_kwargs or {},
         tracing=tracing,
         warden=warden,
         **shared,
@@ -120,12 +120,14 @@ def is_deleted(app: str) -> bool:
     return status is None or status.status is ApplicationStatus.DELETING
 
 
-def start_tracing(endpoint: str, model: str) -> "Tracing":
-    """Spans that go to an OTLP collector.
+def start_tracing(endpoint: str | None, model: str) -> "Tracing | None":
+    """Spans that go to an OTLP collector, if there is one.
 
     Raises:
         InvalidConfig: the packages for it are not installed.
     """
+    if endpoint is None:
+        return None
     try:
         from rayfin.deployments.telemetry.tracing import Tracing
     except ImportError:
@@ -136,7 +138,7 @@ def start_tracing(endpoint: str, model: str) -> "Tracing":
 def _load_text(model: ModelArgs) -> TextSide:
     """Reads files and renders templates; takes a second."""
     server, args = model.server, model.engine
-    tokenizer = Tokenizer.load(tokenizer_path(args), args.revision, args.trust_remote_code)
+    tokenizer = Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
     template = _template(server.chat_template)
     formats = detect(
         tokenizer,
@@ -145,10 +147,13 @@ def _load_text(model: ModelArgs) -> TextSide:
         reasoning_parser=server.reasoning_parser,
         tool_guidance=server.tool_guidance,
         reasoning_field=server.reasoning_field,
+        content_format=server.chat_template_content_format,
     )
-    defaults = {}
-    if server.generation_config == "auto":
-        defaults = sampling_defaults(model_path(args.model), args.revision)
+    defaults = sampling_defaults(
+        generation_config_path(server.generation_config, args),
+        server.override_generation_config,
+        **args.hub,
+    )
     return TextSide(tokenizer, template, formats, defaults)
 
 

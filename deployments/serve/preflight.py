@@ -29,7 +29,7 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     if args.load_format != "dummy":
         require_safetensors(found.model)
     if tokenizer:
-        Tokenizer.load(tokenizer_path(args), args.revision, args.trust_remote_code)
+        Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
 
 
 def require_room(models: "Sequence[ModelArgs]", cores: float) -> None:
@@ -68,6 +68,11 @@ def located(args: EngineArgs) -> EngineArgs:
     """The same with the places of model and tokenizer instead of their names."""
     tokenizer = args.tokenizer and model_path(args.tokenizer)
     return replace(args, model=model_path(args.model), tokenizer=tokenizer)
+
+
+def generation_config_path(setting: str, args: EngineArgs) -> str | None:
+    """Where generation_config.json is: the model's place, a folder, or None if it is not read."""
+    return {"auto": model_path(args.model), "vllm": None, "none": None}.get(setting, setting)
 
 
 def tokenizer_path(args: EngineArgs) -> str:

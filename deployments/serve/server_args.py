@@ -21,6 +21,7 @@ from rayfin.deployments.text.parsing.rows import check_parsers
 
 KEY_VARIABLES = ("RAYFIN_API_KEY", "VLLM_API_KEY")
 ADMIN_KEY_VARIABLES = ("RAYFIN_ADMIN_API_KEY",)
+ContentFormat = Literal["auto", "string", "openai"]
 MAX_INGRESSES = MAX_CLIENTS // 2  # an update has twice as many for a while
 
 
@@ -87,8 +88,22 @@ class ServerArgs:
         False, "requests may bring a chat_template; only for clients that are trusted"
     )
     chat_template: str | None = _model_flag(None, "Jinja chat template, or a file with one")
-    generation_config: Literal["auto", "vllm", "none"] = _model_flag(
-        "auto", "auto: use the model's default sampling parameters; vllm or none: ignore them"
+    chat_template_content_format: ContentFormat = _model_flag(
+        "auto",
+        "content of messages for the chat template: string, openai (a list of parts), or auto: "
+        "what the template takes",
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = _model_flag(
+        None, "JSON object of variables for the chat template; requests may set others"
+    )
+    response_role: str = _flag("assistant", "role of the answers of chat completions")
+    generation_config: str = _model_flag(
+        "auto",
+        "auto: use the model's default sampling parameters; vllm or none: ignore them; or a "
+        "folder with a generation_config.json",
+    )
+    override_generation_config: dict[str, Any] | None = _model_flag(
+        None, "JSON object of default sampling parameters, over --generation-config"
     )
     tool_call_parser: str = _model_flag(
         "auto",
@@ -160,6 +175,11 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         check_generation_config(self.generation_config)
+        for name in ("override_generation_config", "default_chat_template_kwargs"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise InvalidConfig(f"{name} must be an object", name)
+        if not self.response_role:
+            raise InvalidConfig("response_role must not be empty", "response_role")
         lists = ("allowed_origins", "allowed_methods", "allowed_headers", "priority_tenants")
         for name in lists:
             words(getattr(self, name), name)
@@ -192,7 +212,11 @@ class ServerArgs:
             limit = f"at most {MAX_INGRESSES}, got {value}"
             raise InvalidConfig(f"ingress_replicas must be {limit}", "ingress_replicas")
         check_parsers(self.tool_call_parser, self.reasoning_parser)
-        for name, kind in (("tool_guidance", ToolGuidance), ("reasoning_field", ReasoningField)):
+        for name, kind in (
+            ("tool_guidance", ToolGuidance),
+            ("reasoning_field", ReasoningField),
+            ("chat_template_content_format", ContentFormat),
+        ):
             if (value := getattr(self, name)) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))
                 raise InvalidConfig(f"{name} must be one of {known}, got {value!r}", name)
@@ -245,11 +269,12 @@ def check_generation_config(word: str) -> None:
     """Whether the model's own sampling defaults hold: "auto" says so, "vllm" and "none" say no.
 
     Raises:
-        InvalidConfig: another word.
+        InvalidConfig: another word that is no folder.
     """
-    if word not in ("auto", "vllm", "none"):
+    if word not in ("auto", "vllm", "none") and not Path(word).is_dir():
         raise InvalidConfig(
-            f"generation_config must be 'auto', 'vllm' or 'none', got {word!r}", "generation_config"
+            f"generation_config must be 'auto', 'vllm', 'none' or a folder, got {word!r}",
+            "generation_config",
         )
 
 

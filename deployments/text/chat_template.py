@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.timing import TEMPLATE_SECONDS
-from rayfin.deployments.text.messages import plain_messages, plain_tools
+from rayfin.deployments.text.messages import ContentFormat, plain_messages, plain_tools
 from rayfin.deployments.text.parsing.format import IdStyle
 from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -31,10 +31,11 @@ MAX_OWN_TEXT = 2**17  # ... and in addition to those
 
 @dataclass(slots=True, frozen=True)
 class HistoryStyle:
-    """How a template takes the tool calls of earlier messages."""
+    """How a template takes the contents and the tool calls of messages."""
 
     arguments_as_text: bool = False
     ids: IdStyle = "openai"
+    content: ContentFormat = "string"
 
 
 OBJECTS = HistoryStyle()
@@ -65,14 +66,17 @@ def render_chat(
             the operator trusts.
         variables: the template's further variables, from the request; scalars only.
         seconds: of processor time, at most.
-        history: how the template takes earlier tool calls.
+        history: how the template takes contents and earlier tool calls.
 
     Raises:
         InvalidRequest: invalid messages, an error of the template, no template.
         TemplateTooSlow, TemplateTooLong: the template was stopped.
     """
     conversation = plain_messages(
-        messages, arguments_as_text=history.arguments_as_text, id_style=history.ids
+        messages,
+        arguments_as_text=history.arguments_as_text,
+        id_style=history.ids,
+        content=history.content,
     )
     listed: list[Any] | None = plain_tools(tools) if tools is not None else None
     extras = _variables(variables or {}, tokenizer)
@@ -172,7 +176,7 @@ def _holds_tag(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) 
     search = tokenizer.paired_tags.search
     for message in conversation:
         outside = message["role"] not in INSIDE
-        if outside and search(message["content"]):
+        if outside and any(search(text) for text, _ in _texts(message["content"])):
             return True
         if any(search(text) for text, _ in _texts(message.get("tool_calls", ()))):
             return True

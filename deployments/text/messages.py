@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.call_ids import restyle_ids
@@ -19,13 +19,20 @@ from rayfin.deployments.text.checks import (
 )
 from rayfin.deployments.text.parsing.format import IdStyle
 
+ContentFormat = Literal["string", "openai", "given"]
+"""Content as templates get it: text, a list of parts, or in the form that it was sent in."""
+
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # tools of a request, and tool calls of a message
 EXTRAS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # passed on if present; strings
 
 
 def plain_messages(
-    messages: object, *, arguments_as_text: bool = False, id_style: IdStyle = "openai"
+    messages: object,
+    *,
+    arguments_as_text: bool = False,
+    id_style: IdStyle = "openai",
+    content: ContentFormat = "string",
 ) -> list[dict[str, Any]]:
     """Returns messages with strings as content; text parts are joined by newlines, as in vLLM.
 
@@ -35,6 +42,8 @@ def plain_messages(
     Args:
         arguments_as_text: the template wants arguments as JSON text.
         id_style: of the ids that the template can print. Others are replaced.
+        content: "openai" gives parts in place of strings, "given" keeps the parts of those that
+            have some.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as messages[0].role.
@@ -43,6 +52,11 @@ def plain_messages(
     plain = [
         _message(message, f"messages[{i}]", arguments_as_text) for i, message in enumerate(listed)
     ]
+    for sent, message in zip(listed, plain, strict=True):
+        in_parts = isinstance(sent.get("content"), list)
+        if content == "openai" or (content == "given" and in_parts):
+            texts = _texts(sent["content"]) if in_parts else [message["content"]]
+            message["content"] = [{"type": "text", "text": text} for text in texts]
     if id_style != "openai":
         restyle_ids(plain, id_style)
     return plain
@@ -125,6 +139,11 @@ def _content(content: object, path: str) -> str:
             )
         texts.append(as_string(required(part, field, where), f"{where}.{field}"))
     return "\n".join(texts)
+
+
+def _texts(parts: list[Mapping[str, Any]]) -> list[str]:
+    """The texts of checked parts."""
+    return [part["refusal" if part["type"] == "refusal" else "text"] for part in parts]
 
 
 def _tool_call(call: object, path: str, as_text: bool) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def render_prompt(
         history=HistoryStyle(
             formats.arguments_as_text,
             "openai" if formats.tools is None else formats.tools.id_style,
+            formats.content,
         ),
     )
     if given is None:

@@ -54,17 +54,15 @@ class Tokenizer:
         self.vocab_size = len(inner)  # added tokens included; the model's may be larger (padding)
 
     @classmethod
-    def load(
-        cls, model: str | Path, revision: str | None = None, trust_remote_code: bool = False
-    ) -> "Tokenizer":
-        """Loads the tokenizer of a model folder, or of a model name on the Hub.
+    def load(cls, model: str | Path, trust_remote_code: bool = False, **hub: Any) -> "Tokenizer":
+        """Loads the tokenizer of a model folder, or of a name on the ``hub`` (``EngineArgs.hub``).
 
         Raises:
             InvalidConfig: no tokenizer, or none with a fast form.
         """
         try:
             inner = AutoTokenizer.from_pretrained(
-                str(model), revision=revision, trust_remote_code=trust_remote_code
+                str(model), trust_remote_code=trust_remote_code, **hub
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -75,7 +73,7 @@ class Tokenizer:
             )
         ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):
-            ids.update(_eos_token_ids(model_json(model, name, revision)))
+            ids.update(_eos_token_ids(model_json(model, name, **hub)))
         return cls(inner, ids)
 
     @cached_property
@@ -221,7 +219,7 @@ class Tokenizer:
         )
 
 
-def model_json(model: str | Path, name: str, revision: str | None = None) -> dict[str, Any]:
+def model_json(model: str | Path, name: str, **hub: Any) -> dict[str, Any]:
     """Returns a JSON file of a model folder or of a model on the Hub; empty if it does not exist.
 
     Raises:
@@ -233,9 +231,9 @@ def model_json(model: str | Path, name: str, revision: str | None = None) -> dic
             path = cached_file(
                 str(model),
                 name,
-                revision=revision,
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,
+                **hub,
             )
         except OSError:
             return {}

@@ -1,9 +1,11 @@
 """Loads a transformers model from a folder or a Hugging Face name."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -18,6 +20,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+CONFIG_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -30,12 +33,40 @@ def load_config(args: EngineArgs) -> PretrainedConfig:
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            args.model, revision=args.revision, trust_remote_code=args.trust_remote_code
+            args.model, trust_remote_code=args.trust_remote_code, **args.hub
         )
     except (OSError, ValueError) as error:
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
+    if args.hf_overrides:
+        config = overridden(config, args.hf_overrides)
     _refuse_unservable(config)
     return config
+
+
+def overridden(config: PretrainedConfig, changes: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration with some of its values replaced; objects are merged, as vLLM does.
+
+    Raises:
+        InvalidConfig: The model's configuration does not take a value.
+    """
+    values = _merged(config.to_dict(), changes)
+    values.pop("transformers_version", None)
+    try:
+        changed: PretrainedConfig = type(config).from_dict(values)
+    except (*CONFIG_ERRORS, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidConfig(f"hf_overrides: {reason}", "hf_overrides") from error
+    changed.name_or_path = config.name_or_path
+    return changed
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for name, change in changes.items():
+        known = merged.get(name)
+        both = isinstance(known, Mapping) and isinstance(change, Mapping)
+        merged[name] = _merged(known, change) if both else change  # type: ignore[arg-type]
+    return merged
 
 
 def load_model(
@@ -63,11 +94,11 @@ def load_model(
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 args.model,
                 config=config,
-                revision=args.revision,
                 trust_remote_code=args.trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
+                **args.hub,
                 **options,
             )
             model, report = loaded

@@ -253,7 +253,7 @@ def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
 def _files(args: EngineArgs) -> list[Path]:
     def find(name: str) -> str | None:
         path: str | None = cached_file(
-            args.model, name, revision=args.revision, _raise_exceptions_for_missing_entries=False
+            args.model, name, _raise_exceptions_for_missing_entries=False, **args.hub
         )
         return path
 

@@ -61,7 +61,7 @@ class Vocabulary:
             InvalidConfig: there is none that grammars can use.
         """
         name = args.tokenizer or args.model
-        fast = load_fast(name, args.revision, args.trust_remote_code)
+        fast = load_fast(name, args.trust_remote_code, **args.tokenizer_hub)
         added = fast.backend_tokenizer.get_added_tokens_decoder()
         special = frozenset(token for token, content in added.items() if content.special)
         return cls(ll_tokenizer_of(fast, size), len(fast), special, size)

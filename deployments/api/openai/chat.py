@@ -82,7 +82,7 @@ class ChatAdapter(CompletionAdapter):
     def _role(self) -> str:
         """The role of the answer: the last message's if the template begins no new one."""
         if self._body.add_generation_prompt is not False and not self._body.continue_final_message:
-            return "assistant"
+            return self._service.replies.response_role
         return str(self._body.messages[-1]["role"])
 
     def _echo(self) -> str:

@@ -1,7 +1,9 @@
 """Which rows of the tables a model writes, found by rendering its chat template."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from rayfin.deployments.text.messages import ContentFormat
 from rayfin.deployments.text.parsing.format import (
     ReasoningField,
     ReasoningFormat,
@@ -32,6 +34,7 @@ class Detected:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     arguments_as_text: bool = False  # the template takes earlier calls' arguments as JSON text
+    content: ContentFormat = "string"  # of messages, as the template takes it
     why: str = ""  # a line for the log
     # Settings of the server, beside what was found:
     tool_guidance: ToolGuidance = "json"
@@ -55,6 +58,7 @@ def detect(
     reasoning_parser: str = AUTO,
     tool_guidance: ToolGuidance = "json",
     reasoning_field: ReasoningField = "both",
+    content_format: Literal["auto", "string", "openai"] = "auto",
 ) -> Detected:
     """Returns the formats that the template writes. Takes a tenth of a second.
 
@@ -64,12 +68,14 @@ def detect(
         reasoning_parser: the same.
         tool_guidance: of calls that are free to be made.
         reasoning_field: of chat completions.
+        content_format: what the template gets as content; "auto" finds out what it takes.
 
     Raises:
         InvalidConfig: there is no row of this name.
     """
     check_parsers(tool_parser, reasoning_parser)
     found = ThoughtsFound([], "the model has no chat template")
+    content: ContentFormat = "string" if content_format == "auto" else content_format
     if chat_template is None and not tokenizer.inner.chat_template:
         tools = None if tool_parser in (AUTO, NONE) else find_tool_format(tool_parser)
         as_text, why = False, found.why
@@ -77,12 +83,13 @@ def detect(
         probe = TemplateProbe(tokenizer, chat_template)
         found = find_reasoning(tokenizer, probe)
         both = [CallTrials(tokenizer, probe, found.best(None), text) for text in (False, True)]
+        content = probe.content_format() if content_format == "auto" else content_format
         tools, as_text, why = _find_tools(tokenizer, both, tool_parser, probe.shows_tools)
     reasoning = found.best(tools)
     if reasoning_parser != AUTO:
         reasoning = None if reasoning_parser == NONE else find_reasoning_format(reasoning_parser)
     thoughts_why = found.why if reasoning_parser == AUTO else "as set"
-    detected = Detected(tools, reasoning, as_text, "", tool_guidance, reasoning_field)
+    detected = Detected(tools, reasoning, as_text, content, "", tool_guidance, reasoning_field)
     names = [name or NONE for name in detected.names]
     text = f"tool calls: {names[0]} ({why}); reasoning: {names[1]} ({thoughts_why})"
     return replace(detected, why=text)

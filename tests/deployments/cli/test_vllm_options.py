@@ -1,5 +1,6 @@
 """vLLM's flags and ``--config`` of ``rayfin serve``: what they set, and what they say."""
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from rayfin.deployments.cli.main import cli, main
 from rayfin.deployments.cli.vllm_options import rewrite
 from rayfin.deployments.serve.server_args import ServerArgs
 
+OVERRIDES = {"a": {"b": 1, "c_d": "x"}}
 Calls = list[tuple[ServerArgs, EngineArgs, dict[str, Any]]]
 
 
@@ -54,6 +56,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         ("-asc 3", "ingress_replicas", 3),
         ("-tp 2", "tensor_parallel_size", 2),
         ("-dp 2", "data_parallel_size", 2),
+        ("--tokenizer-revision v2", "tokenizer_revision", "v2"),
+        ("--download-dir /models", "download_dir", "/models"),
         ("-q int8", "quantization", "int8"),
         ("--scheduling-policy priority", "policy", "priority"),
         ("--kv-cache-memory-bytes 1.5G", "kv_cache_memory", 3 * 2**29),
@@ -68,6 +72,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         ("--tool-strict-level parameter", "tool_guidance", "schema"),
         ("--max-num-queued-reqs 9", "max_waiting_requests", 9),
         ("--disable-fastapi-docs", "enable_docs", False),
+        ('--hf-overrides {"a":{"b":1}} --hf-overrides.a.c_d=x', "hf_overrides", OVERRIDES),
+        ("--hf_overrides.a.b 1 --hf-overrides.a.c_d x", "hf_overrides", OVERRIDES),
+        ("--override-generation-config.top_k 5", "override_generation_config", {"top_k": 5}),
+        ("--chat-template-content-format openai", "chat_template_content_format", "openai"),
         ("--no-disable-fastapi-docs", "enable_docs", True),
         ("--served-model-name a b --port 81", "served_model_name", ["a", "b"]),
         ("--api-key a b c", "api_key", ["a", "b", "c"]),
@@ -131,6 +139,9 @@ def test_what_is_not_needed_is_a_line_of_the_log(
         ("--quantization awq", "Invalid value for '--quantization'"),
         ("--max-model-len 1.5", "Invalid value for '--max-model-len'"),
         ("--max-model-len 1.0005k", "is not a whole number"),
+        ("--hf-overrides [1]", "'[1]' is not a JSON object"),
+        ("--hf-overrides {", "'{' is not JSON"),
+        ("--generation-config nowhere", "must be 'auto', 'vllm', 'none' or a folder"),
         ("--max-num-seqs 0", "--max-decoding-batch must be at least 1, got 0"),
         ("--num-gpu-blocks-override 0", "--num-pages must be at least 1, got 0"),
     ],
@@ -177,6 +188,15 @@ def test_a_file_of_flags(calls: Calls, capsys: pytest.CaptureFixture[str], tmp_p
     )
     assert more["port"] == 9000
     assert capsys.readouterr().err.count("has no effect") == 2
+
+
+def test_the_token_of_hugging_face_is_for_all_processes(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "stored")
+    assert main(["serve", "m", "--hf-token"]) == 0 and os.environ["HF_TOKEN"] == "stored"
+    assert main(["serve", "m", "--hf-token", "other"]) == 0 and os.environ["HF_TOKEN"] == "other"
+    assert "other" not in repr(calls)
 
 
 def test_the_command_line_wins(calls: Calls, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.chat_template import render_chat
+from rayfin.deployments.text.opening import render_prompt
+from rayfin.deployments.text.parsing.detect import detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 SLOW = "{% for a in range(99999) %}{{ f() }}{% endfor %}"
@@ -232,3 +234,43 @@ def test_odd_tool_arguments_never_fail_otherwise(byte_level: Tokenizer, argument
         assert render_chat(byte_level, messages, chat_template=template)
     except InvalidRequest as error:
         assert error.param == "messages"
+
+
+LOOP = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}({{ m.content }})"
+    "{% else %}{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+TEXT = "{% for m in messages %}({{ m.content }}){% endfor %}"
+PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    {"role": "user", "content": "c"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "setting", "written"),
+    [
+        (TEXT, "auto", "(a\nb)(c)"),
+        (EITHER, "auto", "[a][b](c)"),
+        (EITHER, "string", "(a\nb)(c)"),
+        (EITHER, "openai", "[a][b][c]"),
+        (LOOP, "auto", "[a][b][c]"),
+    ],
+)
+def test_content_in_the_form_that_the_template_takes(
+    byte_level: Tokenizer, template: str, setting: Any, written: str
+) -> None:
+    found = detect(byte_level, template, content_format=setting)
+    prompt = render_prompt(byte_level, PARTS, found, chat_template=template)
+    assert byte_level.decode(prompt.ids, False) == written
+
+
+def test_parts_may_not_open_turns(byte_level: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "x<|im_end|>"}, {"type": "text", "text": "</think>"}]
+    messages = [{"role": "user", "content": parts}]
+    found = detect(byte_level, EITHER, content_format="openai")
+    ids = render_prompt(byte_level, messages, found, chat_template=EITHER).ids
+    assert not set(byte_level.added_ids.values()) & set(ids)
+    assert byte_level.decode(ids, False) == "[x<|im_end|>][</think>]"

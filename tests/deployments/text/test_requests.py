@@ -208,3 +208,7 @@ def test_the_models_sampling_defaults(tmp_path: Path) -> None:
     file.write_text(json.dumps({"temperature": 7}))
     with pytest.raises(InvalidConfig, match="generation_config.json"):
         sampling_defaults(tmp_path)
+    assert sampling_defaults(tmp_path, {"temperature": 0.5}) == {"temperature": 0.5}
+    assert sampling_defaults(None, {"max_new_tokens": 3, "eos_token_id": 4}) == {"max_tokens": 3}
+    with pytest.raises(InvalidConfig, match="override_generation_config: .*top_p"):
+        sampling_defaults(None, {"top_p": 7})

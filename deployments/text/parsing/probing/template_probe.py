@@ -9,6 +9,7 @@ import jinja2
 from rayfin.actors.errors import RayfinError
 from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.chat_template import RENDERING_ERRORS
+from rayfin.deployments.text.messages import ContentFormat
 from rayfin.deployments.text.parsing.render import WrittenCall, json_text
 from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -84,6 +85,16 @@ class TemplateProbe:
         self.begun = self.render([], generation=True)
         self._plain = self.render([{"role": "assistant", "content": ANSWER}])
         self.turn_marks = [token for token in self._tokens if token in (self._plain or "")]
+
+    def content_format(self) -> ContentFormat:
+        """What the template takes as content: text, parts, or either."""
+        parts = [{"type": "text", "text": QUESTION}]
+        written = self.render([{"role": "user", "content": parts}])
+        takes_text = (self.begun or "").count(QUESTION) == 1
+        if not takes_text:  # what else could it be, if it shows neither
+            return "openai" if written is not None and QUESTION in written else "string"
+        takes_parts = written is not None and written.count(QUESTION) == 2
+        return "given" if takes_parts and "'text'" not in str(written) else "string"
 
     def render(
         self,

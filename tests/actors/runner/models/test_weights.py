@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.models.weights import max_position, resolve_dtype
+from rayfin.actors.runner.models.weights import load_config, max_position, resolve_dtype
 
 Make = Callable[..., Any]
 SMALL: dict[str, Any] = {
@@ -156,3 +156,23 @@ def test_resolve_dtype(engine_args: Make) -> None:
     assert resolve_dtype(engine_args("x", dtype="auto"), config, cuda) == torch.float16
     assert resolve_dtype(engine_args("x", dtype="bfloat16"), config, cpu) == torch.bfloat16
     assert resolve_dtype(engine_args("x", dtype="auto"), LlamaConfig(), cuda) == torch.bfloat16
+
+
+def test_changes_of_the_configuration(copy: Path, engine_args: Make) -> None:
+    plain = load_config(engine_args(copy))
+    rope = {"rope_type": "linear", "factor": 4.0}
+    changes = {"max_position_embeddings": 77, "rope_parameters": rope, "new": 1}
+    changed = load_config(engine_args(copy, hf_overrides=changes))
+    expected = AutoConfig.from_pretrained(copy, rope_parameters=rope | {"rope_theta": 10000.0})
+    assert max_position(changed) == 77 and changed.new == 1
+    assert changed.rope_parameters == {**plain.rope_parameters, **rope} == expected.rope_parameters
+    assert type(changed) is type(plain) and changed.hidden_size == plain.hidden_size
+    with pytest.raises(InvalidConfig, match="hf_overrides"):
+        load_config(engine_args(copy, hf_overrides={"hidden_size": "many"}))
+
+
+def test_the_tokenizer_has_a_revision_of_its_own(engine_args: Make) -> None:
+    args = engine_args("m", revision="a", download_dir="/models")
+    assert args.hub == args.tokenizer_hub == {"revision": "a", "cache_dir": "/models"}
+    args = engine_args("m", revision="a", tokenizer_revision="b")
+    assert args.tokenizer_hub["revision"] == "b" and "tokenizer_revision=b" in args.identity

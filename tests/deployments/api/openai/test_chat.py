@@ -1,5 +1,6 @@
 """/v1/chat/completions through the openai package and through plain HTTP."""
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -94,3 +95,18 @@ async def test_a_long_message_is_rendered_off_the_loop(
     error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert error["message"].startswith("This model's maximum context length is 128 tokens")
+
+
+async def test_the_servers_role_and_variables(
+    http: httpx.AsyncClient, service: OpenAIService, engine: Any
+) -> None:
+    service.replies = replace(service.replies, response_role="bot")
+    service.template_defaults = {"tone": "calm", "pace": 1}
+    service.chat_template = "{{ tone }}{{ pace }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    body = {"messages": HELLO, "chat_template_kwargs": {"pace": 2}}
+    reply = (await http.post("/v1/chat/completions", json=body)).json()
+    assert reply["choices"][0]["message"]["role"] == "bot"
+    assert service.tokenizer.decode(engine.seen[0].prompt.tolist(), False) == "calm2hello"
+    body |= {"add_generation_prompt": False}
+    reply = (await http.post("/v1/chat/completions", json=body)).json()
+    assert reply["choices"][0]["message"]["role"] == "user"  # of the last message, as in vLLM
