@@ -21,8 +21,10 @@ COPY . .
 RUN pip install --no-cache-dir -c /tmp/constraints.txt .
 
 FROM python:${PYTHON}-slim
-# KubeRay's probes and init containers call wget and procps.
-RUN apt-get update && apt-get install --yes --no-install-recommends wget procps libgomp1 && \
+# KubeRay's probes and init containers call wget and procps. Triton compiles its driver stub with gcc
+# at its first launch.
+RUN apt-get update && \
+    apt-get install --yes --no-install-recommends wget procps libgomp1 gcc libc6-dev && \
     rm -rf /var/lib/apt/lists/* && useradd --uid 1000 --create-home ray
 COPY --from=build /opt/rayfin /opt/rayfin
 ENV PATH=/opt/rayfin/bin:$PATH PYTHONUNBUFFERED=1

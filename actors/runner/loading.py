@@ -93,7 +93,7 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
     if args.attention in ("auto", "triton") and can_use_triton(device):
-        gpu_model = _on_triton(paged, kernel, whole=peers is None)
+        gpu_model = _on_triton(paged, kernel, args.page_size, whole=peers is None)
         step_model = gpu_model or paged
     elif peers and kernels and model.dtype in TOLERANCE:
         pack_linears(paged, kernels)
@@ -114,13 +114,15 @@ def _load_weights(
     return model, peers.place.layers(total)
 
 
-def _on_triton(paged: PagedModel, attention: PagedAttention, *, whole: bool) -> "GpuDecoder | None":
+def _on_triton(
+    paged: PagedModel, attention: PagedAttention, page_size: int, *, whole: bool
+) -> "GpuDecoder | None":
     """Puts the experts on Triton's kernels, and all of a ``whole`` model if it is recognized."""
     from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
     from rayfin.actors.runner.gpu.experts import group_experts  # Triton is not everywhere
 
-    group_experts(paged)
-    return build_gpu_decoder(paged, attention) if whole else None
+    group_experts(paged, page_size)
+    return build_gpu_decoder(paged, attention, page_size) if whole else None
 
 
 def on_cpu_kernels(

@@ -79,8 +79,8 @@ class ModelRunner:
         self._loaded = load(args, place)
         wrap = self._plugins.wrap_model
         self._model = wrap(self._loaded.model) if wrap else self._loaded.model
-        self._epoch = -1
-        self._next_step = 0
+        self._next = (-1, 0)  # epoch and step
+        self._bound: tuple[EngineConfig, KVTensors] | None = None  # the pages of the last start
         self._failed_steps = 0  # in a row, without a row that could be computed
         self._observers: list[StepObserver] = []
         self._graphs: DecodeGraphs | None = None
@@ -92,7 +92,7 @@ class ModelRunner:
     @property
     def next_step(self) -> tuple[int, int]:
         """Epoch and number of the step that ``execute`` takes next; (-1, 0) before ``start``."""
-        return self._epoch, self._next_step
+        return self._next
 
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
         """What the model and the device say; runs the largest step unless memory was given."""
@@ -121,12 +121,13 @@ class ModelRunner:
     def start(self, config: EngineConfig, epoch: int) -> None:
         """Allocates the pages; steps of ``epoch`` may come.
 
+        Pages of an earlier start with the same ``config`` stay, and so do the CUDA graphs, which
+        hold their addresses.
+
         Raises:
             PeerLost: another rank of the group does not start.
         """
         loaded, plugins = self._loaded, self._plugins
-        self._graphs = None
-        self._bind(0)  # a restart frees the old pages before it takes new ones
         rows, pages = config.limits.max_decoding_batch, config.max_pages_per_request
         self._slots = RequestSlots(rows, pages)
         sample = select_sample(loaded.device, self._args.attention, loaded.kernels)
@@ -137,17 +138,17 @@ class ModelRunner:
             self._speculator = Speculator(
                 plugins.proposer(), self._slots, self._sampler, loaded.device
             )
-        cache = self._bind(config.num_pages)
-        self._mover = PageMover(
-            cache, loaded.host_pages(config.num_host_pages, self._args.page_size)
-        )
+        kept, cache = self._allocate(config)
         self._observers = self._make_observers(cache)
-        self._graphs = self._decode_graphs(self._slots, rows, pages)
+        if self._graphs is not None and kept:
+            self._graphs.use(self._slots)
+        else:
+            self._warm_up(config)
+            self._graphs = self._decode_graphs(self._slots, rows, pages)
         if loaded.peers:
             loaded.peers.connect(str(epoch))
             self._relay = PipelineTokenChannel(loaded.peers, self._slots, self._sampler, config)
-        self._epoch = epoch
-        self._next_step = 0
+        self._next = (epoch, 0)
 
     def prepare(self, grammars: Iterable[str]) -> None:
         """Compiles grammars for requests to come; another thread may call it beside steps.
@@ -160,7 +161,7 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """Frees the pages' memory; no step may come before the next ``start``."""
-        self._graphs = None
+        self._graphs = self._bound = None
         self._mover = PageMover(self._bind(0), self._loaded.host_pages(0, self._args.page_size))
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -173,12 +174,12 @@ class ModelRunner:
             EngineUnavailable: it is of another epoch, or not the next one.
             PageCorrupted: with ``check_pages``, before a request reads such a page.
         """
-        if info.epoch < self._epoch:
-            raise Fenced(f"step {info.epoch}.{info.step} refused: this runner is at {self._epoch}")
-        if (info.epoch, info.step) != self.next_step:
+        epoch, step = self._next
+        if info.epoch < epoch:
+            raise Fenced(f"step {info.epoch}.{info.step} refused: this runner is at {epoch}")
+        if (info.epoch, info.step) != (epoch, step):
             raise EngineUnavailable(
-                f"step {info.epoch}.{info.step} refused: this runner is at "
-                f"{self._epoch}.{self._next_step}"
+                f"step {info.epoch}.{info.step} refused: this runner is at {epoch}.{step}"
             )
         started = time.perf_counter()
         if len(info.moves):
@@ -196,7 +197,7 @@ class ModelRunner:
         result = output.finish()
         for observer in self._observers:
             observer.after(info, result)
-        self._next_step += 1
+        self._next = (epoch, step + 1)
         result.grammars = self._sampler.take_usage()
         result.seconds = time.perf_counter() - started
         return result
@@ -355,6 +356,29 @@ class ModelRunner:
             observer.forwarded(info, rows, logits)
         return logits
 
+    def _allocate(self, config: EngineConfig) -> tuple[bool, KVTensors]:
+        """The pages of ``config``, and whether they are those of the start before."""
+        if self._bound is not None and self._bound[0] == config:
+            self._close_observers()
+            return True, self._bound[1]
+        self._graphs = self._bound = None
+        self._bind(0)  # frees the old pages before it takes new ones
+        cache = self._bind(config.num_pages)
+        host = self._loaded.host_pages(config.num_host_pages, self._args.page_size)
+        self._mover = PageMover(cache, host)
+        self._bound = (config, cache)
+        return False, cache
+
+    def _warm_up(self, config: EngineConfig) -> None:
+        """Compiles on a GPU what a later step would wait for, longer than its watchdog does."""
+        if self._loaded.device.type != "cuda":
+            return
+        from rayfin.actors.runner.gpu.warm_up import warm_up
+
+        sampler = self._sampler if self._samples else None
+        sizes = (self._args.page_size, config.num_pages, config.max_model_len)
+        warm_up(self._model, sampler, *sizes, self._loaded.device)
+
     def _decode_graphs(
         self, slots: RequestSlots, rows: int, pages_per_request: int
     ) -> "DecodeGraphs | None":
@@ -397,8 +421,11 @@ class ModelRunner:
         self._bind(0)
         return len(info.new_pages) * self._loaded.page_bytes(page_size)
 
-    def _bind(self, num_pages: int) -> KVTensors:
+    def _close_observers(self) -> None:
         for observer in self._observers:
             observer.close()
         self._observers = []
+
+    def _bind(self, num_pages: int) -> KVTensors:
+        self._close_observers()
         return self._loaded.bind(num_pages, self._args.page_size)

@@ -139,6 +139,11 @@ class DecodeState:
         self.sampled, self.drawn = zeros(torch.int64), zeros(torch.int64)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
+    def use(self, slots: RequestSlots) -> None:
+        """Loads rows of ``slots`` from now on, which are new and of the same sizes."""
+        self._slots = slots
+        self._on_device.use(slots)
+
     def load(self, info: SchedulerInfo, steps: Int32Array, bucket: int) -> None:
         """Loads the rows of a multi-step call; the bucket's other rows are padding."""
         slots = self._slots

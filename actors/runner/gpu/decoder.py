@@ -17,7 +17,7 @@ from rayfin.actors.runner.gpu.weights import (
 from rayfin.actors.runner.models.inspect_decoder import DecoderSpec, Tables, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import LayerParts
 from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import verified_replacement
+from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderShape
@@ -245,7 +245,9 @@ class GpuDecoder:
 
 
 @torch.inference_mode()
-def build_gpu_decoder(paged: PagedModel, attention: PagedAttention) -> "GpuDecoder | None":
+def build_gpu_decoder(
+    paged: PagedModel, attention: PagedAttention, page_size: int = PROBE_PAGE_SIZE
+) -> "GpuDecoder | None":
     """The model on Triton kernels, or None if it is not recognized or its results differ.
 
     Mixtures are recognized after `group_experts` has replaced their experts.
@@ -265,4 +267,4 @@ def build_gpu_decoder(paged: PagedModel, attention: PagedAttention) -> "GpuDecod
         decoder.few_rows = FEW_ROWS
         yield decoder
 
-    return verified_replacement(paged, build, TOLERANCE[paged.dtype])
+    return verified_replacement(paged, build, TOLERANCE[paged.dtype], page_size)

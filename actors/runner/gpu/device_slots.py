@@ -25,6 +25,12 @@ class DeviceSlots:
         self.numbers = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
         """Temperature, top_p, min_p."""
 
+    def use(self, slots: RequestSlots) -> None:
+        """Copies from ``slots`` from now on, which are new and of the same sizes."""
+        self._slots = slots
+        self._entries[:] = 0
+        self._num_pages[:] = 0
+
     def update(self, ids: Int32Array) -> None:
         """Copies what changed in slots ``ids`` [R], in stream order on a GPU."""
         slots, device = self._slots, self.tables.device

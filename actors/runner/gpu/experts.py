@@ -12,7 +12,7 @@ from torch import nn
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.inspect_layers import is_experts
 from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import verified_replacement
+from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
 from rayfin.kernels.cpu.kernels import Activation
 from rayfin.kernels.triton.experts import run_experts
 
@@ -48,7 +48,7 @@ class GroupedExperts(nn.Module):
 
 
 @torch.inference_mode()
-def group_experts(paged: PagedModel) -> bool:
+def group_experts(paged: PagedModel, page_size: int = PROBE_PAGE_SIZE) -> bool:
     """Replaces the experts of a model in place.
 
     Returns False if there are none, or if logits would differ; then the model is unchanged.
@@ -66,7 +66,7 @@ def group_experts(paged: PagedModel) -> bool:
             setattr(owner, name, GroupedExperts(gate_up, down, NAMES[activation]))
         yield paged
 
-    return verified_replacement(paged, build, TOLERANCE[paged.dtype]) is not None
+    return verified_replacement(paged, build, TOLERANCE[paged.dtype], page_size) is not None
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -34,21 +34,30 @@ WARM_UPS = 2  # before capture: kernels are compiled, libraries allocate their w
 
 
 class CudaRecorder:
-    """Captures a function's work on the GPU; all graphs share one memory pool."""
+    """Captures a function's work on the GPU; all graphs share one memory pool and one stream.
+
+    Each stream keeps a cuBLAS workspace (32 MiB on Hopper). So the recorder has one stream for all
+    its graphs. It is not torch's default capture stream: the end of another recorder's graph may
+    free the workspace of that one, which the graphs of this recorder still read.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         """Returns a function that replays the work."""
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 work()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of the process may use CUDA meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
             work()
         return graph.replay
 
@@ -92,12 +101,16 @@ class DecodeGraphs:
         on_gpu = device.type == "cuda"
         side = SideStream(device) if on_gpu else None
         self._tokens = GraphTokens(max_num_steps, max_rows, device, side)
-        record = CudaRecorder() if on_gpu else _run_once
-        self._replay = {
-            (size, extras): record(self._step(size, extras))
-            for size in reversed(self._sizes)
-            for extras in (False, True)
-        }  # the largest first, whose memory the others reuse
+        self._record = CudaRecorder() if on_gpu else _run_once
+        self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._replay(max_rows, extras=True)  # compiles its kernels; smaller ones at first use
+        for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
+            self._replay(size, extras=False)
+
+    def use(self, slots: RequestSlots) -> None:
+        """Runs the requests in ``slots`` from now on, on the same pages as before."""
+        self._slots = slots
+        self._state.use(slots)
 
     def supports(self, info: SchedulerInfo, rules: RowTokenRules | None) -> bool:
         """Whether a graph can run the step: decode rows only, not too many, supported rules."""
@@ -121,13 +134,15 @@ class DecodeGraphs:
         rows = len(info.ids)
         bucket = bucket_of(rows, self._sizes)
         assert bucket is not None
-        self._state.load(info, max_steps_per_row(info, self._slots, self._page_size), bucket)
         num_logprobs = self._slots.logprobs[info.ids]
         any_logprobs = bool((num_logprobs != NO_LOGPROBS).any())
-        if extras := any_logprobs or rules is not None:
+        extras = any_logprobs or rules is not None
+        replay = self._replay(bucket, extras)  # before the load: to record runs the step
+        self._state.load(info, max_steps_per_row(info, self._slots, self._page_size), bucket)
+        if extras:
             self._extras.load(rules, num_logprobs, bucket)
         for step in range(info.num_steps):
-            self._replay[bucket, extras]()
+            replay()
             self._tokens.store(step, self._state.sampled[:bucket])
             if any_logprobs:
                 self._extras.store(step)
@@ -138,6 +153,13 @@ class DecodeGraphs:
             self._extras.collect(info.num_steps, num_logprobs) if any_logprobs else None
         )
         return MultiStepOutput(tokens, graph_logprobs)
+
+    def _replay(self, bucket: int, extras: bool) -> Callable[[], None]:
+        """The recorded step, which is recorded at its first use."""
+        key = (bucket, extras)
+        if key not in self._replays:
+            self._replays[key] = self._record(self._step(bucket, extras))
+        return self._replays[key]
 
     def _step(self, bucket: int, extras: bool) -> Callable[[], None]:
         state, rows = self._state, self._rows[:bucket]

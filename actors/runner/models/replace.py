@@ -16,12 +16,16 @@ from rayfin.kernels.shapes import PagedBatch
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 24
+PROBE_PAGE_SIZE = 8
 
 Model = TypeVar("Model", bound=StepModel)
 
 
 def verified_replacement(
-    paged: PagedModel, build: Callable[[], Iterable[Model]], tolerance: float
+    paged: PagedModel,
+    build: Callable[[], Iterable[Model]],
+    tolerance: float,
+    page_size: int = PROBE_PAGE_SIZE,
 ) -> Model | None:
     """Returns the last model that ``build`` yields, or None if ``paged`` has to stay as it is.
 
@@ -36,11 +40,11 @@ def verified_replacement(
         for owner in paged.transformer.modules()
         for child_name, child in owner.named_children()
     ]
-    expected = probe_logits(paged, paged)
+    expected = probe_logits(paged, paged, page_size)
     model: Model | None = None
     try:
         for model in build():
-            difference = logit_difference(model, paged, expected)
+            difference = logit_difference(model, paged, expected, page_size)
             if not difference <= tolerance:
                 logger.warning("%s is not replaced: logits would differ by %.1e", name, difference)
                 break
@@ -58,25 +62,33 @@ def verified_replacement(
     return None
 
 
-def logit_difference(model: StepModel, paged: PagedModel, expected: torch.Tensor) -> float:
+def logit_difference(
+    model: StepModel, paged: PagedModel, expected: torch.Tensor, page_size: int = PROBE_PAGE_SIZE
+) -> float:
     """How far the model's probe logits are from ``expected``, as a share of the largest one."""
-    difference = (probe_logits(model, paged) - expected).abs().max()
+    difference = (probe_logits(model, paged, page_size) - expected).abs().max()
     return float(difference / expected.abs().max().clamp(min=1e-6))
 
 
-def probe_logits(model: StepModel, paged: PagedModel) -> torch.Tensor:
-    """Logits [PROBE_TOKENS, V] fp32 of a prompt in two chunks, on pages of the probe's own."""
-    page_size, half = 8, PROBE_TOKENS // 2
-    pages = PROBE_TOKENS // page_size
+def probe_logits(
+    model: StepModel, paged: PagedModel, page_size: int = PROBE_PAGE_SIZE
+) -> torch.Tensor:
+    """Logits [PROBE_TOKENS, V] fp32 of a prompt in two chunks and of one decoded token.
+
+    The probe has its own pages. On a GPU they have the engine's ``page_size``, since kernels are
+    compiled for it.
+    """
+    last = PROBE_TOKENS - 1
+    pages = -(-PROBE_TOKENS // page_size)
     cache = KVTensors(paged.layouts, pages, page_size, paged.dtype, paged.device)
     model.bind(cache)
     vocabulary = paged.transformer.config.get_text_config(decoder=True).vocab_size
     device = paged.device
     tokens = (torch.arange(PROBE_TOKENS, device=device) * 7919 + 11) % vocabulary
     logits = []
-    for start in (0, half):
-        positions = torch.arange(start, start + half, device=device)
-        starts, lengths = np.array([0, half], np.int32), np.array([start + half], np.int32)
+    for start, end in ((0, last // 2), (last // 2, last), (last, PROBE_TOKENS)):
+        positions = torch.arange(start, end, device=device)
+        starts, lengths = np.array([0, end - start], np.int32), np.array([end], np.int32)
         batch = PagedBatch(
             query_start=torch.from_numpy(starts).to(device),
             kv_len=torch.from_numpy(lengths).to(device),
@@ -85,10 +97,10 @@ def probe_logits(model: StepModel, paged: PagedModel) -> torch.Tensor:
             positions=positions,
             query_start_cpu=starts,
             kv_len_cpu=lengths,
-            decoding=0,
+            decoding=int(start == last),
             page_size=page_size,
         )
-        every = torch.arange(half, device=device)
-        logits.append(model.forward(StepInputs(tokens[start : start + half], batch, every)))
+        every = torch.arange(end - start, device=device)
+        logits.append(model.forward(StepInputs(tokens[start:end], batch, every)))
     model.bind(KVTensors(paged.layouts, 0, page_size, paged.dtype, paged.device))
     return torch.cat(logits).float()

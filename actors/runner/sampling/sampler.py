@@ -130,6 +130,10 @@ class Sampler:
             self._draw(at, logits[: len(at.rows)], result)
         return result
 
+    def warm_up(self, at: SampledRows, logits: torch.Tensor) -> None:
+        """Samples from logits [S, V] and keeps nothing."""
+        self._sample(logits, at.settings, None)
+
     def rollback(self, info: SchedulerInfo, tokens: Int32Array) -> None:
         """Takes back the tokens [R] of the last ``sample``: its step is computed again."""
         self._processors.rollback(info.ids, tokens)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner import loading
 from rayfin.actors.runner.step.request_slots import RequestSlots
@@ -133,10 +134,40 @@ def test_the_tokens_of_an_eager_engine(run_both: Make) -> None:
     samplings = Sampling(), Sampling(temperature=1.2, top_p=0.9, seed=5)
     _, leased, calls = run_both(*samplings, eager=True)
     assert max(calls) == 4
-    runner = leased.runner
-    assert runner._graphs is not None
+    runner, graphs = leased.runner, leased.runner._graphs
+    assert graphs is not None
+    assert {extras for _, extras in graphs._replays} == {False, True}
+    keys, tables = leased.runner._bound[1].keys, graphs._state._on_device.tables
+    leased.executor.restart()  # as an adoption or a lost step does: pages and graphs stay
+    assert runner._graphs is graphs and runner._bound[1].keys is keys
+    assert graphs._slots is runner._slots is graphs._state._on_device._slots
+    assert not graphs._state._on_device._entries.any()
+    assert graphs._state._on_device.tables is tables
     runner.sleep()
     assert runner._graphs is None
+    leased.executor.restart()
+    assert runner._graphs is not graphs and runner._bound[1].keys is not keys
+
+
+def test_a_restarted_engine_says_the_same(
+    tiny_model: Make, served: Make, request_of: Make, on_triton: None
+) -> None:
+    """Its slots are new, though the graphs are not: nothing of the requests before is left."""
+    engine = served(
+        tiny_model("qwen3").folder,
+        attention="triton",
+        max_lease=2,
+        max_decoding_batch=1,
+        device="cuda" if ON_GPU else "cpu",
+    )
+    engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
+    graphs = engine.runner._graphs
+    first = engine.run(request_of(0, [5, 6, 7], 3))
+    engine.engine.replace_runners(RunnerGroupFailed("lost"))
+    other = engine.run(request_of(1, [9, 4], 2, sampling=Sampling(temperature=0.9, seed=3)))
+    again = engine.run(request_of(0, [5, 6, 7], 3))
+    assert again == first and len(other[1]) == 2
+    assert engine.runner._graphs is graphs
 
 
 RICH = Sampling(

@@ -1,0 +1,64 @@
+"""Compiles kernels before requests come, by steps of the sizes that they are compiled for."""
+
+import numpy as np
+import torch
+
+from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
+from rayfin.actors.runner.models.paged_model import StepModel
+from rayfin.actors.runner.sampling.sampler import Sampler
+from rayfin.actors.runner.step.batch import build_inputs
+from rayfin.actors.runner.step.request_slots import RequestSlots
+
+WARMED_TOKENS = (16, 32, 64, 65)
+"""The heights of tiles of products of few rows, and a step of many rows."""
+
+SETTINGS = Sampling(temperature=0.6, top_k=20, top_p=0.95)
+
+
+@torch.inference_mode()
+def warm_up(
+    model: StepModel,
+    sampler: Sampler | None,
+    page_size: int,
+    num_pages: int,
+    model_len: int,
+    device: torch.device,
+) -> None:
+    """Runs steps of a decode row and a prompt, and samples; writes over pages.
+
+    A kernel compiles for about a second. A step that met it first would exceed the time limit of a
+    step. ``sampler`` is None where a rank has no logits.
+    """
+    for tokens in WARMED_TOKENS:
+        if tokens > min(num_pages * page_size, model_len):
+            return
+        info = first_step(tokens, page_size)
+        slots = RequestSlots(2, len(info.new_pages))
+        slots.apply(info)
+        inputs, at = build_inputs(info, slots, page_size, device)
+        logits = model.forward(inputs)
+        if sampler is not None:
+            sampler.warm_up(at, logits)
+
+
+def first_step(tokens: int, page_size: int) -> SchedulerInfo:
+    """A decode row at position 0 and a prompt, of ``tokens`` in all; both on the same pages."""
+    chunk = np.array([1, tokens - 1], np.int32)
+    pages = -(-chunk // page_size)
+    return SchedulerInfo(
+        epoch=0,
+        step=0,
+        ids=np.arange(2, dtype=np.int32),
+        chunk_idx=np.array([0, 1], np.int32),
+        chunk_len=chunk,
+        merge_prompt=np.zeros(tokens, np.int32),
+        kv_len=np.zeros(2, np.int32),
+        kv_page_len=pages,
+        last_pos=chunk - 1,
+        is_decoding=np.array([True, False]),
+        decoding_batch=1,
+        prefill_batch=1,
+        new_pages=np.concatenate([np.arange(count, dtype=np.int32) for count in pages]),
+        new_pages_len=pages,
+        new_requests=[NewRequest(slot, SETTINGS, cap=tokens + 1) for slot in range(2)],
+    )

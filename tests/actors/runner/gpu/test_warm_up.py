@@ -1,0 +1,80 @@
+"""The steps that compile kernels before requests come."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rayfin.actors.runner.sampling.sampler import Sampler
+from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.kernels.shapes import SamplingRows
+
+pytest.importorskip("triton")
+from rayfin.actors.runner.gpu import warm_up as module
+from rayfin.actors.runner.gpu.warm_up import WARMED_TOKENS, warm_up
+from rayfin.kernels.triton.products import FEW_ROWS, _tiles
+
+Make = Callable[..., Any]
+CPU = torch.device("cpu")
+
+
+class Recording:
+    """A model that keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepInputs] = []
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        self.steps.append(inputs)
+        return torch.zeros(len(inputs.sampled), 7)
+
+
+def run(num_pages: int, model_len: int) -> tuple[list[StepInputs], list[SamplingRows]]:
+    drawn: list[SamplingRows] = []
+
+    def sample(logits: torch.Tensor, rows: SamplingRows, allowed: Any = None) -> torch.Tensor:
+        drawn.append(rows)
+        return torch.zeros(len(logits), dtype=torch.int64)
+
+    model = Recording()
+    sampler = Sampler(RequestSlots(1, 1), CPU, sample)
+    warm_up(model, sampler, 4, num_pages, model_len, CPU)  # type: ignore[arg-type]
+    return model.steps, drawn
+
+
+def test_every_height_of_tiles_and_a_step_of_many_rows() -> None:
+    """As they are compiled for: no later step meets a product's kernel first."""
+    steps, drawn = run(num_pages=100, model_len=1000)
+    lengths = [len(step.input_ids) for step in steps]
+    heights = {_tiles(rows, 1024, torch.bfloat16)[1]["ROWS"] for rows in range(1, FEW_ROWS + 1)}
+    assert {_tiles(rows, 1024, torch.bfloat16)[1]["ROWS"] for rows in lengths} == heights
+    assert max(lengths) > FEW_ROWS and tuple(lengths) == WARMED_TOKENS
+    for step in steps:  # tiles of decodes and of prompts
+        assert step.batch.decoding == 1 and step.batch.rows == 2
+        assert step.batch.slots.max() < 100 * 4
+    assert len(drawn) == len(steps) and drawn[0].any_top_k and drawn[0].any_top_p
+
+
+def test_no_step_is_longer_than_the_pages_or_the_model() -> None:
+    assert [len(step.input_ids) for step in run(num_pages=9, model_len=1000)[0]] == [16, 32]
+    assert [len(step.input_ids) for step in run(num_pages=100, model_len=20)[0]] == [16]
+
+
+def test_a_runner_on_a_gpu_starts_with_it(
+    tiny_model: Make, served: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "warm_up", lambda *inputs: called.append(inputs))
+    runner = served(tiny_model("llama").folder).runner
+    config = runner._bound[0]
+    called.clear()
+    runner._warm_up(config)
+    assert not called, "a CPU compiles nothing"
+    runner._loaded = replace(runner._loaded, device=torch.device("cuda"))
+    runner._warm_up(config)
+    ((_, sampler, *sizes),) = called
+    assert sampler is runner._sampler
+    assert sizes == [4, config.num_pages, config.max_model_len, torch.device("cuda")]
