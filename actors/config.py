@@ -20,7 +20,7 @@ SchedulerName = Literal["v1", "v0"]
 Policy = Literal["fcfs", "priority", "fair"]
 Preemption = Literal["recompute", "swap"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "dequantize"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 
@@ -94,7 +94,9 @@ class EngineArgs:
         "dtype of weights and activations; auto: float32 on a CPU, the model's dtype on a GPU",
     )
     quantization: Quantization | None = _flag(
-        None, "int8: weights and activations of linear layers in 8 bits, on a CPU; default: none"
+        None,
+        "int8: weights and activations of linear layers in 8 bits, on a CPU; dequantize: plain "
+        "weights of a quantized checkpoint; default: as the checkpoint",
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
     device: Device = _flag("auto", "auto uses a GPU if there is one")

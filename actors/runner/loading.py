@@ -17,6 +17,7 @@ from rayfin.actors.runner.models.weights import load_config, load_model, page_ty
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
+from rayfin.actors.runner.quantized.loader import source_config
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
@@ -74,9 +75,16 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
     """
     device = pick_device(args.device)
     ranks = 1 if place is None else place.size
-    if args.quantization:
+    rounded = None if args.quantization == "dequantize" else args.quantization
+    if rounded:
         _require_quantisable(args, device, ranks)
     config = load_config(args)
+    if rounded and (source := source_config(config)) is not None:
+        raise InvalidConfig(
+            f"quantization {rounded!r} rounds plain weights, and {args.model} holds quantized ones "
+            f"({source.get('quant_method')}); leave it out, or 'dequantize' them",
+            "quantization",
+        )
     peers = None if place is None else ProcessGroups(place, device)
     model, layers = _load_weights(args, config, device, peers)
     kernels: CpuKernels | None = None
@@ -98,7 +106,7 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
     elif peers and kernels and model.dtype in TOLERANCE:
         pack_linears(paged, kernels)
     if not peers and kernels and model.dtype in TOLERANCE:
-        step_model = on_cpu_kernels(paged, kernels, args.quantization)
+        step_model = on_cpu_kernels(paged, kernels, rounded)
     return LoadedModel(device, config, step_model, gpu_model, pages, kernels, peers)
 
 

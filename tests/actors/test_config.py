@@ -74,7 +74,7 @@ def _resolve(pages: float, *, max_position: int | None = 256, **args: Any) -> En
         ("tenant_weights", "=4"),
         ("tenant_weights", "gold=4,gold=5"),
         ("tenant_weights", "gold=4"),  # without the policy that reads it
-        ("quantization", "int4"),
+        ("quantization", "int3"),
         ("steps_in_flight", 3),
         ("tensor_parallel_size", 0),
         ("pipeline_parallel_size", 0),

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rayfin.actors.config import EngineArgs, KVCacheDtype
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.runner.quantized.loader import dequantize, plain, prepare
 from rayfin.kernels.attention.select import page_types
 from rayfin.kernels.shapes import PagedAttention
 
@@ -81,6 +82,10 @@ def load_model(
         UnsupportedModel: transformers cannot dispatch this architecture's attention.
     """
     dtype = resolve_dtype(args, config, device)
+    if args.load_format == "dummy":
+        plain(config)
+    else:
+        prepare(config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     try:
         if args.load_format == "dummy":
@@ -103,6 +108,7 @@ def load_model(
             )
             model, report = loaded
             _require_all_weights(args.model, report)
+            dequantize(model)
     except KeyError as error:
         raise dispatch_refused(config, attention, error) from None
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -1,0 +1,297 @@
+"""How quantised checkpoints store the weight of a linear layer; each becomes a ``Grouped``.
+
+A format has the names of a layer's tensors as the checkpoint has them, their shapes and types, and
+the way from them to codes, scales and zero points. Sizes are those of the layer: [outputs, inputs].
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from rayfin.actors.errors import InvalidConfig
+from rayfin.kernels.grouped import Grouped, unpack_bits
+
+INT32, FLOAT = torch.int32, torch.float32
+E4M3 = torch.float8_e4m3fn
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of each output among the eight of a word
+
+
+class Slot(NamedTuple):
+    """A tensor of a layer; None stands for any number of elements."""
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def refuse(why: str) -> InvalidConfig:
+    """The error of a checkpoint that is not served."""
+    return InvalidConfig(why, "quantization")
+
+
+def groups_of(inputs: int, group: int) -> int:
+    """The number of groups of ``inputs``, the last of which may be shorter."""
+    return -(-inputs // group)
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """One way to store a layer."""
+
+    bits: int
+    group: int | None = None  # inputs that share a scale; None: all of an output
+    method: str = ""
+    key: ClassVar[str] = "weight"  # the tensor with the codes
+
+    @property
+    def label(self) -> str:
+        """The format in words, for the log."""
+        groups = "a scale per output" if self.group is None else f"groups of {self.group}"
+        return f"{self.method} {self.bits} bits, {groups}"
+
+    def width(self, inputs: int) -> int:
+        """Inputs that share a scale."""
+        return self.group or inputs
+
+    @abstractmethod
+    def slots(
+        self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Slot]:
+        """The tensors to read, by name; ``stored`` has the shapes of those in the checkpoint.
+
+        Raises:
+            InvalidConfig: A layer of these sizes cannot be stored so.
+        """
+
+    @abstractmethod
+    def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
+        """The weight.
+
+        Raises:
+            InvalidConfig: The tensors contradict each other.
+        """
+
+
+@dataclass(frozen=True)
+class Gptq(Format):
+    """GPTQ: codes packed along the inputs; ``g_idx`` has the group of each input.
+
+    Version 1 stores zero points less one.
+    """
+
+    key: ClassVar[str] = "qweight"
+    version: int = 1
+
+    def slots(
+        self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Slot]:
+        each = 32 // self.bits
+        if inputs % each or outputs % each:
+            raise refuse(f"{outputs} x {inputs} does not fill words of {each} codes")
+        groups = groups_of(inputs, self.width(inputs))
+        slots = {
+            "qweight": Slot((inputs // each, outputs), INT32),
+            "qzeros": Slot((groups, outputs // each), INT32),
+            "scales": Slot((groups, outputs), FLOAT),
+        }
+        if "g_idx" in stored:
+            slots["g_idx"] = Slot((inputs,), INT32)
+        return slots
+
+    def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
+        group = self.width(inputs)
+        values = unpack_bits(tensors["qweight"].T, self.bits)
+        zero = unpack_bits(tensors["qzeros"], self.bits).T.int() + (self.version == 1)
+        order = input_order(tensors.get("g_idx"), inputs, group)
+        if order is not None:
+            values = values[:, order]
+        scale = tensors["scales"].T.float()
+        return Grouped(
+            values.contiguous(),
+            scale.contiguous(),
+            group,
+            self.bits,
+            zero.contiguous(),
+            order=order,
+        )
+
+
+def input_order(g_idx: torch.Tensor | None, inputs: int, group: int) -> torch.Tensor | None:
+    """The inputs sorted by their group, or None if they are.
+
+    Raises:
+        InvalidConfig: Groups are of other sizes, or do not exist.
+    """
+    plain = torch.arange(inputs) // group
+    if g_idx is None or torch.equal(g_idx.long().cpu(), plain):
+        return None
+    sorted_groups, order = g_idx.long().cpu().sort(stable=True)
+    if not torch.equal(sorted_groups, plain):
+        raise refuse(f"g_idx does not put the {inputs} inputs into groups of {group}")
+    return order.to(g_idx.device)
+
+
+@dataclass(frozen=True)
+class Awq(Format):
+    """AWQ ("gemm"): codes packed along the outputs, eight of them in an order of their own."""
+
+    key: ClassVar[str] = "qweight"
+
+    def slots(
+        self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Slot]:
+        if outputs % 8:
+            raise refuse(f"{outputs} outputs do not fill words of 8 codes")
+        groups = groups_of(inputs, self.width(inputs))
+        return {
+            "qweight": Slot((inputs, outputs // 8), INT32),
+            "qzeros": Slot((groups, outputs // 8), INT32),
+            "scales": Slot((groups, outputs), FLOAT),
+        }
+
+    def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
+        def unpack(words: torch.Tensor) -> torch.Tensor:
+            eights = unpack_bits(words, 4).view(-1, outputs // 8, 8)
+            return eights[:, :, list(AWQ_ORDER)].reshape(-1, outputs).T.contiguous()
+
+        scale = tensors["scales"].T.float().contiguous()
+        zero = unpack(tensors["qzeros"]).int()
+        return Grouped(unpack(tensors["qweight"]), scale, self.width(inputs), 4, zero)
+
+
+@dataclass(frozen=True)
+class Packed(Format):
+    """compressed-tensors "pack-quantized": codes along the inputs, half their range added."""
+
+    key: ClassVar[str] = "weight_packed"
+    symmetric: bool = True
+
+    def slots(
+        self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Slot]:
+        groups = groups_of(inputs, self.width(inputs))
+        slots = {
+            "weight_packed": Slot((outputs, -(-inputs * self.bits // 32)), INT32),
+            "weight_scale": Slot((outputs, groups), FLOAT),
+        }
+        if "weight_shape" in stored:
+            slots["weight_shape"] = Slot((2,), torch.int64)
+        if not self.symmetric:
+            slots["weight_zero_point"] = Slot((-(-outputs * self.bits // 32), groups), INT32)
+        if "weight_g_idx" in stored:
+            slots["weight_g_idx"] = Slot((inputs,), INT32)
+        return slots
+
+    def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
+        shape = tensors.get("weight_shape")
+        if shape is not None and shape.tolist() != [outputs, inputs]:
+            raise refuse(f"weight_shape says {shape.tolist()} of a layer of {[outputs, inputs]}")
+        values = unpack_bits(tensors["weight_packed"], self.bits)[:, :inputs]
+        scale, half = tensors["weight_scale"].float(), 2 ** (self.bits - 1)
+        if self.symmetric:
+            zero = torch.full(scale.shape, half, dtype=INT32, device=scale.device)
+        else:
+            points = unpack_bits(tensors["weight_zero_point"].T, self.bits)
+            zero = points.T[:outputs].int().contiguous()
+        group = self.width(inputs)
+        order = input_order(tensors.get("weight_g_idx"), inputs, group)
+        if order is not None:
+            values = values[:, order]
+        return Grouped(values.contiguous(), scale.contiguous(), group, self.bits, zero, order=order)
+
+
+@dataclass(frozen=True)
+class Plain(Format):
+    """Weights of 8 bits as they are, int8 or e4m3, with a scale per output, layer or block."""
+
+    scale: str = "weight_scale"
+    dtype: torch.dtype = torch.int8
+    block: int | None = None  # outputs that share a scale, beside the inputs of a group
+    divisor: float = 1.0  # of scales
+
+    @property
+    def label(self) -> str:
+        """The format in words, for the log."""
+        kind = "int8" if self.dtype == torch.int8 else "fp8"
+        blocks = "" if self.group is None else f", blocks of {self.block} x {self.group}"
+        return f"{self.method} {kind}{blocks}"
+
+    def slots(
+        self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Slot]:
+        scale: tuple[int | None, ...]
+        if self.group is not None and self.block is not None:
+            scale = (groups_of(outputs, self.block), groups_of(inputs, self.group))
+        else:  # of each output, or of all: as [], [1], [outputs] or [outputs, 1]
+            shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (outputs,), (outputs, 1)]
+            shape = stored.get(self.scale, (outputs, 1))
+            scale = shape if shape in shapes else (outputs, 1)
+        return {"weight": Slot((outputs, inputs), self.dtype), self.scale: Slot(scale, FLOAT)}
+
+    def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
+        scale = tensors[self.scale].float() / self.divisor
+        if self.group is not None and self.block is not None:
+            scale = scale.repeat_interleave(self.block, dim=0)[:outputs]
+        else:
+            scale = scale.reshape(-1, 1).expand(outputs, 1)
+        return Grouped(tensors["weight"], scale.contiguous(), self.width(inputs), 8)
+
+
+@dataclass(frozen=True)
+class Nf4(Format):
+    """bitsandbytes' 4 bits: two codes in a byte, the first in its upper half, and a table.
+
+    The largest magnitudes of the blocks may be quantised themselves (QLoRA; Dettmers et al., 2023).
+    """
+
+    label = "bitsandbytes 4 bits, blocks"
+
+    def slots(
+        self, outputs: int, inputs: int, stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Slot]:
+        slots = {
+            "weight": Slot((-(-outputs * inputs // 2), 1), torch.uint8),
+            "weight_quant_map": Slot((16,), FLOAT),
+            "weight_quant_state": Slot((None,), torch.uint8),
+        }
+        nested = "weight_nested_absmax" in stored
+        slots["weight_absmax"] = Slot((None,), torch.uint8 if nested else FLOAT)
+        if nested:
+            slots["weight_nested_absmax"] = Slot((None,), FLOAT)
+            slots["weight_nested_quant_map"] = Slot((256,), FLOAT)
+        return slots
+
+    def grouped(self, outputs: int, inputs: int, tensors: Tensors) -> Grouped:
+        state = json.loads(bytes(tensors["weight_quant_state"].cpu().tolist()))
+        block = int(state["blocksize"])
+        if inputs % block:
+            raise refuse(f"{inputs} inputs are not whole blocks of {block}")
+        absmax = tensors["weight_absmax"]
+        if (nested := tensors.get("weight_nested_absmax")) is not None:
+            spread = nested.repeat_interleave(int(state["nested_blocksize"]))[: len(absmax)]
+            absmax = tensors["weight_nested_quant_map"][absmax.long()] * spread
+            absmax = absmax + float(state["nested_offset"])
+        codes = tensors["weight"].flatten()
+        values = torch.stack([codes >> 4, codes & 15], dim=-1).view(outputs, inputs)
+        scale = absmax.float().view(outputs, inputs // block)
+        return Grouped(values, scale, block, 4, table=tensors["weight_quant_map"])
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Microscaling 4-bit floats (OCP MX 1.0) [..., N, G, 16] uint8, [..., N, G] uint8 exponents.
+
+    [..., N, 32 * G] float32.
+    """
+    table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=blocks.device)
+    numbers = table[torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).int()]
+    exponents = scales.to(torch.int32) - 127
+    return torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2)

@@ -1,0 +1,68 @@
+"""A linear layer whose weight stays as the checkpoint stores it."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.runner.quantized.formats import Format, Slot
+from rayfin.kernels.grouped import Grouped
+
+
+class QuantLinear(nn.Module):
+    """Buffers under the names of the checkpoint, and a slow and obvious product: the reference.
+
+    Fast kernels take ``grouped()``; `dequantized()` is a plain layer of the same numbers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outputs: int,
+        inputs: int,
+        format: Format,
+        slots: Mapping[str, tuple[Slot, tuple[int, ...]]],  # with the stored shapes
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.name, self.out_features, self.in_features = name, outputs, inputs
+        self.format, self.dtype = format, dtype
+        self._slots = tuple(slots)
+        device = "meta" if bias is None else bias.device
+        for slot, (kind, shape) in slots.items():
+            self.register_buffer(slot, torch.empty(shape, dtype=kind.dtype, device=device))
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def grouped(self) -> Grouped:
+        """The weight [outputs, inputs] as codes, scales and zero points.
+
+        Raises:
+            InvalidConfig: The tensors contradict each other.
+        """
+        tensors = {slot: self.get_buffer(slot) for slot in self._slots}
+        try:
+            return self.format.grouped(self.out_features, self.in_features, tensors)
+        except (InvalidConfig, ValueError, KeyError, RuntimeError) as error:
+            raise InvalidConfig(f"the checkpoint's {self.name}: {error}", "quantization") from None
+
+    def weight_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [outputs, inputs], rounded to ``dtype``."""
+        return self.grouped().dense().to(dtype)
+
+    @property
+    def bytes(self) -> int:
+        """The size of the buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def dequantized(self) -> nn.Linear:
+        """A plain layer with these weights."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.weight_in(self.dtype), requires_grad=False)
+        linear.bias = self.bias  # type: ignore[assignment]
+        return linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return nn.functional.linear(x, self.weight_in(x.dtype), self.bias)

@@ -1,0 +1,395 @@
+"""Streams a quantised checkpoint through transformers' own loader.
+
+transformers reads files, renames keys, merges experts and ties weights; this quantizer gives it
+modules whose buffers have the names that the checkpoint has. Experts, which have no module for each
+one, are dequantised while they are merged.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from rayfin.actors.runner.quantized.config import Formats, read_formats
+from rayfin.actors.runner.quantized.formats import Format, Nf4, Plain, Slot, mxfp4, refuse
+from rayfin.actors.runner.quantized.linear import QuantLinear
+
+logger = logging.getLogger(__name__)
+
+METHOD = "rayfin"
+KEYS = ("qweight", "weight_packed", "weight_absmax", "weight_scale_inv", "SCB")
+"""Tensors that say which format a layer has."""
+UNREAD = ("input_scale", "k_scale", "v_scale", "activation_scale", "weight_format", "output_scale")
+RENAMED = r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map)$"
+SAFETENSORS = {
+    **{"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8},
+    **{"I32": torch.int32, "I64": torch.int64, "I16": torch.int16, "BOOL": torch.bool},
+}
+
+Stored = dict[str, tuple[torch.dtype | None, tuple[int, ...]]]
+
+
+def source_config(config: PretrainedConfig) -> dict[str, Any] | None:
+    """The checkpoint's ``quantization_config``, or None if its weights are plain."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        text = config.get_text_config(decoder=True)
+        found = getattr(text, "quantization_config", None)
+    if found is None or isinstance(found, dict):
+        return found
+    return dict(found.to_dict())
+
+
+def prepare(config: PretrainedConfig) -> None:
+    """Makes transformers load a model of this configuration by the quantizer here.
+
+    Raises:
+        InvalidConfig: The checkpoint's format is not served.
+    """
+    source = source_config(config)
+    if source is None or source.get("quant_method") == METHOD:
+        return
+    read_formats(source)
+    _register()
+    plain(config)
+    config.quantization_config = {"quant_method": METHOD, "source": source}
+
+
+def plain(config: PretrainedConfig) -> None:
+    """Forgets the checkpoint's format."""
+    for one in (config, config.get_text_config(decoder=True)):
+        if hasattr(one, "quantization_config"):
+            del one.quantization_config
+
+
+def _register() -> None:
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(METHOD)(Quantizer)
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(QuantizerConfig)
+
+
+class QuantizerConfig(QuantizationConfigMixin):
+    """Carries the checkpoint's own configuration to ``Quantizer``."""
+
+    def __init__(self, source: dict[str, Any], quant_method: str = METHOD, **_: Any) -> None:
+        self.quant_method: Any = quant_method
+        self.source = source
+
+
+class Quantizer(HfQuantizer):
+    """Replaces the layers that the checkpoint stores quantised by ``QuantLinear``."""
+
+    requires_calibration = False
+    is_trainable = False
+
+    def __init__(self, quantization_config: QuantizerConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.formats = read_formats(quantization_config.source)
+        if self.formats.experts == "mxfp4":
+            parts = ("gate_up_proj", "down_proj")
+            self.serialized_names = {one: [f"{one}_blocks", f"{one}_scales"] for one in parts}
+        else:
+            shapes = self.formats.default.slots(128, 128, {name: () for name in OPTIONAL})
+            self.serialized_names = {"weight": [*shapes, "input_scale", "weight_zero_point"]}
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def get_load_operations(self) -> dict[str, type[ConversionOps]]:
+        """Experts are dequantised before transformers merges them."""
+        return {"dequantize": Mxfp4Experts if self.formats.experts else DequantizeExperts}
+
+    def get_weight_conversions(self) -> list[Any]:
+        """None for plain layers: their tensors load as they are. MXFP4 has experts only."""
+        if not self.formats.experts:
+            return []
+        return [
+            WeightConverter(names, name, [Mxfp4Experts(self)])
+            for name, names in self.serialized_names.items()
+        ]
+
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: PreTrainedModel
+    ) -> list[Any]:
+        """Names without dots first, as buffers want them (bitsandbytes)."""
+        renamings = [
+            WeightRenaming(RENAMED, r".weight_\1"),
+            WeightRenaming(r"\.weight\.quant_state\..*$", ".weight_quant_state"),
+        ]
+        rest: list[Any] = super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
+        return [*(renamings if self.formats.method == "bitsandbytes" else []), *rest]
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] = (), **_: Any
+    ) -> None:
+        layers = self._stored_layers(model, checkpoint_files)
+        dtype = model.dtype
+        count = 0
+        for name, module in list(model.named_modules()):
+            if type(module) not in (nn.Linear, Conv1D) or name not in layers:
+                continue
+            stored = layers[name]
+            if (format := self._format_of(name, stored)) is None:
+                continue
+            owner, _, leaf = name.rpartition(".")
+            setattr(
+                model.get_submodule(owner), leaf, quant_linear(name, module, format, stored, dtype)
+            )
+            count += 1
+        if not count and not self.formats.experts:
+            if not any(".experts." in name for name in layers):
+                method = self.formats.method
+                raise refuse(
+                    f"quantization_config names {method!r}, and the checkpoint has no such layer"
+                )
+        logger.info("%d layers of %s", count, self.formats.default.label)
+
+    def _format_of(self, name: str, stored: Stored) -> Format | None:
+        """The format of a layer, or None if it is stored exactly."""
+        format = stored_scale(self.formats.of(name), stored)
+        foreign = [key for key in KEYS if key in stored and key not in _names_of(format)]
+        if foreign:
+            raise refuse(
+                f"the checkpoint's {name}.{foreign[0]} is not of the format {format.label!r}"
+            )
+        weight = stored.get("weight")
+        exact = weight is not None and weight[0] in (torch.float32, torch.float16, torch.bfloat16)
+        if exact or not set(stored) & _names_of(format) or self.formats.experts:
+            return None
+        return format
+
+    def _stored_layers(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str]
+    ) -> dict[str, Stored]:
+        """The tensors of each module, under the module's name in the model."""
+        renamings = [
+            entry
+            for entry in get_model_conversion_mapping(model, None, self)
+            if isinstance(entry, WeightRenaming)
+        ]
+        state = model.state_dict()
+        layers: dict[str, Stored] = {}
+        names = {name for name, _ in model.named_modules()}
+        prefix = f"{model.base_model_prefix}."
+        for path in checkpoint_files or ():
+            for key, found in read_header(Path(path)):
+                renamed, _ = rename_source_key(key, renamings, [], model.base_model_prefix, state)
+                owner, _, leaf = renamed.rpartition(".")
+                if owner not in names and prefix + owner in names:
+                    owner = prefix + owner
+                elif owner not in names and owner.removeprefix(prefix) in names:
+                    owner = owner.removeprefix(prefix)
+                layers.setdefault(owner, {})[leaf] = found
+        return layers
+
+
+def stored_scale(format: Format, stored: Iterable[str]) -> Format:
+    """The format with the name that this layer's scale has: writers of fp8 have two."""
+    if isinstance(format, Plain) and format.scale not in stored:
+        named = [name for name in ("weight_scale", "weight_scale_inv") if name in stored]
+        return replace(format, scale=named[0]) if named else format
+    return format
+
+
+def _names_of(format: Format) -> set[str]:
+    optional: dict[str, tuple[int, ...]] = {name: () for name in OPTIONAL}
+    return set(format.slots(128, 128, optional)) - {"weight"} | {format.key}
+
+
+OPTIONAL = ("g_idx", "weight_shape", "weight_g_idx", "weight_nested_absmax")
+
+
+def quant_linear(
+    name: str, module: nn.Module, format: Format, stored: Stored, dtype: torch.dtype
+) -> QuantLinear:
+    """The layer that reads these tensors in place of ``module``.
+
+    Raises:
+        InvalidConfig: A tensor is missing, or has another shape or type than the format wants.
+    """
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    outputs, inputs = weight.shape if isinstance(module, nn.Linear) else weight.T.shape
+    shapes = {leaf: shape for leaf, (_, shape) in stored.items()}
+    try:
+        slots = format.slots(outputs, inputs, shapes)
+    except ValueError as error:
+        raise refuse(f"the checkpoint's {name}: {error}") from None
+    checked: dict[str, tuple[Slot, tuple[int, ...]]] = {}
+    for leaf, slot in slots.items():
+        if leaf not in stored:
+            raise refuse(
+                f"the checkpoint lacks {name}.{leaf}, which its {format.method} layers need"
+            )
+        kind, shape = stored[leaf]
+        wanted = tuple(shape[i] if n is None else n for i, n in enumerate(slot.shape))
+        if len(shape) != len(slot.shape) or shape != wanted:
+            want = [n if n is not None else "any" for n in slot.shape]
+            raise refuse(
+                f"the checkpoint's {name}.{leaf} has shape {list(shape)}, and a layer of "
+                f"{format.label} with {outputs} outputs and {inputs} inputs wants {want}"
+            )
+        floats = kind is not None and kind.is_floating_point and kind.itemsize > 1
+        if not (floats if slot.dtype == torch.float32 else kind == slot.dtype):
+            raise refuse(
+                f"the checkpoint's {name}.{leaf} holds {_word(kind)}, and {format.method} wants "
+                f"{_word(slot.dtype)}"
+            )
+        checked[leaf] = slot, shape
+    bias = module.bias
+    assert bias is None or isinstance(bias, torch.Tensor)
+    return QuantLinear(name, outputs, inputs, format, checked, bias, dtype)
+
+
+def _word(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def read_header(path: Path) -> Iterator[tuple[str, tuple[torch.dtype | None, tuple[int, ...]]]]:
+    """The name, type and shape of each tensor of a safetensors file."""
+    if path.suffix != ".safetensors":
+        return
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, (SAFETENSORS.get(entry["dtype"]), tuple(entry["shape"]))
+
+
+class DequantizeExperts(ConversionOps):
+    """Turns the tensors of each expert's layer into its weight, before experts are merged."""
+
+    def __init__(self, hf_quantizer: Quantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, list[torch.Tensor]]:
+        """Lists of tensors, one for each expert, by pattern -> lists of weights."""
+        owners: dict[str, dict[str, list[torch.Tensor]]] = {}
+        for pattern, tensors in input_dict.items():
+            owner, _, leaf = pattern.rpartition(".")
+            owners.setdefault(owner, {})[leaf.removesuffix("$")] = list(tensors)
+        name, model = kwargs["full_layer_name"], kwargs["model"]
+        inputs = model.get_parameter(name).shape[-1]
+        weights: dict[str, list[torch.Tensor]] = {}
+        for owner, leaves in owners.items():
+            key = next(leaf for leaf in leaves if leaf in (*KEYS, "weight"))
+            weights[f"{owner}.{key}"] = [
+                self._weight(name, one, inputs).to(model.dtype) for one in _each(leaves)
+            ]
+        return weights
+
+    def _weight(self, name: str, tensors: dict[str, torch.Tensor], inputs: int) -> torch.Tensor:
+        format = stored_scale(self.hf_quantizer.formats.of(name), tensors)
+        codes = tensors.get(format.key)
+        if codes is None or (format.key == "weight" and codes.dtype.itemsize > 1):
+            return tensors["weight"]  # stored exactly
+        outputs, inputs = _size(format, tensors, inputs)
+        return format.grouped(outputs, inputs, tensors).dense()
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        raise NotImplementedError
+
+
+def _size(format: Format, tensors: Mapping[str, torch.Tensor], inputs: int) -> tuple[int, int]:
+    """Outputs and inputs, from the shapes of tensors; ``inputs`` are those of the merged weight."""
+    codes = tensors[format.key]
+    if isinstance(format, Nf4):
+        return 2 * codes.numel() // inputs, inputs
+    if format.key == "weight":
+        return codes.shape[0], codes.shape[1]
+    if format.key == "weight_packed":
+        shape = tensors.get("weight_shape")
+        return codes.shape[0], int(shape[1]) if shape is not None else codes.shape[
+            1
+        ] * 32 // format.bits
+    outputs = tensors["scales"].shape[1]
+    return outputs, codes.numel() * 32 // format.bits // outputs
+
+
+def _each(leaves: dict[str, list[torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    count = max(len(tensors) for tensors in leaves.values())
+    for index in range(count):
+        yield {leaf: tensors[index] for leaf, tensors in leaves.items() if index < len(tensors)}
+
+
+class Mxfp4Experts(ConversionOps):
+    """gpt-oss: blocks and exponents of all experts, [E, outputs, ...] -> [E, inputs, outputs]."""
+
+    def __init__(self, hf_quantizer: Quantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """One tensor for each name, or a list of one."""
+        name = kwargs["full_layer_name"]
+        found = {
+            part: value[0] if isinstance(value, list) else value
+            for part, value in input_dict.items()
+        }
+        blocks = next(value for part, value in found.items() if part.endswith("_blocks"))
+        scales = next((value for part, value in found.items() if part.endswith("_scales")), None)
+        if scales is None:
+            raise refuse(f"the checkpoint lacks {name}_scales")
+        weights = [mxfp4(one, some).T for one, some in zip(blocks, scales, strict=True)]
+        return {name: torch.stack(weights).to(kwargs["model"].dtype).contiguous()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        raise NotImplementedError
+
+
+def quant_linears(model: nn.Module) -> list[tuple[nn.Module, str, QuantLinear]]:
+    """Owner, attribute and layer of every quantised layer."""
+    return [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, QuantLinear)
+    ]
+
+
+def dequantize(model: nn.Module) -> None:
+    """Replaces the quantised layers by plain ones, one after the other."""
+    for owner, name, layer in quant_linears(model):
+        setattr(owner, name, layer.dequantized())
+
+
+def formats_of(model: PreTrainedModel) -> Formats | None:
+    """The formats of the checkpoint that the model was loaded from."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return quantizer.formats if isinstance(quantizer, Quantizer) else None

@@ -1,0 +1,57 @@
+"""A weight of a few bits: codes, and a scale and a zero point for each group of inputs.
+
+Every format of a quantised checkpoint comes down to this one (GPTQ: Frantar et al., 2022; AWQ: Lin
+et al., 2023), and the kernels read nothing else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grouped:
+    """The weight (value - zero) * scale of each output and input, or table[value] * scale."""
+
+    values: torch.Tensor  # [N, K] uint8 codes, int8 or float8_e4m3fn
+    scale: torch.Tensor  # [N, G] float32
+    group: int  # inputs that share a scale; the last group may be shorter
+    bits: int
+    zero: torch.Tensor | None = None  # [N, G] int32; None: 0
+    table: torch.Tensor | None = None  # [2^bits] float32, the numbers that codes stand for
+    order: torch.Tensor | None = None  # [K] int64: values[:, i] belong to input order[i]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def dense(self) -> torch.Tensor:
+        """The weight [N, K] float32, inputs in their own order."""
+        inputs = self.shape[1]
+
+        def spread(groups: torch.Tensor) -> torch.Tensor:
+            return groups.repeat_interleave(self.group, dim=1)[:, :inputs]
+
+        if self.table is not None:
+            weight = self.table[self.values.int()]
+        else:
+            weight = self.values.float()
+        if self.zero is not None:
+            weight = weight - spread(self.zero.float())
+        weight = weight * spread(self.scale)
+        if self.order is None:
+            return weight
+        ordered = torch.empty_like(weight)
+        ordered[:, self.order] = weight
+        return ordered
+
+
+def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """[R, C] int32 -> [R, C * 32 / bits] uint8: the lowest bits of a word come first.
+
+    ``bits`` divides 8.
+    """
+    octets = words.contiguous().view(torch.uint8)
+    steps = [(octets >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.stack(steps, dim=-1).flatten(-2)

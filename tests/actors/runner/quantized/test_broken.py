@@ -1,0 +1,125 @@
+"""Checkpoints that cannot be served: one line each, which names the tensor or the setting."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantised import KINDS, QuantisedModel
+from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.runner.loading import load
+
+Make = Callable[..., Any]
+LAYER = "model.layers.0.self_attn.q_proj."
+
+
+def settings(**changes: Any) -> Callable[[QuantisedModel, str], None]:
+    def change(model: QuantisedModel, kind: str) -> None:
+        model.change_config(quantization_config={**KINDS[kind].config, **changes})
+
+    return change
+
+
+def tensors(**changes: torch.Tensor | None) -> Callable[[QuantisedModel, str], None]:
+    """Replaces tensors of a layer, or drops them."""
+
+    def change(model: QuantisedModel, kind: str) -> None:
+        found = model.tensors
+        for leaf, tensor in changes.items():
+            if tensor is None:
+                del found[LAYER + leaf]
+            else:
+                found[LAYER + leaf] = tensor
+        model.save(found)
+
+    return change
+
+
+def weights(**changes: Any) -> Callable[[QuantisedModel, str], None]:
+    """Changes compressed-tensors' settings of weights."""
+
+    def change(model: QuantisedModel, kind: str) -> None:
+        config = KINDS[kind].config
+        group = config["config_groups"]["group_0"]
+        changed = {**group, "weights": {**group["weights"], **changes}}
+        whole = {**config, "config_groups": {"group_0": changed}}
+        model.change_config(quantization_config=whole)
+
+    return change
+
+
+def plain(model: QuantisedModel, kind: str) -> None:
+    """Weights that are not quantised, under a configuration that says they are."""
+    whole = {name: t for name, t in model.tensors.items() if "layers" not in name}
+    whole |= {name: tensor for name, tensor in model.model.state_dict().items() if "layers" in name}
+    model.save(whole)
+
+
+def state(model: QuantisedModel, kind: str) -> None:
+    found = model.tensors
+    del found[f"{LAYER}weight.quant_state.bitsandbytes__nf4"]
+    model.save(found)
+
+
+INTS = torch.zeros(8, 64, dtype=torch.int32)
+BROKEN: dict[str, tuple[str, Any, str]] = {
+    "unknown method": ("gptq", settings(quant_method="vptq"), "'vptq'; known ones are awq,"),
+    "three bits": ("gptq", settings(bits=3), "bits 3; 2 or 4 or 8 is served"),
+    "a group of 0": ("gptq", settings(group_size=0), "group_size 0"),
+    "marlin": ("gptq", settings(checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
+    "another group": (
+        "gptq",
+        settings(group_size=16),
+        r"qzeros has shape \[2, 8\].*wants \[4, 8\]",
+    ),
+    "other bits": ("gptq", settings(bits=8), r"qweight has shape \[8, 64\]"),
+    "no scales": ("gptq", tensors(scales=None), "lacks .*q_proj.scales"),
+    "no codes": ("gptq", tensors(qweight=None), "lacks .*q_proj.qweight"),
+    "no zeros": ("awq", tensors(qzeros=None), "lacks .*q_proj.qzeros"),
+    "codes as floats": (
+        "gptq",
+        tensors(qweight=INTS.float()),
+        "holds float32, and gptq wants int32",
+    ),
+    "scales as integers": ("awq", tensors(scales=torch.zeros(2, 64).int()), "holds int32"),
+    "a short tensor": ("awq", tensors(qweight=INTS[:, :8]), r"qweight has shape \[8, 8\]"),
+    "groups that do not exist": (
+        *("gptq", tensors(g_idx=torch.full((64,), 7).int())),
+        "q_proj: g_idx does not put the 64 inputs into groups of 32",
+    ),
+    "two formats": ("gptq", tensors(weight_packed=INTS), "weight_packed is not of the format"),
+    "gemv": ("awq", settings(version="gemv"), "version 'gemv' of AWQ; gemm is served"),
+    "nvfp4": ("w4a16", settings(format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized' of 4 bits"),
+    "no groups": ("w4a16", settings(config_groups={}), "has no config_groups"),
+    "a strategy": ("w4a16", weights(strategy="token"), "strategy 'token'"),
+    "another shape": (
+        *("w4a16", tensors(weight_shape=torch.tensor([64, 60]))),
+        r"q_proj: weight_shape says \[64, 60\]",
+    ),
+    "no fp8 scale": ("fp8", tensors(weight_scale=None), "lacks .*q_proj.weight_scale"),
+    "e5m2": ("fp8", settings(fmt="e5m2"), "fp8 numbers of 'e5m2'"),
+    "blocks": ("fp8 blocks", settings(weight_block_size=[128]), r"blocks of \[128\]"),
+    "modelopt": ("modelopt", settings(quant_algo="NVFP4"), "quant_algo 'NVFP4' of modelopt"),
+    "no state": ("nf4", state, "lacks .*q_proj.weight_quant_state"),
+    "plain weights": ("gptq", plain, "names 'gptq', and the checkpoint has no such layer"),
+}
+
+
+@pytest.mark.parametrize("case", list(BROKEN))
+def test_broken(case: str, tmp_path: Path, engine_args: Make) -> None:
+    kind, change, line = BROKEN[case]
+    written = QuantisedModel(kind, "llama", tmp_path)
+    change(written, kind)
+    with pytest.raises(InvalidConfig, match=line) as caught:
+        load(engine_args(written.folder))
+    assert caught.value.param == "quantization"
+    assert "\n" not in str(caught.value)
+
+
+def test_rounding_what_is_quantised(tmp_path: Path, engine_args: Make) -> None:
+    written = QuantisedModel("gptq", "llama", tmp_path)
+    with pytest.raises(InvalidConfig, match=r"holds quantized ones \(gptq\)") as caught:
+        load(engine_args(written.folder, quantization="int8"))
+    assert caught.value.param == "quantization"
