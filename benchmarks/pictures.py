@@ -37,7 +37,8 @@ PANELS = {
 
 WINDOW = "10s"  # in place of Grafana's $__rate_interval
 UNITS = {"s": "seconds", "reqps": "a second", "tokens/s": "tokens a second", "percentunit": "share"}
-QUESTION = "What is 37 + 48?"
+QUESTIONS = ("What is 37 + 48?", "What is the weather in Rome?")
+TOOL = "weather"  # in the question that is sent with the page's weather tool
 
 
 def observe() -> SimpleNamespace:
@@ -45,19 +46,30 @@ def observe() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "k8s" / "prometheus" / "observe.py")))
 
 
-def photograph(url: str, path: Path) -> None:
-    """Takes the page with an answered question, while the engine serves others."""
+def photograph(url: str, folder: Path) -> None:
+    """Takes the page with answered questions, while the engine serves others: desk and phone."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1180, "height": 760})
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
         page.set_default_timeout(60_000)
         page.goto(f"{url}/ui")
-        page.fill("#prompt", QUESTION)
-        page.click("#send")
-        page.wait_for_selector(".turn.assistant small")
         time.sleep(10)  # for the lines to grow
-        page.screenshot(path=path)
+        for question, answers in zip(QUESTIONS, (1, 2), strict=True):
+            if TOOL in question:
+                page.evaluate("document.getElementById('weather').click()")
+            page.fill("#prompt", question)
+            page.click("#send")
+            page.locator(".turn.assistant small").nth(answers - 1).wait_for()
+        page.click(".call button")
+        page.locator(".turn.assistant small").nth(2).wait_for()
+        page.wait_for_timeout(1000)
+        page.screenshot(path=folder / "ui.png")
+        phone = browser.new_page(viewport={"width": 390, "height": 760}, device_scale_factor=2)
+        phone.goto(f"{url}/ui")
+        phone.wait_for_selector("#examples button")
+        phone.wait_for_timeout(1000)
+        phone.screenshot(path=folder / "ui-phone.png")
         browser.close()
 
 
@@ -110,7 +122,7 @@ def take(url: str, folder: Path, seconds: float) -> None:
     since = time.time()
     try:
         time.sleep(seconds / 4)
-        photograph(url, PICTURES / "ui.png")
+        photograph(url, PICTURES)
         users.wait()
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as prometheus:
             for dashboard in PANELS:

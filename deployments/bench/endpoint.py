@@ -22,6 +22,7 @@ class StreamPiece:
     """One event of a completion's or a chat completion's stream."""
 
     text: str = ""
+    reasoning: str = ""
     finish_reason: str | None = None
     completion_tokens: int | None = None  # of the whole answer so far, where the event counts them
     usage_only: bool = False  # an event without choices
@@ -123,10 +124,16 @@ def read_piece(data: str) -> StreamPiece:
         for choice in event["choices"]:
             text = choice["delta"].get("content") if "delta" in choice else choice["text"]
             piece.text += text or ""
+            piece.reasoning += _reasoning(choice.get("delta", {}))
             piece.finish_reason = choice.get("finish_reason")
         return piece
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ServerError(f"invalid event in the stream: {data[:80]}") from None
+
+
+def _reasoning(delta: dict[str, Any]) -> str:
+    """What a delta says of the model's reasoning, in the field that the server has for it."""
+    return delta.get("reasoning") or delta.get("reasoning_content") or ""
 
 
 def refusal(response: httpx.Response) -> ServerError:

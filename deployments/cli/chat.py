@@ -1,14 +1,17 @@
 """``rayfin chat``: a conversation with a running server."""
 
+import json
 import sys
-from collections.abc import Generator
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
-from rayfin.actors.errors import RayfinError, ServerError
+from rayfin.actors.errors import InvalidConfig, InvalidRequest, RayfinError
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.cli.conversation import Conversation
 from rayfin.deployments.cli.options import (
     SectionedCommand,
     build,
@@ -16,14 +19,10 @@ from rayfin.deployments.cli.options import (
     server_options,
     values_of,
 )
-
-if TYPE_CHECKING:
-    import httpx
+from rayfin.deployments.cli.screen import MarkdownScreen, PlainScreen
 
 SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "stop")
-COMMANDS = "/clear starts a new conversation, /exit or Ctrl-D quits"
-# A model's text may hold control characters, which a terminal would obey.
-CONTROLS = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160)])
+QUOTES = '"""'
 
 
 @click.command(cls=SectionedCommand)
@@ -32,6 +31,9 @@ CONTROLS = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160)])
 @click.option(
     "-q", "--quick", metavar="MESSAGE", help="send one message, print the answer, and exit"
 )
+@click.option(
+    "--plain", is_flag=True, help="print answers as they come, not as Markdown on a terminal"
+)
 @sampling_options(SAMPLING, server=True)
 def chat(
     url: str,
@@ -39,11 +41,13 @@ def chat(
     model: str | None,
     system: str | None,
     quick: str | None,
+    plain: bool,
     **settings: Any,
 ) -> int:
     """Chat with a running server.
 
-    Sampling settings without a flag take the server's defaults.
+    Sampling settings without a flag take the server's defaults. /help lists the commands of a
+    conversation. Ctrl-C ends an answer, Ctrl-D the program.
 
     \b
     Example:
@@ -56,100 +60,160 @@ def chat(
 
     from rayfin.deployments.bench.endpoint import client_settings, find_model
 
+    screen = PlainScreen() if plain or not sys.stdout.isatty() else MarkdownScreen()
     with httpx.Client(**client_settings(url, api_key)) as client:
-        conversation = Conversation(client, find_model(client, model), system, sampling)
+        talk = Talk(Conversation(client, find_model(client, model), system, sampling), screen)
         if quick is not None:
-            _answer(conversation, quick)
+            talk.answer(quick)
             return 0
-        return _talk(conversation)
+        return talk.run()
 
 
-def _talk(conversation: "Conversation") -> int:
-    interactive = sys.stdin.isatty()
-    if interactive:
-        import readline  # noqa: F401  # gives input() line editing and a history
+class Command(NamedTuple):
+    """What a line that starts with a slash does; ``run`` takes the rest of the line."""
 
-        print(f"{conversation.model}: {COMMANDS}.")
-    while True:
-        try:
-            text = input("> " if interactive else "").strip()
-        except EOFError:
-            if interactive:
-                print()
-            return 0
-        if text == "/exit":
-            return 0
-        if text == "/clear":
-            conversation.start_over()
-        elif text.startswith("/") and text[1:].isalpha():
-            print(f"unknown command {text}: {COMMANDS}", file=sys.stderr)
-        elif text:
+    usage: str
+    help: str
+    run: "Callable[[Talk, str], None]"
+
+
+class Talk:
+    """Reads lines, and answers or obeys them."""
+
+    def __init__(self, conversation: Conversation, screen: PlainScreen | MarkdownScreen) -> None:
+        self.conversation = conversation
+        self.screen = screen
+        self.over = False
+        self._interactive = sys.stdin.isatty()
+
+    def run(self) -> int:
+        """Returns at /exit or the end of the input."""
+        if self._interactive:
+            import readline  # noqa: F401  # gives input() line editing and a history
+
+            self.screen.note(f"{self.conversation.model}: /help lists commands, Ctrl-D quits.")
+        while not self.over:
             try:
-                _answer(conversation, text)
-            except RayfinError as error:
-                print(f"rayfin: error: {error}", file=sys.stderr)
+                text = self._read()
+            except EOFError:
+                if self._interactive:
+                    print()
+                break
             except KeyboardInterrupt:
-                if not interactive:
+                if not self._interactive:
                     raise
-                print()  # ends the answer, not the conversation
+                print()  # drops the line
+                continue
+            if text:
+                self._obey(text)
+        return 0
 
+    def _read(self) -> str:
+        """A line, or several between two lines of three quotation marks."""
+        text = input("> " if self._interactive else "").strip()
+        if not text.startswith(QUOTES):
+            return text
+        lines = [text.removeprefix(QUOTES)]
+        while QUOTES not in lines[-1]:
+            lines.append(input(". " if self._interactive else ""))
+        lines[-1] = lines[-1].partition(QUOTES)[0]
+        return "\n".join(lines).strip()
 
-def _answer(conversation: "Conversation", text: str) -> None:
-    with closing(conversation.ask(text)) as pieces:
-        for piece in pieces:
-            print(piece, end="", flush=True)
-    print()
-
-
-class Conversation:
-    """The messages so far with one model; a question that fails is not among them."""
-
-    def __init__(
-        self, client: "httpx.Client", model: str, system: str | None, sampling: dict[str, Any]
-    ) -> None:
-        self.model = model
-        self._client = client
-        self._sampling = sampling
-        self._opening = [{"role": "system", "content": system}] if system else []
-        self.messages: list[dict[str, str]] = []
-        self.start_over()
-
-    def start_over(self) -> None:
-        """Drops all messages but the system message."""
-        self.messages = list(self._opening)
-
-    def ask(self, text: str) -> Generator[str, None, None]:
-        """Yields the answer's pieces. An answer that the caller stops reading is kept so far.
-
-        Raises:
-            ServerError: the server cannot be reached, refuses, or breaks the stream off.
-        """
-        before = self.messages
-        messages = [*before, {"role": "user", "content": text}]
-        answer = {"role": "assistant", "content": ""}
+    def _obey(self, text: str) -> None:
+        name, _, rest = text[1:].partition(" ")
         try:
-            for piece in self._stream(messages):
-                answer["content"] += piece
-                self.messages = [*messages, answer]
-                yield piece.translate(CONTROLS)
-        except ServerError:
-            self.messages = before
-            raise
+            if not text.startswith("/") or not name.isalpha():
+                self.answer(text)
+            elif name in COMMANDS:
+                COMMANDS[name].run(self, rest.strip())
+            else:
+                self.screen.note(f"unknown command /{name}: /help lists the commands")
+        except RayfinError as error:
+            print(f"rayfin: error: {error}", file=sys.stderr)
+        except OSError as error:
+            print(f"rayfin: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+            print()  # ends the answer, not the conversation
 
-    def _stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        from rayfin.deployments.bench import endpoint
+    def answer(self, text: str) -> None:
+        """Asks and shows the answer."""
+        with closing(self.conversation.ask(text)) as pieces:  # type: ignore[type-var]
+            self.screen.answer(pieces)
 
-        body = endpoint.chat_body(self.model, messages, self._sampling)
-        with (
-            endpoint.connection_errors(),
-            self._client.stream("POST", "/chat/completions", json=body) as response,
-        ):
-            if response.is_error:
-                response.read()
-                raise endpoint.refusal(response)
-            for line in response.iter_lines():
-                if (data := endpoint.event_data(line)) == endpoint.DONE:
-                    return
-                if data is not None and (text := endpoint.read_piece(data).text):
-                    yield text
-        raise ServerError(endpoint.BROKEN_OFF)
+    def help(self, rest: str) -> None:
+        """Lists the commands."""
+        for command in COMMANDS.values():
+            self.screen.note(f"{command.usage:22} {command.help}")
+        self.screen.note(f"{QUOTES:22} starts and ends a message of several lines")
+
+    def clear(self, rest: str) -> None:
+        """Starts a new conversation."""
+        self.conversation.start_over()
+        self.screen.note("A new conversation.")
+
+    def system(self, rest: str) -> None:
+        """Shows, sets or removes the system message."""
+        if rest:
+            self.conversation.system = None if rest == "-" else rest
+        self.screen.note(f"system message: {self.conversation.system or 'none'}")
+
+    def set(self, rest: str) -> None:
+        """Shows or sets sampling parameters."""
+        name, _, value = rest.partition(" ")
+        sampling = dict(self.conversation.sampling)
+        if name and name not in SAMPLING:
+            raise InvalidConfig(f"there is no {name}; there are {', '.join(SAMPLING)}")
+        if name:
+            sampling.pop(name, None)
+            if value:
+                sampling[name] = _value(name, value)
+            try:
+                SamplingParams(**sampling)
+            except (InvalidRequest, TypeError) as error:
+                raise InvalidConfig(str(error)) from None
+            self.conversation.sampling = sampling
+        told = ", ".join(f"{name} {value}" for name, value in sampling.items())
+        self.screen.note(told or "all as the server has them")
+
+    def retry(self, rest: str) -> None:
+        """Asks the last question again."""
+        question = self.conversation.last_question()
+        if question is None:
+            self.screen.note("There is no question yet.")
+        else:
+            self.answer(question)
+
+    def save(self, rest: str) -> None:
+        """Writes the messages to a file."""
+        if not rest:
+            raise InvalidConfig("/save needs the name of a file")
+        text = json.dumps(self.conversation.with_system(), indent=2, ensure_ascii=False)
+        Path(rest).expanduser().write_text(text + "\n", encoding="utf-8")
+        self.screen.note(f"{len(self.conversation.messages)} messages are in {rest}")
+
+    def exit(self, rest: str) -> None:
+        """Leaves."""
+        self.over = True
+
+
+def _value(name: str, text: str) -> Any:
+    """A parameter's value: a number, or a text for the stop string."""
+    if name == "stop":
+        return [text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise InvalidConfig(f"{name} must be a number, got {text}") from None
+
+
+COMMANDS = {
+    "help": Command("/help", "this list", Talk.help),
+    "clear": Command("/clear", "start a new conversation", Talk.clear),
+    "system": Command("/system [TEXT]", "show or set the system message, - for none", Talk.system),
+    "set": Command("/set [NAME [VALUE]]", "show, set or unset a sampling parameter", Talk.set),
+    "retry": Command("/retry", "ask the last question again", Talk.retry),
+    "save": Command("/save FILE", "write the messages to a JSON file", Talk.save),
+    "exit": Command("/exit, Ctrl-D", "leave", Talk.exit),
+}

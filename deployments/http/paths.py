@@ -17,7 +17,10 @@ ADMIN_PATHS = frozenset(
 
 
 SCRIPT = "text/javascript; charset=utf-8"
-SCRIPTS = ("app.js", "chat.js", "answer.js", "live.js", "draw.js")
+SCRIPTS = (
+    *("app.js", "chat.js", "answer.js", "markdown.js", "code.js"),
+    *("settings.js", "examples.js", "live.js", "draw.js"),
+)
 FILES = {
     "/ui": ("index.html", "text/html; charset=utf-8"),
     "/ui/style.css": ("style.css", "text/css; charset=utf-8"),

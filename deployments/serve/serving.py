@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.ports import require_free, require_own_ports, require_ports
 from rayfin.deployments.serve.preflight import check_model, require_room
 from rayfin.deployments.serve.server_args import ServerArgs
+from rayfin.deployments.serve.startup import StartUp, engine_info, loading, progress, summary
 
 OBJECT_STORE_BYTES = (
     256 * 1024**2
@@ -106,7 +108,8 @@ def _serve(
     stop: StopSignals,
 ) -> None:
     """Serves until the first signal, and stops all that it started."""
-    with _cluster(verbose) as ours, _serve_instance(host, port, keep=ours):
+    told = StartUp()
+    with _cluster(verbose, told) as ours, _serve_instance(host, port, keep=ours):
         if ours:  # the head node is here, and no other will come
             require_own_ports(server)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -117,9 +120,11 @@ def _serve(
         if name in ray_serve.status().applications:
             raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
         try:
-            print(f"Loading {', '.join(own.engine.model for own in models)} ...", flush=True)
-            _deploy(bind_models(server, engine, models), name)
-            print(_welcome(models, host, port), flush=True)
+            what = loading(models)
+            with told.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
+                _deploy(bind_models(server, engine, models), name)
+                done(f"Loaded {what}")
+            told.summary(*summary(models, host, port, [engine_info(name, own) for own in models]))
             _wait_for_signal()
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
         finally:
@@ -127,7 +132,7 @@ def _serve(
 
 
 @contextmanager
-def _cluster(verbose: bool) -> Iterator[bool]:
+def _cluster(verbose: bool, told: StartUp) -> Iterator[bool]:
     """A Ray cluster: RAY_ADDRESS' or ``ray start``'s, left alone afterwards, or a new local one.
 
     Yields whether it is ours.
@@ -137,14 +142,15 @@ def _cluster(verbose: bool) -> Iterator[bool]:
     output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     set_ray_environment()
     os.environ.setdefault(CALLBACK, CALLBACK_PATH)  # what a new Ray's processes inherit
-    try:
-        ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)
-        ours = True
-        print("Started a local Ray.", flush=True)
-    except ValueError:  # Ray's answer to resources for a cluster that runs already: join it
-        ray.init(**output)
-        ours = False
-        print(f"Joined the Ray cluster at {ray.get_runtime_context().gcs_address}.", flush=True)
+    with told.stage("Starting Ray") as done:
+        try:
+            ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)
+            ours = True
+            done("Started a local Ray")
+        except ValueError:  # Ray's answer to resources for a cluster that runs already: join it
+            ray.init(**output)
+            ours = False
+            done(f"Joined the Ray cluster at {ray.get_runtime_context().gcs_address}")
     try:
         yield ours
     finally:
@@ -224,20 +230,3 @@ def _wait_for_signal() -> None:
             time.sleep(3600)
     except KeyboardInterrupt:
         return
-
-
-def _welcome(models: Sequence[ModelArgs], host: str, port: int) -> str:
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    model, served = models[0].names[0], ", ".join(own.names[0] for own in models)
-    server = models[0].server
-    key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
-    admin = ""
-    if server.admin_port is not None:
-        admin = f"\nOperators: rayfin status --url http://{server.admin_host}:{server.admin_port}\n"
-    return f"""
-Rayfin serves {served} at http://{shown}:{port}/v1  (Ctrl-C stops it)
-
-  curl http://{shown}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "temperature": 0,
-         "messages": [{{"role": "user", "content": "What is 37 + 48?"}}]}}'
-{admin}"""

@@ -408,7 +408,8 @@ def test_chat_keeps_its_history(
         "rayfin: error: HTTP 429: The queue is full.",
         "rayfin: error: the stream broke off before its end",
         "rayfin: error: The engine died.",
-        f"unknown command /what: {chat.COMMANDS}",
+        "unknown command /what: /help lists the commands",
+        "A new conversation.",
     ]
 
 

@@ -1,12 +1,47 @@
-"""What ``serve`` says: the welcome, and the reason out of Serve's report."""
+"""What ``serve`` says: its stages, the summary, and the reason out of Serve's report."""
+
+import io
+import re
+import sys
+import threading
+from typing import Any
 
 import pytest
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.server_args import ServerArgs
-from rayfin.deployments.serve.serving import _reason, _welcome
+from rayfin.deployments.serve.serving import _reason
+from rayfin.deployments.serve.startup import StartUp, loading, readable, summary
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written = threading.Condition()
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with self._written:
+            count = super().write(text)
+            self._written.notify_all()
+        return count
+
+    def plain(self) -> str:
+        return CONTROL.sub("", self.getvalue())
+
+    def wait_for(self, text: str) -> None:
+        with self._written:
+            assert self._written.wait_for(lambda: text in self.plain(), 30), self.plain()
+
 
 REPORT = """Deploying application rayfin failed: Failed to update the deployments ['engine'].
 The deployment failed to start 2 times in a row. Error:
@@ -38,13 +73,62 @@ def test_other_failures_are_told_by_their_last_line() -> None:
     assert str(reason) == "the deployment failed: OSError: no space left"
 
 
+def welcome(capsys: pytest.CaptureFixture[str], host: str, port: int, **settings: Any) -> str:
+    models = [ModelArgs(ServerArgs(**settings), EngineArgs())]
+    StartUp().summary(*summary(models, host, port, [EngineInfo("engine", 2048, 300, 64, 16)]))
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "127.0.0.1"])
-def test_welcome_shows_an_address_that_can_be_opened(host: str) -> None:
-    text = _welcome([ModelArgs(ServerArgs(served_model_name="tiny"), EngineArgs())], host, 8123)
-    assert "Rayfin serves tiny at http://127.0.0.1:8123/v1" in text
+def test_summary_shows_an_address_that_can_be_opened(
+    capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    text = welcome(capsys, host, 8123, served_model_name="tiny")
+    assert "Rayfin serves tiny at http://127.0.0.1:8123/v1 (Ctrl-C stops it)\n" in text
+    assert "2,048 tokens a request; 1,024 in the KV cache, 64 pages of 16\n" in text
+    assert "http://127.0.0.1:8123/ui\n" in text
     assert "Authorization" not in text
+    assert "/ui" not in welcome(capsys, host, 8123, ui=False)
 
 
-def test_welcome_keeps_the_key_to_itself() -> None:
-    text = _welcome([ModelArgs(ServerArgs(api_key="secret"), EngineArgs())], "127.0.0.1", 1)
+def test_summary_keeps_the_key_to_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    text = welcome(capsys, "127.0.0.1", 1, api_key="secret")
     assert "secret" not in text and '"Authorization: Bearer $KEY"' in text
+
+
+def test_stages_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    told = StartUp()
+    with told.stage("Starting") as done:
+        done("Started")
+    with pytest.raises(RuntimeError), told.stage("Loading [x]", announced=True):
+        raise RuntimeError
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"Started \(0\.\d s\)\.", first) and second == "Loading [x] ..."
+
+
+def test_a_terminal_sees_the_stage_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, shown = Screen(), threading.Event()
+    monkeypatch.setattr(sys, "stdout", screen)
+    told = StartUp()
+
+    def details() -> str:
+        shown.set()
+        return "1 of 2 parts ready"
+
+    with told.stage("Loading [x]", details) as done:
+        assert shown.wait(30)
+        screen.wait_for("Loading [x] · 1 of 2 parts ready")
+        done("Loaded [x]")
+    assert "✓ Loaded [x]" in screen.plain()
+
+
+def test_what_is_loaded() -> None:
+    models = [
+        ModelArgs(ServerArgs(), EngineArgs(model="demo")),
+        ModelArgs(ServerArgs(), EngineArgs(model="org/x")),
+        ModelArgs(ServerArgs(), EngineArgs(model="org/y", load_format="dummy")),
+    ]
+    assert loading(models) == "demo (4 MB of weights), org/x, org/y (random weights)"
+    assert [readable(size) for size in (7, 1500, 2.5e6, 7.24e9)] == [
+        *("7 bytes", "2 kB", "2 MB", "7.2 GB")
+    ]

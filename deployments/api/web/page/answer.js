@@ -1,4 +1,9 @@
 // One answer of the model: what it thought, folded; its text; its tool calls, as calls.
+import { copyButton } from "/ui/code.js";
+import { Markdown, element } from "/ui/markdown.js";
+
+// What a call might return, to start from: the page runs no tool.
+const EXAMPLES = { get_weather: '{"temperature": 21, "condition": "sunny"}' };
 
 export class Answer {
   // `answered(call, result)` is called when a person has typed what a call returned.
@@ -6,9 +11,10 @@ export class Answer {
     this.turn = turn;
     this.answered = answered;
     this.message = { role: "assistant", content: "" };
-    this.fields = []; // of each call: where its arguments are shown
+    this.cards = []; // of each call: {field, result}
     this.thought = null;
     this.text = null;
+    this.drawing = 0; // the frame that will draw the text so far
   }
 
   // Adds the delta of one event; returns whether it had anything to show.
@@ -16,14 +22,28 @@ export class Answer {
     if (delta.reasoning) this.think(delta.reasoning);
     if (delta.content) this.write(delta.content);
     for (const piece of delta.tool_calls ?? []) this.call(piece);
-    const shown = Boolean(delta.reasoning || delta.content || delta.tool_calls);
-    if (shown) this.turn.scrollIntoView({ block: "end" });
-    return shown;
+    return Boolean(delta.reasoning || delta.content || delta.tool_calls);
+  }
+
+  // Shows all there is, and says how the answer went.
+  finish(note) {
+    this.draw();
+    this.turn.classList.remove("open");
+    for (const [index, { field, result }] of this.cards.entries()) {
+      const call = this.message.tool_calls[index].function;
+      const given = parsed(call.arguments);
+      if (given) field.textContent = JSON.stringify(given, null, 1).replaceAll("\n ", "\n  ");
+      const example = EXAMPLES[call.name];
+      if (example && !result.value) result.value = example;
+    }
+    const foot = element("small", "foot", element("span", "", note));
+    if (this.message.content) foot.append(copyButton(() => this.message.content));
+    this.turn.append(foot);
+    return foot;
   }
 
   part(name, kind) {
-    const part = document.createElement(name);
-    part.className = kind;
+    const part = element(name, kind);
     this.turn.append(part);
     return part;
   }
@@ -31,18 +51,24 @@ export class Answer {
   think(text) {
     if (!this.thought) {
       const folded = this.part("details", "thought");
-      folded.append(Object.assign(document.createElement("summary"), { textContent: "Reasoning" }));
-      this.thought = document.createElement("div");
-      folded.append(this.thought);
+      this.thought = element("div");
+      folded.append(element("summary", "", "Reasoning"), this.thought);
     }
     this.message.reasoning = (this.message.reasoning ?? "") + text;
-    this.thought.textContent = this.message.reasoning;
+    this.thought.append(text);
   }
 
   write(text) {
-    this.text ??= this.part("span", "text");
+    this.text ??= new Markdown(this.part("div", "text"));
     this.message.content += text;
-    this.text.textContent = this.message.content;
+    this.drawing ||= requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    cancelAnimationFrame(this.drawing);
+    this.drawing = 0;
+    this.text?.show(this.message.content);
+    this.turn.dispatchEvent(new Event("drawn"));
   }
 
   call({ index, id, function: { name, arguments: piece } }) {
@@ -50,27 +76,38 @@ export class Answer {
     const calls = this.message.tool_calls;
     if (id) {
       calls[index] = { id, type: "function", function: { name, arguments: "" } };
-      this.fields[index] = this.card(calls[index]);
+      this.cards[index] = this.card(calls[index]);
     }
     calls[index].function.arguments += piece;
-    this.fields[index].textContent = calls[index].function.arguments;
+    this.cards[index].field.textContent = calls[index].function.arguments;
   }
 
   // Shows a call with a field for its result.
   card(call) {
-    const card = this.part("div", "call");
-    const name = Object.assign(document.createElement("b"), { textContent: call.function.name });
-    const field = document.createElement("code");
-    const result = document.createElement("input");
-    result.placeholder = "Result, then Enter";
+    const field = element("code");
+    const result = element("input");
+    result.placeholder = "What the call returns";
     result.setAttribute("aria-label", `Result of ${call.function.name}`);
-    result.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || !result.value) return;
-      event.preventDefault();
-      result.disabled = true;
+    const send = Object.assign(element("button", "", "Return"), { type: "button" });
+    const done = () => {
+      if (!result.value || result.disabled) return;
+      result.disabled = send.disabled = true;
       this.answered(call, result.value);
+    };
+    result.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") { event.preventDefault(); done(); }
     });
-    card.append(name, field, result);
-    return field;
+    send.addEventListener("click", done);
+    const head = element("div", "call-head", "Calls ", element("b", "", call.function.name));
+    this.part("div", "call").append(head, field, element("div", "row", result, send));
+    return { field, result };
+  }
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return null; // an answer that was cut
   }
 }

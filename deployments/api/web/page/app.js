@@ -1,6 +1,7 @@
 // Puts the page together: the key, the model, the chat on the left, the engine on the right.
 import { Chat } from "/ui/chat.js";
 import { Live } from "/ui/live.js";
+import { Settings } from "/ui/settings.js";
 
 const POLL_MS = 500;
 const at = (id) => document.getElementById(id);
@@ -15,7 +16,16 @@ at("key-form").addEventListener("submit", (event) => {
 });
 
 const live = new Live(at);
-const chat = new Chat(at, headers);
+const chat = new Chat(at, headers, new Settings(at));
+
+// On a narrow screen one of the two is shown.
+for (const button of at("views").children) {
+  button.addEventListener("click", () => {
+    document.body.dataset.view = button.dataset.view;
+    for (const own of at("views").children) own.setAttribute("aria-pressed", own === button);
+    if (shown) show(shown); // what was drawn while hidden had no width
+  });
+}
 
 function say(text, kind) {
   const badge = at("health");
@@ -38,8 +48,9 @@ function chosen(models) {
 
 function show(state) {
   const model = chosen(state.models);
-  at("model").textContent = (at("models").hidden ? `${model.model} · ` : "") + state.version;
-  chat.model = model.model;
+  at("model").textContent = at("models").hidden ? model.model : "";
+  at("model").title = `Rayfin ${state.version}`;
+  chat.use(model.model);
   live.show(model, state.models);
   say(model.engines.length ? "serving" : "no engine", model.engines.length ? "good" : "bad");
 }

@@ -1,44 +1,71 @@
-// A conversation over /v1/chat/completions, streamed, with tools if the page has some.
+// A conversation over /v1/chat/completions, streamed, with what the drawer says.
 import { Answer } from "/ui/answer.js";
+import { examples } from "/ui/examples.js";
+import { WEATHER } from "/ui/settings.js";
 
-const WEATHER = [{
-  type: "function",
-  function: {
-    name: "get_weather",
-    description: "Get the current weather for a city.",
-    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
-  },
-}]; // the demo model has learned to call it
+const NEAR = 60; // pixels from the end within which a reader follows it
+const BURST_MS = 50; // a rate of less time than this says nothing
 
 export class Chat {
-  constructor(at, headers) {
+  constructor(at, headers, settings) {
     this.at = at;
     this.headers = headers;
+    this.settings = settings;
     this.model = "";
     this.messages = [];
     this.aborter = null;
+    this.welcome = at("welcome");
     at("chat-form").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
     at("prompt").addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); this.send(); }
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.send();
     });
+    at("prompt").addEventListener("input", () => this.grow());
     at("stop").addEventListener("click", () => this.aborter?.abort());
-    at("weather").addEventListener("click", () => { at("tools").value = JSON.stringify(WEATHER, null, 1); });
     at("clear").addEventListener("click", () => this.clear());
+  }
+
+  use(model) {
+    if (model === this.model) return;
+    this.model = model;
+    this.at("prompt").placeholder = `Message ${model}`;
+    const choose = (text, tool) => {
+      if (tool) this.settings.addTool(WEATHER);
+      this.say(text);
+    };
+    this.welcome.querySelector("#examples").replaceChildren(...examples(model, choose));
   }
 
   clear() {
     this.aborter?.abort();
     this.messages = [];
-    this.at("log").replaceChildren();
+    this.at("log").replaceChildren(this.welcome);
+    this.at("prompt").focus();
+  }
+
+  // The field is as high as its text, up to a limit of the style's.
+  grow() {
+    const field = this.at("prompt");
+    field.style.height = "auto";
+    field.style.height = `${field.scrollHeight}px`;
   }
 
   bubble(kind, text) {
     const turn = document.createElement("div");
     turn.className = `turn ${kind}`;
     turn.textContent = text;
+    this.welcome.remove();
     this.at("log").append(turn);
-    turn.scrollIntoView({ block: "end" });
+    this.follow(true);
     return turn;
+  }
+
+  // Keeps the end in sight of a reader who is there.
+  follow(always = false) {
+    const log = this.at("log");
+    const rest = log.scrollHeight - log.scrollTop - log.clientHeight;
+    if (always || rest < NEAR + log.clientHeight / 4) log.scrollTop = log.scrollHeight;
   }
 
   busy(is) {
@@ -50,6 +77,12 @@ export class Chat {
     const text = this.at("prompt").value.trim();
     if (!text || this.aborter) return;
     this.at("prompt").value = "";
+    this.grow();
+    await this.say(text);
+  }
+
+  async say(text) {
+    if (this.aborter) return;
     this.messages.push({ role: "user", content: text });
     this.bubble("user", text);
     await this.reply();
@@ -58,18 +91,51 @@ export class Chat {
   // Streams the model's next message.
   async reply() {
     const messages = this.messages;
-    const turn = this.bubble("assistant", "");
+    const turn = this.bubble("assistant open", "");
+    turn.addEventListener("drawn", () => this.follow());
     const answer = new Answer(turn, (call, result) => this.answered(messages, call, result));
     this.aborter = new AbortController();
     this.busy(true);
+    let note = "";
     try {
-      await this.stream(messages, answer, turn);
+      note = await this.stream(messages, answer);
     } catch (error) {
-      if (error.name !== "AbortError") this.bubble("error", error.message);
+      note = error.name === "AbortError" ? "stopped" : "";
+      if (!note && messages === this.messages) this.bubble("error", error.message);
     }
-    messages.push(answer.message);
+    if (note || turn.hasChildNodes()) {
+      this.again(answer.finish(note), messages, turn);
+      messages.push(answer.message);
+    } else {
+      this.takeBack(messages, turn);
+    }
     this.aborter = null;
     this.busy(false);
+    this.follow();
+  }
+
+  // A message that was refused is back in the field, to be sent again.
+  takeBack(messages, turn) {
+    turn.remove();
+    if (messages.at(-1).role !== "user") return;
+    const { content } = messages.pop();
+    this.at("prompt").value ||= content;
+    this.grow();
+  }
+
+  // A button that asks for the last answer once more.
+  again(foot, messages, turn) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "again";
+    button.textContent = "Try again";
+    button.addEventListener("click", () => {
+      if (this.aborter || messages !== this.messages || turn !== this.at("log").lastElementChild) return;
+      messages.pop();
+      turn.remove();
+      this.reply();
+    });
+    foot.append(button);
   }
 
   // Sends the results of the last message's calls once all of them are there.
@@ -81,38 +147,35 @@ export class Chat {
     if (!this.aborter && last.tool_calls.every((own) => known.has(own.id))) await this.reply();
   }
 
-  async stream(messages, answer, turn) {
+  // Adds what comes to the answer; returns a line about it.
+  async stream(messages, answer) {
     const started = performance.now();
-    let first = null;
-    const tools = this.at("tools").value.trim();
+    let [first, usage] = [null, null];
     const response = await fetch("/v1/chat/completions", {
       method: "POST",
       signal: this.aborter.signal,
       headers: { "Content-Type": "application/json", ...this.headers() },
       body: JSON.stringify({
         model: this.model,
-        messages,
-        tools: tools ? JSON.parse(tools) : undefined,
+        ...this.settings.body(messages),
         stream: true,
         stream_options: { include_usage: true },
-        temperature: Number(this.at("temperature").value),
-        max_completion_tokens: Number(this.at("max-tokens").value) || undefined,
       }),
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response.body)) {
       if (event.error) throw new Error(event.error.message);
       if (answer.add(event.choices[0]?.delta ?? {})) first ??= performance.now();
-      if (event.usage && first) this.note(turn, event.usage, started, first);
+      usage = event.usage ?? usage;
     }
-  }
-
-  note(turn, usage, started, first) {
-    const note = document.createElement("small");
-    const rate = (usage.completion_tokens - 1) / ((performance.now() - first) / 1000);
-    const speed = usage.completion_tokens > 1 ? ` · ${rate.toFixed(0)} tokens/s` : "";
-    note.textContent = `${usage.completion_tokens} tokens · first after ${(first - started).toFixed(0)} ms${speed}`;
-    turn.append(note);
+    const count = usage?.completion_tokens ?? 0;
+    const parts = [`${count} tokens`];
+    if (first) {
+      parts.push(`first after ${(first - started).toFixed(0)} ms`);
+      const took = performance.now() - first;
+      if (count > 1 && took > BURST_MS) parts.push(`${((1000 * (count - 1)) / took).toFixed(0)} tokens/s`);
+    }
+    return parts.join(" · ");
   }
 }
 

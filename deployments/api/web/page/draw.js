@@ -17,25 +17,34 @@ function context(canvas, height) {
   return [pen, width, height];
 }
 
-export function line(canvas, points, kept) {
-  const [pen, width, height] = context(canvas, 44);
-  const most = Math.max(...points.filter((own) => own !== null), 1e-9);
-  pen.strokeStyle = style("--accent");
+// A line over the whole width, filled below. A time without a value keeps the one before.
+export function line(canvas, points) {
+  const [pen, width, height] = context(canvas, canvas.clientHeight);
+  const known = [];
+  for (const value of points) {
+    if (value !== null) known.push(value);
+    else if (known.length) known.push(known.at(-1));
+  }
+  if (!known.length) return;
+  if (known.length === 1) known.push(known[0]);
+  const most = Math.max(...known, 1e-9);
+  pen.strokeStyle = pen.fillStyle = style("--accent");
   pen.lineWidth = 1.5;
+  pen.lineJoin = "round";
   pen.beginPath();
-  let down = false;
-  points.forEach((value, index) => {
-    if (value === null) { down = false; return; }
-    const x = ((index + kept - points.length) / (kept - 1)) * width;
-    const y = height - 2 - (value / most) * (height - 4);
-    if (down) pen.lineTo(x, y); else pen.moveTo(x, y);
-    down = true;
+  known.forEach((value, index) => {
+    pen.lineTo((index / (known.length - 1)) * width, height - 1 - (value / most) * (height - 3));
   });
   pen.stroke();
+  pen.lineTo(width, height);
+  pen.lineTo(0, height);
+  pen.globalAlpha = 0.14;
+  pen.fill();
+  pen.globalAlpha = 1;
 }
 
 export function bars(canvas, decode, prefill) {
-  const [pen, width, height] = context(canvas, 26);
+  const [pen, width, height] = context(canvas, canvas.clientHeight);
   pen.fillStyle = style("--free");
   pen.fillRect(0, 0, width, height);
   const all = Math.max(decode + prefill, 1);
@@ -48,7 +57,7 @@ export function bars(canvas, decode, prefill) {
 export function cells(canvas, map, running) {
   const total = map.reduce((sum, [, count]) => sum + count, 0);
   const width = canvas.clientWidth;
-  const edge = Math.max(3, Math.min(14, Math.floor(Math.sqrt((width * 220) / Math.max(total, 1)))));
+  const edge = Math.max(3, Math.min(14, Math.floor(Math.sqrt((width * 140) / Math.max(total, 1)))));
   const columns = Math.max(1, Math.floor(width / edge));
   const height = Math.ceil(total / columns) * edge;
   canvas.style.height = `${height}px`;

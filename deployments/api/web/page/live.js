@@ -47,7 +47,7 @@ export class Live {
     this.choose(null);
     for (const name of Object.keys(this.lines)) {
       this.at(name).textContent = "–";
-      line(this.at(`${name}-line`), [], KEPT);
+      line(this.at(`${name}-line`), []);
     }
     for (const id of ["batch-text", "pages-text", "requests-text"]) this.at(id).textContent = "no engine";
     this.at("requests").tBodies[0].replaceChildren();
@@ -94,7 +94,7 @@ export class Live {
     if (points.length > KEPT) points.shift();
     const known = points.filter((own) => own !== null);
     if (known.length) this.at(name).textContent = format(value ?? known.at(-1));
-    line(this.at(`${name}-line`), points, KEPT);
+    line(this.at(`${name}-line`), points);
   }
 
   batch(engine) {

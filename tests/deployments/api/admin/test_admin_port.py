@@ -22,7 +22,7 @@ from rayfin.deployments.serve.admin_port import bind, build_admin_api
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.ports import check_ports
 from rayfin.deployments.serve.server_args import ServerArgs
-from rayfin.deployments.serve.serving import _welcome
+from rayfin.deployments.serve.startup import summary
 
 ADMIN = ServerArgs(api_key="client-key", admin_api_key="admin-key", admin_port=9401)
 OPERATOR = {"Authorization": "Bearer admin-key"}
@@ -133,9 +133,8 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_the_welcome_says_where_it_is() -> None:
-    assert "rayfin status --url http://127.0.0.1:9401\n" in _welcome(
-        [ModelArgs(ADMIN, EngineArgs())], "127.0.0.1", 8000
-    )
+    rows, _ = summary([ModelArgs(ADMIN, EngineArgs())], "127.0.0.1", 8000, [None])
+    assert ("operators", "rayfin status --url http://127.0.0.1:9401") in rows
 
 
 def test_keys_of_both_are_different() -> None:

@@ -1,9 +1,15 @@
-"""The fake engine of the OpenAI tests, and what it shows of itself."""
+"""The fake engine of the OpenAI tests, what it shows of itself, and a browser."""
 
 import importlib.util
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 
 from rayfin.actors.messages import (
     FREE,
@@ -15,7 +21,9 @@ from rayfin.actors.messages import (
     StepView,
     WaitingView,
 )
+from rayfin.deployments.api.app import build_api
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 _PATH = Path(__file__).parents[1] / "conftest.py"
 _SPEC = importlib.util.spec_from_file_location("rayfin_tests_openai_conftest", _PATH)
 assert _SPEC is not None and _SPEC.loader is not None
@@ -54,3 +62,50 @@ def shown() -> EngineSnapshot:
             "finished": {"stop": 4},
         },
     )
+
+
+@pytest.fixture
+def serving() -> Callable[..., AbstractContextManager[str]]:
+    return _serving
+
+
+@pytest.fixture
+def url(service: Any) -> Iterator[str]:
+    with _serving(service) as address:
+        yield address
+
+
+@contextmanager
+def _serving(*services: Any) -> Iterator[str]:
+    config = uvicorn.Config(build_api(*services), port=0, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+        assert thread.is_alive()
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/ui"
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """A browser's page; an error of a script or a refused file fails the test."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on(
+            "console",
+            lambda reported: wrong.append(reported.text) if reported.type == "error" else None,
+        )
+        page.set_default_timeout(20_000)
+        yield page
+        browser.close()
+        expected = ("status of 401", "status of 400")  # of the API, logged by the browser
+        assert not [text for text in wrong if not any(own in text for own in expected)]

@@ -1,64 +1,26 @@
 """The page in a browser: a real conversation, a real click, the pixels of the page map."""
 
-import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import uvicorn
 
 from rayfin.actors.messages import FREE, EngineInfo, EngineSnapshot, PagesView
-from rayfin.deployments.api.app import build_api
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 
-@pytest.fixture
-def url(service: Any) -> Iterator[str]:
-    with serving(service) as address:
-        yield address
-
-
-@contextmanager
-def serving(*services: Any) -> Iterator[str]:
-    config = uvicorn.Config(build_api(*services), port=0, log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-        assert thread.is_alive()
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/ui"
-    server.should_exit = True
-    thread.join(10)
-
-
-@pytest.fixture
-def page() -> Iterator[Any]:
-    """A browser's page; an error of a script or a refused file fails the test."""
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        wrong: list[str] = []
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on(
-            "console",
-            lambda reported: wrong.append(reported.text) if reported.type == "error" else None,
-        )
-        page.set_default_timeout(20_000)
-        yield page
-        browser.close()
-        expected = ("status of 401", "status of 400")  # of the API, logged by the browser
-        assert not [text for text in wrong if not any(own in text for own in expected)]
+def limit(page: Any, tokens: str) -> None:
+    """Says in the drawer how long an answer may be."""
+    page.click("#settings-open")
+    page.fill("#max-tokens", tokens)
+    page.press("#max-tokens", "Escape")
 
 
 def test_a_chat_streams(url: str, page: Any, engine: Any, shown: EngineSnapshot) -> None:
@@ -81,7 +43,7 @@ def test_an_answer_can_be_stopped(url: str, page: Any, engine: Any, shown: Engin
     engine.shown, engine.delay = [shown], 0.2
     page.goto(url)
     sync_api.expect(page.locator("#health")).to_have_text("serving")
-    page.fill("#max-tokens", "100")
+    limit(page, "100")
     page.fill("#prompt", "hello")
     page.click("#send")
     sync_api.expect(page.locator(".turn.assistant")).to_contain_text("Sure")
@@ -94,10 +56,11 @@ def test_an_error_is_told(url: str, page: Any, engine: Any, shown: EngineSnapsho
     engine.shown = [shown]
     page.goto(url)
     sync_api.expect(page.locator("#health")).to_have_text("serving")
-    page.fill("#max-tokens", "99999")
+    limit(page, "99999")
     page.fill("#prompt", "hello")
     page.click("#send")
     sync_api.expect(page.locator(".turn.error")).to_contain_text("max_completion_tokens")
+    sync_api.expect(page.locator("#prompt")).to_have_value("hello")  # to be sent again
 
 
 def test_a_call_is_shown_as_a_call(
@@ -111,10 +74,7 @@ def test_a_call_is_shown_as_a_call(
     engine.limits = EngineInfo("engine", 2048, service.tokenizer.vocab_size, 1000, 4)
     service.formats = Detected(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"])
     page.goto(url)
-    page.click("#tools-box summary")
-    page.click("#weather")
-    page.fill("#prompt", "hello")
-    page.press("#prompt", "Enter")
+    page.click("#examples button:nth-child(3)")
     turns = page.locator(".turn.assistant")
     sync_api.expect(turns.locator(".call b")).to_have_text("get_weather")
     sync_api.expect(turns.locator(".call code")).to_have_text("{}")
@@ -124,6 +84,7 @@ def test_a_call_is_shown_as_a_call(
     turns.locator(".thought summary").click()
     sync_api.expect(thought).to_have_text("hm")
     sync_api.expect(page.locator("#send")).to_be_visible()
+    assert engine.seen[0].prompt.size and "get_weather" in page.input_value("#tools")
     turns.locator(".call input").fill("sunny")
     turns.locator(".call input").press("Enter")
     sync_api.expect(turns).to_have_count(2)
@@ -172,7 +133,12 @@ def test_engines_have_tabs(url: str, page: Any, engine: Any, shown: EngineSnapsh
 
 
 def test_every_model_is_shown_and_talked_to(
-    service: Any, page: Any, engine: Any, shown: EngineSnapshot, tokenizer: Any
+    service: Any,
+    page: Any,
+    engine: Any,
+    shown: EngineSnapshot,
+    tokenizer: Any,
+    serving: Callable[..., AbstractContextManager[str]],
 ) -> None:
     other = type(engine)(tokenizer)
     engine.shown = [shown]
@@ -211,3 +177,81 @@ def test_it_asks_for_a_key(
     sync_api.expect(page.locator("#health")).to_have_text("serving")
     sync_api.expect(page.locator("#key-form")).to_be_hidden()
     page.goto("about:blank")  # the server ends before the browser here
+
+
+def test_the_drawer_says_how_to_answer(
+    url: str, page: Any, engine: Any, service: Any, shown: EngineSnapshot
+) -> None:
+    """And what it says lasts as long as the tab, in sight below the message."""
+    engine.shown = [shown]
+    page.goto(url)
+    page.click("#settings-open")
+    page.fill("#system", "Speak like a pirate.")
+    page.fill("#temperature", "0.5")
+    page.fill("#seed", "7")
+    page.fill("#tools", "{")
+    sync_api.expect(page.locator("#tools-error")).to_be_visible()
+    page.fill("#tools", "")
+    sync_api.expect(page.locator("#tools-error")).to_be_hidden()
+    page.press("#tools", "Escape")
+    sync_api.expect(page.locator("#settings")).to_be_hidden()
+    page.reload()
+    chips = ["system prompt", "temperature 0.5", "seed 7"]
+    sync_api.expect(page.locator("#chips button")).to_have_text(chips)
+    page.fill("#prompt", "hello")
+    page.click("#send")
+    sync_api.expect(page.locator(".turn.assistant small")).to_contain_text("tokens")
+    request = engine.seen[0]
+    assert (request.sampling.temperature, request.sampling.seed) == (0.5, 7)
+    prompt = service.tokenizer.decode(request.prompt.tolist(), False)
+    assert "system\nSpeak like a pirate." in prompt
+    page.click("#chips button:first-child")
+    page.click("#reset")
+    sync_api.expect(page.locator("#chips button")).to_have_count(0)
+
+
+def test_an_answer_is_asked_for_again(
+    url: str, page: Any, engine: Any, shown: EngineSnapshot
+) -> None:
+    engine.shown = [shown]
+    page.goto(url)
+    page.click("#examples button:first-child")
+    sync_api.expect(page.locator(".turn.assistant small")).to_contain_text("tokens")
+    page.click(".again")
+    sync_api.expect(page.locator(".turn.assistant small")).to_contain_text("tokens")
+    sync_api.expect(page.locator(".turn")).to_have_count(2)
+    first, second = engine.seen
+    assert first.prompt.tolist() == second.prompt.tolist()
+    page.click("#clear")
+    sync_api.expect(page.locator("#welcome")).to_be_visible()
+
+
+@pytest.mark.parametrize("width", [360, 390, 768])
+def test_a_phone_shows_one_thing_at_a_time(
+    url: str, page: Any, engine: Any, shown: EngineSnapshot, width: int
+) -> None:
+    engine.shown = [shown]
+    page.set_viewport_size({"width": width, "height": 700})
+    page.goto(url)
+    sync_api.expect(page.locator("#live")).to_be_hidden()
+    sync_api.expect(page.locator("#send")).to_be_in_viewport()
+    wide = "document.documentElement.scrollWidth > innerWidth"
+    assert not page.evaluate(wide)
+    page.click("#views [data-view=live]")
+    sync_api.expect(page.locator("#chat")).to_be_hidden()
+    sync_api.expect(page.locator("#requests tbody tr")).to_have_count(3)
+    assert not page.evaluate(wide)
+
+
+def test_lines_fill_their_tiles(url: str, page: Any, engine: Any, shown: EngineSnapshot) -> None:
+    """From the second state on, from edge to edge."""
+    engine.shown = [shown]
+    page.goto(url)
+    page.wait_for_function(
+        """() => ["rate-line", "step-line"].every((id) => {
+          const { width, height } = document.getElementById(id);
+          const pen = document.getElementById(id).getContext("2d");
+          const drawn = (x) => pen.getImageData(x, 0, 1, height).data.some((value) => value);
+          return drawn(0) && drawn(width >> 1) && drawn(width - 1);
+        })"""
+    )

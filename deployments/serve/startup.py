@@ -1,0 +1,180 @@
+"""What a start says: one line for each stage, and at the end where the server is.
+
+A terminal shows the stage that runs, with its seconds. Another output gets the same lines plain.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve as ray_serve
+
+from rayfin import __version__
+from rayfin.actors.messages import EngineInfo
+from rayfin.actors.timing import START_SHOWN_SECONDS, START_TOLD_SECONDS
+from rayfin.deployments.client.engine_names import find_engine
+from rayfin.deployments.serve.model_args import ModelArgs
+from rayfin.deployments.serve.preflight import located
+
+SHOWN = 12  # columns of a name in the summary
+
+
+class StartUp:
+    """Prints the stages of a start to standard output."""
+
+    def __init__(self) -> None:
+        self._console: Any = None
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            self._console = Console(highlight=False)
+
+    @contextmanager
+    def stage(
+        self, doing: str, details: Callable[[], str] = str, *, announced: bool = False
+    ) -> Iterator[Callable[[str], None]]:
+        """A stage of the start. The caller passes what was done to the function that it gets.
+
+        Args:
+            doing: what is done, without a full stop.
+            details: what is known of it now; a terminal shows it while the stage runs.
+            announced: a plain output has a line at the beginning, too; for a stage that takes long.
+        """
+        began = time.monotonic()
+        done: list[str] = []
+        if self._console is None:
+            if announced:
+                print(f"{doing} ...", flush=True)
+            yield done.append
+        else:
+            with self._console.status(doing, spinner="dots") as status:
+                over = threading.Event()
+                shown = (over, status, doing, details, began)
+                watch = threading.Thread(target=_refresh, args=shown, daemon=True)
+                watch.start()
+                try:
+                    yield done.append
+                finally:
+                    over.set()
+                    watch.join()
+        for text in done:
+            self._line(text, time.monotonic() - began)
+
+    def _line(self, text: str, seconds: float) -> None:
+        if self._console is None:
+            print(f"{text} ({seconds:.1f} s).", flush=True)
+        else:
+            self._console.print(f"[green]✓[/] {_escaped(text)} [dim]{seconds:.1f} s[/]")
+
+    def summary(self, rows: Sequence[tuple[str, str]], example: str) -> None:
+        """Prints where the server is, by name and value, and a command to try."""
+        if self._console is None:
+            lines = [f"  {name:{SHOWN}}{value}" for name, value in rows[1:]]
+            print("\n".join(["", " ".join(rows[0]), "", *lines, "", example]), flush=True)
+            return
+        title, what = rows[0]
+        self._console.print(f"\n[bold]{_escaped(title)}[/] {_escaped(what)}\n", soft_wrap=True)
+        for name, value in rows[1:]:
+            text = f"  [dim]{name:{SHOWN}}[/]{_escaped(value)}"
+            self._console.print(text, soft_wrap=True)
+        self._console.print(f"\n[dim]{_escaped(example)}[/]", soft_wrap=True)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _refresh(
+    over: threading.Event, status: Any, doing: str, details: Callable[[], str], began: float
+) -> None:
+    while not over.wait(START_SHOWN_SECONDS):
+        known = ""
+        with suppress(Exception):  # of a cluster that is about to stop
+            known = details()
+        seconds = time.monotonic() - began
+        status.update(
+            f"{_escaped(' · '.join(filter(None, [doing, known])))} [dim]{seconds:.0f} s[/]"
+        )
+
+
+def loading(models: Sequence[ModelArgs]) -> str:
+    """What is loaded, and how large its weights are where that is known."""
+    return ", ".join(f"{own.engine.model}{_size(own)}" for own in models)
+
+
+def _size(model: ModelArgs) -> str:
+    if model.engine.load_format == "dummy":
+        return " (random weights)"
+    folder = Path(located(model.engine).model)
+    files = folder.glob("*.safetensors") if folder.is_dir() else ()
+    total = sum(path.stat().st_size for path in files)
+    return f" ({readable(total)} of weights)" if total else ""
+
+
+def readable(size: float) -> str:
+    """A number of bytes in the unit that shows one to three digits before the point."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def progress(name: str) -> str:
+    """Which deployments of an application are ready."""
+    application = ray_serve.status().applications.get(name)
+    parts = application.deployments if application is not None else {}
+    ready = [part for part, own in parts.items() if own.status.value == "HEALTHY"]
+    return f"{len(ready)} of {len(parts)} parts ready" if parts else ""
+
+
+def engine_info(app: str, model: ModelArgs) -> EngineInfo | None:
+    """The limits of one of a model's engines, None if it has none or does not say."""
+    engine = find_engine(app, model.deployment)
+    if engine is None:
+        return None
+    try:
+        info: EngineInfo = ray.get(engine.info.remote(), timeout=START_TOLD_SECONDS)
+    except Exception:  # it has just been replaced; the summary does without
+        return None
+    return info
+
+
+def summary(
+    models: Sequence[ModelArgs], host: str, port: int, infos: Sequence[EngineInfo | None]
+) -> tuple[list[tuple[str, str]], str]:
+    """The rows of the summary, the title first, and a command that asks the first model."""
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    address = f"http://{shown}:{port}"
+    served = ", ".join(own.names[0] for own in models)
+    server = models[0].server
+    rows = [(f"Rayfin serves {served} at {address}/v1", "(Ctrl-C stops it)")]
+    for model, info in zip(models, infos, strict=True):
+        if info is not None:
+            tokens = info.num_pages * info.page_size
+            context = (
+                f"{info.max_model_len:,} tokens a request; {tokens:,} in the KV cache, "
+                f"{info.num_pages:,} pages of {info.page_size}"
+            )
+            rows.append((model.names[0] if len(models) > 1 else "context", context))
+    if server.ui:
+        rows.append(("page", f"{address}/ui"))
+    rows.append(("docs", f"{address}/docs"))
+    if server.admin_port is not None:
+        rows.append(
+            ("operators", f"rayfin status --url http://{server.admin_host}:{server.admin_port}")
+        )
+    rows.append(("version", __version__))
+    key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
+    example = f"""  curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{models[0].names[0]}", "temperature": 0,
+         "messages": [{{"role": "user", "content": "What is 37 + 48?"}}]}}'
+"""
+    return rows, example
