@@ -11,7 +11,6 @@ import click
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest, RayfinError
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.cli.conversation import Conversation
 from rayfin.deployments.cli.options import (
     SectionedCommand,
     build,
@@ -19,7 +18,8 @@ from rayfin.deployments.cli.options import (
     server_options,
     values_of,
 )
-from rayfin.deployments.cli.screen import MarkdownScreen, PlainScreen
+from rayfin.deployments.terminal.conversation import Conversation
+from rayfin.deployments.terminal.screen import MarkdownScreen, PlainScreen
 
 SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "stop")
 QUOTES = '"""'
@@ -69,7 +69,7 @@ def chat(
         return talk.run()
 
 
-class Command(NamedTuple):
+class ChatCommand(NamedTuple):
     """What a line that starts with a slash does; ``run`` takes the rest of the line."""
 
     usage: str
@@ -174,8 +174,8 @@ class Talk:
             except (InvalidRequest, TypeError) as error:
                 raise InvalidConfig(str(error)) from None
             self.conversation.sampling = sampling
-        told = ", ".join(f"{name} {value}" for name, value in sampling.items())
-        self.screen.note(told or "all as the server has them")
+        parts = ", ".join(f"{name} {value}" for name, value in sampling.items())
+        self.screen.note(parts or "all as the server has them")
 
     def retry(self, rest: str) -> None:
         """Asks the last question again."""
@@ -209,11 +209,13 @@ def _value(name: str, text: str) -> Any:
 
 
 COMMANDS = {
-    "help": Command("/help", "this list", Talk.help),
-    "clear": Command("/clear", "start a new conversation", Talk.clear),
-    "system": Command("/system [TEXT]", "show or set the system message, - for none", Talk.system),
-    "set": Command("/set [NAME [VALUE]]", "show, set or unset a sampling parameter", Talk.set),
-    "retry": Command("/retry", "ask the last question again", Talk.retry),
-    "save": Command("/save FILE", "write the messages to a JSON file", Talk.save),
-    "exit": Command("/exit, Ctrl-D", "leave", Talk.exit),
+    "help": ChatCommand("/help", "this list", Talk.help),
+    "clear": ChatCommand("/clear", "start a new conversation", Talk.clear),
+    "system": ChatCommand(
+        "/system [TEXT]", "show or set the system message; - is none", Talk.system
+    ),
+    "set": ChatCommand("/set [NAME [VALUE]]", "show, set or unset a sampling parameter", Talk.set),
+    "retry": ChatCommand("/retry", "ask the last question again", Talk.retry),
+    "save": ChatCommand("/save FILE", "write the messages to a JSON file", Talk.save),
+    "exit": ChatCommand("/exit, Ctrl-D", "leave", Talk.exit),
 }

@@ -108,8 +108,8 @@ def _serve(
     stop: StopSignals,
 ) -> None:
     """Serves until the first signal, and stops all that it started."""
-    told = StartUp()
-    with _cluster(verbose, told) as ours, _serve_instance(host, port, keep=ours):
+    start_up = StartUp()
+    with _cluster(verbose, start_up) as ours, _serve_instance(host, port, keep=ours):
         if ours:  # the head node is here, and no other will come
             require_own_ports(server)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -121,10 +121,12 @@ def _serve(
             raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
         try:
             what = loading(models)
-            with told.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
+            with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
                 _deploy(bind_models(server, engine, models), name)
                 done(f"Loaded {what}")
-            told.summary(*summary(models, host, port, [engine_info(name, own) for own in models]))
+            start_up.summary(
+                *summary(models, host, port, [engine_info(name, own) for own in models])
+            )
             _wait_for_signal()
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
         finally:
@@ -132,7 +134,7 @@ def _serve(
 
 
 @contextmanager
-def _cluster(verbose: bool, told: StartUp) -> Iterator[bool]:
+def _cluster(verbose: bool, start_up: StartUp) -> Iterator[bool]:
     """A Ray cluster: RAY_ADDRESS' or ``ray start``'s, left alone afterwards, or a new local one.
 
     Yields whether it is ours.
@@ -142,7 +144,7 @@ def _cluster(verbose: bool, told: StartUp) -> Iterator[bool]:
     output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     set_ray_environment()
     os.environ.setdefault(CALLBACK, CALLBACK_PATH)  # what a new Ray's processes inherit
-    with told.stage("Starting Ray") as done:
+    with start_up.stage("Starting Ray") as done:
         try:
             ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)
             ours = True

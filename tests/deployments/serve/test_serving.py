@@ -97,10 +97,10 @@ def test_summary_keeps_the_key_to_itself(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_stages_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    told = StartUp()
-    with told.stage("Starting") as done:
+    start_up = StartUp()
+    with start_up.stage("Starting") as done:
         done("Started")
-    with pytest.raises(RuntimeError), told.stage("Loading [x]", announced=True):
+    with pytest.raises(RuntimeError), start_up.stage("Loading [x]", announced=True):
         raise RuntimeError
     first, second = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"Started \(0\.\d s\)\.", first) and second == "Loading [x] ..."
@@ -109,13 +109,13 @@ def test_stages_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_terminal_sees_the_stage_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, shown = Screen(), threading.Event()
     monkeypatch.setattr(sys, "stdout", screen)
-    told = StartUp()
+    start_up = StartUp()
 
     def details() -> str:
         shown.set()
         return "1 of 2 parts ready"
 
-    with told.stage("Loading [x]", details) as done:
+    with start_up.stage("Loading [x]", details) as done:
         assert shown.wait(30)
         screen.wait_for("Loading [x] · 1 of 2 parts ready")
         done("Loaded [x]")

@@ -12,7 +12,7 @@ import pytest
 
 from rayfin.deployments.bench.endpoint import StreamPiece
 from rayfin.deployments.cli.main import main
-from rayfin.deployments.cli.screen import MarkdownScreen, complete_blocks
+from rayfin.deployments.terminal.screen import MarkdownScreen, complete_blocks
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 

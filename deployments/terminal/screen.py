@@ -121,9 +121,9 @@ def _dim(text: str) -> Any:
 def _speed(began: float, first: float, tokens: int) -> str:
     if not first:
         return "no text"
-    told = [f"{tokens} tokens"] if tokens else []
-    told.append(f"first after {first - began:.2f} s")
+    parts = [f"{tokens} tokens"] if tokens else []
+    parts.append(f"first after {first - began:.2f} s")
     took = time.monotonic() - first
     if tokens > 1 and took > 0.05:
-        told.append(f"{(tokens - 1) / took:.0f} tokens/s")
-    return " · ".join(told)
+        parts.append(f"{(tokens - 1) / took:.0f} tokens/s")
+    return " · ".join(parts)
