@@ -81,12 +81,23 @@ class Sampling:
 
 
 @dataclass(slots=True, frozen=True)
+class Repetition:
+    """When an output repeats itself: a pattern of tokens stands several times at its end."""
+
+    longest: int  # tokens of a pattern
+    shortest: int
+    copies: int  # of the pattern, one after the other
+    after: int = 0  # not before the output has so many tokens (min_tokens)
+
+
+@dataclass(slots=True, frozen=True)
 class StopRules:
     """When the scheduler ends a request; the ingress handles stop *strings*."""
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()  # end of sequence included, unless ignored
     eos_token_ids: frozenset[int] = frozenset()  # of those, the ones not reported as stop_reason
+    repetition: Repetition | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -292,8 +303,8 @@ class Ended:
     """The end of one request."""
 
     key: int
-    finish_reason: str  # "stop", "length", "abort", "error"
-    stop_reason: int | None = None  # the stop token's id, when it was not end of sequence
+    finish_reason: str  # "stop", "length", "repetition", "abort", "error"
+    stop_reason: int | str | None = None  # a stop token's id, or words about a repetition
     error: RayfinError | None = None
     cached_tokens: int = 0  # prompt tokens that were not computed
     hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
@@ -339,7 +350,7 @@ class TokenDelta:
     request_id: str
     tokens: list[int]
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     cached_tokens: int = 0  # prompt tokens that were not computed
     logprobs: list[TokenLogprob] | None = None  # one for each token, if requested
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by prompt position
@@ -357,7 +368,7 @@ class TokenLog:
     seed: int
     tokens: list[int]
     finish_reason: str | None = None  # None: it had not finished
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     cached_tokens: int = 0
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import BeamParams
+from rayfin.actors.messages import BeamParams, Repetition
 from rayfin.actors.structured_outputs import StructuredOutputs
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
@@ -21,6 +21,8 @@ MAX_N = 16384
 MAX_LOGIT_BIAS = 1024  # tokens
 BIAS_LIMIT = 100.0  # larger ones are clipped to it
 MAX_LOGPROB_IDS = 128
+MAX_PATTERN = 1024  # tokens of a pattern that repeats
+MAX_COPIES = 1 << 16
 LONGEST_SHOWN = 24  # characters of each bad value in an error
 SEED_BITS = 63
 NUMBER = re.compile(r"-?[0-9]{1,18}")
@@ -28,7 +30,7 @@ NO_SEED = -1
 NO_BUDGET = -1
 UNSERVED = (
     *("extra_args", "flat_logprobs"),
-    *("thinking_token_budget", "repetition_detection"),
+    *("thinking_token_budget",),
 )
 WHOLE_VOCABULARY = -1  # as a number of log probabilities
 
@@ -75,7 +77,8 @@ class SamplingParams:
     flat_logprobs: bool = False
     logprob_token_ids: Sequence[int] | None = None  # served: ``logprobs`` of these tokens
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
+    # Ends an output that repeats itself: max_pattern_size, min_pattern_size, min_count
+    repetition_detection: Mapping[str, int] | Repetition | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -111,6 +114,7 @@ class SamplingParams:
         self._check_logprob_ids()
         self._check_truncation()
         self.structured_outputs = _structured(self.structured_outputs)
+        self.repetition_detection = _repetition(self.repetition_detection, self.min_tokens)
         for name in UNSERVED:
             if getattr(self, name) not in (None, False, {}, [], NO_BUDGET):
                 raise InvalidRequest(
@@ -268,6 +272,32 @@ def listed(values: Iterable[object], one: str = "", several: str = "") -> str:
     """Returns all values for an error, each cut to a length, and the words for one or several."""
     words = [str(value)[:LONGEST_SHOWN] for value in values]
     return " ".join(filter(None, (", ".join(words), one if len(words) == 1 else several)))
+
+
+REPETITION_KEYS = ("max_pattern_size", "min_pattern_size", "min_count")
+
+
+def _repetition(value: object, min_tokens: int) -> Repetition | None:
+    """The rule in a dict, or in an object with such attributes; a longest pattern of 0 is none."""
+    if value is None or isinstance(value, Repetition):
+        return value
+    name = "repetition_detection"
+    if not isinstance(value, Mapping):
+        if not all(hasattr(value, key) for key in REPETITION_KEYS):
+            raise InvalidRequest(
+                f"{name} must be an object with {', '.join(REPETITION_KEYS)}.", name, "invalid_type"
+            )
+        value = {key: getattr(value, key) for key in REPETITION_KEYS}
+    for key in value:
+        if key not in REPETITION_KEYS:
+            raise InvalidRequest(f"{name} has no field {str(key)[:64]!r}.", f"{name}.{key}"[:128])
+    longest, shortest, copies = (value.get(key, 0) for key in REPETITION_KEYS)
+    _integer(f"{name}.max_pattern_size", longest, 0, MAX_PATTERN)
+    _integer(f"{name}.min_pattern_size", shortest, 0, longest)
+    if longest == 0:
+        return None
+    _integer(f"{name}.min_count", copies, 2, MAX_COPIES)
+    return Repetition(longest, max(shortest, 1), copies, min_tokens)
 
 
 def _structured(value: object) -> StructuredOutputs | None:

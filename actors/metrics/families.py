@@ -21,7 +21,7 @@ ALIAS_PREFIX = "vllm:"
 EVERY_ENGINE = "all"
 """Under the alias every series has the label ``engine``; this is its value for other metrics."""
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 REPLAY_REASONS = ("lost", "moved")
 WAITING_REASONS = ("capacity", "deferred")
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")

@@ -49,6 +49,7 @@ from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
 from rayfin.actors.scheduler.queues.deadlines import Deadlines, exceeded
 from rayfin.actors.scheduler.queues.lobby import Lobby
+from rayfin.actors.scheduler.state import repetition
 from rayfin.actors.scheduler.state.executor import Executor
 from rayfin.actors.scheduler.state.outbox import Outbox, column_logprobs, compacted
 from rayfin.actors.scheduler.state.request import Request
@@ -172,6 +173,7 @@ class Engine:
         self.lifecycle.enqueue(request)
         self._quarantine.watch(request)
         self._deadlines.watch(request)
+        state.repetitions.watch(request)
         state.counters.prompt_tokens += len(source.prompt)
 
     def abort(self, client: str, key: int, reason: str = "abort") -> None:
@@ -184,6 +186,7 @@ class Engine:
         if request is not None:
             self._deadlines.discard(request)
             self._quarantine.discard(request)
+            self.lifecycle.state.repetitions.discard(request)
             self.lifecycle.finish(request, reason)
             self._logs.keep(request)
 
@@ -356,8 +359,11 @@ class Engine:
         for number, column in enumerate(result.tokens.T):
             rows = streams & (column >= 0)
             tokens = column[rows]
-            self._append(record.slots[rows], tokens, column_logprobs(result, number, rows))
+            slots = record.slots[rows]
+            self._append(slots, tokens, column_logprobs(result, number, rows))
             sampled.append(len(tokens))
+            if self._end_repeating(slots, tokens):
+                streams &= running.admission[record.slots] == record.admissions
         for row, error in result.errors.items():  # tokens of the steps before it failed are good
             slot = int(record.slots[row])
             if running.admission[slot] == record.admissions[row]:
@@ -417,6 +423,19 @@ class Engine:
             self._end(request, reason, stop_reason)
         self.lifecycle.state.counters.generation_tokens += len(tokens)
 
+    def _end_repeating(self, slots: Int64Array, tokens: Int32Array) -> bool:
+        """Ends requests whose outputs repeat themselves with ``tokens`` [N]; False if none does.
+
+        The runner does not know this rule, so it may have sampled past their ends.
+        """
+        state = self.lifecycle.state
+        if not state.repetitions:
+            return False
+        repeating = list(state.repetitions.repeating(state.running, slots, tokens))
+        for request in repeating:
+            self._end(request, repetition.REASON, repetition.DETAIL)
+        return bool(repeating)
+
     def _deliver(self, slots: Int64Array, tokens: Int32Array, logprobs: Logprobs | None) -> None:
         running = self.lifecycle.state.running
         owners = running.client[slots]
@@ -439,7 +458,7 @@ class Engine:
         self,
         request: Request,
         reason: str,
-        stop_reason: int | None = None,
+        stop_reason: int | str | None = None,
         error: RayfinError | None = None,
         hypotheses: Sequence[Hypothesis] = (),
     ) -> None:
@@ -447,6 +466,7 @@ class Engine:
         del self.lifecycle.state.live[source.client, source.key]
         self._deadlines.discard(request)
         self._quarantine.discard(request)
+        self.lifecycle.state.repetitions.discard(request)
         moved = isinstance(error, RequestHandedBack)
         spoiled = isinstance(error, RequestFailed)
         self.lifecycle.finish(request, "moved" if moved else reason, spoiled=spoiled)

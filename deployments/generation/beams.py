@@ -21,6 +21,7 @@ IGNORABLE = {  # fields that a search does not support -> values that change not
     "logprob_token_ids": ([],),
     "prompt_logprobs": (),
     "best_of": (),
+    "repetition_detection": ({},),
 }
 
 

@@ -21,7 +21,6 @@ UNSERVED: dict[str, tuple[object, ...]] = {  # fields of other servers -> values
     "prompt_logprob_token_ids": ([],),
     "flat_logprobs": (False,),
     "thinking_token_budget": (-1,),
-    "repetition_detection": (),
     "watermarking": (False,),
     "vllm_xargs": ({},),
     "extra_args": ({},),
@@ -52,7 +51,7 @@ SAMPLING_FIELDS = (
     *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
     *("spaces_between_special_tokens", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "best_of", "logit_bias", "allowed_token_ids", "bad_words"),
-    "truncate_prompt_tokens",
+    *("truncate_prompt_tokens", "repetition_detection"),
 )
 
 
@@ -106,6 +105,7 @@ class GenerationBody(BaseModel):
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None  # None: left
     cache_salt: str | None = None
+    repetition_detection: dict[str, Any] | None = None  # see SamplingParams
     request_id: str | None = None  # a label: the last part of the answer's id
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None  # see guidance/fields.py

@@ -179,8 +179,10 @@ def _stop_rules(
         )
     if params.ignore_eos and not guided:  # a complete form ends the answer, nothing else is left
         eos = frozenset()
+    assert not isinstance(params.repetition_detection, Mapping)
     return StopRules(
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
         eos_token_ids=eos,
+        repetition=params.repetition_detection,
     )

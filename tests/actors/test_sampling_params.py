@@ -1,5 +1,6 @@
 """Sampling parameters: ranges, defaults, names in errors."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from rayfin import StructuredOutputs, StructuredOutputsParams
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.messages import Repetition
 from rayfin.actors.sampling_params import NO_SEED, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
@@ -80,7 +82,7 @@ NAN, INF = float("nan"), float("inf")
         ("logprob_token_ids", [3] * 129, "array_above_max_length"),
         ("structured_outputs", "a+", "invalid_type"),
         ("thinking_token_budget", 5, "unsupported_parameter"),
-        ("repetition_detection", {"min_count": 2}, "unsupported_parameter"),
+        ("repetition_detection", 5, "invalid_type"),
     ],
 )
 def test_refused(name: str, value: Any, code: str) -> None:
@@ -180,3 +182,28 @@ def test_structured_outputs_as_a_dict_or_the_class() -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(structured_outputs={"regexp": "a+"})
     assert (caught.value.param, caught.value.code) == ("structured_outputs.regexp", "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("rule", "param"),
+    [
+        ({"max_pattern_size": 3}, "repetition_detection.min_count"),
+        ({"max_pattern_size": 3, "min_count": 1}, "repetition_detection.min_count"),
+        ({"max_pattern_size": 2, "min_pattern_size": 3}, "repetition_detection.min_pattern_size"),
+        ({"max_pattern_size": 1025, "min_count": 2}, "repetition_detection.max_pattern_size"),
+        ({"max_pattern_size": -1}, "repetition_detection.max_pattern_size"),
+        ({"max": 3}, "repetition_detection.max"),
+    ],
+)
+def test_repetition_is_refused(rule: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(repetition_detection=rule)
+    assert caught.value.param == param
+
+
+def test_repetition() -> None:
+    asked = {"max_pattern_size": 5, "min_count": 3}
+    assert SamplingParams(repetition_detection={"min_count": 2}).repetition_detection is None
+    for rule in (asked, SimpleNamespace(**asked, min_pattern_size=0)):
+        params = SamplingParams(repetition_detection=rule, min_tokens=2)  # type: ignore[arg-type]
+        assert params.repetition_detection == Repetition(5, 1, 3, 2)

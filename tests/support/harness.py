@@ -16,7 +16,7 @@ from fake_stream import Stream
 from rayfin.actors.config import BatchLimits, EngineConfig
 from rayfin.actors.errors import DeadlineExceeded, InvalidRequest, RequestQuarantined
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.messages import BeamParams, EngineRequest, Sampling, StopRules
+from rayfin.actors.messages import BeamParams, EngineRequest, Repetition, Sampling, StopRules
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 
@@ -59,6 +59,7 @@ class Harness:
         prompt_logprobs: int | None = None,
         deaths: int = 0,
         guidance: Guidance | None = None,
+        repetition: Repetition | None = None,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -70,7 +71,9 @@ class Harness:
             sampling=Sampling(
                 seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs, guidance=guidance
             ),
-            stopping=StopRules(max_tokens, frozenset(stop) | frozenset(eos), frozenset(eos)),
+            stopping=StopRules(
+                max_tokens, frozenset(stop) | frozenset(eos), frozenset(eos), repetition
+            ),
             client=client,
             key=seed if key is None else key,
             priority=priority,

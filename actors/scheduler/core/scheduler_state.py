@@ -7,6 +7,7 @@ from rayfin.actors.scheduler.queues.queue_limits import CompletionRate, QueueLim
 from rayfin.actors.scheduler.queues.waiting_queue import WaitingQueue, make_queue
 from rayfin.actors.scheduler.state.counters import EngineCounters
 from rayfin.actors.scheduler.state.page_moves import PageMoves
+from rayfin.actors.scheduler.state.repetition import RepetitionWatch
 from rayfin.actors.scheduler.state.request import Request
 from rayfin.actors.scheduler.state.runner_diff import RunnerDiff
 from rayfin.actors.scheduler.state.running_table import RunningTable
@@ -25,6 +26,7 @@ class SchedulerState:
     moves: PageMoves = field(default_factory=PageMoves)
     runner_diff: RunnerDiff = field(default_factory=RunnerDiff)
     completion_rate: CompletionRate = field(default_factory=CompletionRate)
+    repetitions: RepetitionWatch = field(default_factory=RepetitionWatch)
     live: dict[tuple[str, int], Request] = field(default_factory=dict)  # by (client, key)
     arrivals: int = 0  # requests that have come
     clients: dict[str, int] = field(default_factory=dict)  # name -> number in RunningTable.client

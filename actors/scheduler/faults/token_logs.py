@@ -22,7 +22,7 @@ class _Kept:
     seed: int
     tokens: Int32Array
     finish_reason: str | None
-    stop_reason: int | None
+    stop_reason: int | str | None
     cached_tokens: int
 
     def log(self) -> TokenLog:
@@ -60,7 +60,10 @@ class TokenLogs:
         return len(self._logs)
 
     def keep(
-        self, request: Request, finish_reason: str | None = None, stop_reason: int | None = None
+        self,
+        request: Request,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
     ) -> None:
         """Keeps the log of a request that has left its slots; no ``finish_reason`` if aborted."""
         source = request.source

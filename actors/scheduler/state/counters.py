@@ -203,7 +203,7 @@ class EngineCounters:
         if request.admitted_at is None:
             return
         self.observed.prefill_computed.observe(prompt - min(prompt, request.cached_tokens))
-        if first is None or reason not in ("stop", "length"):
+        if first is None or reason not in ("stop", "length", "repetition"):
             return
         self.observed.decode.observe(now - first)
         self.observed.inference.observe(now - request.admitted_at)

@@ -51,6 +51,7 @@ class FakeEngine:
         self.pause_after: tuple[int, asyncio.Event] | None = None  # so many deltas
         self.taken = 0  # deltas that were taken, of all requests
         self.lease = 1  # tokens in a delta
+        self.ending: tuple[str, str] | None = None  # reasons in place of length
         self.refusal: RayfinError | None = None  # raised before the first delta
         self.failure: tuple[int, Exception] | None = None  # raised after so many deltas
         self.unhealthy: RayfinError | None = None
@@ -133,12 +134,15 @@ class FakeEngine:
             return [self._searched(request, request.beams)]
         tokens = [*self.reply, self.eos] * (1 + rules.max_tokens // (len(self.reply) + 1))
         tokens = tokens[: rules.max_tokens]
-        reason, stop = "length", None
+        reason: str = "length"
+        stop: int | str | None = None
         for i, token in enumerate(tokens):
             if token in rules.stop_token_ids:
                 tokens, reason = tokens[: i + 1], "stop"
                 stop = None if token in rules.eos_token_ids else token
                 break
+        if reason == "length" and self.ending is not None:
+            reason, stop = self.ending
         tokens = tokens[len(request.output) :]
         groups = [tokens[i : i + self.lease] for i in range(0, len(tokens), self.lease)]
         deltas = [TokenDelta(request.request_id, group, cached_tokens=2) for group in groups]

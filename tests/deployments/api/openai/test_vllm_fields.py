@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rayfin.actors.messages import Repetition
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.rows import REASONING_FORMATS
@@ -229,3 +230,27 @@ async def test_what_flags_add_to_answers(http: httpx.AsyncClient, service: OpenA
     reply = (await http.post(TEXT, json={**body, "return_tokens_as_token_ids": False})).json()
     assert not reply["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
     assert reply["usage"]["prompt_tokens_details"] is None
+
+
+async def test_repetition_detection(http: httpx.AsyncClient, engine: Any) -> None:
+    rule = {"max_pattern_size": 4, "min_count": 3}
+    for path, body in ((TEXT, {"prompt": "hello"}), (CHAT, HELLO)):
+        body = {**body, "max_tokens": 3, "ignore_eos": True}
+        assert (await http.post(path, json={**body, "repetition_detection": rule})).is_success
+        assert engine.seen[-1].stopping.repetition == Repetition(4, 1, 3)
+        wrong = {**body, "repetition_detection": {**rule, "min_count": 1}}
+        assert (await refused(http, path, wrong))["param"] == "repetition_detection.min_count"
+        beams = {**body, "repetition_detection": rule, "use_beam_search": True}
+        assert (await refused(http, path, beams))["param"] == "repetition_detection"
+
+
+async def test_an_answer_that_repeats_itself(http: httpx.AsyncClient, engine: Any) -> None:
+    """Both of its reasons are vLLM's."""
+    engine.ending = "repetition", "repetition_detected"
+    for path, body in ((TEXT, {"prompt": "hello"}), (CHAT, HELLO)):
+        choice = (await http.post(path, json=body)).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == engine.ending
+        last = chunks((await http.post(path, json={**body, "stream": True})).text)[-1]
+        assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == (
+            engine.ending
+        )
