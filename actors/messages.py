@@ -12,7 +12,7 @@ microseconds, a dict per request would take hundreds. No torch here: the control
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -313,6 +313,14 @@ class Ended:
     first_token: float | None = None  # and to its first token, if there was one
 
 
+class Begun(NamedTuple):
+    """What is known of a request with its first token."""
+
+    queued: float  # seconds from its arrival until it was admitted ...
+    first_token: float | None  # ... and to the first token
+    cached_tokens: int  # prompt tokens that were not computed
+
+
 @dataclass(slots=True)
 class TokenDeltas:
     """One step's output for one client: ``tokens[i]`` belongs to its request ``keys[i]``."""
@@ -324,8 +332,7 @@ class TokenDeltas:
     ended: list[Ended] = field(default_factory=list)
     logprobs: Logprobs | None = None  # ``at`` is an index of ``tokens``
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by key
-    # By key, of requests that are ``timed``: seconds from the arrival to admission and first token.
-    begun: dict[int, tuple[float, float | None]] = field(default_factory=dict)
+    begun: dict[int, Begun] = field(default_factory=dict)  # by key, of requests that are ``timed``
     stats: "EngineStats | None" = None  # in a heartbeat
 
     @classmethod
@@ -357,7 +364,7 @@ class TokenDelta:
     hypotheses: list[Hypothesis] = field(default_factory=list)  # of a beam search, best first
     queued: float = 0.0  # seconds, in the last delta: until its engine admitted it ...
     first_token: float | None = None  # ... and until it had its first token, if there was one;
-    # of requests that are ``timed`` both are in the first delta too
+    # of requests that are ``timed`` both, and cached_tokens, are in the first delta too
 
 
 @dataclass(slots=True, frozen=True)
@@ -383,6 +390,7 @@ class EngineInfo:
     page_size: int
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     identity: str = ""  # EngineArgs.identity
+    prefix_caching: bool = True
 
 
 @dataclass(slots=True)

@@ -336,6 +336,7 @@ class SchedulerActor:
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_logprobs=config.max_logprobs,
+            prefix_caching=config.prefix_caching,
             identity=self._started.args.identity,
         )
 

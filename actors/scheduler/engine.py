@@ -17,6 +17,7 @@ from rayfin.actors.errors import (
     RunnerGroupFailed,
 )
 from rayfin.actors.messages import (
+    Begun,
     BoolArray,
     Command,
     Ended,
@@ -396,8 +397,10 @@ class Engine:
         requests = [running.request(slot) for slot in record.slots[rows].tolist()]
         now = self._clock()
         self.lifecycle.state.counters.first_tokens(requests, now)
-        for source, waits in ((own.source, own.waits(now)) for own in requests if own.source.timed):
-            self._outbox.begin(source.client, source.key, waits)
+        for request in requests:
+            if request.source.timed:
+                begun = Begun(*request.waits(now), request.cached_tokens)
+                self._outbox.begin(request.source.client, request.source.key, begun)
 
     def _expire(self) -> None:
         """Ends requests whose deadline has passed."""

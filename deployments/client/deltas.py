@@ -23,9 +23,9 @@ def split_deltas(
         if key in deltas:
             deltas[key].tokens.append(token)
     _add_logprobs(message, deltas)
-    for key, times in message.begun.items():
-        if key in deltas:
-            deltas[key].queued, deltas[key].first_token = times
+    for key, begun in message.begun.items():
+        if (first := deltas.get(key)) is not None:
+            first.queued, first.first_token, first.cached_tokens = begun
     for key, delta in deltas.items():
         if (end := ended.get(key)) is not None:
             delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason

@@ -20,6 +20,11 @@ class Prompt:
     scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, if requested
 
 
+def written_tokens(prompt: int, cached: int, page_size: int) -> int:
+    """Tokens of a prompt that were not in the prefix cache and fill pages of it."""
+    return max(0, prompt // page_size * page_size - cached) if page_size else 0
+
+
 @dataclass(slots=True)
 class Choice:
     """One choice: an engine request and its text so far."""
@@ -32,7 +37,8 @@ class Choice:
     text: list[str] = field(default_factory=list)  # the content, if the answer is parsed
     token_ids: list[int] = field(default_factory=list)
     last: TextDelta = field(default_factory=TextDelta)
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt: found in the prefix cache
+    page_size: int = 0  # tokens that the prefix cache takes at once; 0: there is none
     likelihood: Likelihood = field(default_factory=Likelihood)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # with them
@@ -77,6 +83,11 @@ class Choice:
     def content(self) -> str | None:
         """A message's content; None where there are only calls or reasoning."""
         return self.parsed.content("".join(self.text))
+
+    @property
+    def written_tokens(self) -> int:
+        """Tokens of the prompt that were computed for the prefix cache: those of whole pages."""
+        return written_tokens(len(self.prompt.ids), self.cached_tokens, self.page_size)
 
     def score_prompt(self, like: "Choice") -> None:
         """Requests the prompt's log probabilities, as the first choice does."""

@@ -139,6 +139,8 @@ class Generation:
             request_logprobs(itertools.chain.from_iterable(requests))
         generation = cls(service, prompts, requests, params, search, caller, plan)
         generation.headers |= plan.headers
+        for choice in generation.choices:
+            choice.page_size = info.page_size if info.prefix_caching else 0
         return generation
 
     def run(self) -> Deltas:
@@ -176,13 +178,16 @@ class Generation:
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         completion = sum(len(choice.token_ids) for choice in self._candidates)
         firsts = self._candidates[:: len(self._candidates) // len(self.prompts)]
-        cached = sum(choice.cached_tokens for choice in firsts)
+        details = PromptTokensDetails(
+            cached_tokens=sum(choice.cached_tokens for choice in firsts),
+            created_cache_tokens=sum(choice.written_tokens for choice in firsts),
+        )
         tells = self._replies.prompt_tokens_details
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached) if tells else None,
+            prompt_tokens_details=details if tells else None,
             completion_tokens_details=self._details(),
         )
 

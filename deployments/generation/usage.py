@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
-    created_cache_tokens: None = None  # vLLM's; not counted
+    created_cache_tokens: int = 0  # computed, and in the prefix cache from now on
     multimodal_tokens: None = None  # vLLM's; prompts are text
 
 

@@ -55,6 +55,7 @@ class InlineEngine:
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_logprobs=config.max_logprobs,
+            prefix_caching=config.prefix_caching,
         )
 
     def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:

@@ -66,7 +66,7 @@ USAGE = record(
 LAST_USAGE = record(
     COUNTS,
     {
-        "prompt_tokens_details": record({"cached_tokens": WHOLE}),
+        "prompt_tokens_details": record({"cached_tokens": WHOLE, "created_cache_tokens": WHOLE}),
         "completion_tokens_details": DETAILS,
     },
 )

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 
 from rayfin.actors.messages import (
+    Begun,
     BoolArray,
     Ended,
     Int32Array,
@@ -24,7 +25,7 @@ class Outbox:
         self._logprobs: dict[str, list[Logprobs]] = {}
         self._prompts: dict[str, dict[int, Logprobs]] = {}
         self._ended: dict[str, list[Ended]] = {}
-        self._begun: dict[str, dict[int, tuple[float, float | None]]] = {}
+        self._begun: dict[str, dict[int, Begun]] = {}
 
     def tokens(
         self, client: str, keys: Int64Array, tokens: Int32Array, logprobs: Logprobs | None = None
@@ -43,9 +44,9 @@ class Outbox:
         """Adds prompt log probabilities of the client's request ``key``."""
         self._prompts.setdefault(client, {})[key] = logprobs
 
-    def begin(self, client: str, key: int, waits: tuple[float, float | None]) -> None:
-        """Adds ``Request.waits`` of the client's request ``key``, which has its first token."""
-        self._begun.setdefault(client, {})[key] = waits
+    def begin(self, client: str, key: int, begun: Begun) -> None:
+        """Adds what is known of the client's request ``key``, which has its first token."""
+        self._begun.setdefault(client, {})[key] = begun
 
     def end(self, client: str, ended: Ended) -> None:
         self._ended.setdefault(client, []).append(ended)

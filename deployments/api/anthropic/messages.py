@@ -109,6 +109,7 @@ class MessagesAdapter(GenerationAdapter):
                 plan=self._plan,
             )
         self._choice = generation.choices[0]
+        self._choice.request.timed = self.streamed  # message_start has the cached tokens
         self._http_request_id = getattr(request.state, "request_id", "")
         return generation
 
@@ -127,7 +128,7 @@ class MessagesAdapter(GenerationAdapter):
         return self._message(generation.choices[0]).model_dump_json()
 
     def opening(self) -> Iterable[str]:
-        usage = self._usage(self._choice)
+        usage = self._usage(self._choice, output_tokens=0)
         empty = AnthropicMessage(id=self._id, model=self._model, content=[], usage=usage)
         yield _sse(MessageStart(message=empty))
         yield _sse(AnthropicEvent(type="ping"))
@@ -181,12 +182,13 @@ class MessagesAdapter(GenerationAdapter):
             reason = "tool_use"
         return Stop(stop_reason=reason, stop_sequence=None)
 
-    def _usage(self, choice: Choice) -> AnthropicUsage:
+    def _usage(self, choice: Choice, output_tokens: int | None = None) -> AnthropicUsage:
         thought = ThinkingTokens(thinking_tokens=choice.reasoning_tokens)
         return AnthropicUsage(
-            input_tokens=len(choice.prompt.ids) - choice.cached_tokens,
+            input_tokens=len(choice.prompt.ids) - choice.cached_tokens - choice.written_tokens,
+            cache_creation_input_tokens=choice.written_tokens,
             cache_read_input_tokens=choice.cached_tokens,
-            output_tokens=len(choice.token_ids),
+            output_tokens=len(choice.token_ids) if output_tokens is None else output_tokens,
             output_tokens_details=thought if self._plan.reasons else None,
         )
 

@@ -35,9 +35,9 @@ class ThinkingTokens(BaseModel):
 
 
 class AnthropicUsage(BaseModel):
-    """All tokens of the prompt are ``input_tokens`` and ``cache_read_input_tokens`` together."""
+    """The first three are all tokens of the prompt."""
 
-    input_tokens: int
+    input_tokens: int  # at the end of the prompt, neither read from the cache nor written to it
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int

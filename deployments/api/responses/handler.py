@@ -132,6 +132,7 @@ class ResponseAdapter(GenerationAdapter):
         self._state = ResponseState(
             self._created(params), self._tenant, history, items, len(prompt.ids)
         )
+        self._state.page_size = generation.choices[0].page_size
         return generation
 
     def _writer(self) -> LogprobsWriter | None:

@@ -24,6 +24,7 @@ from rayfin.deployments.api.responses.replies import (
     ResponseUsage,
     Status,
 )
+from rayfin.deployments.generation.choice import written_tokens
 from rayfin.deployments.generation.logprobs import ChatTokenLogprob
 from rayfin.deployments.http.errors import error_body
 from rayfin.deployments.text.parsing.events import Event
@@ -67,6 +68,7 @@ class ResponseState:
     output_tokens: int = 0
     reasoning_tokens: int = 0  # of these
     cached_tokens: int = 0
+    page_size: int = 0  # as Choice.page_size
     error: ResponseError | None = None
     ended_at: int | None = None  # seconds since 1970
     task: "asyncio.Task[None] | None" = None  # that runs it in the background
@@ -158,7 +160,12 @@ class ResponseState:
         """The response as it stands."""
         usage = ResponseUsage(
             input_tokens=self.input_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=self.cached_tokens),
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=self.cached_tokens,
+                cache_write_tokens=written_tokens(
+                    self.input_tokens, self.cached_tokens, self.page_size
+                ),
+            ),
             output_tokens=self.output_tokens,
             output_tokens_details=OutputTokensDetails(reasoning_tokens=self.reasoning_tokens),
             total_tokens=self.input_tokens + self.output_tokens,

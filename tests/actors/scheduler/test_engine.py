@@ -309,9 +309,10 @@ def test_times_come_with_the_first_token(harness: Make) -> None:
         found += [(own.begun, own.keys.tolist(), own.ended) for own in h.engine.step().values()]
     sent = [(begun, keys) for begun, keys, _ in found if begun]
     assert len(sent) == 1 and sent[0][1] == [1]
-    (waits,) = sent[0][0].values()
-    assert 4 <= waits[0] <= waits[1]
-    assert [(end.queued, end.first_token) for _, _, ended in found for end in ended][1] == waits
+    (begun,) = sent[0][0].values()
+    assert 4 <= begun.queued <= begun.first_token
+    ends = [end for _, _, ended in found for end in ended]
+    assert (ends[1].queued, ends[1].first_token, ends[1].cached_tokens) == begun
 
 
 def test_stats(harness: Make) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rayfin.actors.errors import RequestFailed
-from rayfin.actors.messages import Ended, Logprobs, TokenDelta, TokenDeltas, TokenLogprob
+from rayfin.actors.messages import Begun, Ended, Logprobs, TokenDelta, TokenDeltas, TokenLogprob
 from rayfin.deployments.client.deltas import split_deltas
 
 NAMES = {1: "a", 2: "b", 3: "c"}
@@ -31,9 +31,10 @@ def test_strangers_and_failures_have_no_delta() -> None:
 
 def test_times_of_first_tokens() -> None:
     news = message([(1, 10), (2, 20)], Ended(2, "stop", queued=3.0, first_token=4.0))
-    news.begun = {1: (0.25, 0.5), 2: (3.0, 4.0), 9: (1.0, 1.0)}
+    begun = {1: Begun(0.25, 0.5, 7), 2: Begun(3.0, 4.0, 8), 9: Begun(1.0, 1.0, 9)}
+    news.begun = begun
     deltas = dict(split_deltas(news, NAMES))
-    assert (deltas[1].queued, deltas[1].first_token) == (0.25, 0.5)
+    assert (deltas[1].queued, deltas[1].first_token, deltas[1].cached_tokens) == begun[1]
     assert (deltas[2].queued, deltas[2].first_token) == (3.0, 4.0)
 
 
