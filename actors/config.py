@@ -334,6 +334,11 @@ class EngineConfig:
     num_host_pages: int = 0  # of swap space; 0: preempted requests are recomputed
     num_speculative_tokens: int = 0  # most drafts of a decoding row in a step
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
+    # What the cache was made from, for metrics: settings as given.
+    kv_cache_dtype: str = "auto"
+    memory_utilization: float | None = None
+    kv_cache_memory: int | None = None  # bytes
+    num_pages_asked: int | None = None
 
     @property
     def max_pages_per_request(self) -> int:
@@ -433,4 +438,8 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         max_lease=args.max_lease,
         max_logprobs=args.max_logprobs,
         num_host_pages=resolve_host_pages(args, facts.page_bytes, most),
+        kv_cache_dtype=args.kv_cache_dtype,
+        memory_utilization=args.memory_utilization,
+        kv_cache_memory=args.kv_cache_memory,
+        num_pages_asked=args.num_pages,
     )

@@ -439,6 +439,7 @@ class EngineStats:
     grammar_misses: int = 0  # ... and with one that it had to compile
     grammar_failures: dict[str, int] = field(default_factory=dict)  # reason -> requests
     histograms: dict[str, Histogram] = field(default_factory=dict)  # name in families.py -> it
+    cache_config: tuple[str, ...] = ()  # values of families.CACHE_LABELS
 
 
 class Command(StrEnum):

@@ -36,6 +36,7 @@ import rayfin
 from rayfin.actors import errors, failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.families import CACHE_LABELS
 from rayfin.actors.metrics.ledger import Ledger, engine_report
 from rayfin.actors.metrics.render import Writer
 from rayfin.actors.scheduler.state.counters import EngineCounters
@@ -364,7 +365,9 @@ async def ask(app: FastAPI, asked: Any) -> list[httpx.Response]:
 def stats() -> EngineStats:
     """Of an engine that has done nothing yet."""
     histograms = EngineCounters(4096).histograms()
-    return EngineStats(incarnation="one", pages_total=1, page_size=16, histograms=histograms)
+    stats = EngineStats(incarnation="one", pages_total=1, page_size=16, histograms=histograms)
+    stats.cache_config = tuple(CACHE_LABELS)
+    return stats
 
 
 def service() -> OpenAIService:

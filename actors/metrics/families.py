@@ -9,7 +9,7 @@ theirs, and finer ones.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -26,7 +26,8 @@ REPLAY_REASONS = ("lost", "moved")
 WAITING_REASONS = ("capacity", "deferred")
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 PAGE_STATES = ("held", "cached", "free")
-TOKEN_SOURCES = ("local_compute", "local_cache_hit")
+TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+CACHE_TIERS = ("device", "host", "p2p", "disk", "external_unspecified")
 REJECTIONS = ("queue_full", "draining", "quarantined", "invalid")
 FAILURES = (
     *("engine_error", "numerical_error", "request_quarantined", "deadline_exceeded"),
@@ -84,6 +85,8 @@ class Family:
     alias: bool = False  # vLLM has it
     alias_labels: tuple[str, ...] = ()  # if vLLM names them differently
     alias_bounds: Bounds = ()  # if vLLM has fewer buckets
+    alias_constants: Mapping[str, str] = field(default_factory=dict)  # further labels of vLLM's
+    alias_only: bool = False  # vLLM's alone
 
 
 def _numbers(
@@ -108,13 +111,41 @@ def _histogram(name: str, help: str, *, alias: bool = True, bounds: Bounds = ())
     return Family(name=name, kind="histogram", help=help, alias=alias, alias_bounds=bounds)
 
 
+CACHE_LABELS = {  # our label of cache_config_info -> vLLM's
+    "page_size": "block_size",
+    "num_pages": "num_gpu_blocks",
+    "num_pages_override": "num_gpu_blocks_override",
+    "num_host_pages": "num_cpu_blocks",
+    "size_tokens": "kv_cache_size_tokens",
+    "max_concurrency": "kv_cache_max_concurrency",
+    "dtype": "cache_dtype",
+    "prefix_caching": "enable_prefix_caching",
+    "memory_utilization": "gpu_memory_utilization",
+    "memory_bytes": "kv_cache_memory_bytes",
+}
+CACHE_CONSTANTS = {  # vLLM's further labels: what Rayfin does not have
+    "prefix_caching_hash_algo": "sha256",
+    "is_attention_free": "False",
+    **dict.fromkeys(("kv_sharing_fast_prefill", "use_replayssm", "use_kda_recoverssm"), "False"),
+    **dict.fromkeys(
+        (
+            *("sliding_window", "kv_offloading_size", "kv_cache_layout", "prefix_match_unit"),
+            *("mamba_block_size", "mamba_page_size_padded", "skip_page_size_padded"),
+        ),
+        "None",
+    ),
+    **dict.fromkeys(("mamba_cache_dtype", "mamba_ssm_cache_dtype"), "auto"),
+    "mamba_cache_mode": "none",
+    "kv_offloading_backend": "native",
+}
 CACHE_CONFIG = Family(
     name="cache_config_info",
     kind="gauge",
     help="1; the labels say how the KV cache is laid out.",
-    labels=("page_size", "num_pages"),
+    labels=tuple(CACHE_LABELS),
     alias=True,
-    alias_labels=("block_size", "num_gpu_blocks"),
+    alias_labels=tuple(CACHE_LABELS.values()),
+    alias_constants=CACHE_CONSTANTS,
 )
 ENGINE_ASKED = _gauge(
     "engine_reported_timestamp_seconds", "When it was asked for its numbers, Unix time."
@@ -122,6 +153,11 @@ ENGINE_ASKED = _gauge(
 ENGINE_RESTARTS = _counter(
     "engine_restarts", "Times that an engine's scheduler was replaced, or the engine."
 )
+
+
+def _nothing(stats: EngineStats) -> int:
+    return 0
+
 
 ENGINE_GAUGES = (
     _gauge("num_requests_running", "Requests that hold a slot.", lambda s: s.running, alias=True),
@@ -278,6 +314,31 @@ ENGINE_COUNTERS = (
         GRAMMAR_FAILURES,
     ),
 )
+
+# What Rayfin does not have: vLLM's series are there, and stay at 0 where nothing can be counted.
+ENGINE_ALIASES = tuple(
+    replace(_counter(name, help, read, label, values, alias=True), alias_only=True)
+    for name, help, read, label, values in (
+        (
+            "prompt_tokens_cached_by_source",
+            "Tokens of admitted requests found in the cache, by where they were.",
+            lambda s: {"device": s.tokens_cached},
+            "source",
+            CACHE_TIERS,
+        ),
+        *(
+            (f"{cache}_cache_{what}", "Always 0: there is no such cache.", _nothing, None, ())
+            for cache in ("external_prefix", "mm")
+            for what in ("queries", "hits")
+        ),
+    )
+)
+LORA_INFO = replace(
+    _gauge("lora_requests_info", "No adapters; the time of the report.", alias=True),
+    labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    alias_only=True,
+)
+NO_LORA = ("0", "", "")
 
 ENGINE_HISTOGRAMS = (
     _histogram("request_prompt_tokens", "Prompt tokens of the requests that ended."),
@@ -436,7 +497,9 @@ FAMILIES = (
     *ENGINE_GAUGES,
     CACHE_CONFIG,
     ENGINE_ASKED,
+    LORA_INFO,
     *ENGINE_COUNTERS,
+    *ENGINE_ALIASES,
     ENGINE_RESTARTS,
     *ENGINE_HISTOGRAMS,
     *INGRESS_FAMILIES,

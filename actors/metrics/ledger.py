@@ -12,12 +12,15 @@ from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.metrics.families import (
     CACHE_CONFIG,
+    ENGINE_ALIASES,
     ENGINE_ASKED,
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     ENGINE_HISTOGRAMS,
     ENGINE_RESTARTS,
     INGRESS_HEARD,
+    LORA_INFO,
+    NO_LORA,
     Family,
     Value,
 )
@@ -154,11 +157,11 @@ def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
     report = CounterReport(stats.incarnation, engine, {(ENGINE_ASKED.name, ()): at})
     for family in ENGINE_GAUGES:
         report.gauges.update(_read(family, stats))
-    for family in ENGINE_COUNTERS:
+    report.gauges[LORA_INFO.name, NO_LORA] = at
+    for family in (*ENGINE_COUNTERS, *ENGINE_ALIASES):
         report.counters.update(_read(family, stats))
-    if stats.pages_total:
-        config = str(stats.page_size), str(stats.pages_total)
-        report.gauges[CACHE_CONFIG.name, config] = 1
+    if stats.cache_config:
+        report.gauges[CACHE_CONFIG.name, stats.cache_config] = 1
     for family in ENGINE_HISTOGRAMS:
         if family.name in stats.histograms:
             report.histograms[family.name, ()] = stats.histograms[family.name]

@@ -48,7 +48,8 @@ class LedgerCollector(Collector):
 def with_aliases(families: Sequence[Family], alias: str | None) -> Iterator[tuple[Family, bool]]:
     """Yields each family, followed by itself under the alias if it has one."""
     for family in families:
-        yield family, False
+        if not family.alias_only:
+            yield family, False
         if alias == "vllm" and family.alias:
             yield family, True
 
@@ -67,7 +68,10 @@ class _Shape:
         self._with_engine = family.engine or alias
         self._bounds = (family.alias_bounds or None) if alias else None
         further = (family.alias_labels or family.labels) if alias else family.labels
-        self.labels = ["model_name", *(["engine"] if self._with_engine else []), *further]
+        constants = family.alias_constants if alias else {}
+        self._constants = list(constants.values())
+        engine = ["engine"] if self._with_engine else []
+        self.labels = ["model_name", *engine, *further, *constants]
         self.head = (ALIAS_PREFIX if alias else PREFIX) + family.name, family.help
 
     def fill(
@@ -94,7 +98,7 @@ class _Shape:
 
     def _labels(self, engine: str, values: tuple[str, ...]) -> list[str]:
         shown = [engine or EVERY_ENGINE] if self._with_engine else []
-        return [self._model_name, *shown, *values]
+        return [self._model_name, *shown, *values, *self._constants]
 
 
 def _bound(end: float) -> str:

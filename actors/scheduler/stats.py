@@ -19,6 +19,7 @@ from rayfin.actors.messages import (
     StepView,
     WaitingView,
 )
+from rayfin.actors.metrics.families import CACHE_LABELS
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.state.request import Request
@@ -44,9 +45,28 @@ def take_stats(
         deferred=min(suspects, len(state.waiting)) + len(lifecycle.lobby),
         suspects=suspects,
         histograms=counters.histograms(),
+        cache_config=cache_config(config),
         **counters.totals(),
         **of_engine,
     )
+
+
+def cache_config(config: EngineConfig) -> tuple[str, ...]:
+    """The labels of ``cache_config_info``: the values of families.CACHE_LABELS."""
+    tokens = config.num_pages * config.page_size
+    values = {
+        "page_size": config.page_size,
+        "num_pages": config.num_pages,
+        "num_pages_override": config.num_pages_asked,
+        "num_host_pages": config.num_host_pages,
+        "size_tokens": tokens,
+        "max_concurrency": round(tokens / config.max_model_len, 2),
+        "dtype": config.kv_cache_dtype,
+        "prefix_caching": config.prefix_caching,
+        "memory_utilization": config.memory_utilization,
+        "memory_bytes": config.kv_cache_memory,
+    }
+    return tuple(str(values[name]) for name in CACHE_LABELS)
 
 
 MOST_SHOWN = 64

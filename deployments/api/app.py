@@ -9,9 +9,14 @@ from rayfin import __version__
 from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
 from rayfin.deployments.api.anthropic.routes import add_message_routes
 from rayfin.deployments.api.models import add_model_routes
-from rayfin.deployments.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from rayfin.deployments.api.openai.bodies import (
+    BatchChatRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
 from rayfin.deployments.api.openai.chat import ChatAdapter
 from rayfin.deployments.api.openai.completions import TextAdapter
+from rayfin.deployments.api.openai.scoring import ScoringAdapter, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import add_tokenize_routes
 from rayfin.deployments.api.openapi import add_openapi
 from rayfin.deployments.api.responses.routes import add_response_routes
@@ -96,6 +101,17 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await chat(request, await read_body(request, ChatCompletionRequest))
+
+    @app.post("/v1/chat/completions/batch")
+    async def chat_batch(request: Request) -> Response:
+        return await chat(request, await read_body(request, BatchChatRequest))
+
+    @app.post("/generative_scoring")
+    async def generative_scoring(request: Request) -> Response:
+        body = await read_body(request, ScoringRequest)
+        service = models.resolve_model(request, body.model)
+        headers = ignored_header(list(body.model_extra or {}))
+        return await GenerationRoute(ScoringAdapter(service, body)).answer(request, headers)
 
     @app.post("/invocations")
     async def invocations(request: Request) -> Response:

@@ -13,8 +13,13 @@ from pydantic import BaseModel
 
 from rayfin.deployments.api.anthropic.bodies import MessagesRequest, PromptBody
 from rayfin.deployments.api.anthropic.replies import AnthropicMessage as AnthropicMessage
-from rayfin.deployments.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from rayfin.deployments.api.openai.bodies import (
+    BatchChatRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
 from rayfin.deployments.api.openai.replies import ChatCompletion, Completion
+from rayfin.deployments.api.openai.scoring import Scores, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody, ResponseRequest
 from rayfin.deployments.api.responses.replies import Response
@@ -22,6 +27,8 @@ from rayfin.deployments.api.responses.replies import Response
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/chat/completions/batch": BatchChatRequest,
+    "/generative_scoring": ScoringRequest,
     "/invocations": CompletionRequest,  # or a ChatCompletionRequest, which has messages
     "/v1/responses": ResponseRequest,
     "/v1/responses/input_tokens": ResponsePromptBody,
@@ -33,12 +40,15 @@ BODIES: dict[str, type[BaseModel]] = {
 REPLIES: dict[str, type[BaseModel]] = {  # of handlers that write their reply
     "/v1/completions": Completion,
     "/v1/chat/completions": ChatCompletion,
+    "/v1/chat/completions/batch": ChatCompletion,
+    "/generative_scoring": Scores,
     "/v1/responses": Response,
     "/v1/messages": AnthropicMessage,
 }
 STREAMED = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations"),
 )
+NEVER_STREAMED = ("/v1/messages/count_tokens", "/v1/chat/completions/batch")
 BODILESS = ("/health", "/live", "/ping")
 TEXTS = ("/metrics",)
 FAILURES = {
@@ -74,6 +84,12 @@ NEEDED: dict[str, dict[str, Any]] = {  # required fields, which handlers check
         "prompt": {"anyOf": [TEXT, IDS, *({"type": "array", "items": i} for i in (TEXT, IDS))]}
     },
     "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/chat/completions/batch": {"messages": {"type": "array", "minItems": 1, "items": MESSAGES}},
+    "/generative_scoring": {
+        "query": {"anyOf": [TEXT, IDS]},
+        "items": {"type": "array", "minItems": 1, "items": {"anyOf": [TEXT, IDS]}},
+        "label_token_ids": IDS,
+    },
     "/invocations": {"prompt": {"anyOf": [TEXT, IDS]}},
     "/v1/messages": {"messages": MESSAGES},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
@@ -151,7 +167,7 @@ def _describe(operation: dict[str, Any], path: str, method: str, schemas: dict[s
         answer["content"] = {"text/plain": {"schema": {"type": "string"}}}
     elif method == "post" and path in REPLIES:
         answer["content"] = {"application/json": {"schema": _reference(REPLIES[path], schemas)}}
-    if path.startswith(STREAMED) and path not in ("/v1/messages/count_tokens",):
+    if path.startswith(STREAMED) and path not in NEVER_STREAMED:
         events = {"schema": {"type": "string"}}
         answer.setdefault("content", {})["text/event-stream"] = events
     failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

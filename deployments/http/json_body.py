@@ -182,6 +182,23 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 
 
 @contextmanager
+def renamed_paths(inner: str, outer: str) -> Iterator[None]:
+    """Errors that name a path inside of ``inner`` name the same place of ``outer``.
+
+    Raises:
+        InvalidRequest: the body raised it.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        path = error.param or ""
+        if inner == outer or not path.startswith(f"{inner}["):
+            raise
+        moved = outer + path.removeprefix(inner)
+        raise InvalidRequest(str(error).replace(path, moved), moved, error.code) from error
+
+
+@contextmanager
 def rename_error_params(names: Mapping[str, str]) -> Iterator[None]:
     """Lets errors name fields as this route's clients do: ``names`` maps our names to theirs."""
     try:

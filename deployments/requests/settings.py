@@ -24,6 +24,17 @@ class ReplySettings:
     metrics: bool = False  # times of each request
     response_role: str = "assistant"  # of chat completions, unless the last message is continued
 
+    def check_prompts(self, count: int, param: str) -> None:
+        """Raises:
+        InvalidRequest: a request of more prompts than the server takes; ``param`` is their field.
+        """
+        if count > self.max_prompts:
+            raise InvalidRequest(
+                f"'{param}' takes at most {self.max_prompts} prompts, got {count}.",
+                param,
+                "array_above_max_length",
+            )
+
     def check(self, params: SamplingParams, prompts: int) -> None:
         """Checks the size of a request.
 

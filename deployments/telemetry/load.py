@@ -10,6 +10,8 @@ GENERATING = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/generative_scoring",
         "/v1/responses",
         "/v1/messages",
         "/invocations",

@@ -191,7 +191,7 @@ def served(cluster: None) -> str:
 @pytest.fixture(scope="session")
 def app(served: str) -> Deployed:
     """The model behind the OpenAI API."""
-    server = ServerArgs(admin_api_key=ADMIN_KEY)
+    server = ServerArgs(admin_api_key=ADMIN_KEY, metrics_alias="vllm")
     return _deploy(bind_app(server, EngineArgs(**SETTINGS)), APP, served)
 
 

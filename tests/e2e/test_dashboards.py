@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = sorted((ROOT / "k8s" / "grafana").glob("*.json"))
+VLLM_QUERIES = ROOT / "tests" / "support" / "vllm_queries.json"
 WINDOW = "30s"  # in place of Grafana's $__rate_interval
 
 pytestmark = pytest.mark.skipif(
@@ -55,17 +56,25 @@ def answers(client: httpx.Client, path: str) -> bool:
         return False
 
 
-def queries() -> Iterator[tuple[str, str]]:
-    """Every query as Grafana would send it, with all models and engines chosen, and its place."""
-    values = {"$__rate_interval": WINDOW, "$model": ".*", "$engine": ".*"}
+def written() -> Iterator[tuple[str, str]]:
+    """Every query of our dashboards, and of the kind that vLLM's and its scorers ask; its place."""
     for path in DASHBOARDS:
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:
-                query = target["expr"]
-                for name, value in values.items():
-                    query = query.replace(name, value)
-                assert "$" not in query, query
-                yield f"{path.stem}: {panel['title']} {target['refId']}", query
+                yield f"{path.stem}: {panel['title']} {target['refId']}", target["expr"]
+    for title, asked in json.loads(VLLM_QUERIES.read_text()).items():
+        for query in asked:
+            yield f"vLLM: {title}", query
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """They as Grafana would send them, with all models and engines chosen."""
+    values = {"$__rate_interval": WINDOW, "$model": ".*", "$engine": ".*"}
+    for place, query in written():
+        for name, value in values.items():
+            query = query.replace(name, value)
+        assert "$" not in query, query
+        yield place, query
 
 
 def evaluated(client: httpx.Client, query: str) -> list[float]:
@@ -104,7 +113,7 @@ def test_every_panel_has_data(
         eventually(all_have_data, "every panel has data", 120.0)
     except AssertionError:
         pytest.fail("\n".join(missing))
-    assert len(list(queries())) > 100
+    assert len(list(queries())) > 160
     rules = prometheus.get("/api/v1/rules").json()["data"]["groups"]
     assert rules
     for rule in (rule for group in rules for rule in group["rules"]):

@@ -160,6 +160,17 @@ COMPLETION = record(
     }
 )
 
+SCORES = record(
+    {
+        "id": TEXT,
+        "object": {"const": "list"},
+        "created": WHOLE,
+        "model": TEXT,
+        "data": each(record({"index": WHOLE, "object": {"const": "score"}, "score": NUMBER})),
+        "usage": USAGE,
+    }
+)
+
 # Chunks: "continuous" is the usage of continuous_usage_stats.
 CALL_PIECE = record(
     {"index": WHOLE, "function": record({"arguments": TEXT}, {"name": TEXT})},

@@ -13,7 +13,9 @@ from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
 from rayfin.deployments.requests.prompts import WrittenPrompt, read_prompts
-from rayfin.deployments.text.checks import as_choice, missing
+from rayfin.deployments.requests.settings import MAX_CHOICES
+from rayfin.deployments.text.checks import as_choice, as_list, missing
+from rayfin.deployments.text.messages import MAX_MESSAGES
 
 GIVEN_PROMPT = "kv_transfer_params.prompt_token_ids"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -116,6 +118,14 @@ class ChatCompletionRequest(_CompletionBody):
     def logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def conversations(self) -> list[Any]:
+        """Returns the conversations, unchecked; the answer has choices for each."""
+        return [self.messages]
+
+    def conversation_param(self, number: int) -> str:
+        """Returns the path of a conversation, for errors."""
+        return "messages"
+
     def given_prompt(self) -> list[int] | None:
         """Returns the token ids that stand for the messages, or None.
 
@@ -166,3 +176,38 @@ class ChatCompletionRequest(_CompletionBody):
             as_choice(self.reasoning_effort, EFFORTS, "reasoning_effort")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true.", "top_logprobs")
+
+
+class BatchChatRequest(ChatCompletionRequest):
+    """vLLM's chat completions of several conversations: one choice for each."""
+
+    def conversations(self) -> list[Any]:
+        return list(self.messages)
+
+    def conversation_param(self, number: int) -> str:
+        return f"messages[{number}]"
+
+    def given_prompt(self) -> None:
+        if (self.kv_transfer_params or {}).get("prompt_token_ids") is not None:
+            raise InvalidRequest(f"A batch takes no {GIVEN_PROMPT}.", GIVEN_PROMPT)
+
+    def check(self) -> None:
+        """As for one conversation; streams, several choices, searches and tools are refused."""
+        super().check()
+        for i, messages in enumerate(as_list(self.messages, "messages", MAX_CHOICES)):
+            as_list(messages, f"messages[{i}]", MAX_MESSAGES)
+        for name, harmless in NOT_IN_A_BATCH.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                raise InvalidRequest(f"{name} does not go with a batch of conversations.", name)
+
+
+NOT_IN_A_BATCH: dict[str, tuple[object, ...]] = {  # field -> values that change nothing
+    "stream": (False,),
+    "n": (1,),
+    "use_beam_search": (False,),
+    "tools": (),
+    "tool_choice": ("none",),
+    "prompt_logprobs": (),
+    "return_prompt_text": (False,),
+}

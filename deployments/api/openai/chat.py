@@ -1,5 +1,8 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and /v1/chat/completions/batch."""
 
+from typing import Any
+
+from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.messages import TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.api.openai.adapter import CompletionAdapter
@@ -25,11 +28,13 @@ from rayfin.deployments.generation.plan import OutputPlan, plan_answers
 from rayfin.deployments.generation.prompts import chat_prompt, thinking_variables
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
+from rayfin.deployments.http.json_body import renamed_paths
 from rayfin.deployments.http.sse import event
 from rayfin.deployments.requests.prompts import truncated
 from rayfin.deployments.text.messages import count_calls, plain_messages
 from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
+from rayfin.deployments.text.parsing.thought import thought_start
 
 
 class ChatAdapter(CompletionAdapter):
@@ -60,13 +65,29 @@ class ChatAdapter(CompletionAdapter):
         return names
 
     async def prompts(self, params: SamplingParams) -> list[Prompt]:
-        side = self._body.truncation_side or "left"
-        self._given = self._body.given_prompt()
-        prompt = await self._prompt()
-        self._opening = prompt.opening
-        ids = truncated(prompt.ids, params, self._service.max_model_len, side)
-        param = "messages" if self._given is None else GIVEN_PROMPT
-        return [Prompt(ids, param, self._echo(), self._body.cache_salt)]
+        body, service = self._body, self._service
+        given = body.given_prompt()
+        self._conversations = body.conversations()
+        service.replies.check_prompts(len(self._conversations), "messages")
+        prompts = []
+        for number, messages in enumerate(self._conversations):
+            path = body.conversation_param(number)
+            with renamed_paths("messages", path):
+                rendered = await self._render(messages, path, given)
+            if number == 0:
+                self._opening = rendered.opening
+            elif self._thinks_at_first(rendered.opening) != self._thinks_at_first(self._opening):
+                raise InvalidRequest(
+                    "Either all or none of the conversations of a batch may end in a thought.", path
+                )
+            side = body.truncation_side or "left"
+            ids = truncated(rendered.ids, params, service.max_model_len, side)
+            param = path if given is None else GIVEN_PROMPT
+            prompts.append(Prompt(ids, param, self._echo(messages), body.cache_salt))
+        return prompts
+
+    def _thinks_at_first(self, opening: str) -> bool:
+        return thought_start(self._service.formats.reasoning, opening)
 
     async def plan(self, caller: Caller) -> OutputPlan:
         body = self._body
@@ -74,30 +95,30 @@ class ChatAdapter(CompletionAdapter):
             self._service,
             body.answer_rules(),
             self._opening,
-            earlier_calls=count_calls(body.messages),
+            earlier_calls=max(map(count_calls, self._conversations)),
             tenant=caller.tenant,
         )
 
-    @property
-    def _role(self) -> str:
+    def _role(self, messages: Any) -> str:
         """The role of the answer: the last message's if the template begins no new one."""
         if self._body.add_generation_prompt is not False and not self._body.continue_final_message:
             return self._service.replies.response_role
-        return str(self._body.messages[-1]["role"])
+        return str(messages[-1]["role"])
 
-    def _echo(self) -> str:
+    def _echo(self, messages: Any) -> str:
         """The last message, if the answer continues it."""
         if not self._body.echo:
             return ""
-        last = plain_messages(self._body.messages)[-1]
-        return str(last["content"]) if last["role"] == self._role else ""
+        last = plain_messages(messages)[-1]
+        return str(last["content"]) if last["role"] == self._role(messages) else ""
 
-    async def _prompt(self) -> ChatPrompt:
+    async def _render(self, messages: Any, param: str, given: list[int] | None) -> ChatPrompt:
         body = self._body
         return await chat_prompt(
             self._service,
-            body.messages,
-            given=self._given,
+            messages,
+            param,
+            given=given,
             chat_template=body.chat_template,
             tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
@@ -109,6 +130,9 @@ class ChatAdapter(CompletionAdapter):
 
     def reply(self, generation: Generation) -> str:
         with_ids = self._with_ids
+        roles = [self._role(messages) for messages in self._conversations]
+        each = len(generation.choices) // len(roles)
+        prompt_ids = generation.prompts[0].ids if len(roles) == 1 else None
         return ChatCompletion(
             id=self._id,
             created=self._created,
@@ -116,7 +140,7 @@ class ChatAdapter(CompletionAdapter):
             choices=[
                 ChatChoice(
                     index=choice.index,
-                    message=self._messages.message(choice, self._role),
+                    message=self._messages.message(choice, roles[choice.index // each]),
                     logprobs=self._logprobs(choice.token_ids, choice.logprobs),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.last.stop_reason,
@@ -126,7 +150,7 @@ class ChatAdapter(CompletionAdapter):
             ],
             usage=generation.usage(),
             prompt_text=self._prompt_text(generation),
-            prompt_token_ids=generation.prompts[0].ids if self._body.return_token_ids else None,
+            prompt_token_ids=prompt_ids if self._body.return_token_ids else None,
             prompt_logprobs=self._prompt_logprobs(generation),
             metrics=generation.metrics(),
         ).model_dump_json()
@@ -173,7 +197,7 @@ class ChatAdapter(CompletionAdapter):
         return [event(chunk), self._cursor.opening(echo, choice)]
 
     def _opening_delta(self) -> str:
-        return dumped({"role": self._role, "content": ""})
+        return dumped({"role": self._role(self._conversations[0]), "content": ""})
 
     def _prompt_members(self, ids: list[int]) -> str:
         ids_member = member("prompt_token_ids", ids if self._body.return_token_ids else None)

@@ -21,7 +21,6 @@ UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that ask for noth
     "context_management": ([],),
     "moderation": (),
     "previous_input_messages": ([],),
-    "enable_response_messages": (False,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     **dict.fromkeys(FORMAT_FIELDS, ()),  # text.format says it
@@ -118,6 +117,7 @@ class ResponseRequest(ResponsePromptBody):
     priority: int | None = None
     cache_salt: str | None = None
     include: list[str] | None = None
+    enable_response_messages: bool | None = None  # input_messages and output_messages
     top_logprobs: int | None = None  # so many of the likeliest tokens, where they are included
 
     @property
@@ -147,6 +147,10 @@ class ResponseRequest(ResponsePromptBody):
             raise InvalidRequest("stream_options needs stream to be true.", "stream_options")
         if self.background and not self.stored:
             raise InvalidRequest("background needs store to be true.", "background")
+        if self.background and self.enable_response_messages:
+            raise InvalidRequest(
+                "enable_response_messages does not go with background.", "enable_response_messages"
+            )
         if self.top_logprobs is not None and self.top_logprobs < 0:
             raise InvalidRequest(
                 f"top_logprobs must be at least 0, got {self.top_logprobs}.",

@@ -16,7 +16,12 @@ from rayfin.deployments.api.responses.bodies import OUR_NAMES, ResponseRequest
 from rayfin.deployments.api.responses.events import events_from, sse
 from rayfin.deployments.api.responses.items import check_calls, input_items
 from rayfin.deployments.api.responses.prompt import history_of, prompt_of
-from rayfin.deployments.api.responses.replies import FunctionCallItem, Response, ResponseStreamEvent
+from rayfin.deployments.api.responses.replies import (
+    FunctionCallItem,
+    RawMessage,
+    Response,
+    ResponseStreamEvent,
+)
 from rayfin.deployments.api.responses.state import ResponseState
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.api.responses.tools import (
@@ -80,7 +85,8 @@ class ResponseAdapter(GenerationAdapter):
     def run(self, generation: Generation) -> Deltas:
         parsed = self._plan.make_parser is not None
         settle = self._store.settle
-        return drive(self._state, generation.run(), settle, self._writer(), parsed=parsed)
+        raw = self._raw_messages if self._body.enable_response_messages else None
+        return drive(self._state, generation.run(), settle, self._writer(), raw, parsed=parsed)
 
     def reply(self, generation: Generation) -> str:
         return self._state.response().model_dump_json()
@@ -140,6 +146,13 @@ class ResponseAdapter(GenerationAdapter):
         if not body.has_logprobs:
             return None
         return LogprobsWriter(self._service.tokenizer, body.top_logprobs)
+
+    def _raw_messages(self, choice: Choice) -> list[RawMessage]:
+        decode = self._service.tokenizer.decode
+        return [
+            RawMessage(message=decode(ids, skip_special_tokens=False), tokens=ids)
+            for ids in (choice.prompt.ids, choice.token_ids)
+        ]
 
     def _created(self, params: SamplingParams) -> Response:
         body = self._body
@@ -204,6 +217,7 @@ async def drive(
     deltas: Deltas,
     ended: Callable[[ResponseState], Awaitable[None]],
     writer: LogprobsWriter | None = None,
+    raw: Callable[[Choice], list[RawMessage]] | None = None,
     *,
     parsed: bool = False,
 ) -> Deltas:
@@ -211,7 +225,8 @@ async def drive(
 
     Closing it early aborts the generation and cancels the response. A failure is kept in the state,
     then raised. ``ended`` is awaited at the end in any case, and before the last delta is yielded.
-    With a ``writer`` the state gets log probabilities. Deltas that are ``parsed`` have events.
+    With a ``writer`` the state gets log probabilities, with ``raw`` its messages at the end. Deltas
+    that are ``parsed`` have events.
     """
     try:
         async with aclosing(deltas):
@@ -228,6 +243,7 @@ async def drive(
                 if delta.finish_reason == "abort":
                     raise RequestFailed("The engine aborted this response.")
                 if delta.finish_reason is not None:
+                    state.raw = [] if raw is None else raw(choice)
                     length = delta.finish_reason == "length"
                     state.finish("incomplete" if length else "completed")
                     await ended(state)  # the client's next request may reach another replica

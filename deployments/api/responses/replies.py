@@ -114,6 +114,14 @@ class Reasoning(BaseModel):
     summary: str | None = None
 
 
+class RawMessage(BaseModel):
+    """vLLM's: what the model has read or written, special tokens included."""
+
+    type: Literal["raw_message_tokens"] = "raw_message_tokens"
+    message: str
+    tokens: list[int]
+
+
 class Response(BaseModel):
     """A response as it stands; the second half repeats what the request asked for."""
 
@@ -149,6 +157,8 @@ class Response(BaseModel):
     top_p: float
     truncation: Literal["auto", "disabled"]
     user: str | None
+    input_messages: list[RawMessage] | None = None  # with enable_response_messages, at the end
+    output_messages: list[RawMessage] | None = None
 
 
 class Deleted(BaseModel):

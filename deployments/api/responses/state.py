@@ -19,6 +19,7 @@ from rayfin.deployments.api.responses.replies import (
     OutputMessage,
     OutputTextPart,
     OutputTokensDetails,
+    RawMessage,
     Response,
     ResponseError,
     ResponseUsage,
@@ -31,6 +32,7 @@ from rayfin.deployments.text.parsing.events import Event
 
 OVERHEAD = 2048  # bytes of a response beside its texts, and of each item
 LOGPROB = 768  # bytes of a log probability
+TOKEN = 40  # bytes of a token id in a list
 SCHEMA_GROWTH = 8  # bytes of memory for each character of a schema's JSON
 DONE: frozenset[Status] = frozenset({"completed", "incomplete", "cancelled", "failed"})
 
@@ -48,6 +50,7 @@ class Change:
     cached_tokens: int
     error: ResponseError | None
     ended_at: int | None
+    raw: list[RawMessage]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +72,7 @@ class ResponseState:
     reasoning_tokens: int = 0  # of these
     cached_tokens: int = 0
     page_size: int = 0  # as Choice.page_size
+    raw: list[RawMessage] = field(default_factory=list)  # prompt and output, if asked for
     error: ResponseError | None = None
     ended_at: int | None = None  # seconds since 1970
     task: "asyncio.Task[None] | None" = None  # that runs it in the background
@@ -138,6 +142,7 @@ class ResponseState:
             cached_tokens=self.cached_tokens,
             error=self.error,
             ended_at=self.ended_at,
+            raw=self.raw,
         )
 
     def apply(self, change: Change) -> None:
@@ -147,7 +152,7 @@ class ResponseState:
             self.status, self.started, self.error = change.status, change.started, change.error
             self.output_tokens, self.cached_tokens = change.output_tokens, change.cached_tokens
             self.reasoning_tokens = change.reasoning_tokens
-            self.ended_at = change.ended_at
+            self.ended_at, self.raw = change.ended_at, change.raw
             self._notify()
 
     def changed(self) -> asyncio.Event:
@@ -174,6 +179,8 @@ class ResponseState:
             update={
                 "status": self.status,
                 "output": [item.reply(item.status(self.status)) for item in self.output.items],
+                "input_messages": self.raw[:1] or None,
+                "output_messages": self.raw[1:] or None,
                 "usage": usage if self.done and self.started else None,
                 "error": self.error,
                 "incomplete_details": IncompleteDetails() if self.status == "incomplete" else None,
@@ -204,7 +211,11 @@ class ResponseState:
         pieces = [piece for item in self.output.items for piece in item.pieces]
         texts += [piece.text for piece in pieces]
         logprobs = sum(1 + len(entry.top_logprobs) for piece in pieces for entry in piece.logprobs)
-        overhead = OVERHEAD * (len(items) + max(1, len(self.output.items))) + LOGPROB * logprobs
+        texts += [message.message for message in self.raw]
+        tokens = TOKEN * sum(len(message.tokens) for message in self.raw)
+        overhead = (
+            tokens + OVERHEAD * (len(items) + max(1, len(self.output.items))) + LOGPROB * logprobs
+        )
         return overhead + self._schema_bytes() + sum(map(sys.getsizeof, texts))
 
     def _schema_bytes(self) -> int:

@@ -9,6 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.metrics.families import (
+    CACHE_CONSTANTS,
+    CACHE_LABELS,
+    CACHE_TIERS,
     FAMILIES,
     ITERATION_BOUNDS,
     LATENCY_BOUNDS,
@@ -18,6 +21,8 @@ from rayfin.actors.metrics.families import (
 from rayfin.actors.metrics.ledger import Ledger, engine_report
 from rayfin.actors.metrics.render import render
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+
+OURS = [family for family in FAMILIES if not family.alias_only]
 
 
 @pytest.fixture
@@ -32,6 +37,7 @@ def ledger() -> Ledger:
     }
     for engine in "01":
         stats = EngineStats(incarnation=engine, steps=7, pages_total=10, page_size=4)
+        stats.tokens_cached, stats.cache_config = 3, tuple(CACHE_LABELS)
         stats.histograms = own
         ledger.apply(engine_report(engine, stats, 0.0), 0.0)
     ledger.apply(IngressCounters().report(), 0.0)
@@ -54,8 +60,8 @@ def values(families: dict[str, Metric], name: str, **labels: str) -> list[float]
 
 def test_every_family_is_told_with_its_labels(ledger: Ledger) -> None:
     found = families(ledger)
-    assert set(found) == {f"rayfin_{family.name}" for family in FAMILIES}
-    for family in FAMILIES:
+    assert set(found) == {f"rayfin_{family.name}" for family in OURS}
+    for family in OURS:
         base = {"model_name", "engine"} if family.engine else {"model_name"}
         for sample in found[f"rayfin_{family.name}"].samples:
             assert set(sample.labels) - {"le"} == base | set(family.labels)
@@ -89,7 +95,17 @@ def test_the_alias_has_vllms_names_labels_and_buckets(ledger: Ledger) -> None:
     }
     assert ends == {*map(str, VLLM_LATENCY_BOUNDS), "+Inf"}
     assert values(found, name, engine="0", le="0.3") == [3]
-    assert values(found, "vllm:cache_config_info", block_size="4", num_gpu_blocks="10") == [1, 1]
+    info = {theirs: ours for ours, theirs in CACHE_LABELS.items()} | CACHE_CONSTANTS
+    (first, _) = found["vllm:cache_config_info"].samples
+    assert first.labels == {"model_name": "m", "engine": "0", **info} and first.value == 1
+    tiers = {
+        sample.labels["source"]: sample.value
+        for sample in found["vllm:prompt_tokens_cached_by_source"].samples
+        if sample.labels["engine"] == "0"
+    }
+    assert tiers == {**dict.fromkeys(CACHE_TIERS, 0), "device": 3}
+    assert values(found, "vllm:mm_cache_queries_total") == [0, 0]
+    assert values(found, "vllm:lora_requests_info", max_lora="0", engine="1") == [0]
     assert values(found, "vllm:time_to_first_token_seconds_count") == [0]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.messages import FREE, KEPT, SHARED, EngineSnapshot
+from rayfin.actors.metrics.families import CACHE_LABELS
 from rayfin.actors.scheduler.inbox import EngineCall
 from rayfin.actors.scheduler.stats import MOST_SHOWN
 
@@ -93,3 +94,20 @@ def test_a_question_that_goes_wrong_is_its_askers(harness: Make) -> None:
     assert right.answer.result(0) == 0
     with pytest.raises(ZeroDivisionError):
         wrong.answer.result(0)
+
+
+def test_the_cache_is_described(harness: Make) -> None:
+    h = harness(num_pages=64, max_model_len=80, num_host_pages=3, kv_cache_memory=5)
+    told = dict(zip(CACHE_LABELS, h.engine.stats().cache_config, strict=True))
+    assert told == {
+        "page_size": "4",
+        "num_pages": "64",
+        "num_pages_override": "None",
+        "num_host_pages": "3",
+        "size_tokens": "256",
+        "max_concurrency": "3.2",
+        "dtype": "auto",
+        "prefix_caching": "True",
+        "memory_utilization": "None",
+        "memory_bytes": "5",
+    }

@@ -51,6 +51,7 @@ class FakeEngine:
         self.pause_after: tuple[int, asyncio.Event] | None = None  # so many deltas
         self.taken = 0  # deltas that were taken, of all requests
         self.lease = 1  # tokens in a delta
+        self.named: dict[int, float] = {}  # log probabilities of tokens that a request names
         self.ending: tuple[str, str] | None = None  # reasons in place of length
         self.refusal: RayfinError | None = None  # raised before the first delta
         self.failure: tuple[int, Exception] | None = None  # raised after so many deltas
@@ -151,7 +152,9 @@ class FakeEngine:
             deltas[0].queued, deltas[0].first_token = self.waits
         if request.sampling.logprobs is not None:  # the likelier the higher the seed's last digit
             for delta in deltas:
-                reported = TokenLogprob(request.sampling.seed % 10 - 10.0, 1, LIKELIEST)
+                ids = request.sampling.logprob_ids if self.named else ()
+                top = tuple((token, self.named[token]) for token in ids) or LIKELIEST
+                reported = TokenLogprob(request.sampling.seed % 10 - 10.0, 1, top)
                 delta.logprobs = [reported] * len(delta.tokens)
         if request.sampling.prompt_logprobs is not None:  # position i has -i
             reported = {

@@ -122,7 +122,7 @@ COMPLETIONS: list[tuple[Any, str | None, str]] = [
     ({"logprob_token_ids": [5]}, "logprob_token_ids", VALUE),
     ({"flat_logprobs": True}, "flat_logprobs", UNSERVED),
     ({"thinking_token_budget": 5}, "thinking_token_budget", UNSERVED),
-    ({"repetition_detection": {"min_count": 2}}, "repetition_detection", UNSERVED),
+    ({"repetition_detection": {"max_pattern_size": 2}}, "repetition_detection.min_count", LOW),
     ({"vllm_xargs": {"a": 1}}, "vllm_xargs", UNSERVED),
     ({"return_token_offsets": True}, "return_token_offsets", UNSERVED),
     ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", UNSERVED),

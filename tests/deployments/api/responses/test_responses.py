@@ -360,3 +360,28 @@ async def test_a_stream_that_is_left_is_cancelled(
     left = await openai.responses.retrieve(response_id)
     assert (left.status, left.output[0].status) == ("cancelled", "incomplete")
     assert left.output_text and REPLY.startswith(left.output_text)
+
+
+async def test_raw_messages(http: httpx.AsyncClient, engine: Any, tokenizer: Any) -> None:
+    """vLLM's: what the model has read and written, at the end, also from the store."""
+    body = {"input": "hello", "enable_response_messages": True}
+    reply = (await http.post("/v1/responses", json=body)).json()
+    prompt = engine.seen[0].prompt.tolist()
+    said = [*engine.reply, engine.eos]
+    assert reply["input_messages"] == [
+        {
+            "type": "raw_message_tokens",
+            "message": tokenizer.decode(prompt, False),
+            "tokens": prompt,
+        }
+    ]
+    assert reply["output_messages"] == [
+        {"type": "raw_message_tokens", "message": tokenizer.decode(said, False), "tokens": said}
+    ]
+    assert (await http.get(f"/v1/responses/{reply['id']}")).json() == reply
+    text = (await http.post("/v1/responses", json={**body, "stream": True})).text
+    assert text.count('"output_messages":[{') == 1
+    refused = await http.post("/v1/responses", json={**body, "background": True})
+    assert refused.json()["error"]["param"] == "enable_response_messages"
+    plain = (await http.post("/v1/responses", json={"input": "hello"})).json()
+    assert plain["input_messages"] is None and plain["output_messages"] is None
