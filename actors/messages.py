@@ -110,6 +110,14 @@ class BeamParams:
 
 
 @dataclass(slots=True, frozen=True)
+class Pin:
+    """How much of a prompt stays in the prefix cache, and for how long."""
+
+    tokens: int  # from its start
+    seconds: float  # from its first token
+
+
+@dataclass(slots=True, frozen=True)
 class Receipt:
     """What an answer must have in common with an earlier one, to go on where that broke off."""
 
@@ -141,6 +149,7 @@ class EngineRequest:
     session: str = ""  # requests of one go to one engine, as long as it takes them
     receipt: Receipt | None = None  # its tokens stay known for a while after its end, to go on from
     timed: bool = False  # its first token brings ``TokenDeltas.begun``
+    pin: Pin | None = None
 
 
 @dataclass(slots=True)

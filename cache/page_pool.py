@@ -11,7 +11,8 @@ class PagePool:
     Free pages form an intrusive doubly linked list (vLLM's free block queue): allocating a page,
     freeing one and removing one from the middle are O(1) and allocate no memory. ``num_pages`` is
     the list's sentinel. Pages are freed at the tail and allocated at the head, so the page that has
-    been free for longest is reused first.
+    been free for longest is reused first. Pages to *keep* are in a second list, whose pages are
+    allocated where the first one is empty.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -20,8 +21,9 @@ class PagePool:
         self.num_pages = num_pages
         self.num_free = num_pages
         self.references = [0] * num_pages
-        self._next = [*range(1, num_pages + 1), 0]
-        self._previous = [num_pages, *range(num_pages)]
+        self._kept = num_pages + 1  # the sentinel of the second list
+        self._next = [*range(1, num_pages + 1), 0, self._kept]
+        self._previous = [num_pages, *range(num_pages), self._kept]
 
     def allocate(self, count: int) -> list[int] | None:
         """Returns ``count`` pages with one reference each, or None, with no effect, if too few."""
@@ -30,6 +32,8 @@ class PagePool:
         pages = []
         for _ in range(count):
             page = self._next[self.num_pages]
+            if page == self.num_pages:
+                page = self._next[self._kept]
             self._unlink(page)
             self.references[page] = 1
             pages.append(page)
@@ -41,10 +45,11 @@ class PagePool:
             self._unlink(page)
         self.references[page] += 1
 
-    def free(self, page: int, *, reuse_first: bool = False) -> None:
+    def free(self, page: int, *, reuse_first: bool = False, keep: bool = False) -> None:
         """Removes a reference; a page without references becomes free.
 
-        ``reuse_first`` puts it at the head of the list, for a page whose content is of no use.
+        ``reuse_first`` puts it at the head of the list, for a page whose content is of no use;
+        ``keep`` behind all others.
 
         Raises:
             CacheError: The page has no references (a double free).
@@ -53,15 +58,27 @@ class PagePool:
             raise CacheError(f"page {page} is freed twice")
         self.references[page] -= 1
         if self.references[page] == 0:
-            self._link(
-                page, after=self.num_pages if reuse_first else self._previous[self.num_pages]
-            )
+            end = self._kept if keep else self.num_pages
+            self._link(page, after=end if reuse_first else self._previous[end])
+
+    def release(self, page: int) -> None:
+        """A page that was to be kept is so no longer; nothing happens unless it is free."""
+        if self.references[page] == 0:
+            self._unlink(page)
+            self._link(page, after=self._previous[self.num_pages])
 
     def free_pages(self) -> list[int]:
         """The free pages in the order of allocation, in O(free), for tests and integrity checks."""
+        return [*self._listed(self.num_pages), *self.kept_pages()]
+
+    def kept_pages(self) -> list[int]:
+        """The last of them: free pages to keep."""
+        return self._listed(self._kept)
+
+    def _listed(self, end: int) -> list[int]:
         pages = []
-        page = self._next[self.num_pages]
-        while page != self.num_pages:
+        page = self._next[end]
+        while page != end:
             pages.append(page)
             page = self._next[page]
         return pages

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from rayfin.cache.errors import CacheError
 from rayfin.cache.page_pool import PagePool
 from rayfin.cache.prefix_index import HashChain, PrefixIndex, Tokens
+from rayfin.cache.prefix_pins import PrefixPins
 
 
 class PageTables:
@@ -34,6 +35,7 @@ class PageTables:
         self.published: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)  # pages
         # at the start of the slot that are in the index, or shared, and need not be published again
         self.index = PrefixIndex(num_pages, page_size) if prefix_caching else None
+        self.pins = PrefixPins(num_pages)  # pages of the index to keep for a time
         self.num_cached = 0  # free pages in the index
         self.num_evicted = 0  # pages that left the index because they were allocated again
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
@@ -120,11 +122,32 @@ class PageTables:
             self.index.add(page, chain.hashes[number], tokens[number * size : (number + 1) * size])
         self.published[slot] = max(full, int(self.published[slot]))
 
+    def pin(self, slot: int, num_tokens: int, tenant: str, until: float) -> None:
+        """Keeps the slot's published pages of its first ``num_tokens`` tokens (``PrefixPins``).
+
+        Args:
+            until: seconds of the clock of ``expire_pins``.
+        """
+        if (index := self.index) is not None:
+            pages = self._pages[slot][: num_tokens // self.page_size]
+            known = [page for page in pages if page in index]
+            self._unkeep(self.pins.pin(tenant, known, until))
+
+    def expire_pins(self, now: float) -> None:
+        """Ends pins whose time is over."""
+        if len(self.pins):
+            self._unkeep(self.pins.expire(now))
+
+    def _unkeep(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.pool.release(page)
+
     def invalidate(self, slot: int) -> None:
         """Removes the slot's pages from the index, after an error in writing them."""
         if self.index is not None:
             for page in self._pages[slot]:
                 self.index.drop(page)
+                self.pins.drop(page)
 
     def pages_since(self, slot: int, count: int) -> list[int]:
         """The slot's pages after the first ``count``, which the runner has already."""
@@ -134,7 +157,8 @@ class PageTables:
         """Frees all of the slot's pages, tail first, so that heads of prompts stay longest."""
         for page in reversed(self._pages[slot]):
             known = self.index is not None and page in self.index
-            self.pool.free(page, reuse_first=self.index is not None and not known)
+            unknown = self.index is not None and not known
+            self.pool.free(page, reuse_first=unknown, keep=known and page in self.pins)
             if known and self.pool.references[page] == 0:
                 self.num_cached += 1
         self._pages[slot].clear()
@@ -145,6 +169,8 @@ class PageTables:
         pages = self.pool.allocate(count)
         if pages is not None and self.index is not None:
             evicted = sum(self.index.drop(page) for page in pages)
+            for page in pages if len(self.pins) else ():
+                self.pins.drop(page)
             self.num_cached -= evicted
             self.num_evicted += evicted
         return pages
@@ -153,6 +179,7 @@ class PageTables:
         """Removes all pages from the prefix index."""
         if self.index is not None:
             self.index.clear()
+        self._unkeep(self.pins.clear())
         self.num_cached = 0
 
     @property
@@ -177,6 +204,9 @@ class PageTables:
             if known != self.num_cached:
                 raise CacheError(f"{known} free pages are known, {self.num_cached} counted")
             self.index.check_integrity()
+            kept = set(self.pool.kept_pages())
+            if kept != {page for page in self.pool.free_pages() if page in self.pins}:
+                raise CacheError(f"pages {sorted(kept)[:8]} are kept, others pinned")
             for slot, pages in enumerate(self._pages):
                 for page in pages[self.published[slot] :]:
                     if page in self.index:

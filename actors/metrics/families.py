@@ -155,8 +155,12 @@ ENGINE_RESTARTS = _counter(
 )
 
 
-def _nothing(stats: EngineStats) -> int:
+def _nothing(stats: EngineStats) -> Value:
     return 0
+
+
+def _by_tier(stats: EngineStats) -> Value:
+    return {"device": stats.tokens_cached}
 
 
 ENGINE_GAUGES = (
@@ -322,7 +326,7 @@ ENGINE_ALIASES = tuple(
         (
             "prompt_tokens_cached_by_source",
             "Tokens of admitted requests found in the cache, by where they were.",
-            lambda s: {"device": s.tokens_cached},
+            _by_tier,
             "source",
             CACHE_TIERS,
         ),

@@ -398,13 +398,19 @@ class Engine:
         now = self._clock()
         self.lifecycle.state.counters.first_tokens(requests, now)
         for request in requests:
-            if request.source.timed:
+            source = request.source
+            if source.timed:
                 begun = Begun(*request.waits(now), request.cached_tokens)
-                self._outbox.begin(request.source.client, request.source.key, begun)
+                self._outbox.begin(source.client, source.key, begun)
+            if source.pin is not None:
+                until = now + source.pin.seconds
+                tables = self.lifecycle.state.tables
+                tables.pin(request.slots[0], source.pin.tokens, source.tenant, until)
 
     def _expire(self) -> None:
-        """Ends requests whose deadline has passed."""
+        """Ends requests whose deadline has passed, and pins whose time is over."""
         now = self._clock()
+        self.lifecycle.state.tables.expire_pins(now)
         for request in self._deadlines.take_due(now):
             self._end(request, "error", error=exceeded(request, now))
 

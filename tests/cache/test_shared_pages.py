@@ -1,6 +1,6 @@
 """Page tables that share pages: by example, and by random histories against a model of memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rayfin.cache.errors import CacheError
 from rayfin.cache.page_tables import PageTables
 from rayfin.cache.prefix_index import HashChain, Tokens
+from rayfin.cache.prefix_pins import TENANT_SHARE
 
 SIZE = 4
 
@@ -209,10 +210,62 @@ Prefix = tuple[str, tuple[int, ...]]  # extra key, all tokens up to a page's end
 PROMPTS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=30)
 
 
+def test_pinned_pages_outlast_others_and_stop_nothing() -> None:
+    tables = PageTables(2, 8, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN)
+    tables.pin(0, 10, "one", 5.0)  # its first two pages, a quarter of all
+    tables.release(0)
+    for number in range(1, 9):  # more than there is room for beside them
+        _enter(tables, 0, [number * 100 + i for i in range(8)])
+        tables.release(0)
+        tables.check_integrity()
+    assert _enter(tables, 0, TEN) == [0, 1]
+    tables.release(0)
+    assert tables.grow(0, 8 * SIZE)  # all pages: what is kept goes too
+    assert len(tables.pins) == 0
+    tables.release(0)
+    tables.check_integrity()
+
+
+def test_a_pin_ends() -> None:
+    tables = PageTables(1, 8, SIZE, prefix_caching=True)
+    _enter(tables, 0, TEN)
+    tables.pin(0, 10, "one", 5.0)
+    tables.pin(0, 10, "other", 4.0)  # shorter: nothing changes
+    tables.release(0)
+    tables.expire_pins(4.9)
+    assert len(tables.pins) == 2 and tables.pool.kept_pages() == [1, 0]
+    tables.expire_pins(5.0)
+    assert len(tables.pins) == 0 and tables.pool.kept_pages() == []
+    assert tables.pool.free_pages()[-2:] == [1, 0]  # the last to be reused of the others
+    tables.check_integrity()
+
+
+def test_a_tenants_pins_are_bounded() -> None:
+    """Its oldest go, another tenant's stay."""
+    tables = PageTables(3, 16, SIZE, prefix_caching=True)
+    for slot, tenant in enumerate(("other", "one", "one")):
+        _enter(tables, slot, [slot * 50 + i for i in range(12)])
+        tables.pin(slot, 12, tenant, 5.0)
+    kept = [
+        page for slot in range(3) for page in tables.pages_since(slot, 0) if page in tables.pins
+    ]
+    assert kept == [0, 1, 2, 5, 6, 7, 8]
+    long = [900 + i for i in range(20)]
+    tables.release(1)
+    _enter(tables, 1, long)
+    tables.pin(1, 20, "one", 5.0)  # more than it may have: the start of the prompt
+    pages = tables.pages_since(1, 0)
+    assert [page in tables.pins for page in pages] == [True] * 4 + [False]
+    assert len(tables.pins) == 3 + 4
+    tables.check_integrity()
+
+
 class SharedPagesMachine(RuleBasedStateMachine):
     """Requests that come, grow, end, fail and crash, in an alphabet in which many begin alike.
 
-    The model knows the free list, what each page holds, and what the index must know.
+    The model knows the free list, what each page holds, what the index must know, and which pages
+    are pinned until when.
     """
 
     @initialize(slots=st.integers(1, 4), num_pages=st.integers(1, 20), size=st.integers(1, 5))
@@ -226,6 +279,8 @@ class SharedPagesMachine(RuleBasedStateMachine):
         self.text: list[list[int]] = [[] for _ in range(slots)]
         self.salt = [""] * slots
         self.chains = [HashChain(size) for _ in range(slots)]
+        self.pinned: dict[int, int] = {}  # page -> end, the oldest pin first
+        self.now = 0
 
     @rule(slot=st.integers(0, 3), prompt=PROMPTS, salt=st.sampled_from(["", "", "", "x"]))
     def enter(self, slot: int, prompt: list[int], salt: str) -> None:
@@ -266,7 +321,7 @@ class SharedPagesMachine(RuleBasedStateMachine):
             return
         own, self.free = self.free[: bool(rest)], self.free[bool(rest) :]
         assert copies == [(self.pages[source][full], page) for page in own]
-        self.known = {prefix: page for prefix, page in self.known.items() if page not in own}
+        self._reused(own)
         for page, copy in copies:
             self.memory[copy] = list(self.memory[page])
         self.pages[into] = self.pages[source][:full] + own
@@ -279,14 +334,38 @@ class SharedPagesMachine(RuleBasedStateMachine):
         if failed:
             self.tables.invalidate(slot)
             gone = set(self.pages[slot])
-            self.known = {prefix: page for prefix, page in self.known.items() if page not in gone}
+            self._reused(gone)
         self._release(slot)
+
+    @rule(slot=st.integers(0, 3), tokens=st.integers(0, 30), seconds=st.integers(1, 3))
+    def pin(self, slot: int, tokens: int, seconds: int) -> None:
+        slot, end = slot % self.slots, self.now + seconds
+        self.tables.pin(slot, tokens, "one", end)
+        most = max(1, self.tables.pool.num_pages // TENANT_SHARE)
+        pages = self.pages[slot][: tokens // self.size]
+        for page in [page for page in pages if page in self.known.values()][:most]:
+            if self.pinned.get(page, 0) > end:
+                continue
+            self.pinned.pop(page, None)
+            if len(self.pinned) >= most:
+                self._unpin(next(iter(self.pinned)))
+            self.pinned[page] = end
+
+    @rule(seconds=st.integers(1, 2))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        self.tables.expire_pins(self.now)
+        for end, page in sorted((end, page) for page, end in self.pinned.items()):
+            if end <= self.now:
+                self._unpin(page)
 
     @rule()
     def crash(self) -> None:
         for slot in range(self.slots):
             self._release(slot)
         self.tables.reset_prefix_cache()
+        for page in list(self.pinned):
+            self._unpin(page)
         self.known.clear()
         self.memory = [[None] * self.size for _ in self.memory]
 
@@ -307,7 +386,7 @@ class SharedPagesMachine(RuleBasedStateMachine):
         if not fits:
             return False
         taken, self.free = self.free[:missing], self.free[missing:]
-        self.known = {prefix: page for prefix, page in self.known.items() if page not in taken}
+        self._reused(taken)
         self.pages[slot] += taken
         for position, token in enumerate(tokens, start=len(self.text[slot])):
             page = self.pages[slot][position // self.size]
@@ -332,10 +411,26 @@ class SharedPagesMachine(RuleBasedStateMachine):
         for page in reversed(pages):
             if any(page in others for others in self.pages):
                 continue
-            if page in self.known.values():
+            if page in self.pinned:
                 self.free.append(page)
             else:
-                self.free.insert(0, page)
+                self.free.insert(self._before_pinned() if page in self.known.values() else 0, page)
+
+    def _before_pinned(self) -> int:
+        """The end of the pages in the free list that are not pinned."""
+        return sum(page not in self.pinned for page in self.free)
+
+    def _unpin(self, page: int) -> None:
+        del self.pinned[page]
+        if page in self.free:
+            self.free.remove(page)
+            self.free.insert(self._before_pinned(), page)
+
+    def _reused(self, pages: Iterable[int]) -> None:
+        """The pages have no known content any more."""
+        gone = set(pages)
+        self.known = {prefix: page for prefix, page in self.known.items() if page not in gone}
+        self.pinned = {page: end for page, end in self.pinned.items() if page not in gone}
 
     @invariant()
     def pages_add_up(self) -> None:

@@ -16,7 +16,7 @@ from fake_stream import Stream
 from rayfin.actors.config import BatchLimits, EngineConfig
 from rayfin.actors.errors import DeadlineExceeded, InvalidRequest, RequestQuarantined
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.messages import BeamParams, EngineRequest, Repetition, Sampling, StopRules
+from rayfin.actors.messages import BeamParams, EngineRequest, Pin, Repetition, Sampling, StopRules
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 
@@ -60,6 +60,7 @@ class Harness:
         deaths: int = 0,
         guidance: Guidance | None = None,
         repetition: Repetition | None = None,
+        pin: Pin | None = None,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -84,6 +85,7 @@ class Harness:
             parent_key=parent_key,
             beams=beams,
             deaths=deaths,
+            pin=pin,
         )
         if guidance is not None and not self.executor.grammar_errors.isdisjoint(guidance.grammars):
             self.executor.errors.add((seed, len(output)))  # a step that compiles fails its row

@@ -32,7 +32,7 @@ class PromptBody(BaseModel):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
-    cache_control: dict[str, Any] | None = None  # prefixes are always cached
+    cache_control: dict[str, Any] | None = None  # see cache_control.py
 
     def check(self) -> None:
         """Rejects fields that are not supported.

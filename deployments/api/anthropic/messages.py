@@ -10,8 +10,10 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from rayfin.actors.errors import RayfinError, RequestFailed
+from rayfin.actors.messages import Pin
 from rayfin.deployments.api.anthropic.blocks import BlockEvent, ReplyBlocks
 from rayfin.deployments.api.anthropic.bodies import OUR_NAMES, MessagesRequest, PromptBody
+from rayfin.deployments.api.anthropic.cache_control import WHOLE, cache_mark, common_length
 from rayfin.deployments.api.anthropic.conversation import chat_messages, is_continued
 from rayfin.deployments.api.anthropic.replies import (
     AnthropicEvent,
@@ -90,6 +92,7 @@ class MessagesAdapter(GenerationAdapter):
         params = self._body.sampling_params(self._service.sampling_defaults)
         rules = answer_rules(self._body)
         caller = Caller.of(request)
+        self._mark = cache_mark(self._body)
         prompt = await prompt_of(self._service, self._body)
         self._plan = await plan_answers(
             self._service,
@@ -109,9 +112,29 @@ class MessagesAdapter(GenerationAdapter):
                 plan=self._plan,
             )
         self._choice = generation.choices[0]
+        self._choice.request.pin = await self._pin(prompt.chat.ids)
         self._choice.request.timed = self.streamed  # message_start has the cached tokens
         self._http_request_id = getattr(request.state, "request_id", "")
         return generation
+
+    async def _pin(self, ids: list[int]) -> Pin | None:
+        """Returns how much of the prompt ``ids`` is kept: what is before the mark."""
+        mark, body = self._mark, self._body
+        if mark is None:
+            return None
+        if mark.messages == WHOLE:
+            return Pin(len(ids), mark.seconds)
+        # A template may refuse a system message alone, and differs from here on in any case.
+        shown = list(body.messages[: mark.messages]) or [{"role": "user", "content": "-"}]
+        part = await chat_prompt(
+            self._service,
+            chat_messages(shown, body.system),
+            tools=chat_tools(body.tools),
+            add_generation_prompt=False,
+            variables=template_variables(body),
+            any_length=True,
+        )
+        return Pin(common_length(ids, part.ids), mark.seconds)
 
     def run(self, generation: Generation) -> Deltas:
         deltas = generation.run()

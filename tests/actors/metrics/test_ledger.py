@@ -9,12 +9,15 @@ from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.metrics.families import (
     CACHE_CONFIG,
+    ENGINE_ALIASES,
     ENGINE_ASKED,
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     ENGINE_RESTARTS,
     INGRESS_FAMILIES,
     INGRESS_HEARD,
+    LORA_INFO,
+    NO_LORA,
 )
 from rayfin.actors.metrics.ledger import INGRESSES, MOST_KNOWN, CounterReport, Ledger, engine_report
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
@@ -140,16 +143,17 @@ def test_ingresses_are_as_fresh_as_the_one_that_was_heard_of_least_lately() -> N
 
 
 def test_an_engine_reports_every_series_though_it_is_zero() -> None:
-    report = engine_report("3", EngineStats(incarnation="x", pages_total=8, page_size=4), 7.5)
+    stats = EngineStats(incarnation="x", pages_total=8, cache_config=("4", "8"))
+    report = engine_report("3", stats, 7.5)
     assert report.engine == "3" and report.incarnation == "x"
     expected = {
         (family.name, (value,) if value else ())
-        for family in (*ENGINE_GAUGES, *ENGINE_COUNTERS)
+        for family in (*ENGINE_GAUGES, *ENGINE_COUNTERS, *ENGINE_ALIASES)
         for value in family.values or ("",)
     }
-    config = (CACHE_CONFIG.name, ("4", "8"))
+    config, lora = (CACHE_CONFIG.name, ("4", "8")), (LORA_INFO.name, NO_LORA)
     asked = (ENGINE_ASKED.name, ())
-    assert {*report.gauges, *report.counters} == {*expected, config, asked}
+    assert {*report.gauges, *report.counters} == {*expected, config, asked, lora}
     assert report.gauges[asked] == 7.5
     assert report.gauges[config] == 1
     assert report.gauges["kv_cache_pages_by_state", ("free",)] == 8

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rayfin.actors.messages import Pin
+
 Make = Callable[..., Any]
 FAST = {"max_lease": 16, "step_seconds": 0.0002}  # leases of 16 steps in steady decode
 
@@ -334,3 +336,25 @@ def test_sharing_never_changes_an_outcome(
         leases += sum(step.num_steps > 1 for step in h.executor.log)
     assert len(outcomes) == 6 and all(outcome == outcomes[0] for outcome in outcomes)
     assert preemptions and hits and leases
+
+
+def test_a_pinned_prompt_stays_for_its_time(harness: Make) -> None:
+    h = harness(num_pages=40, steps_in_flight=1)
+    prompt = list(range(20))
+
+    def crowd() -> None:
+        for _ in range(8):  # each takes six pages
+            h.add(20, 2)
+        h.run()
+
+    h.add(prompt, 2, pin=Pin(12, 60.0))
+    crowd()
+    again = h.add(prompt, 2)
+    h.run()
+    assert again.ended.cached_tokens == 12  # the rest was needed
+    h.executor.clock += 60.0
+    crowd()
+    last = h.add(prompt, 2)
+    h.run()
+    assert last.ended.cached_tokens == 0
+    h.check()

@@ -98,8 +98,8 @@ def test_a_question_that_goes_wrong_is_its_askers(harness: Make) -> None:
 
 def test_the_cache_is_described(harness: Make) -> None:
     h = harness(num_pages=64, max_model_len=80, num_host_pages=3, kv_cache_memory=5)
-    told = dict(zip(CACHE_LABELS, h.engine.stats().cache_config, strict=True))
-    assert told == {
+    labels = dict(zip(CACHE_LABELS, h.engine.stats().cache_config, strict=True))
+    assert labels == {
         "page_size": "4",
         "num_pages": "64",
         "num_pages_override": "None",

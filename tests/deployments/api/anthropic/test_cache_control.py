@@ -1,0 +1,78 @@
+"""Marks of ``cache_control`` pin what is before them."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from rayfin.actors.messages import Pin
+from rayfin.deployments.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.anyio
+MARK = {"cache_control": {"type": "ephemeral"}}
+HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+def text(said: str, **mark: Any) -> dict[str, Any]:
+    return {"type": "text", "text": said, **mark}
+
+
+def body(system: Any = "be brief", mark: Any = None, **fields: Any) -> dict[str, Any]:
+    """Three messages; ``mark`` is on the first."""
+    messages = [
+        {"role": "user", "content": [text("hello", **(mark or {}))]},
+        {"role": "assistant", "content": "world"},
+        {"role": "user", "content": [text("of tokens")]},
+    ]
+    return {"max_tokens": 2, "system": system, "messages": messages, **fields}
+
+
+async def pinned(http: httpx.AsyncClient, engine: Any, asked: dict[str, Any]) -> Pin | None:
+    assert (await http.post("/v1/messages", json=asked)).is_success
+    pin: Pin | None = engine.seen[-1].pin
+    return pin
+
+
+async def test_a_mark_pins_what_is_before_it(
+    http: httpx.AsyncClient, engine: Any, tokenizer: Tokenizer
+) -> None:
+    assert await pinned(http, engine, body()) is None
+    whole = engine.seen[-1].prompt.tolist()
+
+    async def shown(asked: dict[str, Any]) -> tuple[str, float]:
+        pin = await pinned(http, engine, asked)
+        assert pin is not None and engine.seen[-1].prompt.tolist() == whole
+        return tokenizer.decode(whole[: pin.tokens], False), pin.seconds
+
+    everything = tokenizer.decode(whole, False)
+    first, seconds = await shown(body(mark=MARK))
+    assert first.endswith("user\nhello<|im_end|>\n") and seconds == 300
+    assert everything.startswith(first) and first != everything
+    system, seconds = await shown(body([text("be brief", **HOUR)]))
+    assert system.endswith("be brief<|im_end|>\n<|im_start|>user\n") and seconds == 3600
+    assert await shown(body(**MARK)) == (everything, 300)
+    last = body([text("be brief", **HOUR)], mark=MARK)
+    last["messages"][2]["content"][0] |= HOUR
+    assert await shown(last) == (everything, 3600)
+
+
+async def test_a_mark_on_a_tool(http: httpx.AsyncClient, engine: Any) -> None:
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    pin = await pinned(http, engine, body(None, tools=[{**tool, **MARK}]))
+    assert pin is not None and 0 < pin.tokens < len(engine.seen[-1].prompt)
+
+
+@pytest.mark.parametrize(
+    ("mark", "param"),
+    [
+        ("x", "messages[0].content[0].cache_control"),
+        ({}, "messages[0].content[0].cache_control.type"),
+        ({"type": "forever"}, "messages[0].content[0].cache_control.type"),
+        ({"type": "ephemeral", "ttl": "2h"}, "messages[0].content[0].cache_control.ttl"),
+        ({"type": "ephemeral", "ttl": 5}, "messages[0].content[0].cache_control.ttl"),
+    ],
+)
+async def test_bad_marks(http: httpx.AsyncClient, engine: Any, mark: Any, param: str) -> None:
+    response = await http.post("/v1/messages", json=body(mark={"cache_control": mark}))
+    assert response.status_code == 400 and not engine.seen
+    assert param in response.json()["error"]["message"]
