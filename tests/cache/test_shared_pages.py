@@ -355,7 +355,8 @@ class SharedPagesMachine(RuleBasedStateMachine):
     def wait(self, seconds: int) -> None:
         self.now += seconds
         self.tables.expire_pins(self.now)
-        for end, page in sorted((end, page) for page, end in self.pinned.items()):
+        newest_first = sorted(reversed(self.pinned.items()), key=lambda pin: pin[1])
+        for page, end in newest_first:
             if end <= self.now:
                 self._unpin(page)
 
