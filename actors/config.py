@@ -300,6 +300,7 @@ class ModelFacts:
     max_position: int | None  # None: no limit
     page_bytes: int  # of one page of all layers, keys and values
     available_bytes: int  # memory left for pages, by a profiling run
+    state_bytes: int = 0  # of recurrent layers, per request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +334,8 @@ class EngineConfig:
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     num_host_pages: int = 0  # of swap space; 0: preempted requests are recomputed
     num_speculative_tokens: int = 0  # most drafts of a decoding row in a step
+    recurrent: bool = False  # layers keep a state by slot, which belongs to num_computed
+    num_snapshots: int = 0  # of such states, which prefix hits start from
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     # What the cache was made from, for metrics: settings as given.
     kv_cache_dtype: str = "auto"
@@ -378,7 +381,7 @@ def resolve_host_pages(args: EngineArgs, page_bytes: int, most: int) -> int:
     Raises:
         InvalidConfig: preemption is "swap", and there is no room for a page.
     """
-    if (args.preemption or DEFAULT_PREEMPTION[args.scheduler]) == "recompute":
+    if (args.preemption or DEFAULT_PREEMPTION[args.scheduler]) == "recompute" or not page_bytes:
         return 0
     pages = int(args.swap_space * 2**30) // page_bytes
     if pages < 1 and args.preemption == "swap":
@@ -391,7 +394,7 @@ def resolve_host_pages(args: EngineArgs, page_bytes: int, most: int) -> int:
 
 def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
     """Returns the facts of the rank with room for the fewest pages: each rank holds all pages."""
-    return min(facts, key=lambda own: own.available_bytes // own.page_bytes)
+    return min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
 
 
 def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:
@@ -405,9 +408,11 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     """
     model_len = resolve_model_len(args, facts.max_position)
     available = args.kv_cache_memory or facts.available_bytes
-    pages = args.num_pages or available // facts.page_bytes
     per_request = -(-model_len // args.page_size)
     most = per_request * limits.max_decoding_batch
+    # A model without attention fills no pages: its slots are the only limit.
+    pages = args.num_pages or (available // facts.page_bytes if facts.page_bytes else most)
+    recurrent = facts.state_bytes > 0
     pages = min(pages, most)
     if pages < per_request:
         if args.max_model_len is not None or pages < 1:
@@ -434,10 +439,11 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         steps_in_flight=args.steps_in_flight
         if args.steps_in_flight == 1
         else args.pipeline_parallel_size + 1,
-        prefix_caching=args.prefix_caching,
+        prefix_caching=args.prefix_caching and not recurrent,
+        recurrent=recurrent,
         max_lease=args.max_lease,
         max_logprobs=args.max_logprobs,
-        num_host_pages=resolve_host_pages(args, facts.page_bytes, most),
+        num_host_pages=0 if recurrent else resolve_host_pages(args, facts.page_bytes, most),
         kv_cache_dtype=args.kv_cache_dtype,
         memory_utilization=args.memory_utilization,
         kv_cache_memory=args.kv_cache_memory,

@@ -41,6 +41,9 @@ NO_STEP = -1
 COPY, SWAP_OUT, SWAP_IN = 0, 1, 2
 """Kinds of ``SchedulerInfo.moves``: copy of a page, to host memory, back from host memory."""
 
+STATE_COPY, STATE_SAVE, STATE_LOAD = 3, 4, 5
+"""Moves of recurrent layers' states: from slot to slot, slot to snapshot, snapshot to slot."""
+
 
 def no_moves() -> Int32Array:
     return np.zeros((0, 3), np.int32)
@@ -190,8 +193,10 @@ class SchedulerInfo:
     new_requests: list[NewRequest] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)  # handles to forget, before new_requests
     num_steps: int = 1  # decode steps granted
-    moves: Int32Array = field(default_factory=no_moves)  # [M, 3] kind, from page, to page; before
-    # everything else of the step, in this order
+    moves: Int32Array = field(
+        default_factory=no_moves
+    )  # [M, 3] kind, from page, to page (slots and
+    # snapshots for states); before everything else of the step, in this order
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -102,11 +102,43 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.5},
     "deepseek_v2": {**_MLA, "q_lora_rank": None, "topk_method": "greedy"},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "expand": 2,
+    },
+    "zamba": {
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "attention_hidden_size": 64,
+        "num_key_value_heads": 4,
+        "attention_head_dim": 16,
+    },
 }
 """Those that only single tests want."""
 
 _WIDE_NORMS = {"cohere", "olmo2", "olmo3", "olmoe"}  # other weights for each head
-_OWN_FIELDS_ONLY = {"gpt2": {"vocab_size", "bos_token_id", "eos_token_id", "initializer_range"}}
+_SHARED_FIELDS = {"vocab_size", "bos_token_id", "eos_token_id", "initializer_range"}
+_MAMBA_FIELDS = _SHARED_FIELDS | {"hidden_size", "num_hidden_layers", "pad_token_id"}
+_OWN_FIELDS_ONLY = {"gpt2": _SHARED_FIELDS, "mamba": _MAMBA_FIELDS, "mamba2": _MAMBA_FIELDS}
 
 
 def tiny_config(architecture: str) -> PretrainedConfig:

@@ -12,12 +12,15 @@ from rayfin.actors.config import EngineArgs, Quantization
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.models.compare import require_equal
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
+from rayfin.actors.runner.models.recurrent import RecurrentLayers
 from rayfin.actors.runner.models.weights import load_config, load_model, page_type
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
 from rayfin.actors.runner.quantized.loader import source_config
+from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import select_attention
@@ -46,6 +49,12 @@ class LoadedModel:
     page_type: torch.dtype
     kernels: CpuKernels | None
     peers: ProcessGroups | None  # of a rank among several
+    recurrent: RecurrentLayers | None = None  # layers that keep a state per request
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one request."""
+        return 0 if self.recurrent is None else self.recurrent.bytes_per_row
 
     def page_bytes(self, page_size: int) -> int:
         return page_bytes(self.model.layouts, page_size, self.page_type)
@@ -56,6 +65,14 @@ class LoadedModel:
         cache = KVTensors(model.layouts, num_pages, page_size, self.page_type, self.device)
         model.bind(cache)
         return cache
+
+    def bind_states(self, slots: int, snapshots: int) -> StateTensors | None:
+        """Allocates the states of ``slots`` requests; None if the model keeps none."""
+        if self.recurrent is None:
+            return None
+        states = StateTensors(self.recurrent.layouts, slots, snapshots, self.device)
+        self.recurrent.bind(states)
+        return states
 
     def host_pages(self, num_pages: int, page_size: int) -> KVTensors:
         """Swap space: pages in host memory, pinned if a GPU copies to and from it."""
@@ -98,6 +115,11 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
         raise InvalidConfig(str(error), "attention") from None
     pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
     paged = PagedModel(model, kernel, layers)
+    if peers is not None and paged.recurrent is not None:
+        name = type(model).__name__
+        raise UnsupportedModel(f"{name} cannot be shared: its layers keep states", "model")
+    if peers is None:
+        require_equal(paged)
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
     if args.attention in ("auto", "triton") and can_use_triton(device):
@@ -107,7 +129,8 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
         pack_linears(paged, kernels)
     if not peers and kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded)
-    return LoadedModel(device, config, step_model, gpu_model, pages, kernels, peers)
+    recurrent = paged.recurrent
+    return LoadedModel(device, config, step_model, gpu_model, pages, kernels, peers, recurrent)
 
 
 def _load_weights(

@@ -109,12 +109,14 @@ class ModelRunner:
                 args.memory_utilization,
                 1 if peers is None else peers.place.size,
             ) - self._bytes_of_graphs(limits, model_len)
+            available -= 2 * limits.max_decoding_batch * self._loaded.state_bytes
         facts = ModelFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
             vocab_size=config.get_text_config(decoder=True).vocab_size,
             max_position=positions,
             page_bytes=self._loaded.page_bytes(args.page_size),
             available_bytes=available,
+            state_bytes=self._loaded.state_bytes,
         )
         return facts, limits
 
@@ -162,7 +164,8 @@ class ModelRunner:
     def sleep(self) -> None:
         """Frees the pages' memory; no step may come before the next ``start``."""
         self._graphs = self._bound = None
-        self._mover = PageMover(self._bind(0), self._loaded.host_pages(0, self._args.page_size))
+        host = self._loaded.host_pages(0, self._args.page_size)
+        self._mover = PageMover(self._bind(0), host, self._loaded.bind_states(0, 0))
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -216,11 +219,11 @@ class ModelRunner:
     def _make_observers(self, cache: KVTensors) -> list[StepObserver]:
         observers: list[StepObserver] = [RowFaults()]
         page_size = self._args.page_size
-        if self._loaded.device.type == "cpu" and cache.num_pages:
+        if self._loaded.device.type == "cpu" and cache.num_pages and cache.keys:
             page = max(self._loaded.page_bytes(page_size), 1)
             ahead = min(AHEAD_TOKENS // page_size, AHEAD_BYTES // page)
             observers.append(PagePrefaulter([*cache.keys, *cache.values], ahead))
-        if self._args.check_pages:
+        if self._args.check_pages and cache.keys:
             observers.append(PageChecksums(cache, page_size, self._slots))
         if self._loaded.peers:
             observers.append(RankAgreement(self._loaded.peers))
@@ -358,14 +361,16 @@ class ModelRunner:
 
     def _allocate(self, config: EngineConfig) -> tuple[bool, KVTensors]:
         """The pages of ``config``, and whether they are those of the start before."""
-        if self._bound is not None and self._bound[0] == config:
+        if self._bound is not None and self._bound[0] == config and not self._loaded.recurrent:
             self._close_observers()
             return True, self._bound[1]
         self._graphs = self._bound = None
         self._bind(0)  # frees the old pages before it takes new ones
         cache = self._bind(config.num_pages)
         host = self._loaded.host_pages(config.num_host_pages, self._args.page_size)
-        self._mover = PageMover(cache, host)
+        rows = config.limits.max_decoding_batch
+        states = self._loaded.bind_states(rows, config.num_snapshots)
+        self._mover = PageMover(cache, host, states)
         self._bound = (config, cache)
         return False, cache
 
@@ -414,12 +419,15 @@ class ModelRunner:
         slots = RequestSlots(rows, int(pages.max()))
         slots.apply(info)
         self._bind(len(info.new_pages))
+        self._loaded.bind_states(len(info.ids), 0)
         inputs, _ = build_inputs(info, slots, page_size, self._loaded.device)
         inputs.sampled = inputs.sampled.repeat(rows)[:rows]
         logits = self._model.forward(inputs)
         logits.to(torch.float32, copy=True)  # as for requests whose logits are changed
         self._bind(0)
-        return len(info.new_pages) * self._loaded.page_bytes(page_size)
+        self._loaded.bind_states(0, 0)
+        states = 2 * len(info.ids) * self._loaded.state_bytes
+        return len(info.new_pages) * self._loaded.page_bytes(page_size) + states
 
     def _close_observers(self) -> None:
         for observer in self._observers:

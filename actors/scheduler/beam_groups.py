@@ -22,7 +22,14 @@ import numpy as np
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
-from rayfin.actors.messages import COPY, EngineRequest, Logprobs, Sampling, StepResult
+from rayfin.actors.messages import (
+    COPY,
+    STATE_COPY,
+    EngineRequest,
+    Logprobs,
+    Sampling,
+    StepResult,
+)
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.step_builder import StepRecord
 from rayfin.actors.scheduler.state.beam_search import BeamSearch, candidates_per_beam
@@ -124,6 +131,8 @@ class BeamGroups:
                     return
             for page, copy in copies:
                 lifecycle.state.moves.add(COPY, [page], [copy])
+            if lifecycle.state.recurrent:
+                lifecycle.state.moves.add(STATE_COPY, [source], [target])
             running.copy(source, target)
             lifecycle.introduce(target)
         request.slots[:] = slots

@@ -37,7 +37,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
-        rows = x.reshape(-1, x.shape[-1]).float()
+        rows = x.reshape(-1, x.shape[-1]).float().contiguous()
         y = self._kernels.matmul(rows, self._weight, bias=self._bias)
         return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
 

@@ -6,12 +6,15 @@ has put on the calling attention module. There is no global state, so two models
 process.
 """
 
+import inspect
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from rayfin.actors.errors import UnsupportedModel
+from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.write_kv import write_kv
@@ -20,6 +23,8 @@ from rayfin.kernels.shapes import PagedAttention
 ATTENTION = "rayfin"
 LAYER = "paged_layer"  # the attribute of an attention module that holds its AttentionLayer
 PROBE_TOKENS = 2
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers that keep only keys and values."""
 
 
 class AttentionLayer(Protocol):
@@ -66,6 +71,14 @@ def rayfin_attention(
 
 
 AttentionInterface.register(ATTENTION, rayfin_attention)
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Makes all modules of ``model`` ask the registry for the attention ``name`` from now on."""
+    # Not by set_attn_implementation: it believes flags of the model's class, and some are wrong.
+    found: Iterator[Any] = (vars(module).get("config") for module in model.modules())
+    for config in {id(config): config for config in found if config is not None}.values():
+        config._attn_implementation_internal = name
 
 
 class StepModel(Protocol):
@@ -137,10 +150,10 @@ class PagedLayer:
 
 
 class _Probe:
-    """Replaces every layer for one forward, to learn what each one stores."""
+    """Replaces every layer for one forward, to learn what each call of attention stores."""
 
     def __init__(self) -> None:
-        self.seen: dict[torch.nn.Module, KVLayout] = {}
+        self.calls: list[tuple[torch.nn.Module, KVLayout]] = []
         self.windows: list[int | None] = []
 
     def attend(
@@ -155,13 +168,32 @@ class _Probe:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        if module in self.seen or not getattr(module, "is_causal", True):
+        if not getattr(module, "is_causal", True):
             raise UnsupportedModel(
-                f"{type(module).__name__} is not plain causal attention", "model"
+                f"{type(module).__name__} cannot be served: its attention is not causal", "model"
             )
-        self.seen[module] = KVLayout(key.shape[1], key.shape[-1], value.shape[-1])
+        layout = KVLayout(key.shape[1], key.shape[-1], value.shape[-1])
+        self.calls.append((module, layout))
         self.windows.append(window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+class _SharedLayer:
+    """The layers of a module that attends several times in a forward: one for each call."""
+
+    def __init__(self, layers: list[PagedLayer]) -> None:
+        self._layers = layers
+        self._next = 0
+
+    def restart(self) -> None:
+        """A forward begins."""
+        self._next = 0
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The attention of the layer whose turn it is."""
+        layer = self._layers[self._next]
+        self._next += 1
+        return layer.attend(*args, **kwargs)
 
 
 class PagedModel:
@@ -171,7 +203,7 @@ class PagedModel:
         layers: the layers of the model that this stage has, or None for all.
 
     Raises:
-        UnsupportedModel: A layer keeps state that pages cannot hold.
+        UnsupportedModel: A layer keeps state that neither pages nor slots can hold.
     """
 
     def __init__(
@@ -182,7 +214,13 @@ class PagedModel:
         self._layers = range(total) if layers is None else layers
         self._kernel = kernel
         self._step = CurrentStep()
-        self._attention_modules: list[torch.nn.Module] = []
+        self._calls: list[torch.nn.Module] = []  # attention modules, in the order of their calls
+        self._shared: list[_SharedLayer] = []
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._picks_logits = "logits_to_keep" in accepted
+        self.recurrent: RecurrentLayers | None = None
+        set_attention(model, ATTENTION)
         self.layouts = self._probe()
 
     @property
@@ -199,73 +237,131 @@ class PagedModel:
 
     @property
     def attention_modules(self) -> list[torch.nn.Module]:
-        """One per layer, in order."""
-        return self._attention_modules
+        """Each once, in order: one per layer, unless layers share them."""
+        return list(dict.fromkeys(self._calls))
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
-        pages = zip(self._attention_modules, cache.keys, cache.values, strict=True)
+        layers: dict[torch.nn.Module, list[PagedLayer]] = {}
+        pages = zip(self._calls, cache.keys, cache.values, strict=True)
         for module, k_pages, v_pages in pages:
             layer = PagedLayer(k_pages, v_pages, self._kernel, self._step)
-            setattr(module, LAYER, layer)
+            layers.setdefault(module, []).append(layer)
+        self._shared = []
+        for module, own in layers.items():
+            if len(own) > 1:
+                self._shared.append(_SharedLayer(own))
+            setattr(module, LAYER, own[0] if len(own) == 1 else self._shared[-1])
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         self._step.inputs = inputs
+        for layer in self._shared:
+            layer.restart()
+        complete = False
+        if self.recurrent is not None:
+            self.recurrent.begin(inputs)
         try:
-            output = self._model(
-                input_ids=inputs.input_ids.unsqueeze(0),
-                position_ids=inputs.batch.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=inputs.sampled,
-            )
+            output = self._run(inputs.input_ids, inputs.batch.positions, inputs.sampled)
+            complete = True
         finally:
             self._step.inputs = None
+            if self.recurrent is not None:
+                self.recurrent.end(complete=complete)
+        return output
+
+    def _run(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        sampled: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """The logits [S, V] of transformers' forward over ``tokens`` [T]."""
+        if positions is not None and self._takes_positions:
+            options["position_ids"] = positions.unsqueeze(0)
+        if sampled is not None and self._picks_logits:
+            options["logits_to_keep"] = sampled
+        output = self._model(input_ids=tokens.unsqueeze(0), **{"use_cache": False, **options})
         logits: torch.Tensor = output.logits[0]
-        return logits
+        return logits if sampled is None or self._picks_logits else logits[sampled]
 
     @torch.inference_mode()
     def _probe(self) -> list[KVLayout]:
-        tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=self.device)
-        positions = torch.arange(PROBE_TOKENS, device=self.device).unsqueeze(0)
-        probe, logits = self._run_probe(input_ids=tokens, position_ids=positions)
-        _, default_logits = self._run_probe(input_ids=tokens)
+        tokens = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=self.device)
+        positions = torch.arange(PROBE_TOKENS, device=self.device)
+        probe, logits = self._run_probe(tokens, positions)
+        _, default_logits = self._run_probe(tokens, None)
         if not torch.allclose(logits, default_logits, rtol=1e-3, atol=1e-3, equal_nan=True):
             name = type(self._model).__name__
             raise UnsupportedModel(
                 f"{name} cannot be served: it numbers positions in its own way", "model"
             )
-        self._attention_modules = list(probe.seen)
+        self._calls = [module for module, _ in probe.calls]
+        if _may_keep_states(self._model):
+            self._find_states(tokens)
         self._check_layers(probe)
-        return list(probe.seen.values())
+        return [layout for _, layout in probe.calls]
 
-    def _run_probe(self, **inputs: torch.Tensor) -> tuple[_Probe, torch.Tensor]:
+    def _find_states(self, tokens: torch.Tensor) -> None:
+        self._put(_Probe())
+        try:
+            found = find_stateful(self._model, tokens.unsqueeze(0))
+        finally:
+            self._put(None)
+        if found:
+            self.recurrent = RecurrentLayers(found)
+        elif self._model._is_stateful:
+            name = type(self._model).__name__
+            raise UnsupportedModel(
+                f"{name} cannot be served: its layers keep states that no cache shows", "model"
+            )
+
+    def _run_probe(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[_Probe, torch.Tensor]:
         """Runs a forward in which every attention returns zeros and the probe records it."""
         probe = _Probe()
+        self._put(probe)
+        try:
+            return probe, self._run(tokens, positions, None)
+        finally:
+            self._put(None)
+
+    def _put(self, layer: AttentionLayer | None) -> None:
+        """Puts ``layer`` on all modules, or takes it off."""
         for module in self._model.modules():
-            setattr(module, LAYER, probe)
-        output = self._model(**inputs, use_cache=False)
-        for module in self._model.modules():
-            delattr(module, LAYER)
-        return probe, output.logits
+            if layer is not None:
+                setattr(module, LAYER, layer)
+            elif hasattr(module, LAYER):
+                delattr(module, LAYER)
 
     def _check_layers(self, probe: _Probe) -> None:
-        """Raises unless each layer attends once, through the registry, with its declared window."""
+        """Raises unless layers attend through the registry, with their declared windows."""
         config = self._model.config.get_text_config(decoder=True)
         name = type(self._model).__name__
-        if len(probe.seen) != len(self._layers):
+        if not probe.calls and self.recurrent is None:
             raise UnsupportedModel(
-                f"{name} cannot be served: {len(probe.seen)} of {len(self._layers)} layers "
-                "attend through transformers' attention registry",
+                f"{name} cannot be served: no layer attends through transformers' attention "
+                "registry",
                 "model",
             )
         layer_types = getattr(config, "layer_types", None) or []
         layer_types = layer_types[self._layers.start : self._layers.stop]
-        for layer_type, window in zip(layer_types, probe.windows, strict=False):
+        if len(layer_types) != len(probe.windows):
+            return  # layers without attention: the comparison of logits decides
+        for layer_type, window in zip(layer_types, probe.windows, strict=True):
             if (layer_type == "sliding_attention") != (window is not None):
                 raise UnsupportedModel(
                     f"{name} cannot be served: a layer of type {layer_type} attends with "
                     f"window {window}",
                     "model",
                 )
+
+
+def _may_keep_states(model: PreTrainedModel) -> bool:
+    """Whether a layer may keep a state beside keys and values: only then a forward looks for it."""
+    config = model.config.get_text_config(decoder=True)
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    return bool(model._is_stateful or layer_types - ATTENTION_TYPES)

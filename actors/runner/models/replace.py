@@ -1,7 +1,8 @@
 """Replaces a model or its modules by faster ones, if both give the same logits for a probe."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.paged_model import PagedModel, StepModel
 from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.shapes import PagedBatch
 
@@ -78,15 +80,28 @@ def probe_logits(
     The probe has its own pages. On a GPU they have the engine's ``page_size``, since kernels are
     compiled for it.
     """
+    vocabulary = paged.transformer.config.get_text_config(decoder=True).vocab_size
+    tokens = (torch.arange(PROBE_TOKENS, device=paged.device) * 7919 + 11) % vocabulary
     last = PROBE_TOKENS - 1
-    pages = -(-PROBE_TOKENS // page_size)
+    return chunked_logits(model, paged, tokens, [0, last // 2, last, PROBE_TOKENS], page_size)
+
+
+def chunked_logits(
+    model: StepModel,
+    paged: PagedModel,
+    tokens: torch.Tensor,
+    cuts: Sequence[int],
+    page_size: int = PROBE_PAGE_SIZE,
+) -> torch.Tensor:
+    """Logits [T, V] fp32 of ``tokens`` [T], computed in chunks that start and end at ``cuts``."""
+    device = paged.device
+    pages = -(-len(tokens) // page_size)
     cache = KVTensors(paged.layouts, pages, page_size, paged.dtype, paged.device)
     model.bind(cache)
-    vocabulary = paged.transformer.config.get_text_config(decoder=True).vocab_size
-    device = paged.device
-    tokens = (torch.arange(PROBE_TOKENS, device=device) * 7919 + 11) % vocabulary
+    if paged.recurrent is not None:
+        paged.recurrent.bind(StateTensors(paged.recurrent.layouts, 1, 0, paged.device))
     logits = []
-    for start, end in ((0, last // 2), (last // 2, last), (last, PROBE_TOKENS)):
+    for start, end in pairwise(cuts):
         positions = torch.arange(start, end, device=device)
         starts, lengths = np.array([0, end - start], np.int32), np.array([end], np.int32)
         batch = PagedBatch(
@@ -97,7 +112,7 @@ def probe_logits(
             positions=positions,
             query_start_cpu=starts,
             kv_len_cpu=lengths,
-            decoding=int(start == last),
+            decoding=int(start > 0 and end - start == 1),
             page_size=page_size,
         )
         every = torch.arange(end - start, device=device)

@@ -22,7 +22,6 @@ DTYPES = {
     "float16": torch.float16,
 }
 CONFIG_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
-SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def load_config(args: EngineArgs) -> PretrainedConfig:
@@ -86,7 +85,17 @@ def load_model(
         plain(config)
     else:
         prepare(config)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    try:
+        return _load(args, config, device, {"dtype": dtype, "attn_implementation": attention})
+    except KeyError as error:  # it looks for a class of its own by this name
+        if error.args != (attention,):
+            raise
+    return _load(args, config, device, {"dtype": dtype, "attn_implementation": "eager"})
+
+
+def _load(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, options: dict[str, Any]
+) -> PreTrainedModel:
     try:
         if args.load_format == "dummy":
             torch.manual_seed(args.seed)
@@ -109,11 +118,8 @@ def load_model(
             model, report = loaded
             _require_all_weights(args.model, report)
             dequantize(model)
-    except KeyError as error:
-        raise dispatch_refused(config, attention, error) from None
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
-    require_pageable(model)
     served: PreTrainedModel = model.to(device).eval()
     return served.requires_grad_(False)
 
@@ -131,7 +137,7 @@ def require_pageable(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModel: The model's attention cannot be paged.
     """
-    if not model._supports_attention_backend or model._is_stateful:
+    if not model._supports_attention_backend and not model._is_stateful:
         raise UnsupportedModel(_unsupported(model.config, "its attention cannot be paged"), "model")
 
 
@@ -171,11 +177,6 @@ def _refuse_unservable(config: PretrainedConfig) -> None:
         raise UnsupportedModel(_unsupported(config, "it is an encoder-decoder"), "model")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         raise UnsupportedModel(_unsupported(config, "it is not a causal language model"), "model")
-    layer_types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
-    if unknown := layer_types - SERVED_LAYER_TYPES:
-        raise UnsupportedModel(
-            _unsupported(config, f"it has layers of type {', '.join(sorted(unknown))}"), "model"
-        )
 
 
 def require_safetensors(model: str) -> None:

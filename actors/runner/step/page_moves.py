@@ -1,7 +1,7 @@
 """Makes a step's page moves: copies on the device, and ways to host memory and back."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT, Int32Array
+from rayfin.actors.messages import (
+    COPY,
+    STATE_COPY,
+    STATE_LOAD,
+    STATE_SAVE,
+    SWAP_IN,
+    SWAP_OUT,
+    Int32Array,
+)
+from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.staging import to_device
 
@@ -25,8 +34,11 @@ class PageMover:
     the step that reads it, and out before the one that writes over it.
     """
 
-    def __init__(self, device: KVTensors, host: KVTensors) -> None:
+    def __init__(
+        self, device: KVTensors, host: KVTensors, states: StateTensors | None = None
+    ) -> None:
         self._device = device.device
+        self._states = states
         self._stream = CopyStream(device.device)
         both = zip([*device.keys, *device.values], [*host.keys, *host.values], strict=True)
         self._pairs = [(_movable(pages), _movable(copies)) for pages, copies in both]
@@ -34,7 +46,17 @@ class PageMover:
     @torch.inference_mode()
     def run(self, moves: Int32Array) -> None:
         """Makes the moves [M, 3] of ``SchedulerInfo.moves`` as if one after another."""
-        make = {COPY: self._copy, SWAP_OUT: self._swap_out, SWAP_IN: self._swap_in}
+        make: dict[int, Callable[[Any, Any], None]] = {
+            COPY: self._copy,
+            SWAP_OUT: self._swap_out,
+            SWAP_IN: self._swap_in,
+        }
+        if self._states is not None:
+            make |= {
+                STATE_COPY: self._states.copy,
+                STATE_SAVE: self._states.save,
+                STATE_LOAD: self._states.load,
+            }
         for kind, sources, targets in runs(moves):
             make[kind](sources, targets)
 
@@ -81,7 +103,7 @@ def runs(moves: Int32Array) -> Iterator[tuple[int, Int32Array, Int32Array]]:
     start = 0
     written: set[int] = set()
     for index, (kind, source, target) in enumerate(moves.tolist()):
-        depends = target in written or (kind == COPY and source in written)
+        depends = target in written or (kind in (COPY, STATE_COPY) and source in written)
         if written and (kind != moves[start, 0] or depends or index - start == MOST_AT_ONCE):
             yield int(moves[start, 0]), moves[start:index, 1], moves[start:index, 2]
             start = index

@@ -39,6 +39,7 @@ class PrefixLookup:
         self._tables = state.tables
         self._moves = state.moves
         self._runner_diff = state.runner_diff
+        self._recurrent = state.recurrent
 
     def find(self, request: Request) -> CachedPrefix | None:
         """Returns the longest cached prefix, or None if the fork parent still computes it."""
@@ -46,7 +47,8 @@ class PrefixLookup:
         hits = self._hits(request)
         indexed = CachedPrefix(hits, len(hits) * size)
         prompt_less_one = len(request.source.prompt) - 1
-        fork_parent = _fork_source(request)
+        # A parent's state stands behind the prompt: a choice starts from the index alone.
+        fork_parent = None if self._recurrent else _fork_source(request)
         if fork_parent is None or indexed.num_tokens >= prompt_less_one:
             return indexed
         # Page copies run before all else of a step, so the parent's pages must come from earlier

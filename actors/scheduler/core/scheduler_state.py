@@ -32,6 +32,7 @@ class SchedulerState:
     clients: dict[str, int] = field(default_factory=dict)  # name -> number in RunningTable.client
     # Admissions up to this one need no second requeue: all of their time were requeued already.
     requeued_admission: int = 0
+    recurrent: bool = False  # runners keep a state by slot
 
 
 def make_state(config: EngineConfig) -> SchedulerState:
@@ -45,6 +46,7 @@ def make_state(config: EngineConfig) -> SchedulerState:
         waiting=make_queue(config),
         queue_limits=QueueLimits(config.max_waiting_requests, config.max_waiting_tokens),
         counters=EngineCounters(config.max_model_len),
+        recurrent=config.recurrent,
         runner_diff=RunnerDiff(
             send_history=config.send_history or config.num_speculative_tokens > 0
         ),

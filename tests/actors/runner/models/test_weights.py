@@ -29,13 +29,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "bart": {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
     "bert": {},  # attends in both directions
     "clip": {},
-    "mamba": {"state_size": 4},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 4},
     "rwkv": {"attention_hidden_size": 32},
     "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 32, "head_dim": 8},
-    "qwen3_next": {"head_dim": 8, "num_experts": 2, "layer_types": ["linear_attention"] * 2},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "bloom": {"n_head": 4, "n_layer": 2},  # its own attention, with ALiBi
     "doge": {"num_experts": 4},  # a mask of its own
     "roberta": {"is_decoder": True},  # its positions start at padding_idx + 1
