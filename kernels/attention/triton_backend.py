@@ -12,6 +12,8 @@ from rayfin.kernels.triton.tile_map import TileMap, make_tile_map
 
 PROGRAMS_PER_CORE = 4  # target of each launch: some more than fit on a multiprocessor
 DECODE_ROWS = 16  # the smallest number that a tensor core multiplies
+DECODE_KEYS = 32  # a block of keys; narrow ones leave room for more of them in flight
+MERGED_AHEAD = 4
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAUNCHES = "triton launches"
 """Key in `PagedBatch.scratch` of a function (attention, batch, sizes) -> launches."""
@@ -27,6 +29,7 @@ class TileShape:
     programs: int  # target number of items
     warps: int
     stages: int  # loads in flight
+    parts_ahead: int  # parts of a split tile that are read at once when it is merged
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +126,7 @@ class TritonAttention:
                 WINDOW=window is not None,
                 SOFTCAP=softcap is not None,
                 SINKS=sinks is not None,
+                PARTS_AHEAD=shape.parts_ahead,
                 num_warps=shape.warps,
                 num_stages=shape.stages,
             )
@@ -131,17 +135,22 @@ class TritonAttention:
     def decode_shape(self, sizes: Sizes) -> TileShape:
         """The tile shape of decode rows."""
         rows = max(DECODE_ROWS, width(sizes.group))
-        keys = 64 if _is_narrow(sizes) else 32
         programs = self.cores * PROGRAMS_PER_CORE // sizes.kv_heads
-        return TileShape(rows, 1, keys, max(programs, 1), 4, _stages(sizes))
+        ahead = MERGED_AHEAD if rows == DECODE_ROWS else 1  # more rows take too much shared memory
+        return TileShape(rows, 1, DECODE_KEYS, max(programs, 1), 4, _decode_stages(sizes), ahead)
 
     def prefill_shape(self, sizes: Sizes) -> TileShape:
         """The tile shape of prefill chunks."""
         rows = max(128 if _is_narrow(sizes) else 64, width(sizes.group))
-        keys = 64 if _is_narrow(sizes) else 32
+        narrow, wide = (
+            _is_narrow(sizes),
+            sizes.dtype == torch.float32,
+        )  # wide: of few keys, no spills
+        keys = 64 if narrow else 16 if wide else 32  # as many as registers hold
         programs = self.cores * 2 // sizes.kv_heads
-        warps = 8 if rows >= 128 else 4
-        return TileShape(rows, rows // sizes.group, keys, max(programs, 1), warps, _stages(sizes))
+        warps = 8 if rows >= 128 or wide else 4
+        queries = rows // sizes.group
+        return TileShape(rows, queries, keys, max(programs, 1), warps, _stages(sizes), 1)
 
     def tile_map(self, shape: TileShape, sizes: Sizes, batch: PagedBatch, rows: slice) -> TileMap:
         """The work items of a launch over some of the step's rows."""
@@ -199,6 +208,10 @@ def width(size: int) -> int:
 def _is_narrow(sizes: Sizes) -> bool:
     """Whether large tiles fit into a multiprocessor's registers and shared memory."""
     return max(sizes.key_dim, sizes.value_dim) <= 128 and sizes.dtype != torch.float32
+
+
+def _decode_stages(sizes: Sizes) -> int:
+    return 4 if _is_narrow(sizes) else _stages(sizes)
 
 
 def _stages(sizes: Sizes) -> int:

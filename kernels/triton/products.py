@@ -58,7 +58,7 @@ def gated_product(
     outputs = len(gate_up) // 2
     assert x.is_contiguous() and gate_up.is_contiguous()
     out = x.new_empty(len(x), outputs)
-    grid, launch = _tiles(len(x), outputs, x.dtype)
+    grid, launch = _tiles(len(x), outputs, x.dtype, 2)
     kernels.gated_product[grid](
         x,
         gate_up,
@@ -108,16 +108,23 @@ def _launch(
     )
 
 
-def _tiles(rows: int, outputs: int, dtype: torch.dtype) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid and the tile sizes, with narrower tiles if there would be too few programs."""
-    columns = 64 if outputs >= 16384 else 32 if outputs >= 4096 else 16
-    depth = 256 // dtype.itemsize  # 256 bytes of each weight row: whole cache lines
+def _tiles(
+    rows: int, outputs: int, dtype: torch.dtype, matrices: int = 1
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid and the tile sizes of programs that read ``matrices`` [N, K] side by side.
+
+    About three megabytes of weights must be on their way to fill an H200's memory bandwidth. So few
+    outputs get narrow tiles, which make many programs, and more loads in flight.
+    """
     tile_rows = min(max(triton.next_power_of_2(rows), 16), FEW_ROWS)
+    narrow, few = outputs * matrices < 4096, tile_rows == 16
+    columns = 64 if outputs >= 16384 else 32 if outputs >= 4096 else 8 if few else 16
+    depth = (512 if few and columns == 8 else 256) // dtype.itemsize  # whole cache lines of a row
     launch = {
         "ROWS": tile_rows,
         "COLUMNS": columns,
         "DEPTH": depth,
         "num_warps": 4,
-        "num_stages": 4,
+        "num_stages": 6 if narrow else 4,
     }
     return (triton.cdiv(outputs, columns), triton.cdiv(rows, tile_rows)), launch

@@ -18,16 +18,18 @@ def merge_parts(
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS_AHEAD: tl.constexpr,  # parts that are on their way at once
 ):
     """Merges the parts of a tile to [ROWS, VALUE_WIDTH], by their shares of the softmax.
 
-    The results of other programs are read from the L2 cache, which all share.
+    The results of other programs are read from the L2 cache, which all share. A read takes
+    a microsecond, so several are on their way.
     """
     written = valid[:, None] & (dv[None, :] < VALUE_DIM)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
-    for part in range(0, parts):
+    for part in tl.range(0, parts, num_stages=PARTS_AHEAD):
         place = places + part * (KV_HEADS * ROWS)
         lse = tl.load(part_lse + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
         partial_out = tl.load(
@@ -75,6 +77,7 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    PARTS_AHEAD: tl.constexpr,  # of `merge_parts`
 ):
     """One tile of queries with all heads of one group, over one part of the keys.
 
@@ -85,15 +88,17 @@ def attend_tiles(
     """
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 10
-    queries = tl.load(item + 2)
-    if queries == 0:
-        return
+    queries = tl.load(item + 2)  # all fields at once: one round trip
     row = tl.load(item).to(tl.int64)
     token = tl.load(item + 1).to(tl.int64)
     position = tl.load(item + 3)
     first_key = tl.load(item + 4)
     end_key = tl.minimum(tl.load(item + 5), position + queries)
     part = tl.load(item + 6)
+    first = tl.load(item + 8).to(tl.int64)
+    parts = tl.load(item + 9)
+    if queries == 0:
+        return
 
     m = tl.arange(0, ROWS)
     head = kv_head * GROUP + m % GROUP
@@ -115,11 +120,17 @@ def attend_tiles(
             highest = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
     summed = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    # The pages of a block are read while the block before it is computed. A read of them within the
+    # block would keep its keys and values from being read ahead.
+    table = tables + row * table_stride
+    ahead = first_key + tl.arange(0, KEYS)
+    page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
     for start in range(first_key, end_key, KEYS):
         key = start + tl.arange(0, KEYS)
         inside = key < end_key
-        page = tl.load(tables + row * table_stride + key // PAGE_SIZE, mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
+        ahead = key + KEYS
+        page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
         k = tl.load(
             k_pages + (slot[None, :] * KV_HEADS + kv_head) * KEY_DIM + dk[:, None],
             mask=inside[None, :] & (dk[:, None] < KEY_DIM),
@@ -157,8 +168,6 @@ def attend_tiles(
         lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
         tl.store(part_lse + place, lse, mask=valid)
         tl.debug_barrier()  # all threads have stored: the arrival releases what they wrote
-        first = tl.load(item + 8).to(tl.int64)
-        parts = tl.load(item + 9)
         counter = arrived + first * KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
             merged = merge_parts(
@@ -172,6 +181,7 @@ def attend_tiles(
                 VALUE_DIM,
                 VALUE_WIDTH,
                 ROWS,
+                PARTS_AHEAD,
             )
             target = out + (tokens[:, None] * (KV_HEADS * GROUP) + head[:, None]) * VALUE_DIM
             tl.store(target + dv[None, :], merged.to(out.dtype.element_ty), mask=written)

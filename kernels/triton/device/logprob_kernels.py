@@ -7,10 +7,7 @@ its part of the softmax's sum, and the number of its tokens that are likelier th
 import triton
 import triton.language as tl
 
-from rayfin.kernels.triton.device.sample_kernels import order_of, value_of
-
-NO_KEY = tl.constexpr(-(2**63))
-LOW_BITS = tl.constexpr(0xFFFFFFFF)
+from rayfin.kernels.triton.device.sample_kernels import LOW_BITS, NO_KEY, key_of, value_of
 
 
 @triton.jit
@@ -44,8 +41,7 @@ def summarise_blocks(
         tl.store(highest + place, block_highest)
         tl.store(total + place, tl.sum(tl.exp(x - shift)))
         tl.store(above + place, tl.sum((inside & (x > chosen)).to(tl.int32)))
-        key = (order_of(x).to(tl.int64) << 32) | (index.to(tl.int64) ^ LOW_BITS)
-        key = tl.where(inside, key, NO_KEY)
+        key = tl.where(inside, key_of(x, index), NO_KEY)
         for i in range(0, num_top):
             best = tl.max(key)
             tl.store(keys + place * MAX_TOP + i, best)

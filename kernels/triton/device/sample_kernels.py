@@ -1,8 +1,14 @@
 """Samples one token per row without a sort, by a search for thresholds.
 
+Programs of a row's blocks read the logits: the first kernel finds the highest one, the second sums
+the weights. A third kernel, with one program per row, picks the block and the token. Integer
+weights have the same sums in any order.
+
 Top-k and top-p keep the tokens above some logit. A search finds it by counting the tokens, or
-summing the probability, above several guesses (the pivots of FlashInfer's sampling, 2025). Integer
-weights and exact comparisons keep exactly the tokens that `rayfin.kernels.sampling` keeps.
+summing the probability, above a guess (the pivots of FlashInfer's sampling, 2025). Integer
+weights and exact comparisons keep exactly the tokens that `rayfin.kernels.sampling` keeps. The
+search is among the top tokens of each block, in registers. If they may not be all that are kept, it
+reads the row again for each guess.
 
 The draw inverts the distribution function at the hash of (seed, position). Like Gumbel noise from
 both it depends on nothing else in the batch, and it is the draw of the CPU.
@@ -13,6 +19,9 @@ import triton.language as tl
 
 LOWEST = tl.constexpr(-28.0)  # exp(-28) * 2**40 < 1: smaller logits have no weight
 NONE = tl.constexpr(2147483647)
+NO_KEY = tl.constexpr(-(2**63))
+LOW_BITS = tl.constexpr(0xFFFFFFFF)
+LOWEST_ORDER = tl.constexpr(-2147483648)
 
 
 @triton.jit
@@ -27,6 +36,12 @@ def value_of(order):
     """The inverse of `order_of`."""
     bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_of(x, index):
+    """fp32, int32 -> int64 that sorts by higher logit, then by lower index: `sort_keys`."""
+    return (order_of(x).to(tl.int64) << 32) | (index.to(tl.int64) ^ LOW_BITS)
 
 
 @triton.jit
@@ -100,7 +115,81 @@ def search(
 
 
 @triton.jit
-def sample_rows(
+def floor_of(min_p):
+    """The order of the lowest logit that min_p keeps, and that has any weight."""
+    lowest = tl.full([], LOWEST, tl.float32)
+    return order_of(tl.maximum(tl.log(tl.maximum(min_p, 1e-13)), lowest))
+
+
+@triton.jit
+def find_highest(
+    logits,  # [S, V]
+    temperatures,  # [S] fp32
+    top_ks,  # [S] int64
+    top_ps,  # [S] fp32
+    highest,  # [S, BLOCKS] fp32, written; +inf where a logit is +inf or NaN
+    likeliest,  # [S, BLOCKS] int32, written: the first token with the highest logit
+    keys,  # [S, BLOCKS, TOP] int64, written if the row has filters: its top tokens
+    stride,
+    vocabulary,
+    blocks,
+    TOP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, block)."""
+    number = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < vocabulary
+    x = tl.load(logits + number * stride + index, mask=inside, other=float("-inf")).to(tl.float32)
+    broken = tl.sum(((x != x) | (x == float("inf"))).to(tl.int32))
+    best = tl.max(x)
+    place = number * blocks + tl.program_id(1)
+    tl.store(highest + place, tl.where(broken > 0, float("inf"), best))
+    tl.store(likeliest + place, tl.min(tl.where(x == best, index, NONE)))
+    filters = has_top_k(tl.load(top_ks + number), vocabulary) | (tl.load(top_ps + number) < 1)
+    if filters & (tl.load(temperatures + number) > 0):
+        key = tl.where(inside, key_of(x, index), NO_KEY)
+        for i in range(0, TOP):
+            top = tl.max(key)
+            tl.store(keys + place * TOP + i, top)
+            key = tl.where(key == top, NO_KEY, key)
+
+
+@triton.jit
+def has_top_k(top_k, vocabulary):
+    return (top_k > 0) & (top_k < vocabulary)
+
+
+@triton.jit
+def weigh_blocks(
+    logits,  # [S, V]
+    temperatures,  # [S] fp32
+    top_ks,  # [S] int64
+    min_ps,  # [S] fp32
+    highest,  # [S, BLOCKS] fp32
+    weights,  # [S, BLOCKS] int64, written: of the tokens that min_p keeps
+    stride,
+    vocabulary,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks up to a power of two
+):
+    """Program (row, block). Rows that are greedy or have a top_k need no weights."""
+    number = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + number)
+    if (temperature > 0) & (has_top_k(tl.load(top_ks + number), vocabulary) == 0):
+        block = tl.arange(0, BLOCKS)
+        each = tl.load(highest + number * blocks + block, mask=block < blocks, other=float("-inf"))
+        row = logits + number * stride
+        start = tl.program_id(1) * BLOCK
+        x = scaled(row, start, vocabulary, tl.max(each), temperature, BLOCK)
+        floor = floor_of(tl.load(min_ps + number))
+        weight = tl.sum(tl.where(order_of(x) >= floor, weight_of(x), 0))
+        tl.store(weights + number * blocks + tl.program_id(1), weight)
+
+
+@triton.jit
+def draw_rows(
     logits,  # [S, V]
     temperatures,  # [S] fp32
     top_ks,  # [S] int64
@@ -108,51 +197,179 @@ def sample_rows(
     min_ps,  # [S] fp32
     seeds,  # [S] int64
     positions,  # [S] int64
+    highest,  # [S, BLOCKS] fp32
+    likeliest,  # [S, BLOCKS] int32
+    weights,  # [S, BLOCKS] int64
+    keys,  # [S, BLOCKS, TOP] int64
     tokens,  # [S] int64, written
     stride,
     vocabulary,
+    blocks,
+    TOP: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks up to a power of two
 ):
     """`rayfin.kernels.sampling.sample`. Program (row); -1 for a row that cannot be sampled."""
-    number = tl.program_id(0)
-    row = logits + number.to(tl.int64) * stride
-    highest = tl.full([], float("-inf"), tl.float32)
-    likeliest = tl.full([], 0, tl.int32)
-    broken = tl.full([], 0, tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        x = tl.load(row + index, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
-        broken += tl.sum(((x != x) | (x == float("inf"))).to(tl.int32))
-        best = tl.max(x)
-        if best > highest:
-            highest = best
-            likeliest = tl.min(tl.where(x == best, index, NONE))
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * stride
+    block = tl.arange(0, BLOCKS)
+    known = block < blocks
+    each = tl.load(highest + number * blocks + block, mask=known, other=float("-inf"))
+    best = tl.max(each)
+    first = tl.load(likeliest + number * blocks + block, mask=known, other=NONE)
+    token = tl.min(tl.where(each == best, first, NONE))
     temperature = tl.load(temperatures + number)
-    token = likeliest
-    if (broken > 0) | (highest == float("-inf")):
+    if (best == float("inf")) | (best == float("-inf")):
         token = tl.full([], -1, tl.int32)
     elif temperature > 0:
-        token = draw(
-            row,
-            vocabulary,
-            highest,
-            temperature,
-            tl.load(top_ks + number),
-            tl.load(top_ps + number),
-            tl.load(min_ps + number),
-            uniform_of(tl.load(seeds + number), tl.load(positions + number)),
-            BLOCK,
-        )
+        top_k = tl.load(top_ks + number)
+        top_p = tl.load(top_ps + number)
+        min_p = tl.load(min_ps + number)
+        u = uniform_of(tl.load(seeds + number), tl.load(positions + number))
+        weight = tl.load(weights + number * blocks + block, mask=known, other=0)
+        if has_top_k(top_k, vocabulary) | (top_p < 1):
+            token = draw_among(
+                keys + number * blocks * TOP,
+                vocabulary,
+                blocks,
+                best,
+                temperature,
+                tl.sum(weight),
+                top_k,
+                top_p,
+                min_p,
+                u,
+                TOP,
+                BLOCKS,
+            )
+            if token < 0:
+                token = draw(row, vocabulary, best, temperature, top_k, top_p, min_p, u, BLOCK)
+        else:
+            target = (u * tl.sum(weight).to(tl.float64)).to(tl.int64)
+            sums = tl.cumsum(weight, 0)
+            chosen = tl.minimum(tl.sum((sums <= target).to(tl.int32)), blocks - 1)
+            before = tl.sum(tl.where(block == chosen, sums - weight, 0))
+            start = chosen * BLOCK
+            x = scaled(row, start, vocabulary, best, temperature, BLOCK)
+            inner = tl.where(order_of(x) >= floor_of(min_p), weight_of(x), 0)
+            index = start + tl.arange(0, BLOCK)
+            hit = (before + tl.cumsum(inner, 0) > target) & (index < vocabulary)
+            token = tl.min(tl.where(hit, index, vocabulary - 1))
     tl.store(tokens + number, token.to(tl.int64))
+
+
+@triton.jit
+def search_among(order, amount, floor, needed):
+    """`search` among the tokens of one tensor."""
+    low = floor
+    high = tl.full([], 1, tl.int32)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        above = tl.sum(tl.where(order >= middle, amount, 0))
+        enough = above.to(tl.float64) >= needed
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def filtered_order(key, highest, temperature):
+    """Orders of the scaled logits of keys; the lowest one where there is no key."""
+    x = (value_of((key >> 32).to(tl.int32)) - highest) / temperature
+    return tl.where(key == NO_KEY, LOWEST_ORDER, order_of(x))
+
+
+@triton.jit
+def weight_at(order):
+    """`weight_of` the logits of `filtered_order`."""
+    return weight_of(tl.where(order == LOWEST_ORDER, 2.0 * LOWEST, value_of(order)))
+
+
+@triton.jit
+def draw_among(
+    keys,  # [BLOCKS, TOP] int64
+    vocabulary,
+    blocks,
+    highest,
+    temperature,
+    total,  # weight of all tokens that min_p keeps, without a top_k
+    top_k,
+    top_p,
+    min_p,
+    u,
+    TOP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """`draw` from the top tokens of each block; -1 if these may not be all that are kept.
+
+    They are all if the threshold is above the last of each block's top tokens.
+    """
+    block = tl.arange(0, BLOCKS)
+    place = tl.arange(0, TOP)
+    at = (block * TOP)[:, None] + place[None, :]
+    order2d = filtered_order(
+        tl.load(keys + at, mask=(block < blocks)[:, None], other=NO_KEY), highest, temperature
+    )
+    last = tl.max(tl.where((place == TOP - 1)[None, :], order2d, LOWEST_ORDER))
+    order = tl.reshape(order2d, [BLOCKS * TOP])
+    amount = weight_at(order)
+    floor = floor_of(min_p)
+    if has_top_k(top_k, vocabulary):
+        one = tl.full([BLOCKS * TOP], 1, tl.int64)
+        floor = search_among(order, one, floor, top_k.to(tl.float64))
+        total = tl.sum(tl.where(order >= floor, amount, 0))
+    equals = tl.zeros([], tl.int64)
+    floor_weight = tl.zeros([], tl.int64)
+    covered = floor > last
+    if top_p < 1:
+        needed = total.to(tl.float64) * top_p.to(tl.float64)
+        floor = search_among(order, amount, floor, needed)
+        covered = floor > last
+        floor_weight = weight_of(value_of(floor))
+        above = tl.sum(tl.where(order > floor, amount, 0))
+        count = tl.sum((order == floor).to(tl.int64))
+        missing = needed - above.to(tl.float64)
+        equals = tl.ceil(missing / tl.maximum(floor_weight, 1).to(tl.float64)).to(tl.int64)
+        equals = tl.minimum(tl.maximum(equals, (above == 0).to(tl.int64)), count)
+        total = above + equals * floor_weight
+    else:
+        floor -= 1
+    token = tl.full([], -1, tl.int32)
+    if covered:
+        target = (u * total.to(tl.float64)).to(tl.int64)
+        amount2d = tl.reshape(amount, [BLOCKS, TOP])
+        here = tl.sum((order2d == floor).to(tl.int64), 1)
+        seen = tl.cumsum(here, 0) - here
+        kept = tl.minimum(tl.maximum(equals - seen, 0), here)
+        weight = tl.sum(tl.where(order2d > floor, amount2d, 0), 1) + kept * floor_weight
+        sums = tl.cumsum(weight, 0)
+        chosen = tl.minimum(tl.sum((sums <= target).to(tl.int32)), blocks - 1)
+        before = tl.sum(tl.where(block == chosen, sums - weight, 0))
+        seen_before = tl.sum(tl.where(block == chosen, seen, 0))
+        key = tl.load(keys + chosen * TOP + place)
+        index = ((key & LOW_BITS) ^ LOW_BITS).to(tl.int32)
+        inner = filtered_order(key, highest, temperature)
+        # The block's tokens in the order of the vocabulary: [of a token, of those up to it].
+        other = tl.load(keys + chosen * TOP + place[None, :])
+        other_index = ((other & LOW_BITS) ^ LOW_BITS).to(tl.int32)
+        other_order = filtered_order(other, highest, temperature)
+        up_to = (other_index <= index[:, None]) & (other != NO_KEY)
+        at_floor = up_to & (other_order == floor)
+        ranks = seen_before + tl.sum(at_floor.to(tl.int64), 1)
+        free = tl.minimum(tl.maximum(ranks, seen_before), equals) - tl.minimum(seen_before, equals)
+        above_floor = up_to & (other_order > floor)
+        heavier = tl.sum(tl.where(above_floor, weight_at(other_order), 0), 1)
+        hit = (before + heavier + free * floor_weight > target) & (inner != LOWEST_ORDER)
+        token = tl.min(tl.where(hit, index, vocabulary - 1))
+    return token
 
 
 @triton.jit
 def draw(row, vocabulary, highest, temperature, top_k, top_p, min_p, u, BLOCK: tl.constexpr):
     """The token of a number in [0, 1): inverse of the cumulative weights in vocabulary order."""
     # Keeps the tokens above `floor`, and the first `equals` of those at it.
-    lowest = tl.full([], LOWEST, tl.float32)
-    floor = order_of(tl.maximum(tl.log(tl.maximum(min_p, 1e-13)), lowest))
-    if (top_k > 0) & (top_k < vocabulary):
+    floor = floor_of(min_p)
+    if has_top_k(top_k, vocabulary):
         floor = search(
             row, vocabulary, highest, temperature, floor, top_k.to(tl.float64), False, BLOCK
         )

@@ -1,4 +1,4 @@
-"""Compiles every kernel for a GPU that need not be there, and prints the shared memory each takes.
+"""Compiles every kernel for a GPU that need not be there, and prints a line of JSON for each.
 
     python tests/kernels/triton/compile_kernels.py [--arch 90]
 
@@ -6,6 +6,9 @@ The interpreter takes much that the compiler does not. Run by test_compile.py.
 """
 
 import argparse
+import json
+import re
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +33,7 @@ from rayfin.kernels.triton.products import _tiles
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 FP8 = "fp8e4nv"
+REGISTERS, STACK = 0x2F, 0x11  # attributes in the section .nv.info
 Kernel = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
 OF_THE_MODEL = set("query_stride x_stride qkv_stride stride vocabulary blocks size window".split())
 """Integers that no step changes: Triton compiles for 1, for multiples of 16, and for others."""
@@ -67,6 +71,7 @@ def attention() -> Iterator[Kernel]:
                 "PAGE_SIZE": 16,
                 "ROWS": shape.rows,
                 "KEYS": shape.keys,
+                "PARTS_AHEAD": shape.parts_ahead,
                 **flags,
             }
             options = {"num_warps": shape.warps, "num_stages": shape.stages}
@@ -102,22 +107,28 @@ def layers() -> Iterator[Kernel]:
 def products() -> Iterator[Kernel]:
     for dtype, rows, inputs, outputs in (
         (torch.bfloat16, 1, 3072, 1024),
+        (torch.bfloat16, 16, 1024, 3072),
+        (torch.bfloat16, 64, 3072, 1024),
         (torch.bfloat16, 64, 4096, 28672),
         (torch.float32, 64, 1024, 6144),
     ):
         pointer = f"*{NAMES[dtype]}"
         types = dict.fromkeys(("x", "weight", "bias", "out"), pointer)
         types |= {"rows": "i32", "eps": "fp32", "gain": "fp32", "scale": "fp32"}
-        _, how = _tiles(rows, outputs, dtype)
-        options = {name: how.pop(name) for name in ("num_warps", "num_stages")}
-        flags = {"NORM": True, "BIAS": True}
-        constants = {"INPUTS": inputs, "OUTPUTS": outputs, **flags, **how}
         name = f"{NAMES[dtype]} {rows} x {outputs}"
-        for add in (True, False):
-            more = constants | {"ADD": add, "NORM": not add}
-            yield f"product {name} {add}", product_kernels.product, types, more, options
-        more = constants | {"ACTIVATION": 0}
-        yield f"gated product {name}", product_kernels.gated_product, types, more, options
+        flags = {"INPUTS": inputs, "OUTPUTS": outputs, "NORM": True, "BIAS": True}
+        for matrices in (1, 2):
+            _, how = _tiles(rows, outputs, dtype, matrices)
+            options = {name: how.pop(name) for name in ("num_warps", "num_stages")}
+            constants = flags | how
+            if matrices == 2:
+                more = constants | {"ACTIVATION": 0}
+                yield f"gated product {name}", product_kernels.gated_product, types, more, options
+                continue
+            for add in (True, False):
+                more = constants | {"ADD": add, "NORM": not add}
+                kind = "added product" if add else "product"
+                yield f"{kind} {name}", product_kernels.product, types, more, options
 
 
 def experts() -> Iterator[Kernel]:
@@ -130,7 +141,7 @@ def experts() -> Iterator[Kernel]:
     types = dict.fromkeys(("order", "tiles"), "*i32")
     for dtype, shape in (("bf16", FEW), ("bf16", MANY), ("fp32", FEW), ("fp32", MANY)):
         names = ("x", "weight", "inner", "parts", "shares")
-        types |= dict.fromkeys(names, f"*{dtype}")
+        types = types | dict.fromkeys(names, f"*{dtype}")  # each kernel has its own
         how = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
         options = {"num_warps": shape.warps, "num_stages": shape.stages}
         name, constants = f"{dtype} {shape.rows}", {**sizes, **how}
@@ -146,7 +157,14 @@ def sampling() -> Iterator[Kernel]:
     types = dict.fromkeys(("temperatures", "top_ps", "min_ps"), "*fp32")
     types |= dict.fromkeys(("top_ks", "seeds", "positions", "tokens"), "*i64")
     types |= {"logits": "*bf16", "stride": "i32", "vocabulary": "i32"}
-    yield "sample", sample_kernels.sample_rows, types, {"BLOCK": 4096}, {"num_warps": 8}
+    types |= {"blocks": "i32", "highest": "*fp32", "likeliest": "*i32"}
+    types |= dict.fromkeys(("weights", "keys"), "*i64")
+    for kernel, constants, warps in (
+        (sample_kernels.find_highest, {"TOP": 32, "BLOCK": 4096}, 8),
+        (sample_kernels.weigh_blocks, {"BLOCK": 4096, "BLOCKS": 64}, 8),
+        (sample_kernels.draw_rows, {"TOP": 32, "BLOCK": 4096, "BLOCKS": 64}, 16),
+    ):
+        yield f"sample: {kernel.__name__}", kernel, types, constants, {"num_warps": warps}
 
     types = {"logits": "*bf16", "out": "*fp32", "positions": "*i64", "banned_until": "*i64"}
     types |= dict.fromkeys(("first", "length", "restricted", "counted", "remaining"), "*i32")
@@ -186,6 +204,40 @@ def decoding() -> Iterator[Kernel]:
     yield "finish", decode_kernels.finish_rows, types, {}, {}
 
 
+def registers_of(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack of a thread: NVIDIA's own section of the ELF file.
+
+    Spilled registers are on the stack.
+    """
+    table, count, names = (
+        struct.unpack_from(kind, cubin, at)[0]
+        for kind, at in (("<Q", 0x28), ("<H", 0x3C), ("<H", 0x3E))
+    )
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * i) for i in range(count)]
+    facts = {}
+    for name, _, _, _, offset, size in sections:
+        start = sections[names][4] + name
+        if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
+            continue
+        end = offset + size
+        while offset < end:
+            form, attribute, length = struct.unpack_from("<BBH", cubin, offset)
+            if form == 4 and attribute in (REGISTERS, STACK):
+                key = "registers" if attribute == REGISTERS else "stack"
+                facts[key] = struct.unpack_from("<II", cubin, offset + 4)[1]
+            offset += 4 + (length if form == 4 else 0)
+    return facts
+
+
+def loads_of(ttgir: str) -> dict[str, list[int]]:
+    """Asynchronous loads that each loop leaves in flight when it waits for the oldest ones.
+
+    A loop that reads nothing ahead is not listed.
+    """
+    waits = map(int, re.findall(r"ttg.async_wait .*num = (\d+)", ttgir))
+    return {"in_flight": [number for number in waits if number]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, default=90)
@@ -215,7 +267,8 @@ def main() -> None:
         source = ASTSource(function, signature, constants, attributes)
         target = GPUTarget("cuda", args.arch, 32)
         compiled = triton.compile(source, target=target, options=options)
-        print(f"{name}\t{compiled.metadata.shared}")
+        facts = {"shared": compiled.metadata.shared} | registers_of(compiled.asm["cubin"])
+        print(json.dumps({"name": name} | facts | loads_of(compiled.asm["ttgir"])), flush=True)
         if args.dump:
             print(compiled.asm["ptx"])
 

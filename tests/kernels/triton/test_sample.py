@@ -11,6 +11,7 @@ from rayfin.kernels.shapes import SamplingRows
 
 pytest.importorskip("triton")
 from rayfin.kernels.triton import sample as module
+from rayfin.kernels.triton.device import sample_kernels
 
 NEVER = float("-inf")
 V = 300
@@ -75,6 +76,43 @@ def test_equal_logits(device: torch.device, settings: dict[str, Any]) -> None:
     """Top-k keeps all that equal the last one, top-p the first of them."""
     logits = torch.randint(-2, 3, (3, V), generator=torch.Generator().manual_seed(1)).half()
     check(logits, rows_of(3, **settings), device)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 3},
+        {"top_k": 60, "top_p": 0.9},
+        {"top_p": 0.3},
+        {"top_p": 0.99, "min_p": 0.01},
+        {"temperature": 0.2, "top_k": 20, "top_p": 0.95},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("top", [1, 4, 64])
+def test_top_tokens_of_blocks_may_not_be_all(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], top: int
+) -> None:
+    """Then the row is read again. Ties are within a block and across blocks."""
+    monkeypatch.setattr(module, "TOP", top)
+    logits = (3 * torch.randn(4, V, generator=torch.Generator().manual_seed(2))).round()
+    logits[3, 20:] -= 40  # all that is kept lies in one block
+    check(logits, rows_of(4, **settings), device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's functions are replaced")
+def test_common_settings_read_no_row_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the top tokens of the blocks are enough")
+
+    monkeypatch.setattr(sample_kernels, "draw", refuse)
+    logits = 3 * torch.randn(3, V, generator=torch.Generator().manual_seed(7))
+    for settings in ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {"top_p": 0.5}, {}):
+        check(logits, rows_of(3, **settings), device)
+    with pytest.raises(Exception, match="are enough"):
+        check(logits, rows_of(3, top_k=200), device)
 
 
 def test_forbidden_tokens_and_bad_rows(device: torch.device) -> None:

@@ -1,0 +1,24 @@
+"""Larger tiles in Triton's interpreter, whose time goes by programs; tests/kernels has others."""
+
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        return
+    pytest.importorskip("triton")
+    from rayfin.kernels.triton import products, sample
+
+    tiles = products._tiles
+
+    def large(rows: int, outputs: int, *inputs: Any) -> tuple[tuple[int, int], dict[str, Any]]:
+        (_, across), launch = tiles(rows, outputs, *inputs)
+        columns = 128
+        return (-(-outputs // columns), across), launch | {"COLUMNS": columns}
+
+    monkeypatch.setattr(products, "_tiles", large)
+    monkeypatch.setattr(sample, "BLOCK", 512)
