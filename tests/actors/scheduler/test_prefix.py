@@ -165,6 +165,23 @@ def test_who_shares_with_a_failed_row_goes_on(harness: Make, scheduler: str) -> 
     ]
 
 
+def test_pages_of_a_failed_row_whose_request_has_left_are_not_shared(harness: Make) -> None:
+    """It is aborted while its prompt is in flight, and leaves its pages in the index."""
+    h = harness(steps_in_flight=2)
+    h.executor.errors = {(1, 0)}
+    h.add([7] * 9, 20)
+    h.step()
+    failed = h.add(_prompt(17), 8)
+    h.step()
+    h.abort(failed)
+    assert len(h.engine.lifecycle.state.tables.index) > 2
+    h.step()
+    second = h.add(_prompt(17), 8)
+    h.run()
+    h.check()
+    assert second.ended.cached_tokens == 0
+
+
 def test_restart_forgets_everything(harness: Make, scheduler: str, steps_in_flight: int) -> None:
     """New runners have empty pages: what the index knew is in none of them."""
     h = harness(scheduler=scheduler, steps_in_flight=steps_in_flight)
