@@ -5,6 +5,7 @@ of the loaded model into a frozen ``EngineConfig``. Nothing is written back, and
 decides a default.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.speculation import SpeculativeConfig, read_speculation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
@@ -164,6 +166,20 @@ class EngineArgs:
         2, "2: one more step in flight than pipeline stages; 1: no step ahead"
     )
     max_lease: int = _flag(16, "maximum number of decode steps in one call to the runner")
+    speculative_config: str | None = _flag(
+        None,
+        'speculative decoding, as JSON with vLLM\'s keys, such as \'{"method": "ngram"}\'; changes '
+        "no token; default: none",
+    )
+    spec_method: str | None = _flag(
+        None, "its method alone: ngram (the request's own text) or suffix (earlier requests' too)"
+    )
+    spec_model: str | None = _flag(None, "its draft model alone")
+    spec_tokens: int | None = _flag(
+        None,
+        "its most drafted tokens of a request in a step; default: 5 on a CPU, 7 on a GPU, 16 for "
+        "suffix",
+    )
     tensor_parallel_size: int = _flag(1, "number of devices of one node that share each layer")
     pipeline_parallel_size: int = _flag(1, "number of pipeline stages, each with its own devices")
     threads: int | None = _flag(
@@ -217,6 +233,17 @@ class EngineArgs:
             "long_prefill_token_threshold",
             "splits prompts, which scheduler v0 never does",
         )
+        speculation = self.speculation
+        _require(
+            speculation is None or self.pipeline_parallel_size == 1,
+            "speculative_config",
+            "cannot be combined with pipeline_parallel_size over 1",
+        )
+        _require(
+            speculation is None or self.scheduler == "v1",
+            "speculative_config",
+            f"needs scheduler 'v1', not {self.scheduler!r}",
+        )
         _require(
             not parse_weights(self.tenant_weights) or self.policy == "fair",
             "tenant_weights",
@@ -232,6 +259,13 @@ class EngineArgs:
     def tokenizer_hub(self) -> dict[str, Any]:
         """The same for the tokenizer."""
         return self.hub | {"revision": self.tokenizer_revision or self.revision}
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Who drafts tokens, or None."""
+        return read_speculation(
+            self.speculative_config, self.spec_method, self.spec_model, self.spec_tokens
+        )
 
     @property
     def identity(self) -> str:
@@ -264,6 +298,9 @@ class EngineArgs:
                 raise InvalidConfig(
                     f"unknown setting {name!r}; known: {', '.join(sorted(names))}", name
                 )
+        config = values.get("speculative_config")
+        if isinstance(config, Mapping):
+            values = {**values, "speculative_config": json.dumps(dict(config))}
         return cls(**values)
 
 
@@ -301,6 +338,7 @@ class ModelFacts:
     page_bytes: int  # of one page of all layers, keys and values
     available_bytes: int  # memory left for pages, by a profiling run
     state_bytes: int = 0  # of recurrent layers, per request
+    device: str = "cpu"  # "cpu" or "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +374,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0  # most drafts of a decoding row in a step
     recurrent: bool = False  # layers keep a state by slot, which belongs to num_computed
     num_snapshots: int = 0  # of such states, which prefix hits start from
+    speculation: SpeculativeConfig | None = None  # None: a proposer from outside, or none
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     # What the cache was made from, for metrics: settings as given.
     kv_cache_dtype: str = "auto"
@@ -423,6 +462,12 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
                 "max_model_len",
             )
         model_len = pages * args.page_size
+    speculation = args.speculation
+    if speculation and recurrent:
+        raise InvalidConfig(
+            "speculative_config cannot be used with recurrent layers, whose state does not go back",
+            "speculative_config",
+        )
     return EngineConfig(
         limits=limits,
         max_model_len=model_len,
@@ -448,4 +493,6 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         memory_utilization=args.memory_utilization,
         kv_cache_memory=args.kv_cache_memory,
         num_pages_asked=args.num_pages,
+        num_speculative_tokens=speculation.most_tokens(facts.device) if speculation else 0,
+        speculation=speculation,
     )

@@ -29,9 +29,6 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 SAMPLED_LAST_STEP = -1
 """In ``merge_prompt``: the token that this request sampled last, which the runner knows."""
 
-DRAFT = -2
-"""In ``merge_prompt``: a place for a token that the runner's proposer guesses."""
-
 NO_TOKEN = -1
 """In ``last_pos`` and ``StepResult.tokens``: a chunk that ends mid-prompt samples nothing."""
 
@@ -180,8 +177,9 @@ class SchedulerInfo:
     step: int
     ids: Int32Array  # [R] handles: the runner's slot of each request
     chunk_idx: Int32Array  # [R] where the row's chunk starts in merge_prompt
-    chunk_len: Int32Array  # [R] new tokens of the row; a decoding row has 1 and its drafts
-    merge_prompt: Int32Array  # [T] token ids, SAMPLED_LAST_STEP, or DRAFT
+    chunk_len: Int32Array  # [R] new tokens of the row; a decoding row has 1, and in the runner its
+    # drafts
+    merge_prompt: Int32Array  # [T] token ids, or SAMPLED_LAST_STEP
     kv_len: Int32Array  # [R] tokens in the cache before this step; with drafts in flight, at most
     kv_page_len: Int32Array  # [R] pages held for this step
     last_pos: Int32Array  # [R] index in the chunk whose logits are sampled, or NO_TOKEN
@@ -197,6 +195,8 @@ class SchedulerInfo:
         default_factory=no_moves
     )  # [M, 3] kind, from page, to page (slots and
     # snapshots for states); before everything else of the step, in this order
+    grants: Int32Array | None = None  # [R] most tokens that each row samples in this call, drafts
+    # that are right among them; None if there are none: one in each decode step
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -207,7 +207,7 @@ class SchedulerInfo:
 
     @property
     def num_drafts(self) -> int:
-        """Tokens of decoding rows that the runner's proposer guesses."""
+        """Tokens of decoding rows that the runner's proposer has guessed."""
         return len(self.merge_prompt) - self.num_prefill_tokens - self.decoding_batch
 
     def chunk_prompt(self, row: int) -> Int32Array:
@@ -276,12 +276,26 @@ class GrammarUsage:
     mask_seconds: tuple[float, ...] = ()  # of each decode step with masks
 
 
+@dataclass(slots=True, frozen=True)
+class DraftUsage:
+    """What became of the drafts of a call."""
+
+    drafts: int = 0  # rows with drafts, in each decode step
+    tokens: int = 0  # that were drafted ...
+    accepted: tuple[int, ...] = ()  # ... and of those at place 1, 2, ... of a draft, the right ones
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that were right."""
+        return sum(self.accepted)
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step gave: W or fewer tokens of each row, then NO_TOKEN.
 
-    A row samples a token in each decode step of the call until it ends, and in a step with drafts
-    one more for each draft that was right.
+    A row samples a token in each decode step of the call until it ends, and one more for each draft
+    that was right.
     """
 
     epoch: int
@@ -295,6 +309,7 @@ class StepResult:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row; ``at`` is the
     # prompt position [1, P) of the token
     grammars: GrammarUsage | None = None  # None if it did nothing with any
+    drafts: DraftUsage | None = None  # None if there were none
 
     @property
     def num_tokens(self) -> Int64Array:
@@ -452,6 +467,10 @@ class EngineStats:
     grammar_hits: int = 0  # rows that began with a grammar that the runner had ...
     grammar_misses: int = 0  # ... and with one that it had to compile
     grammar_failures: dict[str, int] = field(default_factory=dict)  # reason -> requests
+    spec_drafts: int = 0  # rows of steps with drafted tokens ...
+    spec_draft_tokens: int = 0  # ... and those tokens ...
+    spec_accepted_tokens: int = 0  # ... and of them the right ones ...
+    spec_accepted_by_position: dict[str, int] = field(default_factory=dict)  # ... by place, from 0
     histograms: dict[str, Histogram] = field(default_factory=dict)  # name in families.py -> it
     cache_config: tuple[str, ...] = ()  # values of families.CACHE_LABELS
 

@@ -52,6 +52,13 @@ STEP_RESEND_PAUSE_SECONDS = 0.02
 MASK_SECONDS = 0.05
 MASK_OVERTIME_SECONDS = 1.0
 
+# A runner's table of step times: how long its measurement may take at the start. Speculation that
+# has cost more than it gave in a window pauses; the pause doubles each time, up to the last.
+STEP_COST_SECONDS = 1.0
+DRAFT_WINDOW_SECONDS = 2.0
+DRAFT_PAUSE_SECONDS = 10.0
+MAX_DRAFT_PAUSE_SECONDS = 160.0
+
 # Grammars that are compiled ahead: if no runner has answered for this long, the oldest request runs
 # without, and the step compiles. Meanwhile an idle scheduler looks at its deadlines so often.
 PREPARE_SECONDS = 10.0

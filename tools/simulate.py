@@ -39,12 +39,14 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.guided = random.Random(f"guided {seed}")
+        self.drafting = random.Random(f"drafting {seed}")
         self.num_refused = 0
         self.num_quarantined = 0  # for the prompt of one that was convicted
         self.harness = make_harness(**self._settings())
         self.refused = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._plan_faults()
+        self._plan_drafts()
         self._plan_grammars()
         self._plan_requests()
 
@@ -94,6 +96,8 @@ class Life:
             "max_lease": draw.choice([1, 3, 7, 16]),
             "num_host_pages": draw.choice([0, 0, 1, 5, 20, 1000]),
             "step_seconds": draw.choice([0.0, 0.0002, 0.0002, 0.001, 0.01]),
+            "num_speculative_tokens": self.drafting.choice([0, 0, 1, 2, 5, 8])
+            * (scheduler == "v1"),
         }
 
     def _plan_faults(self) -> None:
@@ -110,6 +114,10 @@ class Life:
             executor.errors.add((draw.randint(0, 9), draw.randint(0, 8)))
         for _ in range(draw.choice([0, 0, 3])):
             executor.delays[draw.randint(0, 40)] = draw.random() * 0.05
+
+    def _plan_drafts(self) -> None:
+        """How often drafts are right."""
+        self.harness.executor.share_right = self.drafting.choice([0.0, 0.5, 0.9, 1.0])
 
     def _plan_grammars(self) -> None:
         """What requests are guided by, how long runners compile it, and what does not compile."""
@@ -359,6 +367,8 @@ def account(life: Life) -> Counter[str]:
         for stream in harness.streams.values()
     )
     happened["prompts blocked"] = life.num_quarantined
+    happened["drafts"] = stats.spec_drafts
+    happened["right drafted tokens"] = stats.spec_accepted_tokens
     happened["prefix hits"] = stats.prefix_hits
     happened["searches refused"] = life.refused
     happened["waits for grammars"] = stats.histograms["grammar_wait_seconds"].count

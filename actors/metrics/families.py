@@ -15,6 +15,7 @@ from typing import Literal
 
 from rayfin.actors.histogram import Bounds
 from rayfin.actors.messages import EngineStats
+from rayfin.actors.speculation import MOST_TOKENS
 
 PREFIX = "rayfin_"
 ALIAS_PREFIX = "vllm:"
@@ -33,6 +34,7 @@ FAILURES = (
     *("engine_error", "numerical_error", "request_quarantined", "deadline_exceeded"),
     *("engine_unavailable", "grammar_failed", "grammar_too_slow", "other"),
 )
+DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
 GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
 GUIDED_KINDS = (*("json", "json_object", "regex", "choice", "grammar", "structural_tag", "tools"),)
 VERDICTS = ("ok", "invalid", "unsupported", "too_complex")
@@ -316,6 +318,32 @@ ENGINE_COUNTERS = (
         lambda s: s.grammar_failures,
         "reason",
         GRAMMAR_FAILURES,
+    ),
+    _counter(
+        "spec_decode_num_drafts",
+        "Drafts of requests that were verified in a step.",
+        lambda s: s.spec_drafts,
+        alias=True,
+    ),
+    _counter(
+        "spec_decode_num_draft_tokens",
+        "Tokens of those drafts.",
+        lambda s: s.spec_draft_tokens,
+        alias=True,
+    ),
+    _counter(
+        "spec_decode_num_accepted_tokens",
+        "Drafted tokens that were right.",
+        lambda s: s.spec_accepted_tokens,
+        alias=True,
+    ),
+    _counter(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Drafted tokens that were right, by their place in the draft.",
+        lambda s: s.spec_accepted_by_position,
+        "position",
+        DRAFT_POSITIONS,
+        alias=True,
     ),
 )
 

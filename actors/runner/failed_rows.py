@@ -84,6 +84,7 @@ def rows_of(info: SchedulerInfo, start: int, stop: int) -> SchedulerInfo:
         new_pages_len=info.new_pages_len[own],
         new_requests=[],
         finished=[],
+        grants=None if info.grants is None else info.grants[own],
     )
 
 

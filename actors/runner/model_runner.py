@@ -20,6 +20,7 @@ from rayfin.actors.config import (
 )
 from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig
 from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.runner.draft_planner import DraftPlanner
 from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.models.weights import max_position
@@ -27,10 +28,11 @@ from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserve
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.proposers.make import make_proposer
 from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
 from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler, StepOutput
-from rayfin.actors.runner.speculator import Speculator
+from rayfin.actors.runner.speculator import Speculator, grants_of, last_tokens
 from rayfin.actors.runner.step.batch import (
     StepInputs,
     build_inputs,
@@ -42,6 +44,7 @@ from rayfin.actors.runner.step.page_checksums import PageChecksums
 from rayfin.actors.runner.step.page_moves import PageMover
 from rayfin.actors.runner.step.page_prefaulter import PagePrefaulter
 from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.step_cost import StepCost, decode_step
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.sampling.select import select_sample
 
@@ -52,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
 """Steps in a row without a row that could be computed: after more the runner is replaced."""
+
+MEASURED_CONTEXT = 256
+"""Tokens of context of the steps whose time is measured at the start."""
 
 AHEAD_TOKENS = 16_384
 AHEAD_BYTES = 1 << 30
@@ -117,6 +123,7 @@ class ModelRunner:
             page_bytes=self._loaded.page_bytes(args.page_size),
             available_bytes=available,
             state_bytes=self._loaded.state_bytes,
+            device=device.type,
         )
         return facts, limits
 
@@ -136,11 +143,8 @@ class ModelRunner:
         self._sampler = Sampler(
             self._slots, loaded.device, sample, plugins.processors, self._make_masker()
         )
-        if plugins.proposer:
-            self._speculator = Speculator(
-                plugins.proposer(), self._slots, self._sampler, loaded.device
-            )
         kept, cache = self._allocate(config)
+        self._speculator = self._make_speculator(config)
         self._observers = self._make_observers(cache)
         if self._graphs is not None and kept:
             self._graphs.use(self._slots)
@@ -192,8 +196,7 @@ class ModelRunner:
             observer.before(info)
         self._sampler.apply_diff(info)
         if self._speculator:
-            self._speculator.apply_diff(info)
-            info = self._speculator.expand(info)
+            info = self._speculator.begin(info)
         output = StepOutput(info)
         for rows, part in self._parts(info):
             self._run(part, rows, output)
@@ -202,6 +205,7 @@ class ModelRunner:
             observer.after(info, result)
         self._next = (epoch, step + 1)
         result.grammars = self._sampler.take_usage()
+        result.drafts = self._speculator.take_usage() if self._speculator else None
         result.seconds = time.perf_counter() - started
         return result
 
@@ -215,6 +219,47 @@ class ModelRunner:
             return None
         limited = self._loaded.peers is None
         return GuidanceProcessor(self._loaded.device, self._book, limited=limited)
+
+    def _make_speculator(self, config: EngineConfig) -> Speculator | None:
+        proposer, settings = self._plugins.proposer, config.speculation
+        if proposer is None and settings is None:
+            return None
+        made = make_proposer(config) if proposer is None else proposer()
+        adaptive = settings is not None and settings.adaptive
+        follow = self._loaded.peers is None  # ranks would measure different times
+        cost = self._measure(config) if adaptive and follow else StepCost.assumed()
+        planner = DraftPlanner(
+            config.limits.max_decoding_batch,
+            config.num_speculative_tokens,
+            cost,
+            adaptive=adaptive,
+            follow=follow,
+        )
+        device = self._loaded.device
+        return Speculator(made, self._slots, self._sampler, device, config.limits, planner)
+
+    def _measure(self, config: EngineConfig) -> StepCost:
+        """Times steps of some sizes on the first pages, which hold nothing yet."""
+        limits = config.limits
+        most = min(
+            limits.max_decoding_batch + config.num_speculative_tokens, limits.max_batch_tokens
+        )
+        size = self._args.page_size
+        context = min(MEASURED_CONTEXT, config.num_pages * size)
+
+        def run(tokens: int) -> float:
+            info = decode_step(tokens, context, size)
+            slots = RequestSlots(len(info.ids), int(info.kv_page_len.max()))
+            slots.apply(info)
+            started = time.perf_counter()
+            inputs, _ = build_inputs(info, slots, size, self._loaded.device)
+            self._model.forward(inputs)
+            if self._loaded.device.type == "cuda":
+                torch.cuda.synchronize(self._loaded.device)
+            return time.perf_counter() - started
+
+        with torch.inference_mode():
+            return StepCost.measured(run, most)
 
     def _make_observers(self, cache: KVTensors) -> list[StepObserver]:
         observers: list[StepObserver] = [RowFaults()]
@@ -232,7 +277,7 @@ class ModelRunner:
     def _parts(self, info: SchedulerInfo) -> Iterator[tuple[Int64Array, SchedulerInfo]]:
         """The step whole, or its rows that leave the CUDA graphs apart from the others."""
         rows = np.arange(len(info.ids))
-        if self._graphs is not None and len(rows) == info.decoding_batch and not info.num_drafts:
+        if self._graphs is not None and len(rows) == info.decoding_batch:
             host = self._sampler.needs_host(info)
             if host.any() and not host.all():
                 for part in (rows[~host], rows[host]):
@@ -242,9 +287,12 @@ class ModelRunner:
 
     def _run(self, info: SchedulerInfo, rows: Int64Array, output: "StepOutput") -> None:
         """All decode steps of ``info``, which has the ``rows`` [R] of the call."""
-        if info.num_drafts:
-            self._run_drafts(info, rows, output)
-            return
+        if self._speculator:
+            left = grants_of(info)
+            drafted = self._speculator.expand(info, left)
+            if drafted is not None or self._graphs is None:
+                self._speculate(info, drafted, left, rows, output)
+                return
         replayed = self._replay(info)
         among = np.arange(len(rows))  # where the remaining rows stand among those of the replay
         for column in range(info.num_steps):
@@ -257,7 +305,7 @@ class ModelRunner:
                 self._slots.remember(info, sampled.tokens)
             if self._speculator:
                 self._speculator.remember(info, [sampled])
-            output.add(rows, column, sampled)
+            output.add(rows, column, [sampled])
             if column + 1 == info.num_steps:
                 break
             still_decoding = self._slots.still_decoding(info, sampled.tokens)
@@ -266,22 +314,42 @@ class ModelRunner:
             if not len(rows):
                 break
 
-    def _run_drafts(self, info: SchedulerInfo, rows: Int64Array, output: "StepOutput") -> None:
-        """One step with drafts; without them if it fails, to find the row at fault."""
-        assert self._speculator is not None
-        try:
-            results = self._verify(info)
-        except Exception as error:
-            if self._loaded.peers:
-                raise
-            self._leave_broken_device(error)
-            logger.exception("a step with drafts failed: it runs without them")
-            info = self._speculator.without_drafts(info)
-            results = [self._advance(info, output)]
-        self._speculator.remember(info, results)
-        for column, sampled in enumerate(results):
-            self._slots.remember(info, sampled.tokens)
-            output.add(rows, column, sampled)
+    def _speculate(
+        self,
+        info: SchedulerInfo,
+        drafted: SchedulerInfo | None,
+        left: Int64Array,
+        rows: Int64Array,
+        output: "StepOutput",
+    ) -> None:
+        """All decode steps of ``info``, the first one as ``drafted``, with drafts.
+
+        Args:
+            left: [R] tokens that each row may sample in this call.
+        """
+        speculator = self._speculator
+        assert speculator is not None
+        for number in range(info.num_steps):
+            started = time.perf_counter()
+            results = self._verify(drafted) if drafted is not None else None
+            step = info if drafted is None or results is None else drafted
+            results = results or [self._advance(info, output)]
+            counts = speculator.remember(step, results)
+            output.add(rows, number, results)
+            if len(rows) == info.decoding_batch:
+                tokens, seconds = len(step.merge_prompt), time.perf_counter() - started
+                drafts = tokens - len(rows)
+                speculator.planner.observe(tokens, drafts, len(rows), int(counts.sum()), seconds)
+            if number + 1 == info.num_steps:
+                return
+            left = left - counts
+            last = last_tokens(results, counts)
+            goes_on = self._slots.still_decoding(info, last, counts) & (left > 0)
+            rows, left = rows[goes_on], left[goes_on]
+            info = next_step_info(info, goes_on, counts)
+            if not len(rows):
+                return
+            drafted = speculator.expand(info, left)
 
     def _replay(self, info: SchedulerInfo) -> "MultiStepOutput | None":
         """The decode steps of the call as CUDA graphs, or None if they cannot run it."""
@@ -340,15 +408,26 @@ class ModelRunner:
         self._slots.remember(info, sampled.tokens)
         return sampled
 
+    def _verify(self, info: SchedulerInfo) -> list[Sampled] | None:
+        """What a step with drafts gives, or None if it fails: without them it shows which row is
+        at fault."""
+        try:
+            return self._compute_drafts(info)
+        except Exception as error:
+            if self._loaded.peers:
+                raise
+            self._leave_broken_device(error)
+            logger.exception("a step with drafts failed: it runs without them")
+            return None
+
     @torch.inference_mode()
-    def _verify(self, info: SchedulerInfo) -> list[Sampled]:
-        """One forward over the drafts; what is sampled at each of them that was right."""
+    def _compute_drafts(self, info: SchedulerInfo) -> list[Sampled]:
+        """One forward over the drafts; what is sampled as far as they are right."""
         assert self._speculator is not None
         inputs, _ = build_inputs(info, self._slots, self._args.page_size, self._loaded.device)
         columns = self._speculator.columns(info)
-        index = np.concatenate([index for _, index in columns])
-        inputs.sampled = torch.from_numpy(index).to(inputs.sampled)
-        logits = self._forward(info, inputs, np.concatenate([rows for rows, _ in columns]))
+        inputs.sampled = torch.from_numpy(columns.index).to(inputs.sampled)
+        logits = self._forward(info, inputs, columns.rows)
         return self._speculator.verify(info, columns, logits)
 
     def _forward(self, info: SchedulerInfo, inputs: StepInputs, rows: Int64Array) -> torch.Tensor:

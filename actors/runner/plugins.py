@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from rayfin.actors.runner.models.paged_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
+from rayfin.actors.runner.proposers.interface import Proposer
 from rayfin.actors.runner.sampling.processors.base import ProcessorFactory
-from rayfin.actors.runner.speculator import Proposer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,48 +8,38 @@ and with the first that differs from its draft. Output equals that without draft
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from rayfin.actors.config import BatchLimits
+from rayfin.actors.errors import NumericalError
 from rayfin.actors.messages import (
-    DRAFT,
     NO_TOKEN,
     SAMPLED_LAST_STEP,
+    BoolArray,
+    DraftUsage,
     Int32Array,
     Int64Array,
-    NewRequest,
     SchedulerInfo,
 )
-from rayfin.actors.runner.sampling.sampler import Sampled, Sampler
-from rayfin.actors.runner.step.batch import sampled_rows
+from rayfin.actors.runner.draft_planner import DraftPlanner
+from rayfin.actors.runner.proposers.interface import Drafts, Proposer
+from rayfin.actors.runner.sampling.sampler import NOT_FINITE, Sampled, Sampler
+from rayfin.actors.runner.step.batch import SampledRows, sampled_rows
 from rayfin.actors.runner.step.request_slots import RequestSlots
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """Guesses for N slots."""
+class Columns:
+    """Where the logits of a step with drafts come from and go to: L of them, column by column.
 
-    tokens: Int32Array  # [N, K]
-    lengths: Int64Array  # [N] how many of the K each slot has, possibly none
+    Column 0 has all rows that sample; column j has the rows with j drafts or more.
+    """
 
-
-class Proposer(Protocol):
-    """Guesses how requests go on: n-grams, a draft model, heads of the model."""
-
-    def add(self, slot: int, request: NewRequest) -> None:
-        """Starts a request with the tokens of its history."""
-
-    def remove(self, slot: int) -> None:
-        """Drops the slot's request."""
-
-    def accept(self, slot: int, tokens: Sequence[int]) -> None:
-        """Appends sampled tokens to the slot's request."""
-
-    def propose(self, slots: Int64Array, room: Int64Array) -> Drafts:
-        """Guesses at most ``room`` [N] next tokens of the ``slots`` [N]."""
-        ...
+    rows: Int64Array  # [L]
+    index: Int64Array  # [L] in the step's tokens: the one that is sampled after
+    column: Int64Array  # [L]
 
 
 class Speculator:
@@ -60,137 +50,242 @@ class Speculator:
     """
 
     def __init__(
-        self, proposer: Proposer, slots: RequestSlots, sampler: Sampler, device: torch.device
+        self,
+        proposer: Proposer,
+        slots: RequestSlots,
+        sampler: Sampler,
+        device: torch.device,
+        limits: BatchLimits,
+        planner: DraftPlanner,
     ) -> None:
+        self.planner = planner
         self._proposer = proposer
         self._slots = slots
         self._sampler = sampler
         self._device = device
+        self._limits = limits
         self._lengths = np.zeros_like(slots.stops.cap)  # tokens in the cache, by slot
+        self._drafted = self._drafts = 0  # since the last ``take_usage``: tokens, and rows
+        self._accepted: Int64Array = np.zeros(0, np.int64)  # by place in a draft
 
-    def apply_diff(self, info: SchedulerInfo) -> None:
-        """Drops the step's finished requests and starts its new ones."""
+    def begin(self, info: SchedulerInfo) -> SchedulerInfo:
+        """Applies the step's diff; returns the step from where its rows really stand."""
         for slot in info.finished:
             self._proposer.remove(slot)
         for new in info.new_requests:
             assert new.history is not None, "a proposer needs EngineConfig.send_history"
             self._proposer.add(new.handle, new)
-
-    def expand(self, info: SchedulerInfo) -> SchedulerInfo:
-        """The step from where its rows really stand, with tokens in the place of DRAFT.
-
-        A row has fewer tokens than granted if the proposer has fewer.
-        """
+            self.planner.add(new.handle)
         first = info.merge_prompt[info.chunk_idx]
         sampled_last = (first == SAMPLED_LAST_STEP) & info.is_decoding
         kv_len = np.where(sampled_last, self._lengths[info.ids], info.kv_len).astype(np.int32)
-        info = replace(info, kv_len=kv_len)
-        if not info.num_drafts:
-            return info
-        rows = np.flatnonzero(info.is_decoding & (info.chunk_len > 1))
-        granted = info.chunk_len[rows].astype(np.int64) - 1
-        drafts = self._proposer.propose(info.ids[rows].astype(np.int64), granted)
-        assert (drafts.lengths <= granted).all(), "more drafts than granted"
-        lengths = info.chunk_len.copy()
-        lengths[rows] = 1 + drafts.lengths
-        within = np.arange(len(info.merge_prompt)) - np.repeat(info.chunk_idx, info.chunk_len)
-        merged = info.merge_prompt[within < np.repeat(lengths, info.chunk_len)]
-        columns = np.arange(drafts.tokens.shape[1])
-        merged[merged == DRAFT] = drafts.tokens[columns < drafts.lengths[:, None]]
-        last_pos = info.last_pos.copy()
-        last_pos[rows] = lengths[rows] - 1
-        return replace(
-            info,
-            chunk_idx=(np.cumsum(lengths) - lengths).astype(np.int32),
-            chunk_len=lengths,
-            merge_prompt=merged,
-            last_pos=last_pos,
-        )
+        return replace(info, kv_len=kv_len)
 
-    @staticmethod
-    def without_drafts(info: SchedulerInfo) -> SchedulerInfo:
-        """The same step with one token of each decoding row."""
-        decoding = info.decoding_batch
-        kept = np.ones(len(info.merge_prompt), np.bool_)
-        kept[: len(kept) - info.num_prefill_tokens] = False
-        kept[info.chunk_idx[:decoding]] = True
-        lengths, last_pos = info.chunk_len.copy(), info.last_pos.copy()
-        lengths[:decoding], last_pos[:decoding] = 1, 0
-        return replace(
-            info,
-            chunk_idx=(np.cumsum(lengths) - lengths).astype(np.int32),
-            chunk_len=lengths,
-            merge_prompt=info.merge_prompt[kept],
-            last_pos=last_pos,
-        )
-
-    def columns(self, info: SchedulerInfo) -> list[tuple[Int64Array, Int64Array]]:
-        """(rows [S], indices in T of the tokens that they sample after), a pair for each draft.
-
-        The first pair has all rows that sample; those behind have the rows with that many drafts.
-        """
-        drafting = info.is_decoding & (info.chunk_len > 1)
-        last = np.flatnonzero(info.last_pos >= 0)
-        offset = np.where(drafting, 0, info.last_pos)
-        pairs = [(last, (info.chunk_idx + offset)[last].astype(np.int64))]
-        for column in range(1, int(info.chunk_len[drafting].max(initial=1))):
-            rows = np.flatnonzero(drafting & (info.chunk_len > column))
-            pairs.append((rows, info.chunk_idx[rows].astype(np.int64) + column))
-        return pairs
-
-    def verify(
-        self,
-        info: SchedulerInfo,
-        columns: list[tuple[Int64Array, Int64Array]],
-        logits: torch.Tensor,
-    ) -> list[Sampled]:
-        """Samples column after column the rows whose drafts were right so far.
-
-        Processors see exactly the tokens before each draw. If a draw raises, they are back where
-        they were.
+    def expand(self, info: SchedulerInfo, left: Int64Array) -> SchedulerInfo | None:
+        """The step with drafts behind the tokens of its decoding rows, or None if there are none.
 
         Args:
-            logits: [L, V] of all columns one after another, then of scored tokens.
+            left: [R] tokens that each row may still sample in this call.
         """
-        results: list[Sampled] = []
-        scored = sum(len(rows) for rows, _ in columns)
-        start, agreed = 0, np.ones(len(info.ids), np.bool_)
-        try:
-            for column, (rows, index) in enumerate(columns):
-                if column:
-                    drawn = results[-1].tokens
-                    draft = np.full(len(info.ids), NO_TOKEN, np.int32)
-                    draft[rows] = info.merge_prompt[index]
-                    stopped = self._slots.stops.hits(info.ids, drawn)
-                    agreed &= (drawn >= 0) & (drawn == draft) & ~stopped
-                kept = agreed[rows]
-                if not kept.any():
-                    break
-                part = logits[start : start + len(rows)]
-                start += len(rows)
-                if not kept.all():
-                    part = part[torch.from_numpy(np.flatnonzero(kept)).to(part.device)]
-                if not column:
-                    part = torch.cat([part, logits[scored:]]) if scored < len(logits) else part
-                results.append(self._sample(info, rows[kept], index[kept], part))
-        except Exception:
-            for sampled in reversed(results):
-                self._sampler.rollback(info, sampled.tokens)
-            raise
+        rows = np.flatnonzero(info.is_decoding & (left > 1))
+        tokens, limits = len(info.merge_prompt), self._limits
+        budget = min(limits.max_batch_tokens - tokens, limits.max_decoding_batch - len(info.ids))
+        if budget < 1 or not len(rows) or self._scores(info):
+            return None
+        room = self.planner.room(left[rows] - 1, tokens, info.decoding_batch)
+        if not room.any():
+            return None
+        slots = info.ids[rows].astype(np.int64)
+        drafts = self._proposer.propose(slots, room)
+        assert (drafts.lengths <= room).all(), "more drafts than asked for"
+        lengths = self.planner.pick(slots, drafts, tokens, info.decoding_batch, budget)
+        return _with_drafts(info, rows, drafts, lengths) if lengths.any() else None
+
+    def columns(self, info: SchedulerInfo) -> Columns:
+        """What the step samples, draft by draft."""
+        drafting = info.is_decoding & (info.chunk_len > 1)
+        rows = np.flatnonzero(info.last_pos >= 0)
+        offset = np.where(drafting, 0, info.last_pos)
+        parts = [(rows, (info.chunk_idx + offset)[rows].astype(np.int64))]
+        for column in range(1, int(info.chunk_len[drafting].max(initial=1))):
+            rows = np.flatnonzero(drafting & (info.chunk_len > column))
+            parts.append((rows, info.chunk_idx[rows].astype(np.int64) + column))
+        return Columns(
+            np.concatenate([rows for rows, _ in parts]),
+            np.concatenate([index for _, index in parts]),
+            np.repeat(np.arange(len(parts)), [len(rows) for rows, _ in parts]),
+        )
+
+    def verify(self, info: SchedulerInfo, columns: Columns, logits: torch.Tensor) -> list[Sampled]:
+        """Samples each row's tokens as far as its drafts are right; one ``Sampled`` per column.
+
+        Rows without rules are sampled at all places at once. The others go column after column, so
+        that processors see exactly the tokens before each draw. If a draw raises, they are back
+        where they were.
+
+        Args:
+            logits: [L, V] of the ``columns``, then of scored tokens.
+        """
+        width = int(columns.column[-1]) + 1
+        results = [Sampled(np.full(len(info.ids), NO_TOKEN, np.int32)) for _ in range(width)]
+        drafts = np.full((len(info.ids), width), NO_TOKEN, np.int32)
+        drafts[columns.rows, columns.column] = info.merge_prompt[columns.index]
+        plain = info.is_decoding & self._sampler.is_plain(info.ids)
+        if plain.any():
+            self._verify_at_once(info, columns, logits, plain, drafts, results)
+        if not plain.all():
+            self._verify_in_turn(info, columns, logits, ~plain, drafts, results)
         return results
 
-    def remember(self, info: SchedulerInfo, results: Sequence[Sampled]) -> None:
-        """Keeps what the call gave: where its rows stand, and their tokens for the proposer."""
+    def remember(self, info: SchedulerInfo, results: Sequence[Sampled]) -> Int64Array:
+        """Keeps what a forward gave: where its rows stand, and their tokens for the proposer.
+
+        Returns:
+            [R] tokens that each row has sampled.
+        """
         tokens = np.stack([sampled.tokens for sampled in results], axis=1)
-        counts = np.count_nonzero(tokens >= 0, axis=1)
+        counts: Int64Array = np.count_nonzero(tokens >= 0, axis=1)
         grown = np.where(info.is_decoding, counts, info.chunk_len)
         self._lengths[info.ids] = info.kv_len + grown
-        for row in np.flatnonzero(counts).tolist():
-            self._proposer.accept(int(info.ids[row]), tokens[row, : counts[row]].tolist())
+        rows = np.flatnonzero(counts)
+        self._proposer.accept(info.ids[rows].astype(np.int64), tokens[rows], counts[rows])
+        for sampled in results:
+            self._slots.remember(info, sampled.tokens)
+        if len(results) > 1:
+            self._count(info, counts)
+        return counts
 
-    def _sample(
-        self, info: SchedulerInfo, rows: Int64Array, index: Int64Array, logits: torch.Tensor
-    ) -> Sampled:
+    def take_usage(self) -> DraftUsage | None:
+        """What became of the drafts since the last call, or None if there were none."""
+        if not self._drafts:
+            return None
+        usage = DraftUsage(self._drafts, self._drafted, tuple(self._accepted.tolist()))
+        self._drafts = self._drafted = 0
+        self._accepted = np.zeros(0, np.int64)
+        return usage
+
+    def _scores(self, info: SchedulerInfo) -> bool:
+        """Whether prompts are scored: they may take all logits that memory was measured with."""
+        scored = self._slots.scored
+        return bool(scored) and any(
+            slot in scored for slot in info.ids[info.decoding_batch :].tolist()
+        )
+
+    def _count(self, info: SchedulerInfo, counts: Int64Array) -> None:
+        rows = np.flatnonzero(info.is_decoding & (info.chunk_len > 1))
+        drafted = info.chunk_len[rows].astype(np.int64) - 1
+        right = np.clip(counts[rows] - 1, 0, drafted)
+        self.planner.learn(info.ids[rows].astype(np.int64), drafted, right)
+        self._drafts += len(rows)
+        self._drafted += int(drafted.sum())
+        places = np.cumsum(np.bincount(right, minlength=int(drafted.max()) + 1)[:0:-1])[::-1]
+        total = np.zeros(max(len(places), len(self._accepted)), np.int64)
+        total[: len(self._accepted)] += self._accepted
+        total[: len(places)] += places
+        self._accepted = total
+
+    def _verify_at_once(
+        self,
+        info: SchedulerInfo,
+        columns: Columns,
+        logits: torch.Tensor,
+        among: BoolArray,
+        drafts: Int32Array,
+        results: list[Sampled],
+    ) -> None:
+        picked = among[columns.rows]
+        rows, column = columns.rows[picked], columns.column[picked]
+        at = self._at(info, rows, columns.index[picked])
+        part = logits[: len(picked)]
+        if not picked.all():
+            part = part[torch.from_numpy(np.flatnonzero(picked)).to(part.device)]
+        tokens = np.full(drafts.shape, NO_TOKEN, np.int32)
+        tokens[rows, column] = self._sampler.draw_plain(at, part)
+        hits = self._slots.stops.hits(np.repeat(info.ids, len(results)), tokens.reshape(-1))
+        stopped = hits.reshape(-1, len(results))
+        agreed = (tokens[:, :-1] == drafts[:, 1:]) & (tokens[:, :-1] >= 0) & ~stopped[:, :-1]
+        kept = np.logical_and.accumulate(agreed, axis=1)
+        tokens[:, 1:][~kept] = NO_TOKEN
+        sampled = np.zeros(tokens.shape, np.bool_)
+        sampled[rows, column] = True
+        sampled[:, 1:] &= kept
+        for result, drawn, of_column in zip(results, tokens.T, sampled.T, strict=True):
+            result.tokens[among] = drawn[among]
+            bad = np.flatnonzero(of_column & (drawn < 0)).tolist()
+            result.errors |= {row: NumericalError(NOT_FINITE) for row in bad}
+
+    def _verify_in_turn(
+        self,
+        info: SchedulerInfo,
+        columns: Columns,
+        logits: torch.Tensor,
+        among: BoolArray,
+        drafts: Int32Array,
+        results: list[Sampled],
+    ) -> None:
+        agreed, count = among.copy(), len(columns.rows)
+        done: list[Sampled] = []
+        try:
+            for column in range(len(results)):
+                if column:
+                    drawn = done[-1].tokens
+                    stopped = self._slots.stops.hits(info.ids, drawn)
+                    agreed &= (drawn >= 0) & (drawn == drafts[:, column]) & ~stopped
+                places = np.flatnonzero((columns.column == column) & agreed[columns.rows])
+                if not len(places):
+                    break
+                part = logits[torch.from_numpy(places).to(logits.device)]
+                if not column and count < len(logits):
+                    part = torch.cat([part, logits[count:]])
+                at = self._at(info, columns.rows[places], columns.index[places])
+                done.append(self._sampler.sample(info, at, part))
+        except Exception:
+            for sampled in reversed(done):
+                self._sampler.rollback(info, sampled.tokens)
+            raise
+        for result, sampled in zip(results, done, strict=False):
+            result.tokens[among] = sampled.tokens[among]
+            result.errors |= sampled.errors
+            result.logprobs = sampled.logprobs
+            result.prompt_logprobs = sampled.prompt_logprobs
+
+    def _at(self, info: SchedulerInfo, rows: Int64Array, index: Int64Array) -> SampledRows:
         positions = info.kv_len[rows] + (index - info.chunk_idx[rows]).astype(np.int32) + 1
-        at = sampled_rows(info.ids[rows], rows, positions, self._slots, self._device)
-        return self._sampler.sample(info, at, logits)
+        return sampled_rows(info.ids[rows], rows, positions, self._slots, self._device)
+
+
+def _with_drafts(
+    info: SchedulerInfo, rows: Int64Array, drafts: Drafts, lengths: Int64Array
+) -> SchedulerInfo:
+    """The step with the first ``lengths`` [N] drafts of its decoding ``rows`` [N]."""
+    decoding = info.decoding_batch
+    counts = info.chunk_len.copy()
+    counts[rows] += lengths.astype(np.int32)
+    starts = (np.cumsum(counts) - counts).astype(np.int32)
+    merged = np.empty(int(counts.sum()), np.int32)
+    merged[starts[:decoding]] = info.merge_prompt[:decoding]
+    columns = np.arange(drafts.tokens.shape[1])
+    within = columns < lengths[:, None]
+    merged[(starts[rows, None] + 1 + columns)[within]] = drafts.tokens[within]
+    prompts = len(info.merge_prompt) - decoding
+    if prompts:
+        merged[-prompts:] = info.merge_prompt[decoding:]
+    last_pos = info.last_pos.copy()
+    last_pos[rows] = counts[rows] - 1
+    return replace(info, chunk_idx=starts, chunk_len=counts, merge_prompt=merged, last_pos=last_pos)
+
+
+def grants_of(info: SchedulerInfo) -> Int64Array:
+    """[R] most tokens that each row samples in this call."""
+    if info.grants is None:
+        return np.where(info.is_decoding, info.num_steps, 1)
+    return info.grants.astype(np.int64)
+
+
+def last_tokens(results: Sequence[Sampled], counts: Int64Array) -> Int32Array:
+    """[R] the last of the ``counts`` [R] tokens of each row; NO_TOKEN if it has failed."""
+    tokens = np.stack([sampled.tokens for sampled in results], axis=1)
+    last: Int32Array = tokens[np.arange(len(counts)), np.maximum(counts - 1, 0)]
+    for sampled in results:
+        last[list(sampled.errors)] = NO_TOKEN
+    return last

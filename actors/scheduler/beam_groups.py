@@ -85,7 +85,9 @@ class BeamGroups:
             return []
         self._lifecycle.state.waiting.sampled(record.slots[rows])
         assert result.logprobs is not None
-        index_of_row = {at: index for index, at in enumerate(result.logprobs.at.tolist())}
+        width = result.tokens.shape[1]  # over 1 if rows beside the beams have drafts
+        places = enumerate(result.logprobs.at.tolist())
+        index_of_row = {at // width: index for index, at in places if at % width == 0}
         index_of = {int(record.slots[row]): index_of_row[row] for row in rows}  # by slot
         over = []
         for request in dict.fromkeys(running.request(slot) for slot in index_of):

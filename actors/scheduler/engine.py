@@ -91,7 +91,7 @@ class Engine:
         self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
         self.lifecycle.gates = [self._quarantine]
         self._beams = BeamGroups(self.lifecycle)
-        drafts = DraftPolicy(state, config.limits, config.num_speculative_tokens)
+        drafts = DraftPolicy(state, config.num_speculative_tokens)
         self._multi_step = MultiStepPolicy(state, microbatcher, config.max_lease, drafts)
         self._pipeline = StepPipeline(state, executor, clock)
         self._outbox = Outbox()
@@ -285,10 +285,9 @@ class Engine:
         try:
             while len(self._pipeline) < self._quarantine.depth:
                 decoding, chunks = self._quarantine.schedule()
-                drafts = self._multi_step.drafts.grant(decoding, chunks)
-                alone = not chunks and drafts is None
-                num_steps = self._multi_step.grant(decoding) if alone else 1
-                if not self._pipeline.submit(decoding, chunks, num_steps, drafts):
+                num_steps = 1 if chunks else self._multi_step.grant(decoding)
+                grants = self._multi_step.drafts.grant(decoding, num_steps)
+                if not self._pipeline.submit(decoding, chunks, num_steps, grants):
                     break
             if self._pipeline:
                 self._update_from_oldest()
@@ -371,13 +370,15 @@ class Engine:
                 self._end(running.request(slot), "error", error=error)
         for request in self._beams.apply(record, result):
             self._end_search(request)
-        if record.granted is not None:
-            self._take_back_drafts(record, record.granted - result.num_tokens)
-            sampled = [sum(sampled)]  # all of one step
+        if record.info.grants is not None:
+            self._take_back_drafts(record, record.info.grants - result.num_tokens)
+            sampled = [sum(sampled) // result.num_steps] * result.num_steps
         steps = result.num_steps
         self._multi_step.observe(result.seconds, steps, prefill=record.info.prefill_batch > 0)
         prefill = record.info.num_prefill_tokens
         self.lifecycle.state.counters.step(prefill, sampled, steps, result.seconds)
+        if result.drafts is not None:
+            self.lifecycle.state.counters.drafts(result.drafts)
         if result.grammars is not None:
             self.lifecycle.state.counters.grammars(result.grammars)
         self._last_step = record.info

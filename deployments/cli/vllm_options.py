@@ -22,6 +22,16 @@ def negated(name: str) -> str:
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])?")
 POWERS = "kmgt"
+ALONE = {
+    (flag, key): alone
+    for flag in ("--speculative-config", "-sc")
+    for key, alone in (
+        ("method", "--spec-method"),
+        ("model", "--spec-model"),
+        ("num-speculative-tokens", "--spec-tokens"),
+    )
+}
+"""Keys of JSON that have flags of their own."""
 SWITCHES = ("switch", "once")
 SEVERAL = frozenset(name for flag in VLLM_FLAGS if flag.form == "several" for name in flag.names)
 CONFIGS = frozenset(name for flag in VLLM_FLAGS if flag.form == "config" for name in flag.names)
@@ -213,6 +223,9 @@ def _without_paths(args: Sequence[str]) -> Iterator[str]:
                 yield from rest
             continue
         text = text if equals else next(rest, "")
+        if len(path) == 1 and (alone := ALONE.get((flag, path[0].replace("_", "-")))):
+            yield f"{alone}={text}"
+            continue
         try:
             value = json.loads(text)
         except ValueError:

@@ -24,7 +24,6 @@ MAMBA = Lacks("state-space (Mamba) layers")
 EXPERTS = Lacks("expert parallelism")
 CONTEXTS = Lacks("context parallelism", ("1",))
 OFFLOAD = Lacks("weights in host memory", ("0", "0.0", "auto"))
-DRAFTS = Lacks("speculative decoding as a setting")
 TRANSFER = Lacks("transfer of KV caches between servers")
 NODES = Lacks("ranks that are started by hand; `ray start` adds nodes, --data-parallel-size N")
 OWN_CLASSES = Lacks("classes of a user's own for this")
@@ -185,7 +184,9 @@ SERVER: tuple[VllmFlag, ...] = (
     value("--otlp-traces-endpoint", "collector of traces", Alias("otlp_traces_endpoint")),
     several("--collect-detailed-traces", "traces of modules", DETAIL),
     value(
-        "--per-request-spec-decode-metrics", "figures of drafts", Lacks(DRAFTS.missing, ("none",))
+        "--per-request-spec-decode-metrics",
+        "figures of drafts",
+        Lacks("figures of drafts in answers; /metrics has those of all", ("none",)),
     ),
     switch("--kv-cache-metrics", "ages of blocks", DETAIL),
     value("--kv-cache-metrics-sample", "share of blocks", Accepted("there is no such sample")),
@@ -325,10 +326,10 @@ MODEL: tuple[VllmFlag, ...] = (
     switch("--enable-moe-shared-loras", "adapters of experts", LORA),
     value("--max-lora-cls-labels", "labels of adapters", LORA),
     # Speculative decoding
-    config("--speculative-config -sc", "drafts", DRAFTS),
-    value("--spec-method", "who drafts", DRAFTS),
-    value("--spec-model", "model that drafts", DRAFTS),
-    value("--spec-tokens", "tokens of a draft", DRAFTS),
+    config("--speculative-config -sc", "drafts", Alias("speculative_config")),
+    value("--spec-method", "who drafts", Alias("spec_method")),
+    value("--spec-model", "model that drafts", Alias("spec_model")),
+    value("--spec-tokens", "tokens of a draft", Alias("spec_tokens")),
     # Images, audio, video
     config("--limit-mm-per-prompt", "most media of a prompt", Accepted("prompts are text")),
     switch("--enable-mm-embeds", "embeddings of media", MEDIA),

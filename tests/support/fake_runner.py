@@ -8,6 +8,7 @@ ids just as a model's runner does: it writes all rows before it reads any, and r
 
 import math
 import pickle
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from rayfin.actors.messages import (
     SAMPLED_LAST_STEP,
     SWAP_IN,
     SWAP_OUT,
+    DraftUsage,
     Float32Array,
     Int32Array,
     NewRequest,
@@ -42,6 +44,7 @@ from rayfin.actors.messages import (
 
 UNWRITTEN = -7  # a slot of a page not written since it was allocated
 JUNK_TOKEN = 0
+WRONG = -8  # what a draft that was wrong leaves in its row's pages
 JUNK = -9  # what a row leaves in its own pages that goes on after its end
 
 
@@ -108,6 +111,7 @@ class FakeExecutor:
         self.grammar_errors: set[str] = set()  # grammars that do not compile
         self.prepared: list[str] = []  # grammars in the order in which they were sent ...
         self.preparing: list[_FakePrepare] = []  # ... and those that are not compiled yet
+        self.share_right = 0.5  # of drafts: this proposer reads the future
         self.clock = 0.0
         self.log: list[SchedulerInfo] = []
         self.left: list[int] = []  # seeds of the handles that were forgotten, in order
@@ -172,11 +176,12 @@ class FakeExecutor:
         self._take_news(info)
         if call in self.stale_at:
             self._count_death(info)
-        tokens = np.full((len(info.ids), info.num_steps), NO_TOKEN, np.int32)
+        self._width = info.num_steps if info.grants is None else int(info.grants.max(initial=1))
+        tokens = np.full((len(info.ids), self._width), NO_TOKEN, np.int32)
         result = StepResult(info.epoch, info.step - (call in self.stale_at), tokens)
         self._told: list[tuple[int, int, Float32Array]] = []  # (place, token, log probabilities)
         columns = self._run_rows(info, result)
-        result.num_steps = max(1, int((tokens >= 0).any(axis=0).sum()))
+        result.num_steps = columns
         if self._told:
             asked = (mirror.new.sampling.logprobs or 0 for mirror in self.live.values())
             result.logprobs = tell(sorted(self._told, key=itemgetter(0)), max(asked))
@@ -286,6 +291,7 @@ class FakeExecutor:
     def _enter(self, new: NewRequest) -> None:
         assert 0 <= new.handle < self.config.limits.max_decoding_batch
         assert new.handle not in self.live, "a live handle is given away"
+        assert new.history is not None or not self.config.num_speculative_tokens
         stream, known = self.streams.get(new.sampling.seed), 0
         if stream is not None:
             source = stream.source
@@ -305,7 +311,7 @@ class FakeExecutor:
         self.entered.append(new.sampling.seed)
 
     def _check_history(self, new: NewRequest, stream: Stream) -> None:
-        if new.sampling.needs_history:
+        if new.sampling.needs_history or self.config.num_speculative_tokens:
             prompt, known = (
                 len(stream.source.prompt),
                 len(stream.source.prompt) + len(stream.tokens),
@@ -369,18 +375,55 @@ class FakeExecutor:
             else:
                 self._run_on(info, row, mirror, result)
         chunks = {row: self._resolve(info, row) for row in rows}
-        for column in range(info.num_steps):
+        counts = dict.fromkeys(rows, 0)  # tokens of this call
+        for step in range(info.num_steps):
             mirrors = {row: self.live[int(info.ids[row])] for row in rows}
             for row in rows:  # all are written before any is read, as a layer of a model does
                 self._write(mirrors[row], chunks[row])
             for row in rows:
-                self._sample(info, row, column, result)
-            if column + 1 < info.num_steps:
+                self._sample(info, row, counts[row], result)
+                counts[row] += 1
+                if info.grants is not None and info.is_decoding[row]:
+                    self._draft(info, row, counts, result)
+            if step + 1 < info.num_steps:
                 rows = [row for row in rows if self._goes_on(mirrors[row])]
-            chunks = {row: [int(result.tokens[row, column])] for row in rows}
+                if info.grants is not None:
+                    rows = [row for row in rows if counts[row] < info.grants[row]]
+            chunks = {row: [int(result.tokens[row, counts[row] - 1])] for row in rows}
             if not rows:
                 break
-        return column + 1
+        return step + 1
+
+    def _draft(
+        self, info: SchedulerInfo, row: int, counts: dict[int, int], result: StepResult
+    ) -> None:
+        """More tokens of a decode step by drafts that are right, then what wrong ones leave."""
+        assert info.grants is not None
+        mirror, most = self.live[int(info.ids[row])], self.config.num_speculative_tokens
+        drafts = min(most, int(info.grants[row]) - counts[row])
+        draw = zlib.crc32(bytes((self.num_run % 251, row, counts[row])), mirror.num_tokens)
+        drafts, right = draw % (drafts + 1), 0
+        while right < drafts and self._goes_on(mirror):
+            draw = zlib.crc32(b"right", draw)
+            if draw % 1000 >= 1000 * self.share_right:
+                break
+            self._write(mirror, [int(result.tokens[row, counts[row] - 1])])
+            self._sample(info, row, counts[row], result)
+            counts[row] += 1
+            right += 1
+        before = result.drafts or DraftUsage()
+        if drafts and mirror.sampled is not None:
+            size = self.config.page_size
+            for position in range(mirror.num_tokens, mirror.num_tokens + drafts - right):
+                page = mirror.pages[position // size]
+                assert page not in self._shared, "a draft in a shared page"
+                self._memory[page, position % size] = WRONG
+            accepted = np.zeros(max(len(before.accepted), right), np.int64)
+            accepted[: len(before.accepted)] = before.accepted
+            accepted[:right] += 1
+            result.drafts = DraftUsage(
+                before.drafts + 1, before.tokens + drafts, tuple(accepted.tolist())
+            )
 
     def _check_pages(self, info: SchedulerInfo, row: int, mirror: Mirror) -> None:
         kv_len, size = int(info.kv_len[row]), self.config.page_size
@@ -390,6 +433,10 @@ class FakeExecutor:
             room = mirror.new.cap - kv_len - 1
             assert room > 0, "decodes past its last token"
             written = min(info.num_steps, room)
+            if info.grants is not None:
+                written = int(info.grants[row])
+                assert 0 < written <= room, "more is granted than the request may have"
+                assert mirror.beams is None or written == 1, "a beam with drafts"
         assert len(mirror.pages) * size >= kv_len + written, "pages are missing"
 
     def _run_on(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
@@ -400,6 +447,8 @@ class FakeExecutor:
         assert mirror.over_since is not None
         assert self.num_run - mirror.over_since < self.config.steps_in_flight, "it is known"
         count = min(info.num_steps, mirror.new.cap - int(info.kv_len[row]) - 1)
+        if info.grants is not None:
+            count = int(info.grants[row])
         for position in range(int(info.kv_len[row]), int(info.kv_len[row]) + count):
             page = mirror.pages[position // self.config.page_size]
             assert page not in self._shared, "junk in a shared page"
@@ -409,8 +458,11 @@ class FakeExecutor:
     def _resolve(self, info: SchedulerInfo, row: int) -> list[int]:
         """The row's tokens; a placeholder only where this runner sampled just that token."""
         mirror = self.live[int(info.ids[row])]
-        assert info.kv_len[row] == mirror.num_tokens, "it stands elsewhere"
         chunk: list[int] = info.chunk_prompt(row).tolist()
+        at_most = info.grants is not None and chunk[0] == SAMPLED_LAST_STEP
+        assert info.kv_len[row] == mirror.num_tokens or (
+            at_most and info.kv_len[row] > mirror.num_tokens
+        ), "it stands elsewhere"
         if not info.is_decoding[row]:
             assert SAMPLED_LAST_STEP not in chunk, "a placeholder in a prompt"
             return chunk
@@ -470,7 +522,7 @@ class FakeExecutor:
             mirror.history.append(mirror.sampled)
         if mirror.new.sampling.logprobs is not None:
             delivered = next_logprobs(context, seed, self.config.vocab_size)
-            self._told.append((row * info.num_steps + column, mirror.sampled, delivered))
+            self._told.append((row * self._width + column, mirror.sampled, delivered))
 
     def _next(self, mirror: Mirror, context: Int32Array) -> int:
         """The token after ``context`` [N]; a grammar knows the tokens that it was sent, alone."""
@@ -498,7 +550,7 @@ class FakeExecutor:
             result.tokens[row, column] = JUNK_TOKEN
             if mirror.new.sampling.logprobs is not None:
                 delivered = next_logprobs(np.array(mirror.pages), 0, self.config.vocab_size)
-                self._told.append((row * info.num_steps + column, JUNK_TOKEN, delivered))
+                self._told.append((row * self._width + column, JUNK_TOKEN, delivered))
 
     def _score(self, info: SchedulerInfo, row: int, mirror: Mirror, result: StepResult) -> None:
         """What the model thinks of the prompt tokens that follow those of the row's chunk."""
@@ -538,6 +590,9 @@ def check_form(info: SchedulerInfo) -> None:
     assert (info.chunk_len[info.is_decoding] == 1).all()
     assert (info.last_pos[info.is_decoding] == 0).all()
     assert info.new_pages_len.sum() == len(info.new_pages) and (info.new_pages_len >= 0).all()
+    if info.grants is not None:
+        assert info.grants.shape == (rows,) and info.grants.dtype == np.int32
+        assert (info.grants[~info.is_decoding] == (info.last_pos[~info.is_decoding] >= 0)).all()
     assert info.moves.dtype == np.int32 and info.moves.shape == (len(info.moves), 3)
     assert np.isin(info.moves[:, 0], (COPY, SWAP_OUT, SWAP_IN)).all()
     assert info.num_steps == 1 or (info.num_steps > 1 and not info.prefill_batch), (
@@ -552,5 +607,9 @@ def check_limits(info: SchedulerInfo, config: EngineConfig) -> None:
     assert len(info.ids) <= limits.max_decoding_batch
     assert info.prefill_batch <= limits.max_prefill_batch
     assert info.num_steps <= config.max_lease
+    most = config.num_speculative_tokens
+    assert (info.grants is None) == (not most or not info.decoding_batch)
+    if info.grants is not None:
+        assert info.grants.max() <= info.num_steps * (1 + most)
     if config.scheduler == "v0":
         assert not (info.decoding_batch and info.prefill_batch), "V0 mixes"

@@ -16,7 +16,15 @@ from fake_stream import Stream
 from rayfin.actors.config import BatchLimits, EngineConfig
 from rayfin.actors.errors import DeadlineExceeded, InvalidRequest, RequestQuarantined
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.messages import BeamParams, EngineRequest, Pin, Repetition, Sampling, StopRules
+from rayfin.actors.messages import (
+    BeamParams,
+    EngineRequest,
+    Pin,
+    Repetition,
+    Sampling,
+    SchedulerInfo,
+    StopRules,
+)
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 
@@ -129,7 +137,7 @@ class Harness:
         for client, deltas in messages.items():
             keys = deltas.keys.tolist()
             assert len(keys) == len(deltas.tokens)
-            most = self.executor.log[-1].num_steps if self.executor.log else 0
+            most = _most_tokens(self.executor.log[-1]) if self.executor.log else 0
             assert max(Counter(keys).values(), default=0) <= most
             assert keys or deltas.ended or deltas.prompt_logprobs, "an empty message"
             for at, entry in deltas.logprobs.entries() if deltas.logprobs is not None else ():
@@ -250,6 +258,10 @@ class Harness:
 
     def _aged(self, stream: Stream) -> float:
         return stream.arrival + stream.source.priority * self.config.priority_aging
+
+
+def _most_tokens(info: SchedulerInfo) -> int:
+    return info.num_steps if info.grants is None else int(info.grants.max())
 
 
 def make_harness(

@@ -51,29 +51,40 @@ class StepOutput:
     """Collects what the forwards of a call sample into its StepResult."""
 
     def __init__(self, info: SchedulerInfo) -> None:
-        drafting = info.chunk_len[: info.decoding_batch] if info.num_drafts else 1
-        self._width = max(info.num_steps, int(np.max(drafting)))
-        tokens = np.full((len(info.ids), self._width), NO_TOKEN, np.int32)
+        most = info.num_steps if info.grants is None else max(int(info.grants.max()), 1)
+        self._width = most
+        tokens = np.full((len(info.ids), most), NO_TOKEN, np.int32)
         self.result = StepResult(info.epoch, info.step, tokens)
-        self._drafting = bool(info.num_drafts)
+        self._counts = np.zeros(len(info.ids), np.int64)  # tokens so far
         self._logprobs: list[Logprobs] = []
 
-    def add(self, rows: Int64Array, column: int, sampled: Sampled) -> None:
-        """``sampled`` is what the call's ``rows`` [R] gave as their token number ``column``."""
+    def add(self, rows: Int64Array, number: int, sampled: Sequence[Sampled]) -> None:
+        """``sampled`` is what the call's ``rows`` [R] gave in its decode step ``number``.
+
+        Several are a row's tokens one after another, with drafts.
+        """
         result = self.result
-        result.tokens[rows, column] = sampled.tokens
-        result.errors |= {int(rows[row]): error for row, error in sampled.errors.items()}
-        for row, scores in sampled.prompt_logprobs.items():
-            result.prompt_logprobs[int(rows[row])] = scores
-        if sampled.logprobs is not None:
-            self._logprobs.append(sampled.logprobs.renumbered(rows * self._width + column))
-        if not self._drafting:
-            result.num_steps = max(result.num_steps, column + 1)
+        result.num_steps = max(result.num_steps, number + 1)
+        for one in sampled:
+            drawn = one.tokens >= 0
+            given = rows if drawn.all() else rows[drawn]
+            result.tokens[given, self._counts[given]] = one.tokens[drawn]
+            result.errors |= {int(rows[row]): error for row, error in one.errors.items()}
+            for row, scores in one.prompt_logprobs.items():
+                result.prompt_logprobs[int(rows[row])] = scores
+            if one.logprobs is not None:
+                to = rows * self._width + self._counts[rows]
+                self._logprobs.append(one.logprobs.renumbered(to))
+            self._counts[given] += 1
 
     def finish(self) -> StepResult:
+        result, width = self.result, self._width
+        used = max(int(self._counts.max(initial=0)), 1)
         if self._logprobs:
-            self.result.logprobs = Logprobs.joined(self._logprobs)
-        return self.result
+            result.logprobs = logprobs = Logprobs.joined(self._logprobs)
+            logprobs.at = logprobs.at // width * used + logprobs.at % width
+        result.tokens = np.ascontiguousarray(result.tokens[:, :used])
+        return result
 
 
 class Sampler:
@@ -94,6 +105,17 @@ class Sampler:
     def apply_diff(self, info: SchedulerInfo) -> None:
         """Drops the step's finished requests and starts its new ones."""
         self._processors.apply_diff(info)
+
+    def is_plain(self, slots: Int32Array) -> BoolArray:
+        """[R] which rows have neither rules on their tokens nor log probabilities."""
+        silent: BoolArray = self._slots.logprobs[slots] == NO_LOGPROBS
+        return silent & ~self._processors.has_rules(slots)
+
+    def draw_plain(self, at: SampledRows, logits: torch.Tensor) -> Int32Array:
+        """Tokens [S] of plain rows from logits [S, V]; NO_TOKEN where these are not finite."""
+        tokens = self._sample(logits, at.settings, None).cpu().numpy().astype(np.int32)
+        tokens[tokens == NOTHING] = NO_TOKEN
+        return tokens
 
     def take_usage(self) -> GrammarUsage | None:
         """What was done with grammars since the last call, or None if it is nothing."""

@@ -90,11 +90,17 @@ def decoding_rows(info: SchedulerInfo, rows: Int64Array) -> SchedulerInfo:
         new_pages_len=np.zeros_like(steady),
         new_requests=[],
         finished=[],
+        grants=None if info.grants is None else info.grants[rows],
     )
 
 
-def next_step_info(info: SchedulerInfo, rows: BoolArray) -> SchedulerInfo:
-    """The next step of the call: its decoding ``rows`` [R], each with the token just sampled."""
+def next_step_info(
+    info: SchedulerInfo, rows: BoolArray, grown: Int64Array | int = 1
+) -> SchedulerInfo:
+    """The next step of the call: its decoding ``rows`` [R], each with the token just sampled.
+
+    Its rows have ``grown`` [R] more tokens in the cache.
+    """
     count = int(rows.sum())
     steady = np.arange(count, dtype=np.int32)
     return replace(
@@ -103,11 +109,12 @@ def next_step_info(info: SchedulerInfo, rows: BoolArray) -> SchedulerInfo:
         chunk_idx=steady,
         chunk_len=np.ones_like(steady),
         merge_prompt=np.full_like(steady, SAMPLED_LAST_STEP),
-        kv_len=info.kv_len[rows] + 1,
+        kv_len=(info.kv_len + grown)[rows].astype(np.int32),
         kv_page_len=info.kv_page_len[rows],
         last_pos=np.zeros_like(steady),
         is_decoding=info.is_decoding[rows],
         decoding_batch=count,
+        grants=None if info.grants is None else info.grants[rows],
     )
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rayfin.actors.messages import BoolArray, Int32Array, NewRequest, SchedulerInfo
+from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.stop_table import StopTable
 
 NO_LOGPROBS = -1
@@ -47,10 +47,15 @@ class RequestSlots:
         sampled = tokens >= 0
         self.last_token[info.ids[sampled]] = tokens[sampled]
 
-    def still_decoding(self, info: SchedulerInfo, tokens: Int32Array) -> BoolArray:
-        """Whether decoding rows [R] sample another token after ``tokens`` [R] in the same call."""
-        # Known tokens: the cached ones, the input, and the sampled one.
-        stopped, full = self.stops.ended(info.ids, tokens, info.kv_len + 2)
+    def still_decoding(
+        self, info: SchedulerInfo, tokens: Int32Array, counts: Int64Array | int = 1
+    ) -> BoolArray:
+        """Whether decoding rows [R] sample another token after ``tokens`` [R] in the same call.
+
+        Those are the last of the ``counts`` [R] that each has just sampled.
+        """
+        # Known tokens: the cached ones, the input, and the sampled ones.
+        stopped, full = self.stops.ended(info.ids, tokens, info.kv_len + 1 + counts)
         return (tokens >= 0) & ~stopped & ~full
 
     def name_tokens(self, slots: Int32Array) -> bool:

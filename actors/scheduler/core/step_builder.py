@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayfin.actors.messages import (
-    DRAFT,
     NO_TOKEN,
     SAMPLED_LAST_STEP,
     BoolArray,
@@ -31,7 +30,6 @@ class StepRecord:
     info: SchedulerInfo
     slots: Int64Array  # [R]
     admissions: Int64Array  # [R] results for other admissions are dropped
-    granted: Int64Array | None = None  # [R] most tokens that each row samples, with drafts
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,12 +68,12 @@ class StepBuilder:
         decoding: Int64Array,
         chunks: list[Chunk],
         num_steps: int = 1,
-        drafts: Int64Array | None = None,
+        grants: Int64Array | None = None,
     ) -> StepRecord | None:
         """Returns the step that decodes ``decoding`` [D], then computes the chunks.
 
         Each slot of ``decoding`` gets up to ``num_steps`` tokens; over 1 only without chunks.
-        With ``drafts`` [D] each gets up to so many more, of a single step.
+        With drafts each gets up to its ``grants`` [D].
         Returns None if the step is empty: then the runner diff and page moves wait.
         """
         if not len(decoding) and not chunks:
@@ -89,8 +87,11 @@ class StepBuilder:
             self._sent_pages[[new.handle for new in new_requests]] = 0
         kv_len, held = running.num_computed[slots], tables.held[slots]
         shape = self._decode_shape(len(decoding))
-        if chunks or drafts is not None:
-            shape = self._mixed_shape(slots, kv_len, decoding, chunks, drafts)
+        if chunks:
+            shape = self._mixed_shape(slots, kv_len, decoding, chunks)
+        if grants is not None:
+            prompts = shape.last_pos[len(decoding) :] >= 0
+            grants = np.concatenate([grants, prompts])
         new_pages_len = held - self._sent_pages[slots]
         info = SchedulerInfo(
             epoch=self.epoch,
@@ -98,7 +99,7 @@ class StepBuilder:
             ids=slots.astype(np.int32),
             chunk_idx=shape.chunk_idx,
             chunk_len=shape.chunk_len,
-            merge_prompt=self._merge(decoding, kv_len[: len(decoding)], chunks, drafts),
+            merge_prompt=self._merge(decoding, kv_len[: len(decoding)], chunks),
             kv_len=kv_len.astype(np.int32),
             kv_page_len=held,
             last_pos=shape.last_pos,
@@ -111,14 +112,12 @@ class StepBuilder:
             finished=finished,
             num_steps=num_steps,
             moves=self._state.moves.drain(),
+            grants=None if grants is None else grants.astype(np.int32),
         )
-        granted = None
-        if drafts is not None:
-            granted = np.where(shape.is_decoding, shape.chunk_len, shape.last_pos >= 0)
-        self._advance(slots, shape, len(decoding), num_steps, granted)
+        self._advance(slots, shape, len(decoding), num_steps, grants)
         self._sent_pages[slots] = held
         self._step += 1
-        return StepRecord(info, slots, running.admission[slots], granted)
+        return StepRecord(info, slots, running.admission[slots])
 
     def _decode_shape(self, rows: int) -> _Shape:
         """The layout of a step of ``rows`` decoding rows."""
@@ -134,19 +133,12 @@ class StepBuilder:
         return shape
 
     def _mixed_shape(
-        self,
-        slots: Int64Array,
-        kv_len: Int64Array,
-        decoding: Int64Array,
-        chunks: list[Chunk],
-        drafts: Int64Array | None,
+        self, slots: Int64Array, kv_len: Int64Array, decoding: Int64Array, chunks: list[Chunk]
     ) -> _Shape:
         running = self._state.running
         lengths = np.ones(len(slots), np.int32)
         lengths[len(decoding) :] = [chunk.length for chunk in chunks]
         ends_prompt = kv_len + lengths == running.num_known[slots] + running.num_pending[slots]
-        if drafts is not None:
-            lengths[: len(decoding)] += drafts.astype(np.int32)
         return _Shape(
             chunk_idx=(np.cumsum(lengths) - lengths).astype(np.int32),
             chunk_len=lengths,
@@ -160,39 +152,32 @@ class StepBuilder:
         shape: _Shape,
         decoding: int,
         num_steps: int,
-        with_drafts: Int64Array | None,
+        grants: Int64Array | None,
     ) -> None:
         """Advances the counters to where the step leaves them if all of its drafts are right."""
         running = self._state.running
         if num_steps > 1:
-            granted = np.minimum(num_steps, running.room(slots))
+            granted = np.minimum(num_steps, running.room(slots)) if grants is None else grants
             running.num_computed[slots] += granted
             running.num_pending[slots] += granted
             return
-        running.num_computed[slots] += shape.chunk_len
         sampling = shape.last_pos >= 0
-        running.num_pending[slots] += sampling if with_drafts is None else with_drafts
+        if grants is None:
+            running.num_computed[slots] += shape.chunk_len
+            running.num_pending[slots] += sampling
+        else:
+            running.num_computed[slots] += np.where(shape.is_decoding, grants, shape.chunk_len)
+            running.num_pending[slots] += grants
         if len(slots) > decoding:
             running.start_decoding(slots[decoding:][sampling[decoding:]].tolist())
 
-    def _merge(
-        self,
-        decoding: Int64Array,
-        computed: Int64Array,
-        chunks: list[Chunk],
-        drafts: Int64Array | None,
-    ) -> Int32Array:
+    def _merge(self, decoding: Int64Array, computed: Int64Array, chunks: list[Chunk]) -> Int32Array:
         """The input tokens of all rows; those not known yet are placeholders."""
         running = self._state.running
         known = computed < running.num_known[decoding]
         decode_tokens = np.where(
             known, running.tokens[decoding, computed], np.int32(SAMPLED_LAST_STEP)
         )
-        if drafts is not None:
-            ends = np.cumsum(1 + drafts)
-            with_drafts = np.full(int(ends[-1]), DRAFT, np.int32)
-            with_drafts[ends - 1 - drafts] = decode_tokens
-            decode_tokens = with_drafts
         if not chunks:
             return decode_tokens
         parts = [decode_tokens]

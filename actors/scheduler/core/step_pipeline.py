@@ -36,10 +36,10 @@ class StepPipeline:
         decoding: Int64Array,
         chunks: list[Chunk],
         num_steps: int,
-        drafts: Int64Array | None = None,
+        grants: Int64Array | None = None,
     ) -> bool:
         """Submits the step, unless it is empty; returns whether it did. See ``StepBuilder``."""
-        record = self._builder.build(decoding, chunks, num_steps, drafts)
+        record = self._builder.build(decoding, chunks, num_steps, grants)
         if record is None:
             return False
         self._overhead.sent()

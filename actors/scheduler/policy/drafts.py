@@ -1,43 +1,36 @@
-"""How many drafts a decoding row may have: the scheduler counts tokens that the runner proposes."""
+"""How many tokens a decoding row may gain in a call: the scheduler counts, the runner proposes."""
 
 import numpy as np
 
-from rayfin.actors.config import BatchLimits
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
-from rayfin.actors.scheduler.core.step_builder import Chunk
 
 
 class DraftPolicy:
-    """Gives each decoding row up to ``most`` drafts of what a step has left."""
+    """Grants each decoding row up to ``most`` drafts in each decode step of a call."""
 
-    def __init__(self, state: SchedulerState, limits: BatchLimits, most: int) -> None:
+    def __init__(self, state: SchedulerState, most: int) -> None:
         self._state = state
-        self._limits = limits
         self._most = most
 
-    def grant(self, decoding: Int64Array, chunks: list[Chunk]) -> Int64Array | None:
-        """Drafts [D] for the slots of ``decoding`` [D], with pages for all of them, or None.
+    def grant(self, decoding: Int64Array, num_steps: int) -> Int64Array | None:
+        """Most tokens [D] of a call for the slots of ``decoding`` [D], with pages for all of them.
 
-        No draft preempts a request: short of pages, no row has any. Each draft takes one of the
-        ``max_decoding_batch`` rows of logits that memory was measured with.
+        None in an engine without drafts. No draft preempts a request: if too few pages would stay
+        free for each request to grow, no row has any. The runner puts fewer drafts into a step than
+        granted, as its memory and the time of a step allow.
         """
         if not self._most or not len(decoding):
             return None
-        running, tables, limits = self._state.running, self._state.tables, self._limits
-        counts: Int64Array = np.clip(running.room(decoding) - 1, 0, self._most)
-        counts[running.lockstep[decoding]] = 0
-        tokens = len(decoding) + sum(chunk.length for chunk in chunks)
-        rows = len(decoding) + len(chunks)
-        budget = min(limits.max_batch_tokens - tokens, limits.max_decoding_batch - rows)
-        counts = np.clip(budget - (np.cumsum(counts) - counts), 0, counts)
-        if not counts.any():
-            return None
-        ends = running.num_computed[decoding] + 1 + counts
+        running, tables = self._state.running, self._state.tables
+        room = running.room(decoding)
+        grants = np.minimum(room, num_steps * (1 + self._most))
+        grants[running.lockstep[decoding]] = 1
+        ends = running.num_computed[decoding] + grants
         missing = -(-ends // tables.page_size) - tables.held[decoding]
         crossing = missing > 0
-        if missing[crossing].sum() > tables.pool.num_free:
-            return None
+        if missing[crossing].sum() + len(running) > tables.pool.num_free:
+            return np.minimum(room, num_steps)
         for slot, end in zip(decoding[crossing].tolist(), ends[crossing].tolist(), strict=True):
             tables.grow(slot, end)
-        return counts
+        return grants

@@ -31,7 +31,7 @@ class MultiStepPolicy:
         max_steps: int,
         drafts: DraftPolicy,
     ) -> None:
-        self.drafts = drafts  # a step with drafts is a single one
+        self.drafts = drafts  # what rows may gain beside a token in each step
         self._state = state
         self._microbatcher = microbatcher
         self._max_steps = max_steps

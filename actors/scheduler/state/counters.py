@@ -18,7 +18,7 @@ from rayfin.actors.errors import (
     RequestQuarantined,
 )
 from rayfin.actors.histogram import Histogram, one_two_five
-from rayfin.actors.messages import GrammarUsage
+from rayfin.actors.messages import DraftUsage, GrammarUsage
 from rayfin.actors.metrics.families import (
     COMPILE_BOUNDS,
     FAILURES,
@@ -136,6 +136,10 @@ class EngineCounters:
     grammar_hits: int = 0
     grammar_misses: int = 0
     grammar_failures: Counter[str] = field(default_factory=Counter)
+    spec_drafts: int = 0
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    spec_accepted_by_position: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self, max_model_len: int) -> None:
         self.observed = RequestHistograms(max_model_len)
@@ -191,6 +195,14 @@ class EngineCounters:
             self.observed.grammars.compile.observe(seconds)
         for seconds in usage.mask_seconds:
             self.observed.grammars.mask.observe(seconds)
+
+    def drafts(self, usage: DraftUsage) -> None:
+        """A call's runner has verified drafts."""
+        self.spec_drafts += usage.drafts
+        self.spec_draft_tokens += usage.tokens
+        self.spec_accepted_tokens += usage.num_accepted
+        for place, accepted in enumerate(usage.accepted):
+            self.spec_accepted_by_position[str(place)] += accepted
 
     def ended(self, request: Request, generated: int, reason: str, now: float) -> None:
         """The request has ended, and does not continue on another engine."""

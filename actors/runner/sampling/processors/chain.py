@@ -51,6 +51,13 @@ class ProcessorChain:
         """Slots with a processor."""
         return len(self._slots.keys() | self._masked)
 
+    def has_rules(self, slots: Int32Array) -> BoolArray:
+        """[R] which of the slots have a processor or a grammar."""
+        if not (self._slots or self._masked):
+            return np.zeros(len(slots), np.bool_)
+        ruled = self._slots.keys() | self._masked
+        return np.array([slot in ruled for slot in slots.tolist()])
+
     def apply_diff(self, info: SchedulerInfo) -> None:
         """Removes the step's finished requests, then adds its new ones."""
         if self._masker is not None:
