@@ -186,7 +186,7 @@ SERVER: tuple[VllmFlag, ...] = (
     value(
         "--per-request-spec-decode-metrics",
         "figures of drafts",
-        Lacks("figures of drafts in answers; /metrics has those of all", ("none",)),
+        Lacks("figures of drafts in answers", ("none",)),
     ),
     switch("--kv-cache-metrics", "ages of blocks", DETAIL),
     value("--kv-cache-metrics-sample", "share of blocks", Accepted("there is no such sample")),

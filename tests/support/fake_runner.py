@@ -29,7 +29,6 @@ from fake_stream import (
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.errors import RequestFailed, RunnerGroupFailed
 from rayfin.actors.messages import (
-    COPY,
     NO_TOKEN,
     SAMPLED_LAST_STEP,
     SWAP_IN,
@@ -41,6 +40,7 @@ from rayfin.actors.messages import (
     SchedulerInfo,
     StepResult,
 )
+from step_checks import check_form, check_limits
 
 UNWRITTEN = -7  # a slot of a page not written since it was allocated
 JUNK_TOKEN = 0
@@ -566,50 +566,3 @@ class FakeExecutor:
             mirror.over_since = self.num_run
             return False
         return mirror.num_tokens + 1 < mirror.new.cap
-
-
-# What every step must look like, whatever is in it: for tests, and for the fake runner.
-
-
-def check_form(info: SchedulerInfo) -> None:
-    """Checks shapes, types, and fields against each other."""
-    rows = len(info.ids)
-    assert rows > 0, "an empty step"
-    for name in ("chunk_idx", "chunk_len", "kv_len", "kv_page_len", "last_pos"):
-        array = getattr(info, name)
-        assert array.shape == (rows,) and array.dtype == np.int32, name
-    for name in ("ids", "merge_prompt", "new_pages", "new_pages_len"):
-        assert getattr(info, name).dtype == np.int32, name
-    assert info.is_decoding.dtype == np.bool_
-    assert len(set(info.ids.tolist())) == rows, "a handle twice in one step"
-    assert info.decoding_batch + info.prefill_batch == rows
-    assert info.is_decoding.tolist() == [i < info.decoding_batch for i in range(rows)]
-    assert (info.chunk_len >= 1).all()
-    assert info.chunk_idx.tolist() == (np.cumsum(info.chunk_len) - info.chunk_len).tolist()
-    assert info.chunk_len.sum() == len(info.merge_prompt)
-    assert (info.chunk_len[info.is_decoding] == 1).all()
-    assert (info.last_pos[info.is_decoding] == 0).all()
-    assert info.new_pages_len.sum() == len(info.new_pages) and (info.new_pages_len >= 0).all()
-    if info.grants is not None:
-        assert info.grants.shape == (rows,) and info.grants.dtype == np.int32
-        assert (info.grants[~info.is_decoding] == (info.last_pos[~info.is_decoding] >= 0)).all()
-    assert info.moves.dtype == np.int32 and info.moves.shape == (len(info.moves), 3)
-    assert np.isin(info.moves[:, 0], (COPY, SWAP_OUT, SWAP_IN)).all()
-    assert info.num_steps == 1 or (info.num_steps > 1 and not info.prefill_batch), (
-        "a prompt in a lease"
-    )
-
-
-def check_limits(info: SchedulerInfo, config: EngineConfig) -> None:
-    """I8: no step is larger than the engine was built for."""
-    limits = config.limits
-    assert len(info.merge_prompt) <= limits.max_batch_tokens
-    assert len(info.ids) <= limits.max_decoding_batch
-    assert info.prefill_batch <= limits.max_prefill_batch
-    assert info.num_steps <= config.max_lease
-    most = config.num_speculative_tokens
-    assert (info.grants is None) == (not most or not info.decoding_batch)
-    if info.grants is not None:
-        assert info.grants.max() <= info.num_steps * (1 + most)
-    if config.scheduler == "v0":
-        assert not (info.decoding_batch and info.prefill_batch), "V0 mixes"
