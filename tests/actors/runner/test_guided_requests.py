@@ -232,11 +232,12 @@ class Echo:
     def remove(self, slot: int) -> None:
         del self.tokens[slot]
 
-    def accept(self, slot: int, tokens: Any) -> None:
-        self.tokens[slot] += tokens
+    def accept(self, slots: Any, tokens: Any, counts: Any) -> None:
+        for slot, row, count in zip(slots.tolist(), tokens, counts.tolist(), strict=True):
+            self.tokens[slot] += row[:count].tolist()
 
     def propose(self, slots: Any, room: Any) -> Any:
-        from rayfin.actors.runner.speculator import Drafts
+        from rayfin.actors.runner.proposers.interface import Drafts
 
         guesses = np.zeros((len(slots), int(room.max())), np.int32)
         for row, slot in enumerate(slots.tolist()):

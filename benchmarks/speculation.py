@@ -1,0 +1,185 @@
+"""Speculation beside plain decoding on the same engine and jobs, in turns.
+
+    python benchmarks/speculation.py --streams 1 4 16
+    python benchmarks/speculation.py --random           # nothing is copied: what it costs
+
+A model with random weights says what a script says: its forward is computed, then the logits of
+the script's next token are raised. A copying answer repeats spans of its prompt, with new tokens
+between.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import SHAPES
+from transformers import AutoConfig
+
+from rayfin.actors.config import EngineArgs, EngineConfig, resolve
+from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StopRules
+from rayfin.actors.runner.inline import InlineExecutor
+from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.models.paged_model import StepModel
+from rayfin.actors.runner.observers import Observer
+from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.scheduler.engine import Engine
+
+PROMPT, OUTPUT, VOCABULARY = 128, 128, 2000
+
+
+@dataclass
+class Scripts(Observer):
+    """What each request says, by slot; the prompt's own tokens come first."""
+
+    texts: dict[int, np.ndarray]  # by seed
+    of_slot: dict[int, np.ndarray]
+
+    def before(self, info: SchedulerInfo) -> None:
+        for new in info.new_requests:
+            if new.sampling.seed in self.texts:
+                self.of_slot[new.handle] = self.texts[new.sampling.seed]
+
+
+class ScriptedModel:
+    """A model that computes, and then says what the script says."""
+
+    def __init__(self, model: StepModel, scripts: Scripts) -> None:
+        self._model, self._scripts = model, scripts
+        self.layouts, self.dtype = model.layouts, model.dtype
+
+    def bind(self, cache: Any) -> None:
+        self._model.bind(cache)
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        logits = self._model.forward(inputs)
+        if inputs.slots is None or not self._scripts.of_slot:
+            return logits
+        starts = np.asarray(inputs.batch.query_start_cpu)
+        places = inputs.sampled.numpy()
+        rows = np.searchsorted(starts, places, side="right") - 1
+        positions = inputs.batch.positions.numpy()[places] + 1
+        for at, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            text = self._scripts.of_slot.get(int(inputs.slots[row]))
+            if text is not None and position < len(text):
+                logits[at, int(text[position])] = 1e6
+        return logits
+
+
+def copying(rng: random.Random, copied: float) -> tuple[list[int], list[int]]:
+    """A prompt, and an answer of which so much is copied from it in spans."""
+    prompt = [rng.randrange(VOCABULARY) for _ in range(PROMPT)]
+    answer: list[int] = []
+    while len(answer) < OUTPUT:
+        span = rng.randint(8, 24)
+        start = rng.randrange(PROMPT - span)
+        answer += prompt[start : start + span]
+        answer += [rng.randrange(VOCABULARY) for _ in range(round(span * (1 - copied) / copied))]
+    return prompt, answer[:OUTPUT]
+
+
+class Bench:
+    """One model, and engines on it with and without speculation."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.scripts = Scripts({}, {})
+        plugins = RunnerPlugins(
+            observers=(self.scripts,), wrap_model=lambda model: ScriptedModel(model, self.scripts)
+        )
+        plain = EngineArgs(
+            model=str(folder),
+            load_format="dummy",
+            dtype="float32",
+            max_model_len=4096,
+            kv_cache_memory=2**30,
+        )
+        self.args = {"plain": plain, "ngram": EngineArgs.from_dict({**_dict(plain), **settings})}
+        self.runner = ModelRunner(plain, plugins=plugins)
+        self.facts = self.runner.profile()
+
+    def run(self, name: str, jobs: Sequence[tuple[list[int], list[int] | None]]) -> Any:
+        """(tokens a second, engine) of the jobs at once; their decode phase alone."""
+        config: EngineConfig = resolve(replace(self.args[name], max_lease=1), *self.facts)
+        self.scripts.of_slot.clear()
+        self.scripts.texts = {
+            seed: np.array([*prompt, *answer], np.int32)
+            for seed, (prompt, answer) in enumerate(jobs)
+            if answer is not None
+        }
+        engine = Engine(config, InlineExecutor(self.runner, config))
+        for seed, (prompt, _) in enumerate(jobs):
+            engine.add(
+                EngineRequest(
+                    request_id=str(seed),
+                    prompt=np.array(prompt, np.int32),
+                    sampling=Sampling(seed=seed),
+                    stopping=StopRules(OUTPUT),
+                    key=seed,
+                )
+            )
+        count, started, tokens = 0, 0.0, {seed: list[int]() for seed in range(len(jobs))}
+        while engine.has_work:
+            for deltas in engine.step().values():
+                for key, token in zip(deltas.keys.tolist(), deltas.tokens.tolist(), strict=True):
+                    tokens[key].append(token)
+                if all(tokens.values()):
+                    started = started or time.perf_counter()
+                    count += len(deltas.tokens)
+        return count / (time.perf_counter() - started), tokens, engine.stats()
+
+
+def _dict(args: EngineArgs) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in fields(args)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--copied", type=float, default=0.8)
+    parser.add_argument("--random", action="store_true")
+    parser.add_argument("--method", default="ngram")
+    parser.add_argument("--tokens", type=int)
+    options = parser.parse_args()
+    settings = {"spec_method": options.method, "spec_tokens": options.tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        architecture, sizes = SHAPES[options.shape]
+        AutoConfig.for_model(
+            architecture, tie_word_embeddings=True, max_position_embeddings=8192, **sizes
+        ).save_pretrained(folder)
+        bench = Bench(Path(folder), settings)
+    print("| streams | plain tokens/s | drafting tokens/s | ratio | drafts right |")
+    print("|---|---|---|---|---|")
+    for streams in options.streams:
+        rates: dict[str, list[float]] = {"plain": [], "ngram": []}
+        share = 0.0
+        for number in range(options.rounds):
+            rng = random.Random(number)
+            jobs: list[Any] = [copying(rng, options.copied) for _ in range(streams)]
+            if options.random:
+                jobs = [(prompt, None) for prompt, _ in jobs]
+            said = {}
+            for name in ("plain", "ngram") if number % 2 else ("ngram", "plain"):
+                rate, said[name], stats = bench.run(name, jobs)
+                rates[name].append(rate)
+                if stats.spec_draft_tokens:
+                    share = stats.spec_accepted_tokens / stats.spec_draft_tokens
+            assert said["plain"] == said["ngram"], "speculation changed a token"
+        medians = [statistics.median(rates[name]) for name in ("plain", "ngram")]
+        pairs = zip(rates["plain"], rates["ngram"], strict=True)
+        ratio = statistics.median(drafting / plain for plain, drafting in pairs)
+        speeds = " | ".join(f"{rate:.1f}" for rate in medians)
+        print(f"| {streams} | {speeds} | {ratio:.2f} | {share:.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
