@@ -155,6 +155,7 @@ EVICTION_SECONDS = 3.0
 CLIENT_LEAVE_SECONDS = 10.0
 ENGINE_STOP_SECONDS = 20.0  # all that follows the drain
 INGRESS_DRAIN_SECONDS = 3600.0
+CERTIFICATE_CHECK_SECONDS = 2.0  # between looks at a certificate's file
 ADMIN_BIND_SECONDS = 20.0  # an update's new admin port waits for the old one ...
 ADMIN_BIND_PAUSE_SECONDS = 1.0
 ADMIN_STOP_SECONDS = 5.0  # ... which ends in this time

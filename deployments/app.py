@@ -14,7 +14,7 @@ from rayfin.deployments.serve.autoscaling import autoscaling
 from rayfin.deployments.serve.cluster_room import has_room
 from rayfin.deployments.serve.engine import EngineDeployment
 from rayfin.deployments.serve.ingress import IngressDeployment
-from rayfin.deployments.serve.model_args import ModelArgs, several_models
+from rayfin.deployments.serve.model_args import SECRETS, ModelArgs, several_models
 from rayfin.deployments.serve.preflight import located
 from rayfin.deployments.serve.response_store import ResponseStoreDeployment
 from rayfin.deployments.serve.server_args import (
@@ -76,7 +76,7 @@ def bind_models(
             server.admin_host,
             server.admin_port,
             server.admin_keys(),
-            [(model.names, model.deployment) for model in models],
+            [(model.names, model.deployment, model.shown()) for model in models],
         )
     keeper_class: Any = ResponseStoreDeployment
     keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
@@ -105,7 +105,7 @@ def bind_engines(model: ModelArgs, drain: float) -> Application:
 
 def for_ingresses(server: ServerArgs) -> ServerArgs:
     """Without keys, and without what others have to know."""
-    secrets: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key"))
+    secrets: dict[str, Any] = dict.fromkeys(SECRETS)
     others: dict[str, Any] = dict.fromkeys(("min_engines", "max_engines", "admin_port"))
     return replace(server, **secrets, **others, data_parallel_size=1)
 
@@ -151,4 +151,7 @@ def edge_settings(server: ServerArgs) -> HttpSettings:
         docs=server.enable_docs,
         priority_tenants=privileged(server.priority_tenants),
         web=server.ui,
+        root_path=server.root_path or "",
+        middleware=tuple(server.middleware or ()),
+        tokenizer_info=server.enable_tokenizer_info_endpoint,
     )

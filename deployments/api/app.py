@@ -23,6 +23,7 @@ from rayfin.deployments.api.responses.routes import add_response_routes
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.api.status import add_status_routes
 from rayfin.deployments.api.web.routes import add_web_routes
+from rayfin.deployments.edge.middleware import OperatorMiddleware, RootPath
 from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
@@ -67,14 +68,21 @@ def build_api(
     if service.edge.web:
         add_web_routes(app, models)
     if service.edge.admin_keys is not None:
-        add_admin_routes(app, [Operated(each.model_names, each.client) for each in services])
-    add_openapi(app, docs=service.edge.docs)
+        add_admin_routes(app, [operated(each) for each in services])
+    add_openapi(app, docs=service.edge.docs, root_path=service.edge.root_path)
     return app
+
+
+def operated(service: OpenAIService) -> Operated:
+    return Operated(service.model_names, service.client, service.settings)
 
 
 def _layers(service: OpenAIService) -> dict[str, Middleware | None]:
     """The layers of a replica, by their names in LAYERS."""
+    root, own = service.edge.root_path, service.edge.middleware
     return settings_layers(service.edge) | {
+        "root_path": Middleware(RootPath, path=root) if root else None,
+        "middleware": Middleware(OperatorMiddleware, paths=own) if own else None,
         "meter": Middleware(RequestMeter, counts=service.counts),
         "anthropic_errors": Middleware(AnthropicErrors),
         "idempotency": Middleware(Idempotency, answers=service.answers),

@@ -127,12 +127,13 @@ ANTHROPIC_ERROR = {
 ERROR = {"anyOf": [OPENAI_ERROR, ANTHROPIC_ERROR]}  # Anthropic's on its routes and for its clients
 
 
-def add_openapi(app: FastAPI, *, docs: bool) -> None:
+def add_openapi(app: FastAPI, *, docs: bool, root_path: str = "") -> None:
     """Adds /openapi.json, and with ``docs`` /docs, a page that loads its scripts from a CDN."""
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> JSONResponse:
-        return JSONResponse(description(app))
+        servers = {"servers": [{"url": root_path}]} if root_path else {}
+        return JSONResponse(description(app) | servers)
 
     if docs:
 

@@ -24,7 +24,12 @@ ENVIRONMENT = {  # secrets should not appear on a command line
     "api_key": KEY_VARIABLES,
     "admin_api_key": ADMIN_KEY_VARIABLES,
 }
-SECTIONS = {"ServerArgs": "Server", "EngineArgs": "Engine", "SamplingParams": "Sampling"}
+SECTIONS = {
+    "Door": "Address",
+    "ServerArgs": "Server",
+    "EngineArgs": "Engine",
+    "SamplingParams": "Sampling",
+}
 SAMPLING_HELP = {
     "temperature": "sampling temperature; 0 is greedy",
     "max_tokens": "maximum number of tokens to generate",

@@ -1,6 +1,7 @@
 """``rayfin serve``."""
 
 import os
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -8,6 +9,7 @@ from click.core import ParameterSource
 from rayfin.actors.config import EngineArgs
 from rayfin.deployments.cli.options import build, field_options
 from rayfin.deployments.cli.vllm_options import VllmCommand, aliases_of
+from rayfin.deployments.edge.door import Door
 from rayfin.deployments.serve.server_args import ServerArgs
 
 
@@ -53,6 +55,7 @@ from rayfin.deployments.serve.server_args import ServerArgs
     help="token of Hugging Face, for its private models; nodes of a running cluster have their own",
 )
 @click.option("--verbose", is_flag=True, help="show the logs of Ray and of the actors")
+@field_options(Door)
 @field_options(ServerArgs, None, **aliases_of(ServerArgs))
 @field_options(EngineArgs, None, **aliases_of(EngineArgs))
 def serve(
@@ -84,14 +87,17 @@ def serve(
         raise click.UsageError("MODEL and --model cannot be combined with --model-config")
     if hf_token:
         os.environ["HF_TOKEN"] = hf_token  # the processes that read the model inherit it
-    server, engine = build(ServerArgs), build(EngineArgs, **model)
+    server, engine, door = build(ServerArgs), build(EngineArgs, **model), build(Door)
 
     from rayfin.deployments.serve import ports
 
-    ports.require_ports(server, host, port)  # the rest takes seconds to import
+    ports.require_ports(server, host, port, door)  # the rest takes seconds to import
 
     from rayfin.deployments.serve import serving
     from rayfin.deployments.serve.model_args import read_models
 
-    more = {"models": read_models(server, engine, model_config)} if model_config else {}
-    return serving.serve(server, engine, host=host, port=port, name=name, verbose=verbose, **more)
+    more: dict[str, Any] = (
+        {"models": read_models(server, engine, model_config)} if model_config else {}
+    )
+    more |= {"host": host, "port": port, "door": door, "name": name, "verbose": verbose}
+    return serving.serve(server, engine, **more)

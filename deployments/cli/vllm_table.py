@@ -41,8 +41,8 @@ SERVER: tuple[VllmFlag, ...] = (
     value("--config", "YAML file of flags", Alias("config")),
     value("--host", "host to listen on", Alias("host")),
     value("--port", "port to listen on", Alias("port")),
-    value("--uds", "Unix socket to listen on", Lacks("Unix socket")),
-    value("--root-path", "path of the proxy in front", Lacks("root path")),
+    value("--uds", "Unix socket to listen on", Alias("uds")),
+    value("--root-path", "path of the proxy in front", Alias("root_path")),
     value("--api-server-count -asc", "HTTP processes", Alias("ingress_replicas")),
     several("--api-key", "keys of clients", Alias("api_key")),
     several("--served-model-name", "names in the API", Alias("served_model_name")),
@@ -64,13 +64,13 @@ SERVER: tuple[VllmFlag, ...] = (
     value("--allowed-origins", "origins for CORS", Alias("allowed_origins")),
     value("--allowed-methods", "methods for CORS", Alias("allowed_methods")),
     value("--allowed-headers", "headers for CORS", Alias("allowed_headers")),
-    value("--ssl-keyfile", "key of the certificate", Lacks("TLS; a proxy in front has it")),
-    value("--ssl-certfile", "certificate", Lacks("TLS; a proxy in front has it")),
-    value("--ssl-ca-certs", "certificates of clients", Lacks("TLS; a proxy in front has it")),
-    switch("--enable-ssl-refresh", "reads certificates again", Lacks("TLS")),
-    value("--ssl-cert-reqs", "whether clients need certificates", Lacks("TLS", ("0",))),
-    value("--ssl-ciphers", "ciphers", Lacks("TLS")),
-    value("--middleware", "ASGI middleware", Lacks("middleware of a user's own")),
+    value("--ssl-keyfile", "key of the certificate", Alias("ssl_keyfile")),
+    value("--ssl-certfile", "certificate", Alias("ssl_certfile")),
+    value("--ssl-ca-certs", "certificates of clients", Alias("ssl_ca_certs")),
+    switch("--enable-ssl-refresh", "reads certificates again", Alias("enable_ssl_refresh")),
+    value("--ssl-cert-reqs", "whether clients need certificates", Alias("ssl_cert_reqs")),
+    value("--ssl-ciphers", "ciphers", Alias("ssl_ciphers")),
+    value("--middleware", "ASGI middleware", Alias("middleware")),
     switch(
         "--enable-request-id-headers",
         "X-Request-Id in answers",
@@ -140,12 +140,8 @@ SERVER: tuple[VllmFlag, ...] = (
         Lacks("such effort; the template decides", ("auto",)),
     ),
     # Logs and figures
-    switch(
-        "--enable-log-requests",
-        "requests in the log",
-        Lacks("log of requests; --otlp-traces-endpoint has their figures"),
-    ),
-    value("--max-log-len", "longest prompt in the log", Accepted("prompts are never logged")),
+    switch("--enable-log-requests", "requests in the log", Alias("enable_log_requests")),
+    value("--max-log-len", "longest prompt in the log", Alias("max_log_len")),
     switch("--enable-log-outputs", "answers in the log", Lacks("log of answers")),
     switch("--enable-log-deltas", "pieces in the log", Accepted("answers are never logged")),
     switch("--log-error-stack", "traces in the log", Lacks("traces of refused requests")),
@@ -173,7 +169,11 @@ SERVER: tuple[VllmFlag, ...] = (
         "usage in each stream",
         Alias("enable_force_include_usage"),
     ),
-    switch("--enable-tokenizer-info-endpoint", "/tokenizer_info", Lacks("/tokenizer_info")),
+    switch(
+        "--enable-tokenizer-info-endpoint",
+        "/tokenizer_info",
+        Alias("enable_tokenizer_info_endpoint"),
+    ),
     value("--fingerprint-mode", "system_fingerprint", Accepted("system_fingerprint is null")),
     value("--fingerprint-value", "system_fingerprint", Lacks("text of a fingerprint")),
     value(
@@ -547,7 +547,11 @@ ENGINE: tuple[VllmFlag, ...] = (
 )
 
 EARLIER: tuple[VllmFlag, ...] = (
-    once("--disable-log-requests", "no requests in the log", Accepted("requests are not logged")),
+    once(
+        "--disable-log-requests",
+        "no requests in the log",
+        Accepted("requests are logged with --enable-log-requests only"),
+    ),
     once("--disable-frontend-multiprocessing", "one process", RPC),
     once("--enable-reasoning", "reasoning", Accepted("--reasoning-parser auto finds it")),
     once("--use-v2-block-manager", "page tables", Accepted("there is one kind of page table")),

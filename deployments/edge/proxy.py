@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayfin.actors.timing import RETRY_AFTER_SECONDS
 from rayfin.deployments.edge.flow import ProxyFlow
+from rayfin.deployments.edge.listening import install as install_listening
 from rayfin.deployments.http.anthropic_errors import AnthropicErrors
 from rayfin.deployments.http.body_limits import TransportLimits
 from rayfin.deployments.http.errors import http_error_response
@@ -41,6 +42,7 @@ def middlewares() -> list[Middleware]:
     Serve calls this in the proxy before it asks uvicorn for a server.
     """
     limit_heads()
+    install_listening()
     layers: dict[str, Middleware | None] = {
         "anthropic_errors": Middleware(AnthropicErrors),
         "request_id": Middleware(RequestIds),

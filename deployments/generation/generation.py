@@ -137,6 +137,9 @@ class Generation:
             request.session = caller.session
         if num_candidates(params) > params.n:
             request_logprobs(itertools.chain.from_iterable(requests))
+        if service.request_log is not None:
+            ids = [prompt.ids for prompt in prompts]
+            service.request_log.received(request_id, ids, params, caller.tenant)
         generation = cls(service, prompts, requests, params, search, caller, plan)
         generation.headers |= plan.headers
         for choice in generation.choices:

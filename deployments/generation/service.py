@@ -16,6 +16,7 @@ from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.telemetry.load import Load
+from rayfin.deployments.telemetry.request_log import RequestLog
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -39,6 +40,8 @@ class OpenAIService:
     load: Load = field(default_factory=Load)
     counts: IngressCounters = field(default_factory=IngressCounters)
     answers: AnswerStore = field(default_factory=AnswerStore)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # shown to operators
+    request_log: RequestLog | None = None  # None: requests are not logged
     quotas: TokenQuotas | None = None  # None: unlimited
     tracing: "Tracing | None" = None
     created: int = field(default_factory=lambda: int(time.time()))

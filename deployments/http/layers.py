@@ -75,6 +75,9 @@ class HttpSettings:
     body_seconds: float = BODY_SECONDS
     docs: bool = False  # a page at /docs
     web: bool = True  # a page at /ui
+    root_path: str = ""  # where a proxy in front offers the API
+    middleware: tuple[str, ...] = ()  # the operator's own, the innermost first
+    tokenizer_info: bool = False  # /tokenizer_info
     priority_tenants: frozenset[str] | None = None  # who may set a priority; None: every tenant
 
 
@@ -96,11 +99,13 @@ BOTH: frozenset[Place] = PROXY | REPLICA
 LAYERS = (
     Layer("serve_adapter", REPLICA, "undoes what Serve's proxy changes in requests and answers"),
     Layer("flow", REPLICA, "stops sending when the proxy's window is full"),
+    Layer("root_path", REPLICA, "names the path that a proxy in front adds (--root-path)"),
     Layer("meter", REPLICA, "counts requests and answers, times the first event"),
     Layer("anthropic_errors", BOTH, "gives errors of Anthropic's routes Anthropic's form"),
     Layer("request_id", BOTH, "names the request in logs and in the answer's headers"),
     Layer("cors", REPLICA, "answers a browser's preflight requests"),
     Layer("errors", BOTH, "turns every exception into an error body"),
+    Layer("middleware", REPLICA, "is the operator's own (--middleware)"),
     Layer("admin_auth", REPLICA, "asks for the operator's key on /admin/*"),
     Layer("auth", REPLICA, "asks for the API key"),
     Layer("transport_limits", BOTH, "refuses long addresses, many headers, and WebSockets"),

@@ -12,6 +12,7 @@ ADMIN_PATHS = frozenset(
         "/sleep",
         "/wake_up",
         "/is_sleeping",
+        "/server_info",
     }
 )
 

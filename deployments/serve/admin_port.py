@@ -62,6 +62,10 @@ def bind(host: str, port: int) -> socket.socket:
     return own
 
 
+AdminModel = tuple[list[str], str, dict[str, Any]]
+"""A model's names, the deployment of its engines, and its settings."""
+
+
 @serve.deployment(
     name="admin",
     num_replicas=1,
@@ -78,16 +82,19 @@ class AdminDeployment:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, host: str, port: int, keys: ApiKeys, models: list[tuple[list[str], str]]
+        self, host: str, port: int, keys: ApiKeys, models: Sequence[AdminModel]
     ) -> None:
         address = await _bind_in_time(host, port)
         context = serve.get_replica_context()
         name = f"admin-{context.replica_id.unique_id}-{os.getpid()}"
         self._clients = {
             deployment: EnginePool(name, partial(find_engines, context.app_name, deployment))
-            for _, deployment in models
+            for _, deployment, _ in models
         }
-        operated = [Operated(names, self._clients[deployment]) for names, deployment in models]
+        operated = [
+            Operated(names, self._clients[deployment], settings)
+            for names, deployment, settings in models
+        ]
         limit_heads()
         config = uvicorn.Config(
             build_admin_api(operated, keys), log_level="warning", lifespan="off"
@@ -131,7 +138,7 @@ async def _bind_in_time(host: str, port: int) -> socket.socket:
 
 
 def admin_deployment(
-    host: str, port: int, keys: ApiKeys | None, models: list[tuple[list[str], str]]
+    host: str, port: int, keys: ApiKeys | None, models: Sequence[AdminModel]
 ) -> Any:
     """The bound deployment; ``models`` are names and the deployments of engines.
 

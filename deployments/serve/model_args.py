@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.client.engine_names import ENGINE
 from rayfin.deployments.serve.server_args import OF_MODEL, ModelSettings, ServerArgs, words
 
+SECRETS = ("api_key", "api_key_file", "admin_api_key")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
@@ -23,6 +25,11 @@ class ModelArgs:
     engine: EngineArgs
     deployment: str = ENGINE
     from_zero: bool = False  # its engines are started when they are asked for
+
+    def shown(self) -> dict[str, Any]:
+        """All settings by name, without keys."""
+        whole = asdict(self.server) | asdict(self.engine)
+        return {name: value for name, value in whole.items() if name not in SECRETS}
 
     @property
     def names(self) -> list[str]:

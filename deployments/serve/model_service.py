@@ -24,8 +24,10 @@ from rayfin.deployments.guidance.warden import Warden
 from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import generation_config_path, located, tokenizer_path
+from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.hub_client import HubClient
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
+from rayfin.deployments.telemetry.request_log import RequestLog
 from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -55,23 +57,9 @@ async def model_service(
     ``engines`` is the deployment of its engines, ``shared`` the fields of OpenAIService that all
     models of the ingress have in common.
     """
-    server, args = model.server, model.engine
+    server = model.server
     name, context = model.names[0], serve.get_replica_context()
-    client = EnginePool(
-        f"ingress-{context.replica_id.unique_id}-{os.getpid()}",
-        partial(find_engines, context.app_name, model.deployment),
-        patience=Patience(
-            server.cold_start_timeout if model.from_zero else server.engine_timeout,
-            server.replay_timeout,
-        ),
-        room=WaitingRoom(
-            args.max_waiting_requests,
-            args.max_waiting_tokens,
-            starter(engines) if model.from_zero else None,
-        ),
-        identity=located(args).identity,
-        is_over=partial(is_deleted, context.app_name),
-    )
+    client = _engine_pool(model, engines, context.app_name, context.replica_id.unique_id)
     text = await asyncio.to_thread(_load_text, model)
     logger.info("%s: %s", name, text.formats.why)
     tracing = start_tracing(server.otlp_traces_endpoint, name)
@@ -103,6 +91,8 @@ async def model_service(
         template_defaults=server.default_chat_template_kwargs or {},
         tracing=tracing,
         warden=warden,
+        settings=model.shown(),
+        request_log=_request_log(server, text.tokenizer),
         **shared,
     )
 
@@ -112,6 +102,33 @@ async def model_service(
     client.events.limits_changed = limit
     warden.start()  # its process loads the vocabulary beside the first requests
     return service
+
+
+def _engine_pool(
+    model: ModelArgs, engines: DeploymentHandle[Any], app: str, replica: str
+) -> EnginePool:
+    server, args = model.server, model.engine
+    return EnginePool(
+        f"ingress-{replica}-{os.getpid()}",
+        partial(find_engines, app, model.deployment),
+        patience=Patience(
+            server.cold_start_timeout if model.from_zero else server.engine_timeout,
+            server.replay_timeout,
+        ),
+        room=WaitingRoom(
+            args.max_waiting_requests,
+            args.max_waiting_tokens,
+            starter(engines) if model.from_zero else None,
+        ),
+        identity=located(args).identity,
+        is_over=partial(is_deleted, app),
+    )
+
+
+def _request_log(server: ServerArgs, tokenizer: Tokenizer) -> RequestLog | None:
+    if not server.enable_log_requests:
+        return None
+    return RequestLog(server.max_log_len, tokenizer.decode)
 
 
 def is_deleted(app: str) -> bool:

@@ -6,10 +6,11 @@ import tempfile
 from pathlib import Path
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.edge.door import PLAIN, Door
 from rayfin.deployments.serve.server_args import ServerArgs
 
 
-def require_ports(server: ServerArgs, host: str, port: int) -> None:
+def require_ports(server: ServerArgs, host: str, port: int, door: Door = PLAIN) -> None:
     """Checks the ports of a server on a Ray of its own.
 
     Where a Ray cluster runs already, its Serve may be what listens: that is checked later.
@@ -18,8 +19,10 @@ def require_ports(server: ServerArgs, host: str, port: int) -> None:
         InvalidConfig: one is taken, or two are the same.
     """
     check_ports(server, port)
+    door.require_free()
     if not joins_cluster():
-        require_free(host, port, "port")
+        if door.uds is None:
+            require_free(host, port, "port")
         require_own_ports(server)
 
 

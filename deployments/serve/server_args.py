@@ -59,6 +59,23 @@ class ServerArgs:
     allowed_methods: list[str] | None = _flag(None, "methods for CORS; default: all")
     allowed_headers: list[str] | None = _flag(None, "headers for CORS; default: all")
     allow_credentials: bool = _flag(False, "allow credentials for CORS")
+    root_path: str | None = _flag(
+        None, "path under which a proxy in front offers the API, whether it removes it or not"
+    )
+    middleware: list[str] | None = _flag(
+        None,
+        "ASGI middleware around the API, as module.Class or module.function (request, call_next); "
+        "may be repeated, the last is the outermost",
+    )
+    enable_tokenizer_info_endpoint: bool = _flag(
+        False, "serve /tokenizer_info, with the chat template and the tokenizer's settings"
+    )
+    enable_log_requests: bool = _flag(
+        False, "log the sampling parameters of each request; at --log-level debug its prompt too"
+    )
+    max_log_len: int | None = _flag(
+        None, "maximum number of characters or ids of a prompt in the log; default: no limit"
+    )
     enable_docs: bool = _flag(False, "serve the API's documentation at /docs")
     ui: bool = _flag(True, "serve a page with a chat and the state of the engines at /ui")
     max_body_bytes: int = _flag(MAX_BODY_BYTES, "maximum size of a request body in bytes")
@@ -178,6 +195,7 @@ class ServerArgs:
         for name in ("override_generation_config", "default_chat_template_kwargs"):
             if not isinstance(getattr(self, name), dict | None):
                 raise InvalidConfig(f"{name} must be an object", name)
+        self._check_edge()
         if not self.response_role:
             raise InvalidConfig("response_role must not be empty", "response_role")
         lists = ("allowed_origins", "allowed_methods", "allowed_headers", "priority_tenants")
@@ -230,6 +248,15 @@ class ServerArgs:
         if self.chat_template is not None and "{" not in self.chat_template:
             if not Path(self.chat_template).is_file():
                 raise InvalidConfig(f"there is no file {self.chat_template}", "chat_template")
+
+    def _check_edge(self) -> None:
+        root, longest = self.root_path, self.max_log_len
+        if root and (not root.startswith("/") or root.endswith("/")):
+            raise InvalidConfig(
+                f"root_path must begin with / and not end with it, got {root!r}", "root_path"
+            )
+        if longest is not None and longest < 0:
+            raise InvalidConfig(f"max_log_len must be at least 0, got {longest}", "max_log_len")
 
     def _check_engines(self) -> None:
         least = self.data_parallel_size if self.min_engines is None else self.min_engines

@@ -20,6 +20,8 @@ from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
 from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.timing import SIGNAL_REPEATS
 from rayfin.deployments.app import bind_models
+from rayfin.deployments.edge.door import PLAIN, Door
+from rayfin.deployments.edge.middleware import check_middleware
 from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.ports import require_free, require_own_ports, require_ports
@@ -66,6 +68,7 @@ def serve(
     name: str = "rayfin",
     verbose: bool = False,
     models: Sequence[ModelArgs] = (),
+    door: Door = PLAIN,
 ) -> int:
     """Serves a model until Ctrl-C or SIGTERM; joins a running Ray cluster or starts a local one.
 
@@ -86,13 +89,17 @@ def serve(
     stop = StopSignals()
     stop.install()
     try:
-        require_ports(server, host, port)
+        require_ports(server, host, port, door)
+        check_middleware(server.middleware or ())
         for model in models:
             check_model(model.engine)
-        _serve(server, engine, models, host, port, name, verbose, stop)
+        door.tell_proxies()
+        _serve(server, engine, models, (host, port, door), name, verbose, stop)
     except KeyboardInterrupt:
         if stop.count != 1:
             raise
+    finally:
+        door.close()
     print("Stopped.", flush=True)
     return 0
 
@@ -101,15 +108,14 @@ def _serve(
     server: ServerArgs,
     engine: EngineArgs,
     models: Sequence[ModelArgs],
-    host: str,
-    port: int,
+    address: tuple[str, int, Door],
     name: str,
     verbose: bool,
     stop: StopSignals,
 ) -> None:
     """Serves until the first signal, and stops all that it started."""
     start_up = StartUp()
-    with _cluster(verbose, start_up) as ours, _serve_instance(host, port, keep=ours):
+    with _cluster(verbose, start_up) as ours, _serve_instance(*address, keep=ours):
         if ours:  # the head node is here, and no other will come
             require_own_ports(server)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -124,9 +130,8 @@ def _serve(
             with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
                 _deploy(bind_models(server, engine, models), name)
                 done(f"Loaded {what}")
-            start_up.summary(
-                *summary(models, host, port, [engine_info(name, own) for own in models])
-            )
+            infos = [engine_info(name, own) for own in models]
+            start_up.summary(*summary(models, *address, infos))
             _wait_for_signal()
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
         finally:
@@ -160,21 +165,26 @@ def _cluster(verbose: bool, start_up: StartUp) -> Iterator[bool]:
 
 
 @contextmanager
-def _serve_instance(host: str, port: int, *, keep: bool) -> Iterator[None]:
+def _serve_instance(host: str, port: int, door: Door, *, keep: bool) -> Iterator[None]:
     """Ray Serve on ``port``: the one that runs, if it listens there, or a new one.
 
     ``keep`` leaves a new one to go down with its Ray.
     """
+    if not keep:
+        door.require_own_ray()
     running = _serve_port()
     if running is not None:
+        if door != PLAIN:
+            raise InvalidConfig("ssl_certfile: Ray Serve runs on this cluster already", "port")
         if running != port:
             raise InvalidConfig(
                 f"Ray Serve runs on this cluster already, on port {running}, not {port}", "port"
             )
         yield
         return
-    require_free(host, port, "port")
-    ray_serve.start(http_options={"host": host, "port": port})
+    if door.uds is None:
+        require_free(host, port, "port")
+    ray_serve.start(http_options=door.http_options(host, port))
     try:
         yield
     finally:

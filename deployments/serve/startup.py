@@ -18,6 +18,7 @@ from rayfin import __version__
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.timing import START_SHOWN_SECONDS, START_TOLD_SECONDS
 from rayfin.deployments.client.engine_names import find_engine
+from rayfin.deployments.edge.door import Door
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import located
 
@@ -148,14 +149,19 @@ def engine_info(app: str, model: ModelArgs) -> EngineInfo | None:
 
 
 def summary(
-    models: Sequence[ModelArgs], host: str, port: int, infos: Sequence[EngineInfo | None]
+    models: Sequence[ModelArgs],
+    host: str,
+    port: int,
+    door: Door,
+    infos: Sequence[EngineInfo | None],
 ) -> tuple[list[tuple[str, str]], str]:
     """The rows of the summary, the title first, and a command that asks the first model."""
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    address = f"http://{shown}:{port}"
+    address, more = door.address(host, port)
     served = ", ".join(own.names[0] for own in models)
     server = models[0].server
     rows = [(f"Rayfin serves {served} at {address}/v1", "(Ctrl-C stops it)")]
+    if door.uds is not None:
+        rows.append(("socket", door.uds))
     for model, info in zip(models, infos, strict=True):
         if info is not None:
             tokens = info.num_pages * info.page_size
@@ -173,7 +179,8 @@ def summary(
         )
     rows.append(("version", __version__))
     key = ' -H "Authorization: Bearer $KEY"' if server.api_keys() else ""
-    example = f"""  curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
+    url = f"{more}{address}/v1/chat/completions"
+    example = f"""  curl {url}{key} -H 'Content-Type: application/json' \\
     -d '{{"model": "{models[0].names[0]}", "temperature": 0,
          "messages": [{{"role": "user", "content": "What is 37 + 48?"}}]}}'
 """

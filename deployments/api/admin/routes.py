@@ -1,12 +1,13 @@
 """The operators' routes; they are disabled without an admin key."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Query
 
+from rayfin import __version__
 from rayfin.actors.errors import InvalidRequest, ModelNotFound
 from rayfin.actors.messages import Command
 from rayfin.deployments.client.engine_client import EngineReport
@@ -36,6 +37,7 @@ class Operated:
 
     names: Sequence[str]
     client: Engines
+    settings: Mapping[str, Any] = field(default_factory=dict)  # for /server_info
 
 
 Reports = list[tuple[Operated, list[EngineReport]]]
@@ -120,6 +122,12 @@ def add_admin_routes(app: FastAPI, models: Sequence[Operated]) -> None:
     @router.post("/admin/wake")
     async def wake(operator: Operator, which: Which) -> Answer:
         return await manage(Command.WAKE, which, operator)
+
+    @router.get("/server_info")
+    async def server_info() -> Answer:
+        """Returns the settings of the models, by the names that flags have in Python."""
+        listed = [{"model": model.names[0], "settings": model.settings} for model in models]
+        return {"version": __version__, "models": listed, "vllm_config": models[0].settings}
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> Answer:

@@ -13,6 +13,12 @@ from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.json_body import ignored_header, read_body
 from rayfin.deployments.text.checks import missing
 
+PLACES = (
+    "vocab_file",
+    "merges_file",
+    "tokenizer_file",
+    "name_or_path",
+)  # of files, on this machine
 UNSERVED = ("media_io_kwargs", "mm_processor_kwargs")
 
 
@@ -52,6 +58,25 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     tokens: list[int]
+
+
+def tokenizer_info(service: OpenAIService) -> dict[str, Any]:
+    """The tokenizer's settings, its class and its chat template, as vLLM shows them."""
+    inner = service.tokenizer.inner
+    info = {name: _plain(value) for name, value in inner.init_kwargs.items() if name not in PLACES}
+    info["tokenizer_class"] = type(inner).__name__
+    if template := service.chat_template or inner.chat_template:
+        info["chat_template"] = template
+    return info
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON; added tokens, and all that JSON has no form for, are text."""
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 class Tokens(BaseModel):
@@ -94,6 +119,12 @@ def add_tokenize_routes(app: FastAPI, models: ServedModels) -> None:
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
         text = await off_loop(len(body.tokens), decode)
         return Detokenized(prompt=text)
+
+    if models.first.edge.tokenizer_info:
+
+        @app.get("/tokenizer_info")
+        async def info(request: Request, model: str | None = None) -> dict[str, Any]:
+            return tokenizer_info(models.resolve_model(request, model))
 
 
 async def _ids(service: OpenAIService, body: TokenizeRequest) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import EngineInfo
+from rayfin.deployments.edge.door import PLAIN
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.serve.serving import _reason
@@ -75,7 +76,9 @@ def test_other_failures_are_told_by_their_last_line() -> None:
 
 def welcome(capsys: pytest.CaptureFixture[str], host: str, port: int, **settings: Any) -> str:
     models = [ModelArgs(ServerArgs(**settings), EngineArgs())]
-    StartUp().summary(*summary(models, host, port, [EngineInfo("engine", 2048, 300, 64, 16)]))
+    StartUp().summary(
+        *summary(models, host, port, PLAIN, [EngineInfo("engine", 2048, 300, 64, 16)])
+    )
     return capsys.readouterr().out
 
 

@@ -15,6 +15,7 @@ from rayfin.deployments.api.app import build_api
 from rayfin.deployments.app import AppArgs, bind_app, build_app, edge_settings
 from rayfin.deployments.cli import engines
 from rayfin.deployments.cli.main import main
+from rayfin.deployments.edge.door import PLAIN
 from rayfin.deployments.http.body_limits import MAX_URL
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.http.paths import ADMIN_PATHS
@@ -91,7 +92,9 @@ def test_it_is_deployed_with_the_digests_of_its_keys() -> None:
     args = AppArgs(admin_port=9401, admin_host="0.0.0.0", admin_api_key="canary-key")
     server, _, edge, _, _, admin = build_app(args)._bound_deployment.init_args
     host, port, keys, models = admin._bound_deployment.init_args
-    assert models == [(["demo"], "engine")]
+    ((names, deployment, settings),) = models
+    assert (names, deployment, settings["model"]) == (["demo"], "engine", "demo")
+    assert "canary-key" not in str(settings)
     assert (host, port) == ("0.0.0.0", 9401) and keys.tenant("Bearer canary-key") is not None
     assert edge.admin_keys is None and "canary" not in repr((server, edge, keys))
 
@@ -133,7 +136,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_the_welcome_says_where_it_is() -> None:
-    rows, _ = summary([ModelArgs(ADMIN, EngineArgs())], "127.0.0.1", 8000, [None])
+    rows, _ = summary([ModelArgs(ADMIN, EngineArgs())], "127.0.0.1", 8000, PLAIN, [None])
     assert ("operators", "rayfin status --url http://127.0.0.1:9401") in rows
 
 

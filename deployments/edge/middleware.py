@@ -1,0 +1,71 @@
+"""What an operator puts around the API: a path in front, and middleware by its import paths."""
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rayfin.actors.errors import InvalidConfig
+
+
+class RootPath:
+    """ASGI: says under which path a proxy in front offers the API; routes are found without it."""
+
+    def __init__(self, app: ASGIApp, path: str) -> None:
+        self._app = app
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "root_path": self._path}, receive, send)
+
+
+class OperatorMiddleware:
+    """ASGI: layers of the operator's, the first of ``paths`` innermost, as in vLLM.
+
+    Raises:
+        InvalidConfig: a path leads to nothing that is middleware.
+    """
+
+    def __init__(self, app: ASGIApp, paths: Sequence[str]) -> None:
+        self._app = app
+        for path in paths:
+            self._app = load(path)(self._app)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def check_middleware(paths: Sequence[str]) -> None:
+    """Imports them all.
+
+    Raises:
+        InvalidConfig: a path leads to nothing that is middleware.
+    """
+    for path in paths:
+        load(path)
+
+
+def load(path: str) -> Any:
+    """Returns what makes a layer of ``path``: a class, or a function (request, call_next).
+
+    Raises:
+        InvalidConfig: it leads to nothing such.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidConfig(
+            f"middleware {path!r} cannot be imported: {error}", "middleware"
+        ) from None
+    if inspect.isclass(found):
+        return found
+    if inspect.iscoroutinefunction(found):
+        return partial(BaseHTTPMiddleware, dispatch=found)
+    raise InvalidConfig(
+        f"middleware {path!r} is neither a class nor an async function", "middleware"
+    )
