@@ -102,6 +102,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.5},
     "deepseek_v2": {**_MLA, "q_lora_rank": None, "topk_method": "greedy"},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "llama4_text": {
+        "attention_chunk_size": 8,
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+    },
     "qwen3_next": {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "linear_num_key_heads": 2,

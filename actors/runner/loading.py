@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.config import EngineArgs, Quantization
-from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.models.compare import require_equal
@@ -114,12 +114,10 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
     except ValueError as error:
         raise InvalidConfig(str(error), "attention") from None
     pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
-    paged = PagedModel(model, kernel, layers)
+    paged = _page(model, kernel, layers, args.page_size)
     if peers is not None and paged.recurrent is not None:
         name = type(model).__name__
         raise UnsupportedModel(f"{name} cannot be shared: its layers keep states", "model")
-    if peers is None:
-        require_equal(paged)
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
     if args.attention in ("auto", "triton") and can_use_triton(device):
@@ -131,6 +129,30 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
         step_model = on_cpu_kernels(paged, kernels, rounded)
     recurrent = paged.recurrent
     return LoadedModel(device, config, step_model, gpu_model, pages, kernels, peers, recurrent)
+
+
+def _page(
+    model: PreTrainedModel, kernel: PagedAttention, layers: range | None, page_size: int
+) -> PagedModel:
+    """The model over pages, compared with transformers unless it is a rank's share.
+
+    Raises:
+        UnsupportedModel: it cannot be served.
+    """
+    try:
+        paged = PagedModel(model, kernel, layers)
+        if layers is None:
+            require_equal(paged, page_size)
+        return paged
+    except (RayfinError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # whatever a model's own code raises over pages
+        lines = str(error).strip().splitlines() or [""]
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be served: over pages its forward raises "
+            f"{type(error).__name__}: {lines[0]}",
+            "model",
+        ) from error
 
 
 def _load_weights(

@@ -21,13 +21,13 @@ from rayfin.actors.runner.models.replace import chunked_logits
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 6
-"""What windows are cut to."""
+PAGE_SIZE, LONGEST_WINDOW = 8, 16
+"""Tokens of a page, to which windows are cut as well; and the most of them."""
 
-PROMPT, STEPS = 21, 3
+PROMPT, STEPS = 27, 3
 """Tokens of the prompt, of which several chunks lie beyond a window, and tokens after it."""
 
-CHUNKS = [0, 1, 9, PROMPT]
+CHUNKS = [0, 1, 12, PROMPT]
 
 WINDOWS = (
     "attention_chunk_size",
@@ -43,23 +43,29 @@ TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.25, torch.float16: 0.1}
 """Largest difference of logits, as a share of the largest one, of most of the tokens."""
 
 
-def require_equal(paged: PagedModel) -> None:
-    """Compares; a model whose layers keep states may then continue prompts token by token.
+def require_equal(paged: PagedModel, page_size: int = PAGE_SIZE) -> None:
+    """Compares, on pages of ``page_size`` tokens where kernels are compiled for it.
+
+    A model that differs is tried with the window of its config for all layers, which its mask may
+    apply, and one whose layers keep states with prompts that continue token by token.
 
     Raises:
         UnsupportedModel: the logits differ.
     """
     began, model = time.perf_counter(), paged.transformer
-    with _short_windows(model):
+    size = page_size if paged.device.type == "cuda" and page_size <= LONGEST_WINDOW else PAGE_SIZE
+    with _short_windows(model, size):
         expected = _generated(model)
         if expected is None:
             return
         tokens, logits = expected
-        difference = _difference(paged, tokens, logits)
+        difference = _difference(paged, tokens, logits, size)
         tolerance = TOLERANCE.get(paged.dtype, 0.25)
+        if difference > tolerance and paged.limit_by_mask():
+            difference = _difference(paged, tokens, logits, size)
         if difference > tolerance and paged.recurrent is not None:
             paged.recurrent.stepwise = True
-            difference = _difference(paged, tokens, logits)
+            difference = _difference(paged, tokens, logits, size)
     seconds = time.perf_counter() - began
     logger.info("compared with transformers: %.1e apart, in %.2f s", difference, seconds)
     if not difference <= tolerance:
@@ -71,9 +77,11 @@ def require_equal(paged: PagedModel) -> None:
         )
 
 
-def _difference(paged: PagedModel, tokens: torch.Tensor, expected: torch.Tensor) -> float:
+def _difference(
+    paged: PagedModel, tokens: torch.Tensor, expected: torch.Tensor, page_size: int
+) -> float:
     cuts = [*CHUNKS, *range(PROMPT + 1, len(tokens) + 1)]
-    logits = chunked_logits(paged, paged, tokens, cuts)[PROMPT - 1 :]
+    logits = chunked_logits(paged, paged, tokens, cuts, page_size)[PROMPT - 1 :]
     apart = (logits - expected).abs().amax(-1) / expected.abs().amax(-1).clamp(min=1e-6)
     # Not the largest: in low precision a token may be routed to another expert by chance.
     return float(apart.median())
@@ -86,11 +94,14 @@ def _generated(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor] | No
     None if the model cannot generate, or gives no finite logits.
     """
     generates: Any = model
+    special = _special_tokens(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    prompt = (torch.arange(PROMPT, device=model.device) * 7919 + 11) % vocabulary
+    drawn = ((7919 * index + 11) % vocabulary for index in range(PROMPT + len(special)))
+    plain = [token for token in drawn if token not in special]
+    prompt = torch.tensor(plain[:PROMPT], device=model.device)
     config = generates.generation_config
     make: Any = GenerationConfig
-    settings = make(max_new_tokens=STEPS, do_sample=False)
+    settings = make(max_new_tokens=STEPS, do_sample=False, suppress_tokens=sorted(special) or None)
     set_attention(model, "eager")
     try:
         generates.generation_config = settings
@@ -108,18 +119,29 @@ def _generated(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor] | No
     return (tokens, logits) if bool(torch.isfinite(logits).all()) else None
 
 
+def _special_tokens(model: PreTrainedModel) -> set[int]:
+    """Tokens that a config names, such as those in whose place a model puts images."""
+    configs = [model.config, model.config.get_text_config(decoder=True)]
+    fields = [field for config in configs for field in vars(config).items()]
+    return {
+        value
+        for name, value in fields
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+
+
 @contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Within it, all windows of the model are at most ``WINDOW`` tokens."""
+def _short_windows(model: PreTrainedModel, size: int) -> Iterator[None]:
+    """Within it, all windows of the model are at most ``size`` tokens."""
     modules: list[Any] = list(model.modules())
     configs = {id(part): part for part in (vars(own).get("config") for own in modules) if part}
     changed: list[tuple[Any, str, int]] = []
     for owner in (*configs.values(), *modules):
         for name in WINDOWS:
             value = vars(owner).get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > WINDOW:
+            if isinstance(value, int) and not isinstance(value, bool) and value > size:
                 changed.append((owner, name, value))
-                setattr(owner, name, WINDOW)
+                setattr(owner, name, size)
     try:
         yield
     finally:

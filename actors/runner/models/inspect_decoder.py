@@ -99,6 +99,8 @@ def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -
         UnrecognizedModule: The model has other parts, or uses them in another way.
     """
     model: Any = paged.transformer
+    if paged.is_limited_by_mask:
+        raise UnrecognizedModule("its mask limits what layers see")
     config = model.config.get_text_config(decoder=True)
     decoder, layers, embedding = _backbone(model)
     parts = [inspect_layer(layer, experts) for layer in layers]

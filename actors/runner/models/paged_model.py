@@ -8,21 +8,24 @@ process.
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from rayfin.actors.errors import UnsupportedModel
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.kernels.attention.chunks import within_chunks
 from rayfin.kernels.attention.write_kv import write_kv
 from rayfin.kernels.shapes import PagedAttention
 
 ATTENTION = "rayfin"
 LAYER = "paged_layer"  # the attribute of an attention module that holds its AttentionLayer
 PROBE_TOKENS = 2
+WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers that keep only keys and values."""
 
@@ -104,6 +107,19 @@ class CurrentStep:
     inputs: StepInputs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MaskLimit:
+    """A field of a config that limits what a layer sees by transformers' mask alone."""
+
+    config: Any
+    name: str  # "sliding_window" or "attention_chunk_size"
+
+    @property
+    def tokens(self) -> int:
+        value: int = getattr(self.config, self.name)
+        return value
+
+
 class PagedLayer:
     """One layer's pages, and the attention kernel that reads them."""
 
@@ -113,7 +129,9 @@ class PagedLayer:
         v_pages: torch.Tensor,
         kernel: PagedAttention,
         step: CurrentStep,
+        limit: MaskLimit | None = None,
     ) -> None:
+        self._limit = limit
         self._k_pages = k_pages
         self._v_pages = v_pages
         self._kernel = kernel
@@ -136,6 +154,10 @@ class PagedLayer:
         batch = self._step.inputs.batch
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
         write_kv(k, v, self._k_pages, self._v_pages, batch.slots)
+        if self._limit is not None and self._limit.name == CHUNK:
+            batch = within_chunks(batch, self._limit.tokens)
+        elif self._limit is not None:
+            window = self._limit.tokens
         out = self._kernel(
             query[0].transpose(0, 1).contiguous(),
             self._k_pages,
@@ -216,9 +238,11 @@ class PagedModel:
         self._step = CurrentStep()
         self._calls: list[torch.nn.Module] = []  # attention modules, in the order of their calls
         self._shared: list[_SharedLayer] = []
+        self._limits: dict[int, MaskLimit] = {}  # by call
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._picks_logits = "logits_to_keep" in accepted
+        self._has_windows = False
         self.recurrent: RecurrentLayers | None = None
         set_attention(model, ATTENTION)
         self.layouts = self._probe()
@@ -240,12 +264,36 @@ class PagedModel:
         """Each once, in order: one per layer, unless layers share them."""
         return list(dict.fromkeys(self._calls))
 
+    @property
+    def is_limited_by_mask(self) -> bool:
+        """Whether a layer sees less than what its call of attention says."""
+        return bool(self._limits)
+
+    def limit_by_mask(self) -> bool:
+        """Takes the config's window for all layers; False if none has one, or calls have theirs."""
+        config = self._model.config.get_text_config(decoder=True)
+        if not getattr(config, WINDOW, None) or self._limits or self._has_windows:
+            return False
+        self._limits = {index: MaskLimit(config, WINDOW) for index in range(len(self._calls))}
+        return True
+
     def bind(self, cache: KVTensors) -> None:
-        """Makes the layers keep their keys and values in ``cache``."""
+        """Makes the layers keep their keys and values in ``cache``.
+
+        Raises:
+            InvalidConfig: Pages do not divide the chunks that a layer attends in.
+        """
         layers: dict[torch.nn.Module, list[PagedLayer]] = {}
         pages = zip(self._calls, cache.keys, cache.values, strict=True)
-        for module, k_pages, v_pages in pages:
-            layer = PagedLayer(k_pages, v_pages, self._kernel, self._step)
+        for index, (module, k_pages, v_pages) in enumerate(pages):
+            limit = self._limits.get(index)
+            if limit is not None and limit.name == CHUNK and limit.tokens % cache.page_size:
+                raise InvalidConfig(
+                    f"page_size ({cache.page_size}) must divide the model's {CHUNK} "
+                    f"({limit.tokens})",
+                    "page_size",
+                )
+            layer = PagedLayer(k_pages, v_pages, self._kernel, self._step, limit)
             layers.setdefault(module, []).append(layer)
         self._shared = []
         for module, own in layers.items():
@@ -349,9 +397,13 @@ class PagedModel:
             )
         layer_types = getattr(config, "layer_types", None) or []
         layer_types = layer_types[self._layers.start : self._layers.stop]
+        self._has_windows = any(window is not None for window in probe.windows)
         if len(layer_types) != len(probe.windows):
             return  # layers without attention: the comparison of logits decides
-        for layer_type, window in zip(layer_types, probe.windows, strict=True):
+        for index, layer_type in enumerate(layer_types):
+            window = probe.windows[index]
+            if layer_type == "chunked_attention":
+                self._limits[index] = MaskLimit(config, CHUNK)
             if (layer_type == "sliding_attention") != (window is not None):
                 raise UnsupportedModel(
                     f"{name} cannot be served: a layer of type {layer_type} attends with "

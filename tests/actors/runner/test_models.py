@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayfin.actors.errors import InvalidConfig
 from rayfin.kernels.cpu.kernels import try_kernels
 
 EOS = 2
@@ -102,6 +103,23 @@ def test_page_sizes(tiny_model: Make, served: Make, request_of: Make) -> None:
         engine = served(tiny.folder, page_size=page_size)
         requests = [request_of(key, p, MAX_TOKENS, eos=[EOS]) for key, p in enumerate(prompts)]
         _check(tiny, prompts, engine.run(*requests))
+
+
+@pytest.mark.parametrize("family", ["phimoe", "llama4_text"])
+def test_limits_that_only_the_mask_knows(
+    family: str, tiny_model: Make, served: Make, request_of: Make
+) -> None:
+    """A window that no call of attention names, and one whose start is rounded."""
+    tiny, prompts = tiny_model(family), _prompts()
+    for budget in (5, 24):
+        engine = served(tiny.folder, max_batch_tokens=budget, max_decoding_batch=5)
+        requests = [request_of(key, p, MAX_TOKENS, eos=[EOS]) for key, p in enumerate(prompts)]
+        _check(tiny, prompts, engine.run(*requests, stagger=1))
+
+
+def test_pages_divide_chunks(tiny_model: Make, served: Make) -> None:
+    with pytest.raises(InvalidConfig, match="page_size"):
+        served(tiny_model("llama4_text").folder, page_size=3)
 
 
 def test_two_models_in_one_process(tiny_model: Make, served: Make, request_of: Make) -> None:
