@@ -174,6 +174,7 @@ async def test_engine_numbers(observed: MeteredEngineClient, engine: FakeClient)
         "request_success_total/length": 0,
         "request_success_total/abort": 2,
         "request_success_total/error": 0,
+        "request_success_total/repetition": 0,
     }
     assert {reason for name in expected if (reason := name.partition("/")[2])} == {*FINISH_REASONS}
     for current in (engine.current, None):  # the last known numbers stand while it is away

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rayfin.deployments.api.anthropic.bodies import PromptBody
 from rayfin.deployments.text.checks import as_choice, as_object, required
 
-SECONDS = {"5m": 300.0, "1h": 3600.0}  # of each time to live
+TIMES_TO_LIVE = {"5m": 300.0, "1h": 3600.0}  # seconds
 WHOLE = -1  # as a number of messages: all of the prompt
 
 
@@ -33,8 +33,8 @@ def cache_mark(body: PromptBody) -> CacheMark | None:
         as_choice(required(mark, "type", path), ("ephemeral",), f"{path}.type")
         ttl = mark.get("ttl")
         if ttl is not None:
-            as_choice(ttl, tuple(SECONDS), f"{path}.ttl")
-        last = CacheMark(place, SECONDS[ttl or "5m"])
+            as_choice(ttl, tuple(TIMES_TO_LIVE), f"{path}.ttl")
+        last = CacheMark(place, TIMES_TO_LIVE[ttl or "5m"])
     return last
 
 
