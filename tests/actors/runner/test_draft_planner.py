@@ -1,0 +1,78 @@
+"""As many drafts as gain time: the planner on a clock and a table that the test owns."""
+
+import numpy as np
+import pytest
+
+from rayfin.actors.runner.draft_planner import DraftPlanner
+from rayfin.actors.runner.proposers.interface import Drafts
+from rayfin.actors.runner.step_cost import StepCost
+from rayfin.actors.timing import DRAFT_PAUSE_SECONDS, DRAFT_WINDOW_SECONDS
+
+CHEAP = StepCost((1, 128), (0.010, 0.011))  # reading weights is all
+DEAR = StepCost((1, 128), (0.001, 0.128))  # each token costs as much as the first
+ONE = np.zeros(1, np.int64)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def planner_of(cost: StepCost, clock: Clock | None = None, **settings: bool) -> DraftPlanner:
+    return DraftPlanner(8, 5, cost, clock=clock or Clock(), **settings)
+
+
+def drafts(rows: int, trust: int = 4) -> Drafts:
+    lengths = np.full(rows, 5)
+    return Drafts(np.zeros((rows, 5), np.int32), lengths, np.full(rows, trust))
+
+
+def test_cheap_tokens_are_drafted_and_dear_ones_not() -> None:
+    slots = np.arange(4)
+    assert planner_of(CHEAP).pick(slots, drafts(4), 4, 4, 100).tolist() == [5] * 4
+    assert planner_of(DEAR).pick(slots, drafts(4), 4, 4, 100).tolist() == [0] * 4
+
+
+def test_the_budget_is_kept_and_better_drafts_go_first() -> None:
+    slots, trust = np.arange(4), np.array([0, 7, 0, 7])
+    mixed = Drafts(np.zeros((4, 5), np.int32), np.full(4, 5), trust)
+    picked = planner_of(CHEAP).pick(slots, mixed, 4, 4, 8)
+    assert picked.sum() == 8 and picked[1] == picked[3] == 4
+    fixed = planner_of(DEAR, adaptive=False).pick(slots, mixed, 4, 4, 8)
+    assert fixed.tolist() == [5, 3, 0, 0]
+
+
+def test_wrong_drafts_end_and_right_ones_grow() -> None:
+    cost = StepCost((1, 128), (0.010, 0.200))
+    planner = planner_of(cost)
+    for _ in range(30):
+        picked = planner.pick(ONE, drafts(1), 1, 1, 100)
+        if picked[0]:
+            planner.learn(ONE, picked, np.zeros(1, np.int64))
+    assert not planner.pick(ONE, drafts(1), 1, 1, 100)[0]
+    planner = planner_of(cost)
+    first = planner.pick(ONE, drafts(1, 1), 1, 1, 100)
+    for _ in range(30):
+        planner.pick(ONE, drafts(1, 1), 1, 1, 100)
+        planner.learn(ONE, np.array([5]), np.array([5]))
+    assert planner.pick(ONE, drafts(1, 1), 1, 1, 100)[0] > first[0]
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_the_guard_pauses_what_costs_more_than_it_gives(follow: bool) -> None:
+    clock = Clock()
+    planner = planner_of(CHEAP, clock, follow=follow)
+    pauses = []
+    for _ in range(2):
+        spent = 0.0
+        while spent <= DRAFT_WINDOW_SECONDS:  # one token in twice the time of a plain step
+            seconds = 2 * float(CHEAP.seconds(1))
+            planner.observe(6, 5, 1, 1, seconds)
+            spent += seconds
+        start = clock.now
+        while not planner.room(np.array([5]), 1, 1)[0]:
+            clock.now += 1.0
+        pauses.append(clock.now - start)
+    assert pauses == ([DRAFT_PAUSE_SECONDS, 2 * DRAFT_PAUSE_SECONDS] if follow else [0.0, 0.0])

@@ -1,0 +1,50 @@
+"""The table of step times: measured, drawn between its sizes, followed."""
+
+import numpy as np
+import pytest
+
+from rayfin.actors.runner.step_cost import RUNS, SIZES, StepCost, decode_step
+
+
+def test_between_and_beyond_its_sizes() -> None:
+    cost = StepCost((1, 2, 4), (1.0, 2.0, 3.0))
+    assert cost.seconds(np.array([1, 2, 3, 4, 8])).tolist() == [1.0, 2.0, 2.5, 3.0, 5.0]
+    assert StepCost((1, 2), (2.0, 1.0)).seconds(2) == 2.0  # a larger step never takes less
+
+
+def test_measures_as_far_as_it_may() -> None:
+    asked: list[int] = []
+
+    def run(tokens: int) -> float:
+        asked.append(tokens)
+        return tokens / 1000 + (5.0 if len(asked) == 1 else 0.0)  # the first warms up
+
+    cost = StepCost.measured(run, 9, limit=100.0)
+    assert cost.seconds(np.array([1, 8])) == pytest.approx([0.001, 0.008])
+    assert set(asked) == {size for size in SIZES if size <= 9} and asked.count(2) == RUNS
+    asked.clear()
+    StepCost.measured(run, 9, limit=0.0)
+    assert set(asked) == set(SIZES[:2])
+
+
+def test_follows_what_steps_take() -> None:
+    cost = StepCost((1, 8, 64), (1.0, 2.0, 4.0))
+    for _ in range(200):
+        cost.observe(8, 3.0)
+    assert cost.seconds(8) == pytest.approx(3.0, rel=0.01)
+    assert 1.0 < cost.seconds(1) < cost.seconds(8) < cost.seconds(64)
+    before = float(cost.seconds(8))
+    cost.observe(8, 1000.0)  # a step that something else held up
+    assert cost.seconds(8) < 1.2 * before
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 20])
+def test_the_steps_that_are_measured(tokens: int) -> None:
+    info = decode_step(tokens, 64, 16)
+    assert tokens <= len(info.merge_prompt) < tokens + 8
+    assert (info.kv_len + info.chunk_len == 64).all() and set(info.new_pages.tolist()) == {
+        0,
+        1,
+        2,
+        3,
+    }
