@@ -163,6 +163,7 @@ class NewRequest:
     history: Int32Array | None = None  # [N] its known tokens, where sampling needs them ...
     prompt_len: int = 0  # ... and how many of those are prompt
     extra_keys: tuple[str, ...] = ()  # EngineRequest.extra_keys: an adapter, say
+    tenant: str = ""  # EngineRequest.tenant
 
 
 @dataclass(slots=True)

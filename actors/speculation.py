@@ -7,10 +7,11 @@ from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 from rayfin.actors.errors import InvalidConfig
 
-Method = Literal["ngram"]
+Method = Literal["ngram", "suffix"]
 
 FIELD = "speculative_config"
 DEFAULT_TOKENS = {"cpu": 5, "cuda": 7}
+SUFFIX_TOKENS = 16
 MOST_TOKENS = 16
 
 LOSSY = {
@@ -67,7 +68,7 @@ class SpeculativeConfig:
         """Most drafts of a row in a step on a ``device`` ("cpu", "cuda")."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
-        return DEFAULT_TOKENS[device]
+        return SUFFIX_TOKENS if self.method == "suffix" else DEFAULT_TOKENS[device]
 
 
 def read_speculation(

@@ -158,7 +158,7 @@ def main() -> None:
         ).save_pretrained(folder)
         bench = Bench(Path(folder), settings)
     print("| streams | plain tokens/s | drafting tokens/s | ratio | drafts right |")
-    print("|---|---|---|---|---|")
+    print("|---|---|---|---|---|", flush=True)
     for streams in options.streams:
         rates: dict[str, list[float]] = {"plain": [], "ngram": []}
         share = 0.0

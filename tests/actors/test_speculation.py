@@ -24,6 +24,7 @@ def test_written_in_three_ways() -> None:
 
 
 def test_most_tokens_by_device() -> None:
+    assert SpeculativeConfig(method="suffix").most_tokens("cpu") == 16
     config = SpeculativeConfig(method="ngram")
     assert (config.most_tokens("cpu"), config.most_tokens("cuda")) == (5, 7)
     assert SpeculativeConfig(method="ngram", num_speculative_tokens=2).most_tokens("cpu") == 2

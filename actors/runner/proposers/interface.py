@@ -59,12 +59,25 @@ class TokenTable:
         self.tokens[slots, places] = tokens
         self.lengths[slots] = places + 1
 
+    def before(self, slots: Int64Array, ends: Int64Array, n: int) -> Int32Array:
+        """The ``n`` tokens [N, n] before ``ends`` [N], each at least n, in the slots [N]."""
+        index = ends[:, None] + np.arange(-n, 0)
+        tokens: Int32Array = self.tokens[slots[:, None], index]
+        return tokens
+
+    def last(self, slots: Int64Array, n: int) -> Int32Array:
+        """The last ``n`` tokens [N, n] of the slots [N], the last one first; shorter texts are
+        filled up with their first token."""
+        index = np.maximum(self.lengths[slots][:, None] - np.arange(1, n + 1), 0)
+        tokens: Int32Array = self.tokens[slots[:, None], index]
+        return tokens
+
     def after(self, slots: Int64Array, places: Int64Array, most: int) -> Int32Array:
         """The ``most`` tokens [N, most] from ``places`` [N] on, each below its slot's length.
 
         Where a text ends it goes on with what is from there: a loop is guessed as a loop.
         """
-        period = (self.lengths[slots] - places)[:, None]
+        period = np.maximum(self.lengths[slots] - places, 1)[:, None]
         index = places[:, None] + np.arange(most) % period
         drafts: Int32Array = self.tokens[slots[:, None], index]
         return drafts

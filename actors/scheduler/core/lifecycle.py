@@ -108,6 +108,7 @@ class Lifecycle:
                 history=known.copy() if needs_history else None,
                 prompt_len=len(source.prompt),
                 extra_keys=source.extra_keys,
+                tenant=source.tenant,
             )
         )
 

@@ -58,7 +58,7 @@ def test_drafts_are_those_of_a_plain_search(words: int) -> None:
             total += bool(expected)
             missed += draft != expected
             assert draft == expected or len(draft) in (0, most)
-    assert total > 10 and missed <= total // 20  # n-grams whose hashes collide take turns
+    assert total > 10 and missed <= 2 + total // 20  # n-grams whose hashes collide take turns
 
 
 def test_a_slot_says_nothing_of_the_one_before() -> None:
