@@ -6,7 +6,14 @@ from typing import Protocol
 
 from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.errors import InvalidConfig, RayfinError
-from rayfin.actors.messages import Ended, EngineInfo, EngineRequest, EngineStats, TokenDeltas
+from rayfin.actors.messages import (
+    Command,
+    Ended,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    TokenDeltas,
+)
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.engine import Engine
 
@@ -28,6 +35,14 @@ class OfflineEngine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    def carry_out(self, command: Command) -> None:
+        """Carries out a command while no request runs.
+
+        Raises:
+            EngineUnavailable: it failed.
+        """
+        ...
 
     def check_integrity(self) -> None: ...
 
@@ -76,6 +91,9 @@ class InlineEngine:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    def carry_out(self, command: Command) -> None:
+        self._engine.carry_out(command)
 
     def check_integrity(self) -> None:
         self._engine.check_integrity()

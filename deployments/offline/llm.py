@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.messages import EngineRequest, EngineStats, Hypothesis, TokenDeltas
+from rayfin.actors.messages import Command, EngineRequest, EngineStats, Hypothesis, TokenDeltas
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import split_deltas
 from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, make_plan
@@ -25,9 +26,10 @@ from rayfin.deployments.guidance.fields import read_structured_outputs
 from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
-from rayfin.deployments.offline.outputs import OfflineChoice, RequestOutput
+from rayfin.deployments.offline.metrics import Metric, read_metrics
+from rayfin.deployments.offline.outputs import OfflineChoice, PreparedPrompt, RequestOutput
 from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
-from rayfin.deployments.requests.best_of import candidates, likeliest, request_logprobs
+from rayfin.deployments.requests.best_of import candidates, request_logprobs
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
 from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
 from rayfin.deployments.serve.preflight import (
@@ -111,6 +113,8 @@ class LLM:
         self._checker = InlineChecker(self._tokenizer)
         self._engine: OfflineEngine = start_engine(executor, located(args))
         self._request_numbers = itertools.count()
+        self._enqueued: list[PreparedPrompt] = []
+        self._asleep = False
         check_generation_config(generation_config)
         self._defaults = sampling_defaults(
             generation_config_path(generation_config, args), override_generation_config, **args.hub
@@ -137,6 +141,28 @@ class LLM:
         tokens = [self._tokens(prompt) for prompt in listed]
         plans = {id(param): self._plan(param) for param in params}
         return self._run(listed, tokens, params, [plans[id(param)] for param in params], use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[str]:
+        """Checks and keeps prompts for ``wait_for_completion``, and returns their request ids.
+
+        Raises:
+            InvalidRequest: as ``generate``; then none of the prompts is kept.
+        """
+        listed = _listed(prompts)
+        params = self._params_for(listed, sampling_params)
+        tokens = [self._tokens(prompt) for prompt in listed]
+        prepared = self._prepare(listed, tokens, params, [self._plan(param) for param in params])
+        self._enqueued += prepared
+        return [each.result.request_id for each in prepared]
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Runs all enqueued prompts in one batch. Outputs are in the order they were enqueued."""
+        prepared, self._enqueued = self._enqueued, []
+        return self._complete(prepared, use_tqdm)
 
     def beam_search(
         self,
@@ -203,7 +229,7 @@ class LLM:
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or bad tools.
         """
-        tokenizer = self.get_tokenizer()
+        tokenizer = self._text_side()
         conversations: list[Any] = (
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         )
@@ -236,14 +262,17 @@ class LLM:
     @cached_property
     def _formats(self) -> Detected:
         """How the model writes calls and thoughts; found at the first chat."""
-        return self._detect(self.get_tokenizer(), self._chat_template)
+        return self._detect(self._text_side(), self._chat_template)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer.
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """Returns transformers' tokenizer of the model.
 
         Raises:
             InvalidRequest: ``skip_tokenizer_init`` was set.
         """
+        return self._text_side().inner
+
+    def _text_side(self) -> Tokenizer:
         if self._tokenizer is None:
             raise InvalidRequest("this LLM has no tokenizer (skip_tokenizer_init=True)", "prompt")
         return self._tokenizer
@@ -255,6 +284,39 @@ class LLM:
     def stats(self) -> EngineStats:
         """Returns the engine's counters."""
         return self._engine.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """Returns the engine's metrics, under their names at /metrics and under vLLM's."""
+        return read_metrics(self._engine.stats(), self._engine.info.name)
+
+    def reset_prefix_cache(self) -> bool:
+        """Removes all cached prefixes; returns True, for between calls no request holds one."""
+        self._engine.carry_out(Command.RESET_CACHE)
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the memory of the KV cache; cached prefixes are lost.
+
+        Args:
+            level: 0 and 1 keep the weights. vLLM's 2, which drops them, is refused.
+
+        Raises:
+            InvalidRequest: another level.
+        """
+        if level not in (0, 1):
+            raise InvalidRequest(f"level must be 0 or 1: the weights stay; got {level}", "level")
+        self._engine.carry_out(Command.SLEEP)
+        self._asleep = True
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocates the KV cache again.
+
+        Args:
+            tags: vLLM's "weights" and "kv_cache"; only the latter has been asleep.
+        """
+        if tags is None or "kv_cache" in tags:
+            self._engine.carry_out(Command.WAKE)
+            self._asleep = False
 
     def check_integrity(self) -> None:
         """Checks the cache's invariants. Between calls, no request holds a page.
@@ -303,30 +365,41 @@ class LLM:
         plans: list[OutputPlan],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        choices: dict[int, OfflineChoice] = {}
-        results: list[RequestOutput] = []
-        groups: list[list[OfflineChoice]] = []
+        return self._complete(self._prepare(prompts, tokens, params, plans), use_tqdm)
+
+    def _prepare(
+        self,
+        prompts: Sequence[WrittenPrompt],
+        tokens: list[list[int]],
+        params: list[SamplingParams],
+        plans: list[OutputPlan],
+    ) -> list[PreparedPrompt]:
+        """Builds the engine requests of prompts; none runs yet."""
+        prepared: list[PreparedPrompt] = []
         for prompt, ids, param, plan in zip(prompts, tokens, params, plans, strict=True):
             request_id = str(next(self._request_numbers))
             requests = self._build(prompt, ids, candidates(param), request_id, plan.guidance)
             if len(requests) > param.n:
                 request_logprobs(requests)
             result = RequestOutput(request_id, prompt.text, requests[0].prompt.tolist(), [])
+            choices = []
             for request in requests:
                 choice = OfflineChoice(request, param, self._tokenizer, result, plan)
-                choices[request.key] = choice
+                choices.append(choice)
                 result.outputs.append(choice.output)
-            results.append(result)
-            groups.append([choices[request.key] for request in requests])
+            prepared.append(PreparedPrompt(result, choices, param))
+        return prepared
+
+    def _complete(self, prepared: Sequence[PreparedPrompt], use_tqdm: bool) -> list[RequestOutput]:
+        """Runs prepared prompts; outputs are in their order."""
+        if self._asleep:
+            raise InvalidRequest("the engine sleeps: call wake_up() first", "prompt")
+        choices = {choice.request.key: choice for each in prepared for choice in each.choices}
         with tqdm(
             total=len(choices), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
         ) as bar:
             self._drive(choices, bar)
-        for result, group, param in zip(results, groups, params, strict=True):
-            if len(group) > param.n:
-                best = likeliest([choice.likelihood for choice in group], param.n)
-                result.outputs = [replace(group[i].output, index=n) for n, i in enumerate(best)]
-        return results
+        return [each.finished() for each in prepared]
 
     def _build(
         self,
@@ -369,7 +442,7 @@ class LLM:
         if params.structured_outputs is not None:
             form = read_structured_outputs(params.structured_outputs, "structured_outputs")
             rules = replace(rules, structured=form.outputs, structured_param=form.param)
-        plan = make_plan(formats, self.get_tokenizer(), rules, opening, earlier_calls)
+        plan = make_plan(formats, self._text_side(), rules, opening, earlier_calls)
         if plan.guidance is not None:
             self._checker.check_now(plan.guidance.grammars, rules.grammar_param)
         if plan.unenforced:

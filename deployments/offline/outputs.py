@@ -1,13 +1,13 @@
 """The outputs of ``LLM``, under vLLM's names, and how an engine's tokens become them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.calls import ParsedAnswer
 from rayfin.deployments.generation.plan import NO_PLAN, OutputPlan
-from rayfin.deployments.requests.best_of import Likelihood
+from rayfin.deployments.requests.best_of import Likelihood, likeliest
 from rayfin.deployments.text.logprobs import Logprob, by_token, of_prompt, total
 from rayfin.deployments.text.output import OutputText, TextDelta
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -114,3 +114,21 @@ def _without_text(delta: TokenDelta) -> TextDelta:
         logprobs=delta.logprobs or [],
         prompt_logprobs=delta.prompt_logprobs,
     )
+
+
+@dataclass(slots=True)
+class PreparedPrompt:
+    """A prompt whose requests are built: its output so far, and all choices that run for it."""
+
+    result: RequestOutput
+    choices: list[OfflineChoice]
+    params: SamplingParams
+
+    def finished(self) -> RequestOutput:
+        """Returns the output at the end; ``best_of`` keeps the likeliest choices, best first."""
+        wanted = self.params.n
+        if len(self.choices) > wanted:
+            best = likeliest([choice.likelihood for choice in self.choices], wanted)
+            outputs = [replace(self.choices[i].output, index=n) for n, i in enumerate(best)]
+            self.result.outputs = outputs
+        return self.result

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, RayfinError
-from rayfin.actors.messages import EngineRequest, EngineStats, TokenDeltas
+from rayfin.actors.messages import Command, EngineRequest, EngineStats, TokenDeltas
 from rayfin.actors.processes.environment import set_ray_environment
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.supervision.supervisor import Supervisor
@@ -81,6 +81,9 @@ class RayEngine:
     def stats(self) -> EngineStats:
         stats: EngineStats = ray.get(self._scheduler.stats.remote())
         return stats
+
+    def carry_out(self, command: Command) -> None:
+        ray.get(self._scheduler.manage.remote(command))
 
     def check_integrity(self) -> None:
         ray.get(self._scheduler.check_integrity.remote())

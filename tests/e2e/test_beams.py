@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from rayfin import LLM, BeamSearchParams, SamplingParams
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.deployments.serve.preflight import model_path
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 PROMPTS = ["A robot may not injure a human being", "To be or not to be,", "One " * 40]
 SEARCHES = [
@@ -40,7 +41,7 @@ def reference() -> Any:
 
 @pytest.mark.parametrize("params", SEARCHES)
 def test_equals_transformers(llm: LLM, reference: Any, params: BeamSearchParams) -> None:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = Tokenizer.load(model_path("demo"))
     outputs = llm.beam_search(PROMPTS, params, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = tokenizer.encode(prompt)

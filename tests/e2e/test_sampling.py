@@ -14,6 +14,7 @@ from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import InvalidConfig, InvalidRequest
 from rayfin.deployments.offline.outputs import CompletionOutput
 from rayfin.deployments.serve.preflight import model_path
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 PROMPT = "What is the capital of France? And of the United States?"
 LENGTH = 16
@@ -80,7 +81,7 @@ def test_rules_are_kept(solo: LLM) -> None:
     assert set(own(solo, **SETTINGS["allowed"]).token_ids) <= set(range(100, 140))
     assert set(own(solo, logit_bias={44: 100}).token_ids) == {44}
     text = own(solo, ignore_eos=True, max_tokens=40).text
-    tokenizer = solo.get_tokenizer()
+    tokenizer = Tokenizer.load(model_path("demo"))
     word = next(  # one that is as long at the start of a text, so that both forms are banned
         word
         for word in text.split()
@@ -103,7 +104,7 @@ def test_log_probabilities_are_transformers(solo: LLM, reference: Any) -> None:
         prompt_logprobs=2,
     )
     result = solo.generate(PROMPT, params, use_tqdm=False)[0]
-    output, tokenizer = result.outputs[0], solo.get_tokenizer()
+    output, tokenizer = result.outputs[0], Tokenizer.load(model_path("demo"))
     ids = [*result.prompt_token_ids, *output.token_ids]
     expected = log_softmax(reference, ids)
     assert output.logprobs is not None and result.prompt_logprobs is not None
@@ -134,7 +135,7 @@ def test_a_prompt_is_scored_over_http(app: Any, solo: LLM, reference: Any) -> No
         first, second = (http.post("/v1/completions", json=body).json() for _ in range(2))
     assert first["choices"] == second["choices"]
     choice = first["choices"][0]
-    ids = solo.get_tokenizer().encode(PROMPT)
+    ids = Tokenizer.load(model_path("demo")).encode(PROMPT)
     rows = log_softmax(reference, ids)
     expected = [float(rows[i - 1, ids[i]]) for i in range(1, len(ids))]
     reported = choice["logprobs"]["token_logprobs"]
@@ -197,7 +198,7 @@ def test_the_models_own_defaults(solo: LLM, tmp_path: Path, model: str) -> None:
 
 def test_no_token_is_left(solo: LLM) -> None:
     """Settings that exclude each other end their own request, with a word that says why."""
-    tokenizer = solo.get_tokenizer()
+    tokenizer = Tokenizer.load(model_path("demo"))
     (token,) = tokenizer.encode("a", False)
     params = [
         SamplingParams(temperature=0, max_tokens=4),

@@ -22,7 +22,9 @@ from demo_model.tasks import KINDS, WEIGHTS
 from demo_model.tokenizer import CHAT_TEMPLATE, render, train_tokenizer
 from demo_model.train import SEED, answer_mask
 from rayfin import LLM, SamplingParams
+from rayfin.deployments.serve.preflight import model_path
 from rayfin.deployments.text.chat_template import render_chat
+from rayfin.deployments.text.tokenizer import Tokenizer
 from rayfin.kernels.cpu.library import try_load
 
 pytestmark = pytest.mark.slow(reason="evaluates the demo model")
@@ -88,7 +90,7 @@ def test_rayfin_serves_the_same_answers(quantization: Any, least: float) -> None
     with LLM("demo", threads=1, quantization=quantization, **room) as llm:
 
         def generate(prompts: list[Conversation]) -> list[str]:
-            tokenizer = llm.get_tokenizer()
+            tokenizer = Tokenizer.load(model_path("demo"))
             ids = [
                 {"prompt_token_ids": render_chat(tokenizer, _with_call_ids(messages), tools=tools)}
                 for messages, tools in prompts

@@ -1,0 +1,82 @@
+"""The metrics of an offline engine as objects, with the classes of vLLM's ``get_metrics``."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from rayfin.actors.messages import EngineStats
+from rayfin.actors.metrics.ledger import Ledger, engine_report
+from rayfin.actors.metrics.render import render
+
+ALIAS = "vllm"
+
+
+@dataclass(slots=True, kw_only=True)
+class Metric:
+    """A name and labels."""
+
+    name: str
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Gauge(Metric):
+    """A number now."""
+
+    value: float
+
+
+@dataclass(slots=True, kw_only=True)
+class HistogramMetric(Metric):
+    """Values so far: how many, their sum, and how many are at most each bound."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int] = field(default_factory=dict)
+
+
+def read_metrics(stats: EngineStats, model: str) -> list[Metric]:
+    """Returns the metrics of one engine, under Rayfin's names and under vLLM's."""
+    ledger = Ledger()
+    now = time.time()
+    ledger.apply(engine_report("offline", stats, now), now)
+    text = render(model, ALIAS, ledger).decode()
+    made: list[Metric] = []
+    for family in text_string_to_metric_families(text):
+        if family.type == "histogram":
+            made += _histograms(family.name, family.samples)
+            continue
+        for sample in family.samples:
+            if family.type == "counter" and sample.name.endswith("_total"):
+                made.append(
+                    Counter(name=family.name, labels=sample.labels, value=int(sample.value))
+                )
+            elif family.type == "gauge":
+                made.append(Gauge(name=family.name, labels=sample.labels, value=sample.value))
+    return made
+
+
+def _histograms(name: str, samples: list[Sample]) -> Iterator[HistogramMetric]:
+    """One for each set of labels, which differ in ``le`` no more."""
+    known: dict[tuple[tuple[str, str], ...], HistogramMetric] = {}
+    for sample in samples:
+        labels = {label: value for label, value in sample.labels.items() if label != "le"}
+        key = tuple(sorted(labels.items()))
+        own = known.setdefault(key, HistogramMetric(name=name, labels=labels, count=0, sum=0.0))
+        if sample.name.endswith("_bucket"):
+            own.buckets[sample.labels["le"]] = int(sample.value)
+        elif sample.name.endswith("_count"):
+            own.count = int(sample.value)
+        elif sample.name.endswith("_sum"):
+            own.sum = sample.value
+    yield from known.values()
