@@ -431,6 +431,18 @@ def resolve_host_pages(args: EngineArgs, page_bytes: int, most: int) -> int:
     return min(pages, most)
 
 
+def resolve_snapshots(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> int:
+    """Returns how many states of recurrent layers are kept for prefix hits: two for each slot.
+
+    They take at most a quarter of the memory for pages. V0 has none: a prompt's chunk would have to
+    end where the snapshot is taken.
+    """
+    if not facts.state_bytes or not args.prefix_caching or args.scheduler == "v0":
+        return 0
+    room = max(args.kv_cache_memory or facts.available_bytes, 0) // 4
+    return int(min(2 * limits.max_decoding_batch, room // facts.state_bytes))
+
+
 def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
     """Returns the facts of the rank with room for the fewest pages: each rank holds all pages."""
     return min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
@@ -447,6 +459,9 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     """
     model_len = resolve_model_len(args, facts.max_position)
     available = args.kv_cache_memory or facts.available_bytes
+    snapshots = resolve_snapshots(args, facts, limits)
+    if args.kv_cache_memory is None:
+        available -= snapshots * facts.state_bytes
     per_request = -(-model_len // args.page_size)
     most = per_request * limits.max_decoding_batch
     # A model without attention fills no pages: its slots are the only limit.
@@ -484,7 +499,8 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         steps_in_flight=args.steps_in_flight
         if args.steps_in_flight == 1
         else args.pipeline_parallel_size + 1,
-        prefix_caching=args.prefix_caching and not recurrent,
+        prefix_caching=args.prefix_caching and (snapshots > 0 or not recurrent),
+        num_snapshots=snapshots,
         recurrent=recurrent,
         max_lease=args.max_lease,
         max_logprobs=args.max_logprobs,

@@ -233,7 +233,7 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """Resets the prefix cache."""
-        self.lifecycle.state.tables.reset_prefix_cache()
+        self.lifecycle.forget_prefixes()
 
     def sleep(self) -> None:
         """Frees all pages and the runners' memory of them; all requests wait for ``wake``.
@@ -348,6 +348,7 @@ class Engine:
             for request in requests_sharing_failed_pages(self.lifecycle.state, record, result):
                 self.lifecycle.requeue(request)
             self.lifecycle.preemption.clear()
+            self.lifecycle.forget_states()
         current = running.admission[record.slots] == record.admissions
         streams = current & ~running.lockstep[record.slots]
         if record.info.prefill_batch:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.messages import COPY, EngineRequest
+from rayfin.actors.messages import COPY, STATE_LOAD, EngineRequest
 from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.state.request import Request
 
@@ -40,6 +40,7 @@ class PrefixLookup:
         self._moves = state.moves
         self._runner_diff = state.runner_diff
         self._recurrent = state.recurrent
+        self._snapshots = state.snapshots
 
     def find(self, request: Request) -> CachedPrefix | None:
         """Returns the longest cached prefix, or None if the fork parent still computes it."""
@@ -47,8 +48,9 @@ class PrefixLookup:
         hits = self._hits(request)
         indexed = CachedPrefix(hits, len(hits) * size)
         prompt_less_one = len(request.source.prompt) - 1
-        # A parent's state stands behind the prompt: a choice starts from the index alone.
-        fork_parent = None if self._recurrent else _fork_source(request)
+        fork_parent = _fork_source(request)
+        if self._recurrent:  # a parent's own state stands behind the prompt
+            return None if self._is_awaited(fork_parent, prompt_less_one) else indexed
         if fork_parent is None or indexed.num_tokens >= prompt_less_one:
             return indexed
         # Page copies run before all else of a step, so the parent's pages must come from earlier
@@ -63,12 +65,28 @@ class PrefixLookup:
 
     def _hits(self, request: Request) -> list[int]:
         """Pages of the prefix index; none while the prompt must still be scored."""
-        return [] if request.scoring else self._tables.match(request.chain, request.tokens())
+        if request.scoring:
+            return []
+        pages = self._tables.match(request.chain, request.tokens())
+        if self._snapshots is None:
+            return pages
+        return pages[: self._snapshots.match(request.chain.hashes[: len(pages)])]
+
+    def _is_awaited(self, fork_parent: int | None, prompt_less_one: int) -> bool:
+        """Whether the parent is still to save the state that its other choices start from."""
+        if fork_parent is None or self._snapshots is None:
+            return False
+        end = self._snapshots.last_end(prompt_less_one + 1)
+        return end > 0 and self._running.num_computed[fork_parent] <= end
 
     def install(self, prefix: CachedPrefix, slot: int) -> None:
         """Puts the prefix at the start of the slot's empty page table."""
         if prefix.fork_parent is None:
             self._tables.share(slot, prefix.pages)
+            if self._snapshots is not None and prefix.pages:
+                chain = self._running.request(slot).chain
+                snapshot = self._snapshots.find(chain.hashes[len(prefix.pages) - 1])
+                self._moves.add(STATE_LOAD, [snapshot], [slot])
             return
         copies = self._tables.fork(prefix.fork_parent, slot, prefix.num_tokens)
         assert copies is not None, "admitted without pages"

@@ -10,7 +10,7 @@
 import time
 from collections.abc import Callable
 
-from rayfin.actors.messages import NewRequest
+from rayfin.actors.messages import STATE_SAVE, NewRequest
 from rayfin.actors.scheduler.core.admission import AdmissionGate
 from rayfin.actors.scheduler.core.cached_prefix import PrefixLookup
 from rayfin.actors.scheduler.core.preempted_pages import PreemptionPolicy
@@ -120,6 +120,29 @@ class Lifecycle:
             request.chain.extend(tokens)
             self.state.tables.publish(slot, request.chain, tokens)
 
+    def save_state(self, slot: int) -> int:
+        """Saves the slot's state if a snapshot is due; returns where its next chunk has to end."""
+        running, snapshots = self.state.running, self.state.snapshots
+        computed, known = int(running.num_computed[slot]), int(running.num_known[slot])
+        if snapshots is None:
+            return known
+        if snapshots.is_due(computed, known):
+            hashes = running.request(slot).chain.hashes
+            saved = snapshots.add(hashes[computed // self.state.tables.page_size - 1])
+            if saved is not None:
+                self.state.moves.add(STATE_SAVE, [slot], [saved])
+        return snapshots.next_end(computed, known)
+
+    def forget_prefixes(self) -> None:
+        """Resets the prefix cache, and the states that go with it."""
+        self.state.tables.reset_prefix_cache()
+        self.forget_states()
+
+    def forget_states(self) -> None:
+        """Resets the snapshots of states, after an error in computing one."""
+        if self.state.snapshots is not None:
+            self.state.snapshots.clear()
+
     def preempt(self, slot: int) -> None:
         """Frees slots and pages of the slot's request and puts it back into the queue.
 
@@ -168,7 +191,7 @@ class Lifecycle:
             self.requeue(request)
         for request in self.lobby.restart():
             self.state.waiting.push(request)
-        self.state.tables.reset_prefix_cache()
+        self.forget_prefixes()
         self.state.runner_diff.clear()
         self.state.moves.clear()
         self.preemption.clear()

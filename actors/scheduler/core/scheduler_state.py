@@ -11,6 +11,7 @@ from rayfin.actors.scheduler.state.repetition import RepetitionWatch
 from rayfin.actors.scheduler.state.request import Request
 from rayfin.actors.scheduler.state.runner_diff import RunnerDiff
 from rayfin.actors.scheduler.state.running_table import RunningTable
+from rayfin.actors.scheduler.state.state_snapshots import StateSnapshots
 from rayfin.cache.page_tables import PageTables
 
 
@@ -33,6 +34,7 @@ class SchedulerState:
     # Admissions up to this one need no second requeue: all of their time were requeued already.
     requeued_admission: int = 0
     recurrent: bool = False  # runners keep a state by slot
+    snapshots: StateSnapshots | None = None  # of such states, with a prefix cache
 
 
 def make_state(config: EngineConfig) -> SchedulerState:
@@ -47,6 +49,9 @@ def make_state(config: EngineConfig) -> SchedulerState:
         queue_limits=QueueLimits(config.max_waiting_requests, config.max_waiting_tokens),
         counters=EngineCounters(config.max_model_len),
         recurrent=config.recurrent,
+        snapshots=StateSnapshots(config.num_snapshots, config.page_size)
+        if config.num_snapshots
+        else None,
         runner_diff=RunnerDiff(
             send_history=config.send_history or config.num_speculative_tokens > 0
         ),

@@ -101,7 +101,7 @@ def take_chunk(lifecycle: Lifecycle, slot: int, budget: int) -> Chunk:
     # before any row reads them.
     running = lifecycle.state.running
     computed = int(running.num_computed[slot])
-    length = min(int(running.num_known[slot]) - computed, budget)
+    length = min(lifecycle.save_state(slot) - computed, budget)
     lifecycle.publish(slot, computed + length)
     return Chunk(slot, length)
 
