@@ -144,6 +144,7 @@ LOOP_COMMAND_SECONDS = 60.0
 CLIENT_COMMAND_SECONDS = 90.0
 OPERATION_POLL_SECONDS = 0.5  # of the command line, while an operation runs
 STATUS_LINE_SECONDS = 10.0
+TOOL_SECONDS = 10.0  # a tool that collect-env asks, such as nvidia-smi
 
 # Leaving. An engine that an update replaces by another model's takes requests until the ingresses
 # of the new one are there (handover). After the drain its requests are moved, and clients read the

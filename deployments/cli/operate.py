@@ -181,3 +181,26 @@ def _command(
 
     with Server.connect(url, key) as server:
         server.command(command, engine, model)
+
+
+@click.command("collect-env")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+def collect_env(as_json: bool) -> None:
+    """Print what a report of a fault should say of this machine.
+
+    Versions, processors, memory, GPUs, and environment variables without secrets.
+
+    \b
+    Example:
+      rayfin collect-env
+    """
+    from rayfin.deployments.telemetry.environment import collect
+
+    sections = collect()
+    if as_json:
+        click.echo(json.dumps(sections, indent=2))
+        return
+    for title, values in sections.items():
+        click.echo(f"{title}:")
+        for name, value in values.items():
+            click.echo(f"  {name}: {value}")
