@@ -23,12 +23,15 @@ Policy = Literal["fcfs", "priority", "fair"]
 Preemption = Literal["recompute", "swap"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["int8", "dequantize"]
+Runner = Literal["auto", "generate", "pooling"]
+Convert = Literal["auto", "none", "embed", "classify"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 
 DECIDE_TOKENS = (
     *("model", "tokenizer", "revision", "dtype", "quantization", "kv_cache_dtype"),
     *("load_format", "seed", "hf_overrides", "tokenizer_revision"),
+    *("runner", "convert", "pooler_config"),
 )
 """The settings that decide which tokens are sampled; the others decide when."""
 
@@ -45,6 +48,8 @@ CHOICES: dict[str, Any] = {
     "dtype": Dtype,
     "kv_cache_dtype": KVCacheDtype,
     "load_format": LoadFormat,
+    "runner": Runner,
+    "convert": Convert,
     "scheduler": SchedulerName,
     "policy": Policy,
     "device": Device,
@@ -91,6 +96,16 @@ class EngineArgs:
         None, "JSON object of changes to the model's config.json"
     )
     trust_remote_code: bool = _flag(False, "allow Python code from the model repository")
+    runner: Runner = _flag(
+        "auto", "generate text, or pooling: embeddings, scores, classes; auto: as the folder says"
+    )
+    convert: Convert = _flag(
+        "auto",
+        "serve a generative model as another kind: embed or classify; none or auto: as it is",
+    )
+    pooler_config: dict[str, Any] | None = _flag(
+        None, "JSON object: pooling_type CLS, LAST or MEAN, use_activation, dimensions"
+    )
     dtype: Dtype = _flag(
         "auto",
         "dtype of weights and activations; auto: float32 on a CPU, the model's dtype on a GPU",
@@ -339,6 +354,7 @@ class ModelFacts:
     available_bytes: int  # memory left for pages, by a profiling run
     state_bytes: int = 0  # of recurrent layers, per request
     device: str = "cpu"  # "cpu" or "cuda"
+    whole_prompts: bool = False  # an encoder: it computes prompts whole and keeps nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +391,7 @@ class EngineConfig:
     recurrent: bool = False  # layers keep a state by slot, which belongs to num_computed
     num_snapshots: int = 0  # of such states, which prefix hits start from
     speculation: SpeculativeConfig | None = None  # None: a proposer from outside, or none
+    whole_prompts: bool = False  # a step computes prompts whole; pages are names without memory
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     # What the cache was made from, for metrics: settings as given.
     kv_cache_dtype: str = "auto"
@@ -387,18 +404,25 @@ class EngineConfig:
         return -(-self.max_model_len // self.page_size)
 
 
-def resolve_limits(args: EngineArgs, device: str, model_len: int) -> BatchLimits:
-    """Returns the limits of a step on ``device`` ("cpu", "cuda"), for ``model_len`` tokens."""
+def resolve_limits(
+    args: EngineArgs, device: str, model_len: int, *, whole_prompts: bool = False
+) -> BatchLimits:
+    """Returns the limits of a step on ``device`` ("cpu", "cuda"), for ``model_len`` tokens.
+
+    Args:
+        whole_prompts: of an encoder, whose steps have whole prompts only, as many as there are.
+    """
     decoding = args.max_decoding_batch or DEFAULT_DECODING_BATCH[device]
     tokens = args.max_batch_tokens or max(DEFAULT_BATCH_TOKENS[device], decoding)
     if args.max_decoding_batch is None:
         decoding = min(decoding, tokens)
-    if args.scheduler == "v0":
-        tokens = max(tokens, model_len)  # V0 never splits a prompt
+    prompts = args.max_prefill_batch
+    if args.scheduler == "v0" or whole_prompts:
+        tokens = max(tokens, model_len)  # a prompt is never split
+    if whole_prompts:
+        prompts = decoding
     return BatchLimits(
-        max_batch_tokens=tokens,
-        max_decoding_batch=decoding,
-        max_prefill_batch=args.max_prefill_batch,
+        max_batch_tokens=tokens, max_decoding_batch=decoding, max_prefill_batch=prompts
     )
 
 
@@ -464,10 +488,10 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         available -= snapshots * facts.state_bytes
     per_request = -(-model_len // args.page_size)
     most = per_request * limits.max_decoding_batch
-    # A model without attention fills no pages: its slots are the only limit.
+    # A model without attention fills no pages, nor does an encoder: slots are the only limit.
     pages = args.num_pages or (available // facts.page_bytes if facts.page_bytes else most)
-    recurrent = facts.state_bytes > 0
-    pages = min(pages, most)
+    recurrent, whole = facts.state_bytes > 0, facts.whole_prompts
+    pages = most if whole else min(pages, most)
     if pages < per_request:
         if args.max_model_len is not None or pages < 1:
             raise InvalidConfig(
@@ -499,12 +523,15 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         steps_in_flight=args.steps_in_flight
         if args.steps_in_flight == 1
         else args.pipeline_parallel_size + 1,
-        prefix_caching=args.prefix_caching and (snapshots > 0 or not recurrent),
+        prefix_caching=args.prefix_caching and (snapshots > 0 or not recurrent) and not whole,
+        whole_prompts=whole,
         num_snapshots=snapshots,
         recurrent=recurrent,
         max_lease=args.max_lease,
         max_logprobs=args.max_logprobs,
-        num_host_pages=0 if recurrent else resolve_host_pages(args, facts.page_bytes, most),
+        num_host_pages=0
+        if recurrent or whole
+        else resolve_host_pages(args, facts.page_bytes, most),
         kv_cache_dtype=args.kv_cache_dtype,
         memory_utilization=args.memory_utilization,
         kv_cache_memory=args.kv_cache_memory,

@@ -7,6 +7,7 @@
     │   ├── TemplateTooLong            400  template_too_long
     │   ├── NotPermitted               403  permission_denied        not for this tenant
     │   ├── ModelNotFound              404  model_not_found
+    │   ├── ModelNotSupported          404  model_not_supported      it has other routes
     │   └── NotFound                   404  not_found                any other named object
     ├── Overloaded                     429  queue_full
     │   └── RateLimited                429  rate_limit_exceeded      the tenant's quota is used up
@@ -106,6 +107,13 @@ class ModelNotFound(InvalidRequest):
 
     status = 404
     code = "model_not_found"
+
+
+class ModelNotSupported(InvalidRequest):
+    """The model is served, but not at this route: it generates, or it embeds, or it scores."""
+
+    status = 404
+    code = "model_not_supported"
 
 
 class NotFound(InvalidRequest):

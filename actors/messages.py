@@ -80,6 +80,19 @@ class Sampling:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
+PoolingTask: TypeAlias = Literal["embed", "classify", "token_embed", "token_classify"]
+
+
+@dataclass(slots=True, frozen=True)
+class Pooling:
+    """What a request wants of its prompt's hidden states, in place of tokens."""
+
+    task: PoolingTask = "embed"
+    whole: bool = False  # it takes the states of all tokens: no page of the prefix index helps it
+    skip: int = 0  # leading tokens that are left out (an instruction)
+    second: int | None = None  # tokens from here on are of the second text of a pair
+
+
 @dataclass(slots=True, frozen=True)
 class Repetition:
     """When an output repeats itself: a pattern of tokens stands several times at its end."""
@@ -150,6 +163,7 @@ class EngineRequest:
     receipt: Receipt | None = None  # its tokens stay known for a while after its end, to go on from
     timed: bool = False  # its first token brings ``TokenDeltas.begun``
     pin: Pin | None = None
+    pooling: Pooling | None = None  # a vector instead of tokens; ``max_tokens`` is 0
 
 
 @dataclass(slots=True)
@@ -164,6 +178,7 @@ class NewRequest:
     prompt_len: int = 0  # ... and how many of those are prompt
     extra_keys: tuple[str, ...] = ()  # EngineRequest.extra_keys: an adapter, say
     tenant: str = ""  # EngineRequest.tenant
+    pooling: Pooling | None = None  # EngineRequest.pooling
 
 
 @dataclass(slots=True)
@@ -311,6 +326,8 @@ class StepResult:
     # prompt position [1, P) of the token
     grammars: GrammarUsage | None = None  # None if it did nothing with any
     drafts: DraftUsage | None = None  # None if there were none
+    vectors: dict[int, Float32Array] = field(default_factory=dict)  # by row: [D], or [P, D] of a
+    # task for each token; of rows whose prompt ends here
 
     @property
     def num_tokens(self) -> Int64Array:
@@ -341,6 +358,7 @@ class Ended:
     deaths: int = 0  # of runners that had it in flight, of which it has not been cleared
     queued: float = 0.0  # seconds from its arrival here until it was admitted
     first_token: float | None = None  # and to its first token, if there was one
+    vector: Float32Array | None = None  # of a request with ``pooling``
 
 
 class Begun(NamedTuple):
@@ -395,6 +413,7 @@ class TokenDelta:
     queued: float = 0.0  # seconds, in the last delta: until its engine admitted it ...
     first_token: float | None = None  # ... and until it had its first token, if there was one;
     # of requests that are ``timed`` both, and cached_tokens, are in the first delta too
+    vector: Float32Array | None = None  # of a request with ``pooling``, in its only delta
 
 
 @dataclass(slots=True, frozen=True)

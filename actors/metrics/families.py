@@ -41,7 +41,8 @@ VERDICTS = ("ok", "invalid", "unsupported", "too_complex")
 TOOL_CHOICES = ("auto", "required", "named")
 HANDLERS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
-    *("/invocations", "other"),
+    *("/v1/embeddings", "/v2/embed", "/score", "/v1/score", "/classify", "/pooling"),
+    *("/rerank", "/v1/rerank", "/v2/rerank", "/invocations", "other"),
 )
 STATUSES = ("2xx", "3xx", "4xx", "5xx", "none")
 

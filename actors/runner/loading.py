@@ -10,15 +10,25 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.config import EngineArgs, Quantization
 from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
+from rayfin.actors.pooling.folder import read_recipe
+from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.models.compare import require_equal
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
-from rayfin.actors.runner.models.weights import load_config, load_model, page_type
+from rayfin.actors.runner.models.weights import load_config, load_model, max_position, page_type
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
+from rayfin.actors.runner.pooling.encoder_model import EncoderModel
+from rayfin.actors.runner.pooling.headless import HeadlessDecoder
+from rayfin.actors.runner.pooling.load import (
+    PoolingParts,
+    load_decoder,
+    load_encoder,
+    require_alone,
+)
 from rayfin.actors.runner.quantized.loader import source_config
 from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
@@ -50,11 +60,27 @@ class LoadedModel:
     kernels: CpuKernels | None
     peers: ProcessGroups | None  # of a rank among several
     recurrent: RecurrentLayers | None = None  # layers that keep a state per request
+    pools: PoolingParts | None = None  # of a model that gives vectors
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one request."""
         return 0 if self.recurrent is None else self.recurrent.bytes_per_row
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether it is an encoder."""
+        return self.pools is not None and self.pools.recipe.encoder
+
+    @property
+    def max_position(self) -> int | None:
+        """The number of positions of the model, or None if it has no limit."""
+        positions = max_position(self.config)
+        if positions is not None and isinstance(self.model, EncoderModel):
+            positions -= self.model.position_offset
+        if self.pools is None or self.pools.recipe.max_tokens is None:
+            return positions
+        return min(positions or self.pools.recipe.max_tokens, self.pools.recipe.max_tokens)
 
     def page_bytes(self, page_size: int) -> int:
         return page_bytes(self.model.layouts, page_size, self.page_type)
@@ -95,20 +121,23 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
     rounded = None if args.quantization == "dequantize" else args.quantization
     if rounded:
         _require_quantisable(args, device, ranks)
-    config = load_config(args)
+    recipe = read_recipe(args)
+    config = load_config(args, recipe)
     if rounded and (source := source_config(config)) is not None:
         raise InvalidConfig(
             f"quantization {rounded!r} rounds plain weights, and {args.model} holds quantized ones "
             f"({source.get('quant_method')}); leave it out, or 'dequantize' them",
             "quantization",
         )
+    if recipe is not None:
+        require_alone(ranks)
+        if recipe.encoder:
+            return _load_encoder(args, config, recipe, device)
     peers = None if place is None else ProcessGroups(place, device)
-    model, layers = _load_weights(args, config, device, peers)
+    model, layers, pools = _load_weights(args, config, device, peers, recipe)
     kernels: CpuKernels | None = None
     if device.type == "cpu":
-        threads = args.threads or default_threads(model.num_parameters(), ranks)
-        torch.set_num_threads(threads)
-        kernels = try_kernels(threads) if args.attention in ("auto", "cpu") else None
+        kernels = _cpu_kernels(args, model.num_parameters(), ranks)
     try:
         kernel = select_attention(device, model.dtype, args.attention, kernels)
     except ValueError as error:
@@ -120,7 +149,7 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
         raise UnsupportedModel(f"{name} cannot be shared: its layers keep states", "model")
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
-    if args.attention in ("auto", "triton") and can_use_triton(device):
+    if pools is None and args.attention in ("auto", "triton") and can_use_triton(device):
         gpu_model = _on_triton(paged, kernel, args.page_size, whole=peers is None)
         step_model = gpu_model or paged
     elif peers and kernels and model.dtype in TOLERANCE:
@@ -128,7 +157,30 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
     if not peers and kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded)
     recurrent = paged.recurrent
-    return LoadedModel(device, config, step_model, gpu_model, pages, kernels, peers, recurrent)
+    return LoadedModel(
+        *(device, config, step_model, gpu_model, pages, kernels, peers, recurrent, pools)
+    )
+
+
+def _cpu_kernels(args: EngineArgs, parameters: int, ranks: int = 1) -> CpuKernels | None:
+    threads = args.threads or default_threads(parameters, ranks)
+    torch.set_num_threads(threads)
+    return try_kernels(threads) if args.attention in ("auto", "cpu") else None
+
+
+def _load_encoder(
+    args: EngineArgs, config: PretrainedConfig, recipe: PoolingRecipe, device: torch.device
+) -> LoadedModel:
+    """An encoder: it has no pages, and its linear layers are on compiled kernels."""
+    model, head = load_encoder(args, config, recipe, device)
+    kernels: CpuKernels | None = None
+    if device.type == "cpu":
+        kernels = _cpu_kernels(args, model.transformer.num_parameters())
+        if kernels and model.dtype in TOLERANCE:
+            pack_linears(model, kernels)
+            torch.set_num_threads(1)  # where an array is split would change bits at the seams
+    parts = PoolingParts(recipe, head)
+    return LoadedModel(device, config, model, None, model.dtype, kernels, None, None, parts)
 
 
 def _page(
@@ -141,7 +193,7 @@ def _page(
     """
     try:
         paged = PagedModel(model, kernel, layers)
-        if layers is None:
+        if layers is None and not isinstance(model, HeadlessDecoder):
             require_equal(paged, page_size)
         return paged
     except (RayfinError, torch.OutOfMemoryError, MemoryError):
@@ -156,15 +208,22 @@ def _page(
 
 
 def _load_weights(
-    args: EngineArgs, config: PretrainedConfig, device: torch.device, peers: ProcessGroups | None
-) -> tuple[PreTrainedModel, range | None]:
-    """The model, or this rank's share of it and the layers that it has."""
+    args: EngineArgs,
+    config: PretrainedConfig,
+    device: torch.device,
+    peers: ProcessGroups | None,
+    recipe: PoolingRecipe | None,
+) -> tuple[PreTrainedModel, range | None, PoolingParts | None]:
+    """The model, or this rank's share of it and the layers that it has, and what pools."""
+    if recipe is not None:
+        headless, head = load_decoder(args, config, recipe, device, ATTENTION)
+        return headless, None, PoolingParts(recipe, head)
     if peers is None:
-        return load_model(args, config, device, ATTENTION), None
+        return load_model(args, config, device, ATTENTION), None, None
     model = load_share(args, config, device, ATTENTION, peers)
     peers.connect("load", MODEL_LOAD_SECONDS)
     total = config.get_text_config(decoder=True).num_hidden_layers
-    return model, peers.place.layers(total)
+    return model, peers.place.layers(total), None
 
 
 def _on_triton(

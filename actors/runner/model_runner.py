@@ -23,15 +23,15 @@ from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.runner.draft_planner import DraftPlanner
 from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate
 from rayfin.actors.runner.loading import load
-from rayfin.actors.runner.models.weights import max_position
 from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserver
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.pooling.pooler import Pooler
 from rayfin.actors.runner.proposers.make import make_proposer
 from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
 from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
-from rayfin.actors.runner.sampling.sampler import Sampled, Sampler, StepOutput
+from rayfin.actors.runner.sampling.sampler import Sampled, Sampler, StepOutput, StepSampler
 from rayfin.actors.runner.speculator import Speculator, grants_of, last_tokens
 from rayfin.actors.runner.step.batch import (
     StepInputs,
@@ -103,9 +103,10 @@ class ModelRunner:
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
         """What the model and the device say; runs the largest step unless memory was given."""
         args, config, device = self._args, self._loaded.config, self._loaded.device
-        positions = max_position(config)
+        positions = self._loaded.max_position
         model_len = resolve_model_len(args, positions)
-        limits = resolve_limits(args, device.type, model_len)
+        whole = self._loaded.whole_prompts
+        limits = resolve_limits(args, device.type, model_len, whole_prompts=whole)
         available = args.kv_cache_memory
         if available is None:
             peers = self._loaded.peers
@@ -124,6 +125,7 @@ class ModelRunner:
             available_bytes=available,
             state_bytes=self._loaded.state_bytes,
             device=device.type,
+            whole_prompts=whole,
         )
         return facts, limits
 
@@ -139,10 +141,7 @@ class ModelRunner:
         loaded, plugins = self._loaded, self._plugins
         rows, pages = config.limits.max_decoding_batch, config.max_pages_per_request
         self._slots = RequestSlots(rows, pages)
-        sample = select_sample(loaded.device, self._args.attention, loaded.kernels)
-        self._sampler = Sampler(
-            self._slots, loaded.device, sample, plugins.processors, self._make_masker()
-        )
+        self._sampler = self._make_sampler(rows)
         kept, cache = self._allocate(config)
         self._speculator = self._make_speculator(config)
         self._observers = self._make_observers(cache)
@@ -213,6 +212,15 @@ class ModelRunner:
     def _samples(self) -> bool:
         """Whether this rank has logits."""
         return self._loaded.peers is None or self._loaded.peers.place.is_last
+
+    def _make_sampler(self, rows: int) -> StepSampler:
+        """What makes results of a forward: tokens of logits, or vectors of hidden states."""
+        loaded = self._loaded
+        if loaded.pools is not None:
+            return Pooler(loaded.pools.recipe, loaded.pools.head, rows)
+        sample = select_sample(loaded.device, self._args.attention, loaded.kernels)
+        processors = self._plugins.processors
+        return Sampler(self._slots, loaded.device, sample, processors, self._make_masker())
 
     def _make_masker(self) -> GuidanceProcessor | None:
         if not self._samples:

@@ -24,6 +24,7 @@ from rayfin.actors.messages import (
     EngineRequest,
     EngineSnapshot,
     EngineStats,
+    Float32Array,
     Hypothesis,
     Int32Array,
     Int64Array,
@@ -48,6 +49,7 @@ from rayfin.actors.scheduler.policy.drafts import DraftPolicy
 from rayfin.actors.scheduler.policy.multi_step import MultiStepPolicy
 from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
+from rayfin.actors.scheduler.policy.whole_prompts import WholePrompts
 from rayfin.actors.scheduler.queues.deadlines import Deadlines, exceeded
 from rayfin.actors.scheduler.queues.lobby import Lobby
 from rayfin.actors.scheduler.state import repetition
@@ -59,6 +61,18 @@ from rayfin.actors.scheduler.stats import take_snapshot, take_stats
 from rayfin.cache.prefix_index import HashChain
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 8
+
+
+def make_scheduler(
+    config: EngineConfig, lifecycle: Lifecycle, microbatcher: DecodeMicrobatcher
+) -> StepScheduler:
+    """What decides the steps of such an engine."""
+    if config.whole_prompts:
+        return WholePrompts(lifecycle, config.limits)
+    if config.scheduler == "v0":
+        return RequestScheduler(lifecycle, microbatcher, config.limits)
+    longest = config.long_prefill_token_threshold
+    return TokenScheduler(lifecycle, microbatcher, config.limits, longest)
 
 
 class Engine:
@@ -81,13 +95,7 @@ class Engine:
         self._clock = clock
         self._deadlines = Deadlines()
         microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
-        scheduler: StepScheduler = (
-            TokenScheduler(
-                self.lifecycle, microbatcher, config.limits, config.long_prefill_token_threshold
-            )
-            if config.scheduler == "v1"
-            else RequestScheduler(self.lifecycle, microbatcher, config.limits)
-        )
+        scheduler = make_scheduler(config, self.lifecycle, microbatcher)
         self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
         self.lifecycle.gates = [self._quarantine]
         self._beams = BeamGroups(self.lifecycle)
@@ -148,7 +156,7 @@ class Engine:
                 f"the request takes up to {longest} tokens, of at most {self.config.max_model_len}",
                 "prompt",
             )
-        if len(source.output) >= source.stopping.max_tokens:
+        if source.pooling is None and len(source.output) >= source.stopping.max_tokens:
             raise InvalidRequest("the request has all of its tokens already", "max_tokens")
         if source.timeout is not None and not source.timeout > 0:
             raise InvalidRequest(f"timeout must be over 0 s, got {source.timeout}", "timeout")
@@ -365,6 +373,9 @@ class Engine:
             sampled.append(len(tokens))
             if self._end_repeating(slots, tokens):
                 streams &= running.admission[record.slots] == record.admissions
+        for row, vector in result.vectors.items():
+            if current[row] and row not in result.errors:
+                self._end(running.request(int(record.slots[row])), "stop", vector=vector)
         for row, error in result.errors.items():  # tokens of the steps before it failed are good
             slot = int(record.slots[row])
             if running.admission[slot] == record.admissions[row]:
@@ -472,6 +483,7 @@ class Engine:
         stop_reason: int | str | None = None,
         error: RayfinError | None = None,
         hypotheses: Sequence[Hypothesis] = (),
+        vector: Float32Array | None = None,
     ) -> None:
         source = request.source
         del self.lifecycle.state.live[source.client, source.key]
@@ -490,7 +502,7 @@ class Engine:
             source.client,
             Ended(
                 *(source.key, reason, stop_reason, error, cached, list(hypotheses)),
-                *(request.deaths, *request.waits(self._clock())),
+                *(request.deaths, *request.waits(self._clock()), vector),
             ),
         )
 

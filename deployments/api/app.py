@@ -32,6 +32,7 @@ from rayfin.deployments.http.idempotency import Idempotency
 from rayfin.deployments.http.json_body import ignored_header, read_body, read_json, validate
 from rayfin.deployments.http.layers import arrange, settings_layers
 from rayfin.deployments.http.request_meter import RequestMeter
+from rayfin.deployments.pooling.routes import add_pooling_routes
 from rayfin.deployments.telemetry.load import LoadCounter
 
 
@@ -64,6 +65,7 @@ def build_api(
     add_message_routes(app, models)
     add_model_routes(app, models)
     add_tokenize_routes(app, models)
+    add_pooling_routes(app, models)
     add_status_routes(app, models)
     if service.edge.web:
         add_web_routes(app, models)

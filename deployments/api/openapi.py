@@ -23,6 +23,14 @@ from rayfin.deployments.api.openai.scoring import Scores, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody, ResponseRequest
 from rayfin.deployments.api.responses.replies import Response
+from rayfin.deployments.pooling.bodies import (
+    ClassificationRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
@@ -36,6 +44,15 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": PromptBody,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v2/embed": CohereEmbedRequest,
+    "/classify": ClassificationRequest,
+    "/pooling": PoolingRequest,
+    "/score": ScoreRequest,
+    "/v1/score": ScoreRequest,
+    "/rerank": RerankRequest,
+    "/v1/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
 }
 REPLIES: dict[str, type[BaseModel]] = {  # of handlers that write their reply
     "/v1/completions": Completion,

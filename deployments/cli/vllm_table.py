@@ -203,7 +203,9 @@ SERVER: tuple[VllmFlag, ...] = (
     switch("--tokens-only", "tokens in, tokens out", Lacks("server of tokens alone")),
     switch("--enable-scale-out", "routes between servers", TRANSFER),
     switch(
-        "--enable-flash-late-interaction", "scores of pooling", Accepted("models here generate")
+        "--enable-flash-late-interaction",
+        "scores of pooling",
+        Accepted("there is no late interaction"),
     ),
     switch(
         "--fail-on-environ-validation",
@@ -214,8 +216,8 @@ SERVER: tuple[VllmFlag, ...] = (
 
 MODEL: tuple[VllmFlag, ...] = (
     value("--model", "model", Alias("model")),
-    value("--runner", "kind of model", Lacks("pooling models", ("auto", "generate"))),
-    value("--convert", "model as another kind", Lacks("pooling models", ("auto", "none"))),
+    value("--runner", "kind of model", Alias("runner")),
+    value("--convert", "model as another kind", Alias("convert")),
     value("--tokenizer", "tokenizer", Alias("tokenizer")),
     value(
         "--tokenizer-mode",
@@ -262,7 +264,7 @@ MODEL: tuple[VllmFlag, ...] = (
     value("--hf-token", "token of Hugging Face", Alias("hf_token")),
     config("--hf-overrides", "changes of config.json", Alias("hf_overrides")),
     config("--model-class-overrides", "other model classes", OWN_CLASSES),
-    config("--pooler-config", "pooling", Lacks("pooling models")),
+    config("--pooler-config", "pooling", Alias("pooler_config")),
     value("--generation-config", "defaults of sampling", Alias("generation_config")),
     config(
         "--override-generation-config",
@@ -561,7 +563,11 @@ EARLIER: tuple[VllmFlag, ...] = (
     value("--max-seq-len-to-capture", "sizes of CUDA graphs", GRAPHS),
     value("--swap-space", "GiB for preempted requests", Alias("swap_space")),
     value("--preemption-mode", "what preemption keeps", Alias("preemption")),
-    value("--task", "kind of model", Lacks("pooling models", ("auto", "generate"))),
+    value(
+        "--task",
+        "kind of model",
+        Lacks("such flag; --runner and --convert are it", ("auto", "generate")),
+    ),
     value("--rope-scaling", "longer contexts", Lacks("such flag; set it by --hf-overrides")),
     value("--rope-theta", "longer contexts", Lacks("such flag; set it by --hf-overrides")),
 )

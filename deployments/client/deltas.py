@@ -31,7 +31,7 @@ def split_deltas(
             delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason
             delta.cached_tokens = end.cached_tokens
             delta.hypotheses, delta.queued = end.hypotheses, end.queued
-            delta.first_token = end.first_token
+            delta.first_token, delta.vector = end.first_token, end.vector
         yield key, delta
 
 

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.requests import Request
 
-from rayfin.actors.errors import InvalidConfig, ModelNotFound, NotPermitted
+from rayfin.actors.errors import InvalidConfig, ModelNotFound, ModelNotSupported, NotPermitted
+from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
@@ -22,6 +23,14 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # its packages are an extra
     from rayfin.deployments.telemetry.tracing import Tracing
+
+
+ROUTES = {
+    "generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "embed": ("/v1/embeddings", "/v2/embed", "/score", "/rerank", "/pooling"),
+    "classify": ("/classify", "/score", "/rerank", "/pooling"),
+}
+"""The routes of each kind of model."""
 
 
 @dataclass(slots=True)
@@ -46,6 +55,7 @@ class OpenAIService:
     tracing: "Tracing | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
     formats: Detected = field(default_factory=Detected)  # how the model writes calls and thoughts
+    recipe: PoolingRecipe | None = None  # of a model that pools: it generates no text
     warden: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
 
     def __post_init__(self) -> None:
@@ -116,7 +126,42 @@ class ServedModels:
         return self._by_name[name]
 
     def resolve_model(self, request: Request, name: str | None) -> OpenAIService:
-        """Returns the model that the request names; the request counts among its requests."""
+        """Returns the model that the request names; the request counts among its requests.
+
+        Raises:
+            ModelNotFound: there is no such model.
+            ModelNotSupported: it pools, and has no such route.
+        """
+        service = self.text_side(request, name)
+        if service.recipe is not None:
+            raise _not_supported(service, name)
+        return service
+
+    def text_side(self, request: Request, name: str | None) -> OpenAIService:
+        """As ``resolve_model``, for a route that every model has."""
         service = self.named(name)
         request.state.counts = service.counts
         return service
+
+    def resolve_pooling(
+        self, request: Request, name: str | None, kind: Literal["embed", "classify", "score", ""]
+    ) -> tuple[OpenAIService, PoolingRecipe]:
+        """As ``resolve_model``, for a route of models that pool; "" is every such model.
+
+        Raises:
+            ModelNotFound: there is no such model.
+            ModelNotSupported: it generates, or does not do ``kind``.
+        """
+        service = self.text_side(request, name)
+        recipe = service.recipe
+        if recipe is None or (kind in ("embed", "classify") and recipe.kind != kind):
+            raise _not_supported(service, name)
+        return service, recipe
+
+
+def _not_supported(service: OpenAIService, name: str | None) -> ModelNotSupported:
+    kind = "generate" if service.recipe is None else service.recipe.kind
+    shown = (name or service.model_names[0])[:128]
+    return ModelNotSupported(
+        f"The model `{shown}` does not support this API; it has {', '.join(ROUTES[kind])}.", "model"
+    )

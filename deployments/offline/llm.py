@@ -18,7 +18,15 @@ from transformers import PreTrainedTokenizerFast
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
-from rayfin.actors.messages import Command, EngineRequest, EngineStats, Hypothesis, TokenDeltas
+from rayfin.actors.messages import (
+    Command,
+    EngineRequest,
+    EngineStats,
+    Hypothesis,
+    PoolingTask,
+    TokenDeltas,
+)
+from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import split_deltas
 from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, make_plan
@@ -28,6 +36,13 @@ from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
 from rayfin.deployments.offline.metrics import Metric, read_metrics
 from rayfin.deployments.offline.outputs import OfflineChoice, PreparedPrompt, RequestOutput
+from rayfin.deployments.offline.pooling import (
+    OfflinePooling,
+    PooledRequest,
+    PoolingParams,
+    ScoringOutput,
+)
+from rayfin.deployments.pooling.pairs import ranked
 from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
 from rayfin.deployments.requests.best_of import candidates, request_logprobs
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
@@ -112,6 +127,9 @@ class LLM:
         )
         self._checker = InlineChecker(self._tokenizer)
         self._engine: OfflineEngine = start_engine(executor, located(args))
+        self._pooling = OfflinePooling(
+            self._engine, read_recipe(located(args)), self._text_side, args.model
+        )
         self._request_numbers = itertools.count()
         self._enqueued: list[PreparedPrompt] = []
         self._asleep = False
@@ -258,6 +276,89 @@ class LLM:
             for i, prompt in enumerate(prompts)
         ]
         return self._run(written, [prompt.ids for prompt in prompts], params, plans, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PooledRequest]:
+        """Embeds the prompts in one batch; ``outputs.embedding`` is a list of floats.
+
+        Raises:
+            InvalidRequest: a prompt does not fit, or the model does not embed.
+        """
+        params = pooling_params or PoolingParams()
+        return self._pooling.embed(_listed(prompts), params, use_tqdm)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PooledRequest]:
+        """Returns the probabilities of the model's labels, as ``outputs.probs``.
+
+        Raises:
+            InvalidRequest: a prompt does not fit, or the model does not classify.
+        """
+        params = pooling_params or PoolingParams()
+        return self._pooling.classify(_listed(prompts), params, use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PooledRequest]:
+        """Returns what the model pools, as arrays ``outputs.data``: [D], or [tokens, D].
+
+        Args:
+            pooling_task: embed, classify, token_embed or token_classify; None: the model's own.
+
+        Raises:
+            InvalidRequest: a prompt does not fit, or the model generates.
+        """
+        params = pooling_params or PoolingParams()
+        return self._pooling.encode(_listed(prompts), params, pooling_task, use_tqdm)
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PooledRequest]:
+        """Scores pairs: one text with each of several, or as many of both (``outputs.score``).
+
+        Raises:
+            InvalidRequest: a text does not fit, or the model gives a pair no one number.
+        """
+        params = pooling_params or PoolingParams()
+        return self._pooling.score(text_1, text_2, params, use_tqdm)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        top_n: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[tuple[int, float]]:
+        """Returns (place, score) of the documents, the best first; ties are in their order.
+
+        Raises:
+            InvalidRequest: as :meth:`score`.
+        """
+        found = self.score(query, documents, pooling_params, use_tqdm=use_tqdm)
+        scores = [one.outputs.score for one in found if isinstance(one.outputs, ScoringOutput)]
+        return [(place, scores[place]) for place in ranked(scores, top_n)]
 
     @cached_property
     def _formats(self) -> Detected:

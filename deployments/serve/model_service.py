@@ -15,6 +15,8 @@ from ray.serve.schema import ApplicationStatus
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
+from rayfin.actors.pooling.folder import read_recipe
+from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.client.engine_names import engine_prefix, find_engines
 from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.client.pool import EnginePool, Patience
@@ -47,6 +49,17 @@ class TextSide(NamedTuple):
     chat_template: str | None  # in place of the model's own
     formats: Detected
     defaults: dict[str, Any]  # of sampling
+    recipe: PoolingRecipe | None  # of a model that pools
+
+    def fields(self) -> dict[str, Any]:
+        """Its fields of OpenAIService."""
+        return {
+            "tokenizer": self.tokenizer,
+            "chat_template": self.chat_template,
+            "formats": self.formats,
+            "sampling_defaults": self.defaults,
+            "recipe": self.recipe,
+        }
 
 
 async def model_service(
@@ -68,8 +81,9 @@ async def model_service(
     counts = IngressCounters(lambda: load.in_flight if place == 0 else 0)
     counts.output.reads(*text.formats.names)
     port = None if server.metrics_port is None else server.metrics_port + place
-    prefix = engine_prefix(context.app_name, model.deployment)
-    hub = HubSettings(prefix, name, server.metrics_alias, port)
+    hub = HubSettings(
+        engine_prefix(context.app_name, model.deployment), name, server.metrics_alias, port
+    )
     link = HubClient(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
     info = await _first_info(client)
     warden = Warden(
@@ -82,12 +96,9 @@ async def model_service(
     service = OpenAIService(
         client=MeteredEngineClient(client, counts, name, link, server.metrics_alias, tracing),
         counts=counts,
-        tokenizer=text.tokenizer,
         model_names=model.names,
         max_model_len=info.max_model_len,
-        chat_template=text.chat_template,
-        formats=text.formats,
-        sampling_defaults=text.defaults,
+        **text.fields(),
         template_defaults=server.default_chat_template_kwargs or {},
         tracing=tracing,
         warden=warden,
@@ -100,7 +111,8 @@ async def model_service(
         service.max_model_len = info.max_model_len
 
     client.events.limits_changed = limit
-    warden.start()  # its process loads the vocabulary beside the first requests
+    if text.recipe is None:
+        warden.start()  # its process loads the vocabulary beside the first requests
     return service
 
 
@@ -171,7 +183,7 @@ def _load_text(model: ModelArgs) -> TextSide:
         server.override_generation_config,
         **args.hub,
     )
-    return TextSide(tokenizer, template, formats, defaults)
+    return TextSide(tokenizer, template, formats, defaults, read_recipe(located(args)))
 
 
 async def _first_info(client: EnginePool) -> EngineInfo:

@@ -21,11 +21,13 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     """
     from huggingface_hub.utils import logging as hub_logging
 
+    from rayfin.actors.pooling.folder import read_recipe
     from rayfin.actors.runner.models.weights import load_config, require_safetensors
     from rayfin.deployments.text.tokenizer import Tokenizer
 
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
-    load_config(found := located(args))
+    found = located(args)
+    load_config(found, read_recipe(found))
     if args.load_format != "dummy":
         require_safetensors(found.model)
     if tokenizer:

@@ -6,6 +6,10 @@ from contextlib import contextmanager
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+POOLING = (
+    *("/v1/embeddings", "/v2/embed", "/score", "/v1/score", "/classify", "/pooling"),
+    *("/rerank", "/v1/rerank", "/v2/rerank"),
+)
 GENERATING = frozenset(
     {
         "/v1/completions",
@@ -15,6 +19,7 @@ GENERATING = frozenset(
         "/v1/responses",
         "/v1/messages",
         "/invocations",
+        *POOLING,
     }
 )
 

@@ -127,6 +127,7 @@ def test_statuses() -> None:
         "InvalidRequest": 400,
         "ContextLengthExceeded": 400,
         "ModelNotFound": 404,
+        "ModelNotSupported": 404,
         "NotFound": 404,
         "NotPermitted": 403,
         "InvalidConfig": 500,

@@ -14,8 +14,7 @@ from rayfin.actors.config import Quantization
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, WEIGHTS
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.inspect_layers import is_experts
-from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import verified_replacement
+from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
 from rayfin.kernels.cpu.experts import PackedExperts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
 
@@ -62,7 +61,7 @@ class PackedExpertsModule(nn.Module):
 
 @torch.inference_mode()
 def pack_linears(
-    paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
+    paged: Replaceable, kernels: CpuKernels, quantization: Quantization | None = None
 ) -> bool:
     """Replaces the linear layers and experts of a model in place and frees their weights.
 
@@ -73,7 +72,7 @@ def pack_linears(
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
     originals = list(_packable(paged.transformer, activation))
 
-    def build() -> Iterator[PagedModel]:
+    def build() -> Iterator[Replaceable]:
         for owner, name, module in originals:
             setattr(owner, name, _packed(kernels, module, activation, None))
         yield paged

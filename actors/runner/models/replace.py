@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from rayfin.actors.errors import UnrecognizedModule
-from rayfin.actors.runner.models.paged_model import PagedModel, StepModel
+from rayfin.actors.runner.models.paged_model import StepModel
+from rayfin.actors.runner.models.recurrent import RecurrentLayers
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors
@@ -23,8 +25,21 @@ PROBE_PAGE_SIZE = 8
 Model = TypeVar("Model", bound=StepModel)
 
 
+class Replaceable(StepModel, Protocol):
+    """A model over modules of transformers', which may be replaced in place."""
+
+    @property
+    def transformer(self) -> PreTrainedModel: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def recurrent(self) -> RecurrentLayers | None: ...
+
+
 def verified_replacement(
-    paged: PagedModel,
+    paged: Replaceable,
     build: Callable[[], Iterable[Model]],
     tolerance: float,
     page_size: int = PROBE_PAGE_SIZE,
@@ -65,7 +80,7 @@ def verified_replacement(
 
 
 def logit_difference(
-    model: StepModel, paged: PagedModel, expected: torch.Tensor, page_size: int = PROBE_PAGE_SIZE
+    model: StepModel, paged: Replaceable, expected: torch.Tensor, page_size: int = PROBE_PAGE_SIZE
 ) -> float:
     """How far the model's probe logits are from ``expected``, as a share of the largest one."""
     difference = (probe_logits(model, paged, page_size) - expected).abs().max()
@@ -73,7 +88,7 @@ def logit_difference(
 
 
 def probe_logits(
-    model: StepModel, paged: PagedModel, page_size: int = PROBE_PAGE_SIZE
+    model: StepModel, paged: Replaceable, page_size: int = PROBE_PAGE_SIZE
 ) -> torch.Tensor:
     """Logits [PROBE_TOKENS, V] fp32 of a prompt in two chunks and of one decoded token.
 
@@ -88,7 +103,7 @@ def probe_logits(
 
 def chunked_logits(
     model: StepModel,
-    paged: PagedModel,
+    paged: Replaceable,
     tokens: torch.Tensor,
     cuts: Sequence[int],
     page_size: int = PROBE_PAGE_SIZE,

@@ -7,11 +7,18 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rayfin.actors.config import EngineArgs, KVCacheDtype
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.quantized.loader import dequantize, plain, prepare
 from rayfin.kernels.attention.select import page_types
 from rayfin.kernels.shapes import PagedAttention
@@ -24,12 +31,15 @@ DTYPES = {
 CONFIG_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 
 
-def load_config(args: EngineArgs) -> PretrainedConfig:
+def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> PretrainedConfig:
     """The model's Hugging Face configuration.
+
+    Args:
+        recipe: of a model that pools.
 
     Raises:
         InvalidConfig: The folder or name does not exist, or has no configuration.
-        UnsupportedModel: It is not a decoder that a paged cache can serve.
+        UnsupportedModel: It is not a decoder that a paged cache can serve, nor a known encoder.
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -39,7 +49,10 @@ def load_config(args: EngineArgs) -> PretrainedConfig:
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
     if args.hf_overrides:
         config = overridden(config, args.hf_overrides)
-    _refuse_unservable(config)
+    if recipe is None:
+        _refuse_unservable(config)
+    elif not recipe.encoder:
+        _refuse_unpageable(config)
     return config
 
 
@@ -70,11 +83,18 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def load_model(
-    args: EngineArgs, config: PretrainedConfig, device: torch.device, attention: str
+    args: EngineArgs,
+    config: PretrainedConfig,
+    device: torch.device,
+    attention: str,
+    kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """The model in evaluation mode on ``device``, its attention dispatched to ``attention``.
 
     ``load_format="dummy"`` draws random weights from ``seed`` and reads no file.
+
+    Args:
+        kind: the class of transformers that makes it. Of ``AutoModel`` the pooler may be missing.
 
     Raises:
         InvalidConfig: Weights are missing, broken, of other shapes or not safetensors.
@@ -100,12 +120,12 @@ def _load(
         if args.load_format == "dummy":
             torch.manual_seed(args.seed)
             with device:
-                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                model = kind.from_config(
                     config, trust_remote_code=args.trust_remote_code, **options
                 )
         else:
             require_safetensors(args.model)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = kind.from_pretrained(
                 args.model,
                 config=config,
                 trust_remote_code=args.trust_remote_code,
@@ -116,6 +136,11 @@ def _load(
                 **options,
             )
             model, report = loaded
+            if kind is AutoModel:
+                missing = report["missing_keys"]
+                report["missing_keys"] = {
+                    name for name in missing if not name.startswith("pooler.")
+                }
             _require_all_weights(args.model, report)
             dequantize(model)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -173,10 +198,14 @@ def max_position(config: PretrainedConfig) -> int | None:
 
 
 def _refuse_unservable(config: PretrainedConfig) -> None:
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(_unsupported(config, "it is an encoder-decoder"), "model")
+    _refuse_unpageable(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         raise UnsupportedModel(_unsupported(config, "it is not a causal language model"), "model")
+
+
+def _refuse_unpageable(config: PretrainedConfig) -> None:
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(_unsupported(config, "it is an encoder-decoder"), "model")
 
 
 def require_safetensors(model: str) -> None:

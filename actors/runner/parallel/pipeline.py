@@ -12,7 +12,7 @@ import torch
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import NO_TOKEN, Int32Array, Int64Array, SchedulerInfo
 from rayfin.actors.runner.parallel.groups import ProcessGroups
-from rayfin.actors.runner.sampling.sampler import Sampled, Sampler
+from rayfin.actors.runner.sampling.sampler import Sampled, StepSampler
 from rayfin.actors.runner.step.batch import SampledRows
 from rayfin.actors.runner.step.request_slots import RequestSlots
 
@@ -21,7 +21,7 @@ class PipelineTokenChannel:
     """Samples on the last stage, and receives its tokens on earlier stages."""
 
     def __init__(
-        self, peers: ProcessGroups, slots: RequestSlots, sampler: Sampler, config: EngineConfig
+        self, peers: ProcessGroups, slots: RequestSlots, sampler: StepSampler, config: EngineConfig
     ) -> None:
         self._peers = peers
         self._slots = slots

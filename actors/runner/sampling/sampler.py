@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from rayfin.actors.errors import NumericalError, RequestFailed
 from rayfin.actors.messages import (
     NO_TOKEN,
     BoolArray,
+    Float32Array,
     GrammarUsage,
     Int32Array,
     Int64Array,
@@ -45,6 +47,29 @@ class Sampled:
     errors: dict[int, RequestFailed] = field(default_factory=dict)  # by row
     logprobs: Logprobs | None = None  # ``at`` is a row
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by row
+    vectors: dict[int, Float32Array] = field(default_factory=dict)  # by row; see StepResult
+
+
+class StepSampler(Protocol):
+    """What makes the results of a step's forwards: a ``Sampler``, or a ``Pooler``."""
+
+    def apply_diff(self, info: SchedulerInfo) -> None: ...
+
+    def take_usage(self) -> GrammarUsage | None: ...
+
+    def needs_host(self, info: SchedulerInfo) -> BoolArray: ...
+
+    def row_token_rules(self, info: SchedulerInfo) -> RowTokenRules | None: ...
+
+    def replayed(
+        self, info: SchedulerInfo, tokens: Int32Array, logprobs: Logprobs | None
+    ) -> Sampled: ...
+
+    def add_scored(self, info: SchedulerInfo, inputs: StepInputs) -> None: ...
+
+    def sample(self, info: SchedulerInfo, at: SampledRows, logits: torch.Tensor) -> Sampled: ...
+
+    def rollback(self, info: SchedulerInfo, tokens: Int32Array) -> None: ...
 
 
 class StepOutput:
@@ -72,6 +97,8 @@ class StepOutput:
             result.errors |= {int(rows[row]): error for row, error in one.errors.items()}
             for row, scores in one.prompt_logprobs.items():
                 result.prompt_logprobs[int(rows[row])] = scores
+            for row, vector in one.vectors.items():
+                result.vectors[int(rows[row])] = vector
             if one.logprobs is not None:
                 to = rows * self._width + self._counts[rows]
                 self._logprobs.append(one.logprobs.renumbered(to))

@@ -26,6 +26,7 @@ class StepInputs:
     sampled: torch.Tensor  # [S] int64, indices in T of the tokens whose logits are needed
     slots: Int32Array | None = None  # [R] the slot of each row's request, for data kept by slot:
     # adapters, positions of images
+    token_types: torch.Tensor | None = None  # [T] int64, 1 in the second text of a pair
 
 
 @dataclass(slots=True)

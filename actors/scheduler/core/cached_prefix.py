@@ -64,8 +64,8 @@ class PrefixLookup:
         return CachedPrefix(pages, prompt_less_one, fork_parent)
 
     def _hits(self, request: Request) -> list[int]:
-        """Pages of the prefix index; none while the prompt must still be scored."""
-        if request.scoring:
+        """Pages of the prefix index; none while all of the prompt must still be computed."""
+        if request.scoring or request.pools_whole:
             return []
         pages = self._tables.match(request.chain, request.tokens())
         if self._snapshots is None:

@@ -56,7 +56,8 @@ class Lifecycle:
         prefix = self._prefixes.find(request)
         if prefix is None:
             return False
-        pages = self.state.tables.pages_for(request.num_tokens + 1) + request.width - 1
+        more = 0 if request.source.pooling is not None else 1
+        pages = self.state.tables.pages_for(request.num_tokens + more) + request.width - 1
         missing = pages - len(prefix.pages)
         return missing + spare <= self.state.tables.num_free_without(prefix.pages)
 
@@ -109,6 +110,7 @@ class Lifecycle:
                 prompt_len=len(source.prompt),
                 extra_keys=source.extra_keys,
                 tenant=source.tenant,
+                pooling=source.pooling,
             )
         )
 

@@ -92,7 +92,8 @@ class Swap:
     were written by steps whose results are here, or by steps that run before the move.
 
     Beam searches are always recomputed, since they start again from their prompt. So are requests
-    whose prompt log probabilities are incomplete, since those of steps in flight are dropped.
+    whose prompt log probabilities are incomplete, since those of steps in flight are dropped, and
+    those whose vector takes all of their tokens.
     """
 
     def __init__(self, num_pages: int, state: SchedulerState) -> None:
@@ -110,7 +111,7 @@ class Swap:
     def keep(self, slot: int) -> None:
         running, tables = self._running, self._tables
         request = running.request(slot)
-        if request.source.beams is not None or request.scoring:
+        if request.source.beams is not None or request.scoring or request.pools_whole:
             return
         num_tokens = min(int(running.num_computed[slot]), int(running.num_known[slot]) - 1)
         count = tables.pages_for(num_tokens)

@@ -56,6 +56,11 @@ class Request:
         return wanted and self.next_prompt_logprob < len(self.source.prompt)
 
     @property
+    def pools_whole(self) -> bool:
+        """Whether its vector takes the hidden states of all its tokens, which are all computed."""
+        return self.source.pooling is not None and self.source.pooling.whole
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens, while the request waits."""
         return len(self.source.prompt) + len(self.output)

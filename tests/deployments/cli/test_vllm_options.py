@@ -116,7 +116,7 @@ def test_both_names_are_in_the_help() -> None:
         ('--compilation-config {"mode":3}', ["--compilation-config"]),
         ("--cudagraph-capture-sizes 1 2 4", ["--cudagraph-capture-sizes"]),
         ("--disable-frontend-multiprocessing", ["--disable-frontend-multiprocessing"]),
-        ("--no-enable-lora --runner generate --cpu-offload-gb 0", []),
+        ("--no-enable-lora --cpu-offload-gb 0", []),
     ],
 )
 def test_what_is_not_needed_is_a_line_of_the_log(
@@ -136,7 +136,7 @@ def test_what_is_not_needed_is_a_line_of_the_log(
     [
         ("--enable-lora", "--enable-lora is not supported: Rayfin has no LoRA adapters"),
         ("--lora-modules a=b c=d", "--lora-modules is not supported: Rayfin has no LoRA adapters"),
-        ("--runner pooling", "--runner is not supported: Rayfin has no pooling models"),
+        ("--runner embed", "Invalid value for '--runner'"),
         ("-sc.method eagle3", "Rayfin does not draft with EAGLE-3 heads"),
         ("--speculative-config {}x", "--speculative-config is not JSON"),
         ("--kv-transfer-config {}", "--kv-transfer-config is not supported"),
