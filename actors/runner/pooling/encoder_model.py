@@ -102,7 +102,9 @@ class EncoderModel:
         """The hidden states [S, H] of the tokens at ``inputs.sampled``."""
         batch = inputs.batch
         states = self._states(
-            inputs.input_ids, batch.positions, batch.query_start_cpu, inputs.token_types
+            *(inputs.input_ids, batch.positions),
+            np.asarray(batch.query_start_cpu, np.int32),
+            inputs.token_types,
         )
         return states[inputs.sampled]
 
@@ -175,7 +177,7 @@ def padded_tokens(base: Any) -> int:
 
 def position_offset(base: Any) -> int:
     """What the model adds to positions: RoBERTa's kinds count from behind the padding id."""
-    embeddings = getattr(base, "embeddings", None)
+    embeddings: Any = getattr(base, "embeddings", None)
     if hasattr(embeddings, "create_position_ids_from_input_ids"):
         return int(embeddings.padding_idx) + 1
     return 0
