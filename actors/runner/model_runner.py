@@ -138,7 +138,7 @@ class ModelRunner:
         Raises:
             PeerLost: another rank of the group does not start.
         """
-        loaded, plugins = self._loaded, self._plugins
+        loaded = self._loaded
         rows, pages = config.limits.max_decoding_batch, config.max_pages_per_request
         self._slots = RequestSlots(rows, pages)
         self._sampler = self._make_sampler(rows)
@@ -230,7 +230,7 @@ class ModelRunner:
 
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
         proposer, settings = self._plugins.proposer, config.speculation
-        if proposer is None and settings is None:
+        if (proposer is None and settings is None) or not isinstance(self._sampler, Sampler):
             return None
         made = make_proposer(config) if proposer is None else proposer()
         adaptive = settings is not None and settings.adaptive
@@ -467,7 +467,7 @@ class ModelRunner:
             return
         from rayfin.actors.runner.gpu.warm_up import warm_up
 
-        sampler = self._sampler if self._samples else None
+        sampler = self._sampler if self._samples and isinstance(self._sampler, Sampler) else None
         sizes = (self._args.page_size, config.num_pages, config.max_model_len)
         warm_up(self._model, sampler, *sizes, self._loaded.device)
 

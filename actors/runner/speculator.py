@@ -25,7 +25,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.runner.draft_planner import DraftPlanner
 from rayfin.actors.runner.proposers.interface import Drafts, Proposer
-from rayfin.actors.runner.sampling.sampler import NOT_FINITE, Sampled, StepSampler
+from rayfin.actors.runner.sampling.sampler import NOT_FINITE, Sampled, Sampler
 from rayfin.actors.runner.step.batch import SampledRows, sampled_rows
 from rayfin.actors.runner.step.request_slots import RequestSlots
 
@@ -53,7 +53,7 @@ class Speculator:
         self,
         proposer: Proposer,
         slots: RequestSlots,
-        sampler: StepSampler,
+        sampler: Sampler,
         device: torch.device,
         limits: BatchLimits,
         planner: DraftPlanner,

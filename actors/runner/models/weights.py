@@ -106,15 +106,20 @@ def load_model(
     else:
         prepare(config)
     try:
-        return _load(args, config, device, {"dtype": dtype, "attn_implementation": attention})
+        options = {"dtype": dtype, "attn_implementation": attention}
+        return _load(args, config, device, options, kind)
     except KeyError as error:  # it looks for a class of its own by this name
         if error.args != (attention,):
             raise
-    return _load(args, config, device, {"dtype": dtype, "attn_implementation": "eager"})
+    return _load(args, config, device, {"dtype": dtype, "attn_implementation": "eager"}, kind)
 
 
 def _load(
-    args: EngineArgs, config: PretrainedConfig, device: torch.device, options: dict[str, Any]
+    args: EngineArgs,
+    config: PretrainedConfig,
+    device: torch.device,
+    options: dict[str, Any],
+    kind: Any,
 ) -> PreTrainedModel:
     try:
         if args.load_format == "dummy":
