@@ -23,6 +23,8 @@ class HeadlessDecoder(nn.Module):
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.model = base
+        self._is_stateful: bool = base._is_stateful
+        self._supports_attention_backend: bool = base._supports_attention_backend
         size = base.config.get_text_config(decoder=True).hidden_size
         self.lm_head = nn.Linear(size, size, bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(torch.eye(size, device=base.device), requires_grad=False)
@@ -46,8 +48,13 @@ class HeadlessDecoder(nn.Module):
         return count
 
     def forward(
-        self, *, logits_to_keep: torch.Tensor | None = None, **inputs: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        logits_to_keep: torch.Tensor | None = None,
+        **options: Any,
     ) -> _Output:
         """The states [1, S, H] of the tokens at ``logits_to_keep``, or of all."""
-        states = self.model(**inputs).last_hidden_state
+        output = self.model(input_ids=input_ids, position_ids=position_ids, **options)
+        states = output.last_hidden_state
         return _Output(states if logits_to_keep is None else states[:, logits_to_keep])
