@@ -404,7 +404,8 @@ class PagedModel:
             window = probe.windows[index]
             if layer_type == "chunked_attention":
                 self._limits[index] = MaskLimit(config, CHUNK)
-            if (layer_type == "sliding_attention") != (window is not None):
+            declared = layer_type in ("sliding_attention", "hybrid_sliding")
+            if declared != (window is not None):
                 raise UnsupportedModel(
                     f"{name} cannot be served: a layer of type {layer_type} attends with "
                     f"window {window}",

@@ -83,6 +83,8 @@ class PrefixLookup:
         """Puts the prefix at the start of the slot's empty page table."""
         if prefix.fork_parent is None:
             self._tables.share(slot, prefix.pages)
+            if self._snapshots is not None:
+                self._snapshots.latest[slot] = prefix.num_tokens
             if self._snapshots is not None and prefix.pages:
                 chain = self._running.request(slot).chain
                 snapshot = self._snapshots.find(chain.hashes[len(prefix.pages) - 1])

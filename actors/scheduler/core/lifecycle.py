@@ -128,12 +128,14 @@ class Lifecycle:
         computed, known = int(running.num_computed[slot]), int(running.num_known[slot])
         if snapshots is None:
             return known
-        if snapshots.is_due(computed, known):
+        latest = snapshots.latest.get(slot, 0)
+        if snapshots.is_due(computed, known, latest):
+            snapshots.latest[slot] = latest = computed
             hashes = running.request(slot).chain.hashes
             saved = snapshots.add(hashes[computed // self.state.tables.page_size - 1])
             if saved is not None:
                 self.state.moves.add(STATE_SAVE, [slot], [saved])
-        return snapshots.next_end(computed, known)
+        return snapshots.next_end(computed, known, latest)
 
     def forget_prefixes(self) -> None:
         """Resets the prefix cache, and the states that go with it."""

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 EVERY = 512
 """Tokens between two snapshots of a prompt; a multiple of the page size makes them exact."""
 
-SHORTEST = 32
-"""Tokens of a prefix for which a snapshot is worth a step that ends there."""
+SHORTEST = 64
+"""Tokens behind the snapshot before, for which the next one is worth a step that ends there."""
 
 
 class StateSnapshots:
@@ -26,26 +26,31 @@ class StateSnapshots:
         self._page_size = page_size
         self._free = list(range(count))
         self._of: OrderedDict[bytes, int] = OrderedDict()  # by hash, oldest use first
+        self.latest: dict[int, int] = {}  # slot -> tokens behind its last snapshot, or at its start
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def next_end(self, computed: int, known: int) -> int:
-        """The next position behind ``computed`` at which a chunk of ``known`` tokens has to end."""
-        step = max(EVERY // self._page_size, 1) * self._page_size
-        last = self.last_end(known)
-        periodic = (computed // step + 1) * step
-        return min((end for end in (periodic, last) if computed < end < known), default=known)
+    def next_end(self, computed: int, known: int, latest: int = 0) -> int:
+        """The next position behind ``computed`` at which a chunk of ``known`` tokens has to end.
 
-    def last_end(self, known: int) -> int:
+        The last snapshot was taken at ``latest``.
+        """
+        step = max(EVERY // self._page_size, 1) * self._page_size
+        last = self.last_end(known, latest)
+        periodic = (computed // step + 1) * step
+        ends = (end for end in (periodic, last) if end - latest >= SHORTEST)
+        return min((end for end in ends if computed < end < known), default=known)
+
+    def last_end(self, known: int, latest: int = 0) -> int:
         """The position of the last snapshot of ``known`` tokens; 0 if they are too few for one."""
         end = (known - 1) // self._page_size * self._page_size
-        return end if end >= SHORTEST else 0
+        return end if end - latest >= SHORTEST else 0
 
-    def is_due(self, computed: int, known: int) -> bool:
+    def is_due(self, computed: int, known: int, latest: int = 0) -> bool:
         """Whether a chunk has ended at ``computed`` of ``known`` tokens for a snapshot."""
         step = max(EVERY // self._page_size, 1) * self._page_size
-        return computed > 0 and (computed % step == 0 or computed == self.last_end(known))
+        return computed > 0 and (computed % step == 0 or computed == self.last_end(known, latest))
 
     def add(self, page_hash: bytes) -> int | None:
         """The snapshot to save the state to, or None if it is there already."""

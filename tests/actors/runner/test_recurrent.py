@@ -161,12 +161,12 @@ def test_restart_forgets_states(tiny_model: Make, served: Make, request_of: Make
 def test_second_turn_starts_from_a_snapshot(
     family: str, tiny_model: Make, served: Make, request_of: Make
 ) -> None:
-    tiny, prompt = tiny_model(family), _prompts((45,))[0]
-    engine = served(tiny.folder, max_model_len=96)
+    tiny, prompt = tiny_model(family), _prompts((85,))[0]
+    engine = served(tiny.folder, max_model_len=128)
     first = engine.run(request_of(0, prompt, MAX_TOKENS))[0]
     turn = prompt + first + _prompts((6,))[0]
     _check(tiny, [turn], {0: engine.run(request_of(1, turn, MAX_TOKENS, eos=[EOS]))[1]})
-    assert engine.cached[1] == 44
+    assert engine.cached[1] == 84
     engine.engine.forget_prefixes()
     _check(tiny, [turn], {0: engine.run(request_of(2, turn, MAX_TOKENS, eos=[EOS]))[2]})
     assert engine.cached[2] == 0
@@ -175,22 +175,22 @@ def test_second_turn_starts_from_a_snapshot(
 def test_choices_start_from_their_parents_snapshot(
     tiny_model: Make, served: Make, request_of: Make
 ) -> None:
-    tiny, prompt = tiny_model("qwen3_next"), _prompts((45,))[0]
-    engine = served(tiny.folder, max_model_len=96, max_batch_tokens=16)
+    tiny, prompt = tiny_model("qwen3_next"), _prompts((85,))[0]
+    engine = served(tiny.folder, max_model_len=128, max_batch_tokens=16)
     choices = [
         replace(request_of(key, prompt, MAX_TOKENS, eos=[EOS]), parent_key=0 if key else None)
         for key in range(3)
     ]
     _check(tiny, [prompt] * 3, engine.run(*choices))
-    assert engine.cached == {0: 0, 1: 44, 2: 44}
+    assert engine.cached == {0: 0, 1: 84, 2: 84}
 
 
 def test_few_snapshots_and_pages(tiny_model: Make, served: Make, request_of: Make) -> None:
     """Snapshots and pages are replaced, requests preempted: tokens stay."""
     tiny = tiny_model("qwen3_next")
-    shared = _prompts((36,))[0]
-    prompts = [shared[: 36 - 4 * (key % 2)] + [3 + key] * (key % 5 + 1) for key in range(8)]
-    engine = served(tiny.folder, max_model_len=64, num_pages=40)
+    shared = _prompts((80,))[0]
+    prompts = [shared[: 80 - 4 * (key % 2)] + [3 + key] * (key % 5 + 1) for key in range(8)]
+    engine = served(tiny.folder, max_model_len=100, num_pages=60)
     engine.engine.lifecycle.state.snapshots.__init__(2, 4)
     _check(tiny, prompts, engine.run(*_requests(request_of, prompts), stagger=2))
     assert any(engine.cached.values())

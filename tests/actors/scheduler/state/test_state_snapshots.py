@@ -15,8 +15,10 @@ def test_chunks_end_where_snapshots_are_due() -> None:
 
 
 def test_short_prompts_are_not_cut() -> None:
-    assert StateSnapshots(4, 16).next_end(0, 32) == 32
-    assert StateSnapshots(4, 16).next_end(0, 33) == 32
+    assert StateSnapshots(4, 16).next_end(0, 64) == 64
+    assert StateSnapshots(4, 16).next_end(0, 65) == 64
+    assert StateSnapshots(4, 16).next_end(992, 1052, 992) == 1052  # one step for a short turn
+    assert StateSnapshots(4, 16).next_end(960, 1000, 512) == 992
 
 
 def test_the_one_not_used_for_longest_is_replaced() -> None:
