@@ -14,6 +14,7 @@ from rayfin.deployments.api.openai import tokenize
 from rayfin.deployments.api.responses import bodies as responses
 from rayfin.deployments.generation.bodies import UNSERVED
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.paths import ADMIN_PATHS
 
 PATH = Path(__file__).parents[2] / "docs" / "api.md"
@@ -61,7 +62,8 @@ def test_every_route_of_operators_has_a_row() -> None:
 
 
 def test_every_route_has_a_row() -> None:
-    service: Any = OpenAIService(None, None, ["tiny"], 128)  # type: ignore[arg-type]
+    edge = HttpSettings(tokenizer_info=True)
+    service: Any = OpenAIService(None, None, ["tiny"], 128, edge=edge)  # type: ignore[arg-type]
     served = {getattr(route, "path", "") for route in build_api(service).routes}
     rows = section("Routes")
     words = re.findall(r"`([^`]*)`", rows)

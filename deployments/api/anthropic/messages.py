@@ -207,9 +207,12 @@ class MessagesAdapter(GenerationAdapter):
 
     def _usage(self, choice: Choice, output_tokens: int | None = None) -> AnthropicUsage:
         thought = ThinkingTokens(thinking_tokens=choice.reasoning_tokens)
+        pin = choice.request.pin
+        marked = max(0, pin.tokens - choice.cached_tokens) if pin is not None else 0
+        created = min(marked, choice.written_tokens)
         return AnthropicUsage(
-            input_tokens=len(choice.prompt.ids) - choice.cached_tokens - choice.written_tokens,
-            cache_creation_input_tokens=choice.written_tokens,
+            input_tokens=len(choice.prompt.ids) - choice.cached_tokens - created,
+            cache_creation_input_tokens=created,
             cache_read_input_tokens=choice.cached_tokens,
             output_tokens=len(choice.token_ids) if output_tokens is None else output_tokens,
             output_tokens_details=thought if self._plan.reasons else None,

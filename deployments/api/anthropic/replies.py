@@ -37,8 +37,8 @@ class ThinkingTokens(BaseModel):
 class AnthropicUsage(BaseModel):
     """The first three are all tokens of the prompt."""
 
-    input_tokens: int  # at the end of the prompt, neither read from the cache nor written to it
-    cache_creation_input_tokens: int = 0
+    input_tokens: int  # neither read from the cache nor created in it
+    cache_creation_input_tokens: int = 0  # computed, before the last mark of cache_control
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingTokens | None = Field(

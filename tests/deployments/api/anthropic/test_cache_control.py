@@ -56,6 +56,24 @@ async def test_a_mark_pins_what_is_before_it(
     assert await shown(last) == (everything, 3600)
 
 
+async def test_what_is_before_a_mark_counts_as_created(
+    http: httpx.AsyncClient, engine: Any
+) -> None:
+    async def counts(asked: dict[str, Any]) -> tuple[int, int, int]:
+        usage = (await http.post("/v1/messages", json=asked)).json()["usage"]
+        read = usage["cache_read_input_tokens"]
+        return usage["input_tokens"], usage["cache_creation_input_tokens"], read
+
+    unmarked = await counts(body())
+    prompt = len(engine.seen[-1].prompt)
+    assert unmarked == (prompt - 2, 0, 2)
+    marked = await counts(body(mark=MARK))
+    created = engine.seen[-1].pin.tokens - 2
+    assert marked == (prompt - 2 - created, created, 2)
+    pages = prompt // 4 * 4 - 2
+    assert await counts(body(**MARK)) == (prompt - 2 - pages, pages, 2)
+
+
 async def test_a_mark_on_a_tool(http: httpx.AsyncClient, engine: Any) -> None:
     tool = {"name": "f", "input_schema": {"type": "object"}}
     pin = await pinned(http, engine, body(None, tools=[{**tool, **MARK}]))
