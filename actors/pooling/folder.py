@@ -21,7 +21,7 @@ ENCODERS = frozenset(
         *("electra", "camembert"),
     )
 )
-REFUSED_ENCODERS = ("mpnet", "deberta", "deberta-v2", "albert", "xlnet", "t5", "funnel")
+REFUSED_ENCODERS = ("mpnet", "deberta", "deberta-v2", "albert", "xlnet", "funnel")
 CLASSIFIER = "ForSequenceClassification"
 LEGACY: dict[str, Mode] = {  # sentence-transformers before 5, in the order of its concatenation
     "pooling_mode_cls_token": "cls",
@@ -49,7 +49,8 @@ def read_recipe(args: EngineArgs) -> PoolingRecipe | None:
     """
     folder = _Folder(args)
     config = folder.json("config.json")
-    if not _pools(args, config, folder):
+    # load_config tells what is wrong with a config.json that holds no object.
+    if not isinstance(config, dict) or not _pools(args, config, folder):
         return None
     architecture = _architecture(config)
     overrides = args.hf_overrides or {}
@@ -122,7 +123,8 @@ def _pools(args: EngineArgs, config: Mapping[str, Any], folder: _Folder) -> bool
     architecture = _architecture(config)
     if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         return folder.path("modules.json") is not None
-    encoder = config.get("model_type") in (*ENCODERS, *REFUSED_ENCODERS)
+    known = config.get("model_type") in (*ENCODERS, *REFUSED_ENCODERS)
+    encoder = known and not config.get("is_decoder")
     classes = architecture.endswith((CLASSIFIER, "Model", "ForMaskedLM"))
     return encoder or classes or folder.path("modules.json") is not None
 

@@ -27,7 +27,6 @@ SMALL: dict[str, Any] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 32, "d_ff": 32, "num_layers": 1},
     "bart": {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
-    "bert": {},  # attends in both directions
     "clip": {},
     "rwkv": {"attention_hidden_size": 32},
     "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
