@@ -272,6 +272,37 @@ RELIABILITY = [
     ),
 ]
 
+ACCEPTED, DRAFTS = "spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total"
+ACCEPTED_AT = rate("spec_decode_num_accepted_tokens_per_pos_total", by="position")
+
+SPECULATION = [
+    Panel(
+        "Tokens of a step with a draft",
+        {BY_ENGINE: f"1 + {ratio(ACCEPTED, DRAFTS, by='engine')}"},
+        help="Mean acceptance length: the right drafts, and the token behind them.",
+    ),
+    Panel(
+        "Drafted tokens that were right",
+        {BY_ENGINE: ratio(ACCEPTED, "spec_decode_num_draft_tokens_total", by="engine")},
+        "percentunit",
+    ),
+    Panel(
+        "Right, by their place in the draft",
+        {"{{position}}": f"{ACCEPTED_AT} / on () group_left {rate(DRAFTS)}"},
+        "percentunit",
+        help="The share of drafts that were right up to and with this place.",
+    ),
+    Panel(
+        "Drafted tokens",
+        {
+            "drafted": rate("spec_decode_num_draft_tokens_total"),
+            "right": rate(ACCEPTED),
+        },
+        "tokens/s",
+    ),
+    Panel("Drafts", {BY_ENGINE: rate(DRAFTS, by="engine")}, "ops"),
+]
+
 STRUCTURED_OUTPUT = [
     Panel("Guided requests", each("guided_requests_total", "kind", MODEL), "reqps", stacked=True),
     Panel("Grammars checked", each("grammar_verdicts_total", "verdict", MODEL), "reqps"),
@@ -342,6 +373,7 @@ DASHBOARDS = {
     "latency": LATENCY,
     "cache": CACHE,
     "scheduler": SCHEDULER,
+    "speculation": SPECULATION,
     "reliability": RELIABILITY,
     "structured-output": STRUCTURED_OUTPUT,
     "per-model": PER_MODEL,
