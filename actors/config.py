@@ -169,6 +169,11 @@ class EngineArgs:
     long_prefill_token_threshold: int = _flag(
         0, "maximum number of tokens of one prompt in a step; 0 for no limit"
     )
+    itl_target_ms: float | None = _flag(
+        None,
+        "milliseconds between two tokens of a stream that a step may take: prompts beside streams "
+        "get as many tokens as fit; default: what --max-batch-tokens leaves",
+    )
     max_waiting_requests: int = _flag(
         4096, "maximum number of waiting requests; further ones get a 429"
     )
@@ -226,11 +231,14 @@ class EngineArgs:
     def _check_ranges(self) -> None:
         share, space, aging = self.memory_utilization, self.swap_space, self.priority_aging
         chunk, steps = self.long_prefill_token_threshold, self.steps_in_flight
+        gap = self.itl_target_ms
         logprobs = self.max_logprobs
         in_range = share is None or 0 < share <= 1
         _require(in_range, "memory_utilization", f"must be in (0, 1], got {share}")
         _require(0 <= space < math.inf, "swap_space", f"must be at least 0 GiB, got {space}")
         _require(0 <= aging < math.inf, "priority_aging", f"must be at least 0 s, got {aging}")
+        in_range = gap is None or 0 < gap < math.inf
+        _require(in_range, "itl_target_ms", f"must be over 0 ms, got {gap}")
         _require(chunk >= 0, "long_prefill_token_threshold", f"must be at least 0, got {chunk}")
         _require(steps in (1, 2), "steps_in_flight", f"must be 1 or 2, got {steps}")
         _require(logprobs >= -1, "max_logprobs", f"must be at least 0, or -1, got {logprobs}")
@@ -247,6 +255,11 @@ class EngineArgs:
             not (self.long_prefill_token_threshold and self.scheduler == "v0"),
             "long_prefill_token_threshold",
             "splits prompts, which scheduler v0 never does",
+        )
+        _require(
+            self.itl_target_ms is None or self.scheduler == "v1",
+            "itl_target_ms",
+            f"splits prompts, which scheduler {self.scheduler!r} never does",
         )
         speculation = self.speculation
         _require(
@@ -383,6 +396,7 @@ class EngineConfig:
     priority_aging: float = 0.0
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     long_prefill_token_threshold: int = 0
+    itl_target: float | None = None  # seconds that a step with prompts and streams may take
     prefix_caching: bool = True
     max_lease: int = 1
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
@@ -518,6 +532,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         priority_aging=args.priority_aging,
         tenant_weights=parse_weights(args.tenant_weights),
         long_prefill_token_threshold=args.long_prefill_token_threshold,
+        itl_target=None if args.itl_target_ms is None else args.itl_target_ms / 1000,
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_tokens=args.max_waiting_tokens,
         steps_in_flight=args.steps_in_flight

@@ -106,8 +106,8 @@ class Unguarded:
 
     def discard(self, request: Any) -> None: ...
 
-    def observe(self, *, out_of_memory: bool) -> None:
-        self._scheduler.observe(out_of_memory=out_of_memory)
+    def observe(self, info: SchedulerInfo, result: StepResult) -> None:
+        self._scheduler.observe(info, result)
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         decided: tuple[Int64Array, list[Chunk]] = self._scheduler.schedule()

@@ -13,7 +13,7 @@ import numpy as np
 
 from rayfin.actors.messages import Int64Array
 from rayfin.actors.runner.proposers.interface import TRUST_CLASSES, Drafts
-from rayfin.actors.runner.step_cost import StepCost
+from rayfin.actors.step_cost import StepCost
 from rayfin.actors.timing import (
     DRAFT_PAUSE_SECONDS,
     DRAFT_WINDOW_SECONDS,

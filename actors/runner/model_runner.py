@@ -39,12 +39,13 @@ from rayfin.actors.runner.step.batch import (
     decoding_rows,
     next_step_info,
 )
+from rayfin.actors.runner.step.measured_step import decode_step
 from rayfin.actors.runner.step.memory import available_bytes, bytes_taken, largest_step
 from rayfin.actors.runner.step.page_checksums import PageChecksums
 from rayfin.actors.runner.step.page_moves import PageMover
 from rayfin.actors.runner.step.page_prefaulter import PagePrefaulter
 from rayfin.actors.runner.step.request_slots import RequestSlots
-from rayfin.actors.runner.step_cost import StepCost, decode_step
+from rayfin.actors.step_cost import StepCost
 from rayfin.cache.kv_tensors import KVTensors
 from rayfin.kernels.sampling.select import select_sample
 

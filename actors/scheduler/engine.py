@@ -45,6 +45,7 @@ from rayfin.actors.scheduler.core.step_pipeline import StepPipeline
 from rayfin.actors.scheduler.faults.corruption import requests_sharing_failed_pages
 from rayfin.actors.scheduler.faults.quarantine import Quarantine, StepScheduler
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
+from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
 from rayfin.actors.scheduler.policy.drafts import DraftPolicy
 from rayfin.actors.scheduler.policy.multi_step import MultiStepPolicy
 from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
@@ -72,7 +73,8 @@ def make_scheduler(
     if config.scheduler == "v0":
         return RequestScheduler(lifecycle, microbatcher, config.limits)
     longest = config.long_prefill_token_threshold
-    return TokenScheduler(lifecycle, microbatcher, config.limits, longest)
+    beside = ChunkBudget(config.itl_target, config.limits.max_batch_tokens)
+    return TokenScheduler(lifecycle, microbatcher, config.limits, longest, beside)
 
 
 class Engine:
@@ -396,7 +398,7 @@ class Engine:
         self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0
-        self._quarantine.observe(out_of_memory=result.out_of_memory)
+        self._quarantine.observe(record.info, result)
 
     def _take_back_drafts(self, record: StepRecord, missing: Int64Array) -> None:
         """Drafts that were wrong, [R] of each row, are not computed: of rows that still run."""

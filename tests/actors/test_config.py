@@ -65,6 +65,8 @@ def _resolve(pages: float, *, max_position: int | None = 256, **args: Any) -> En
         ("priority_aging", -0.5),
         ("priority_aging", float("nan")),
         ("long_prefill_token_threshold", -1),
+        ("itl_target_ms", 0),
+        ("itl_target_ms", float("nan")),
         ("tenant_weights", "gold"),
         ("tenant_weights", "gold=4,"),
         ("tenant_weights", "gold=much"),
@@ -91,6 +93,9 @@ def test_v0_never_splits_a_prompt() -> None:
     with pytest.raises(InvalidConfig, match="v0") as caught:
         EngineArgs(scheduler="v0", long_prefill_token_threshold=100)
     assert caught.value.param == "long_prefill_token_threshold"
+    with pytest.raises(InvalidConfig, match="v0") as caught:
+        EngineArgs(scheduler="v0", itl_target_ms=50)
+    assert caught.value.param == "itl_target_ms"
 
 
 def test_tenant_weights() -> None:
@@ -106,8 +111,10 @@ def test_policies_reach_the_engine() -> None:
         policy="priority",
         priority_aging=2.5,
         long_prefill_token_threshold=64,
+        itl_target_ms=50,
         max_waiting_tokens=10,
     )
+    assert config.itl_target == 0.05
     assert (config.policy, config.priority_aging) == ("priority", 2.5)
     assert (config.long_prefill_token_threshold, config.max_waiting_tokens) == (64, 10)
 

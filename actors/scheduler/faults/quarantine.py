@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from rayfin.actors.errors import RequestQuarantined
-from rayfin.actors.messages import EngineRequest, Int64Array
+from rayfin.actors.messages import EngineRequest, Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.preemption import make_room
@@ -38,8 +38,8 @@ class StepScheduler(Protocol):
         """Most tokens of the request's prompt in a step that computes nothing else."""
         ...
 
-    def observe(self, *, out_of_memory: bool) -> None:
-        """A step ran, or ran out of memory."""
+    def observe(self, info: SchedulerInfo, result: StepResult) -> None:
+        """A step ran."""
         ...
 
 
@@ -113,9 +113,9 @@ class Quarantine:
         """See ``StepScheduler``."""
         return self._scheduler.longest_chunk(request)
 
-    def observe(self, *, out_of_memory: bool) -> None:
+    def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """See ``StepScheduler``."""
-        self._scheduler.observe(out_of_memory=out_of_memory)
+        self._scheduler.observe(info, result)
 
     def discard(self, request: Request) -> None:
         """The request has ended."""

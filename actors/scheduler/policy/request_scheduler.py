@@ -7,7 +7,7 @@ simplest correct continuous batching, and to show by measurement what V1 is for.
 import numpy as np
 
 from rayfin.actors.config import BatchLimits
-from rayfin.actors.messages import Int64Array
+from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.step_builder import Chunk
@@ -38,7 +38,7 @@ class RequestScheduler:
         """A whole step: prompts are not split."""
         return self._limits.max_batch_tokens
 
-    def observe(self, *, out_of_memory: bool) -> None:
+    def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """Does nothing: the runner splits a step that is too large."""
 
     def _admit(self) -> list[Chunk]:

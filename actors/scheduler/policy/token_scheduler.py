@@ -5,10 +5,11 @@ decode-first token budget.
 """
 
 from rayfin.actors.config import BatchLimits
-from rayfin.actors.messages import Int64Array
+from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
 from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.state.request import Request
 
@@ -23,7 +24,8 @@ class TokenScheduler:
     """Fills a step of ``max_batch_tokens``: decoding rows, then running prompts, then new requests.
 
     A prompt gets at most ``long_prefill`` tokens of a step (0: no limit), so that prompts
-    behind a long one share its steps (vLLM's ``long_prefill_token_threshold``).
+    behind a long one share its steps (vLLM's ``long_prefill_token_threshold``). Beside streams
+    prompts get no more than ``beside_streams`` allows.
     """
 
     def __init__(
@@ -32,17 +34,19 @@ class TokenScheduler:
         microbatcher: DecodeMicrobatcher,
         limits: BatchLimits,
         long_prefill: int = 0,
+        beside_streams: ChunkBudget | None = None,
     ) -> None:
         self._lifecycle = lifecycle
         self._microbatcher = microbatcher
         self._limits = limits
         self._longest_chunk = long_prefill or limits.max_batch_tokens
+        self._beside_streams = beside_streams or ChunkBudget(None, limits.max_batch_tokens)
         self._budget = limits.max_batch_tokens  # of a step, less after one that ran out of memory
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
         decoding, preempted = make_room(self._lifecycle, self._microbatcher.next_rows())
-        budget = self._budget - len(decoding)
+        budget = self._beside_streams.limit(len(decoding), self._budget - len(decoding))
         chunks = self._continue_prompts(budget)
         if not preempted:
             self._admit(budget - sum(chunk.length for chunk in chunks), chunks)
@@ -52,9 +56,10 @@ class TokenScheduler:
         """Most tokens of the request's prompt in a step that computes nothing else."""
         return self._max_chunk(request, self._budget, [])
 
-    def observe(self, *, out_of_memory: bool) -> None:
+    def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """Halves the budget if a step ran out of memory; else raises it slowly to the limit."""
-        if out_of_memory:
+        self._beside_streams.observe(info, result)
+        if result.out_of_memory:
             self._budget = max(self._budget // 2, min(LEAST_BUDGET, self._limits.max_batch_tokens))
         elif self._budget < self._limits.max_batch_tokens:
             back = self._limits.max_batch_tokens // RECOVERY_STEPS + 1

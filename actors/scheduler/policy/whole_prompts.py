@@ -3,7 +3,7 @@
 import numpy as np
 
 from rayfin.actors.config import BatchLimits
-from rayfin.actors.messages import Int64Array
+from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.token_scheduler import take_chunk
@@ -39,5 +39,5 @@ class WholePrompts:
         """A whole step: prompts are not split."""
         return self._limits.max_batch_tokens
 
-    def observe(self, *, out_of_memory: bool) -> None:
+    def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """Does nothing: the runner splits a step that is too large."""

@@ -5,7 +5,7 @@ import pytest
 
 from rayfin.actors.runner.draft_planner import DraftPlanner
 from rayfin.actors.runner.proposers.interface import Drafts
-from rayfin.actors.runner.step_cost import StepCost
+from rayfin.actors.step_cost import StepCost
 from rayfin.actors.timing import DRAFT_PAUSE_SECONDS, DRAFT_WINDOW_SECONDS
 
 CHEAP = StepCost((1, 128), (0.010, 0.011))  # reading weights is all

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rayfin.actors.runner.step_cost import RUNS, SIZES, StepCost, decode_step
+from rayfin.actors.runner.step.measured_step import decode_step
+from rayfin.actors.step_cost import RUNS, SIZES, StepCost
 
 
 def test_between_and_beyond_its_sizes() -> None:

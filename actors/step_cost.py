@@ -1,16 +1,15 @@
-"""Seconds of a step by its tokens: measured when the runner starts, followed while it runs."""
+"""Seconds of a step by its tokens: measured when a runner starts, or assumed; then followed."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rayfin.actors.messages import Int64Array, SchedulerInfo
+from rayfin.actors.messages import Int64Array
 from rayfin.actors.timing import STEP_COST_SECONDS
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 """Tokens of the steps that are measured; between them a straight line is drawn."""
 
-ROW_TOKENS = 8
 RUNS = 2
 GLOBAL_PACE, LOCAL_PACE = 0.05, 0.15
 """How much of a step's difference all sizes take over, and those beside it."""
@@ -18,7 +17,7 @@ GLOBAL_PACE, LOCAL_PACE = 0.05, 0.15
 LARGEST_RATIO = 2.0
 """A step that takes longer than expected counts as no more than so many times as long."""
 
-ROWS_OF_A_WEIGHT = 32.0
+ROWS_OF_A_WEIGHT, DEAR_ROWS_OF_A_WEIGHT = 32.0, 8.0
 """Without a measurement: tokens that take as long to compute as the weights to be read."""
 
 
@@ -29,7 +28,7 @@ class StepCost:
     difference goes to the whole table, so that sizes that are not run stay comparable.
     """
 
-    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+    def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
         self._sizes = np.array(sizes, np.float64)
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
 
@@ -37,6 +36,17 @@ class StepCost:
     def assumed(cls) -> "StepCost":
         """A table without a unit: the same on all ranks of a group, which must decide alike."""
         return cls((1, 128), (1 + 1 / ROWS_OF_A_WEIGHT, 1 + 128 / ROWS_OF_A_WEIGHT))
+
+    @classmethod
+    def guessed(cls, tokens: int, seconds: float, most: int) -> "StepCost":
+        """A table up to ``most`` tokens, from a step of so many ``tokens``: all that is known.
+
+        Larger steps are thought to be dear, until one has run.
+        """
+        doubled = (1 << power for power in range(SIZES[-1].bit_length(), most.bit_length() + 1))
+        sizes = np.array([*SIZES, *doubled], np.float64)
+        unit = seconds / (1 + tokens / DEAR_ROWS_OF_A_WEIGHT)
+        return cls(sizes, unit * (1 + sizes / DEAR_ROWS_OF_A_WEIGHT))
 
     @classmethod
     def measured(
@@ -63,36 +73,24 @@ class StepCost:
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
         return np.asarray(inside + np.maximum(np.subtract(tokens, sizes[-1]), 0) * slope)
 
+    def tokens(self, seconds: float) -> int:
+        """Most tokens of a step that takes ``seconds``; 0 if one token takes longer."""
+        known, sizes = self._seconds, self._sizes
+        if seconds < known[0]:
+            return 0
+        if seconds < known[-1]:
+            after = int(np.searchsorted(known, seconds, side="right"))
+            (low, high), (first, last) = sizes[after - 1 : after + 1], known[after - 1 : after + 1]
+            return int(low + (high - low) * (seconds - first) / (last - first))
+        slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2])
+        return int(sizes[-1] + (seconds - known[-1]) / slope) if slope else int(sizes[-1])
+
     def observe(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens has taken so many seconds."""
         ratio = min(max(seconds / float(self.seconds(tokens)), 1 / LARGEST_RATIO), LARGEST_RATIO)
         share = np.interp(self._sizes, *_tent(self._sizes, tokens))
         pace = GLOBAL_PACE + LOCAL_PACE * share
         self._seconds = np.maximum.accumulate(self._seconds * ratio**pace)
-
-
-def decode_step(tokens: int, context: int, page_size: int) -> SchedulerInfo:
-    """A step of so many tokens, ``ROW_TOKENS`` a row, at the end of one and the same context."""
-    rows = -(-tokens // ROW_TOKENS)
-    lengths = np.full(rows, min(tokens, ROW_TOKENS, context), np.int32)
-    pages = np.full(rows, -(-context // page_size), np.int32)
-    ids = np.arange(rows, dtype=np.int32)
-    return SchedulerInfo(
-        epoch=0,
-        step=0,
-        ids=ids,
-        chunk_idx=(np.cumsum(lengths) - lengths).astype(np.int32),
-        chunk_len=lengths,
-        merge_prompt=np.zeros(int(lengths.sum()), np.int32),
-        kv_len=context - lengths,
-        kv_page_len=pages,
-        last_pos=lengths - 1,
-        is_decoding=np.ones(rows, np.bool_),
-        decoding_batch=rows,
-        prefill_batch=0,
-        new_pages=np.tile(np.arange(pages[0], dtype=np.int32), rows),
-        new_pages_len=pages,
-    )
 
 
 def _tent(sizes: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
