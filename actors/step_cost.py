@@ -28,7 +28,9 @@ class StepCost:
     difference goes to the whole table, so that sizes that are not run stay comparable.
     """
 
-    def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
+    def __init__(
+        self, sizes: "Sequence[float] | np.ndarray", seconds: "Sequence[float] | np.ndarray"
+    ) -> None:
         self._sizes = np.array(sizes, np.float64)
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
 

@@ -1,8 +1,8 @@
 """How many tokens of prompts a step may have beside streams, which wait until it is over.
 
-A fixed number of tokens (Sarathi-Serve's budget) is a gap of a length that nobody has chosen: it
-depends on the model, the machine and the contexts. Here the gap is chosen, and the number of tokens
-follows from the measured time of steps.
+With a fixed number of tokens (Sarathi-Serve) the time between two tokens of a stream depends on the
+model, the machine and the contexts. Here that time is chosen, and the number of tokens follows from
+the measured time of steps.
 """
 
 from rayfin.actors.messages import SchedulerInfo, StepResult
