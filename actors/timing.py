@@ -183,6 +183,13 @@ RESPONSE_STORE_CALL_SECONDS = 3 * RESPONSE_STORE_POLL_SECONDS
 RESPONSE_STORE_RETRY_SECONDS = 1.0
 RESPONSE_OWNER_SECONDS = 30.0
 
+# Batches: pauses of a line whose engine is busy or away, answers become durable, and how long
+# ``rayfin run-batch`` waits for a server that takes nothing.
+
+BATCH_PAUSE_SECONDS = (0.2, 10.0)  # first and longest
+BATCH_RECORD_SECONDS = 1.0
+BATCH_PATIENCE_SECONDS = 600.0
+
 # HTTP clients: until headers and body are there, until ``100 Continue`` is sent in any case, and
 # how long a client may read nothing, or send after a refusal.
 

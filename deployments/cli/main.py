@@ -14,6 +14,7 @@ from rayfin.deployments.cli.chat import chat
 from rayfin.deployments.cli.generate import generate
 from rayfin.deployments.cli.group import Commands
 from rayfin.deployments.cli.operate import cache, collect_env, drain, sleep, status, wake
+from rayfin.deployments.cli.run_batch import run_batch
 from rayfin.deployments.cli.serve import serve
 from rayfin.deployments.cli.users import users
 
@@ -22,7 +23,10 @@ INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 @click.group(
     cls=Commands,
-    commands=[serve, generate, chat, users, bench, status, drain, cache, sleep, wake, collect_env],
+    commands=[
+        *(serve, generate, run_batch, chat, users, bench),
+        *(status, drain, cache, sleep, wake, collect_env),
+    ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Run `rayfin COMMAND --help` for the flags of a command.",
 )

@@ -51,27 +51,42 @@ class OfflineEngine(Protocol):
         ...
 
 
+def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo]:
+    """Loads the scheduler and the model runner into this process, without Ray.
+
+    Raises:
+        InvalidConfig: the model cannot be served in one process.
+    """
+    if group_size(args) > 1:
+        name = "tensor" if args.tensor_parallel_size > 1 else "pipeline"
+        raise InvalidConfig(
+            f"{name}_parallel_size over 1 needs executor='ray': a process for each device",
+            f"{name}_parallel_size",
+        )
+    from rayfin.actors.runner.inline import InlineExecutor  # imports torch
+    from rayfin.actors.runner.model_runner import ModelRunner
+
+    runner = ModelRunner(args)
+    facts, limits = runner.profile()
+    # A local call is free, so that several steps in one gain nothing.
+    config = resolve(replace(args, max_lease=1), facts, limits)
+    info = EngineInfo(
+        name="inline",
+        max_model_len=config.max_model_len,
+        vocab_size=config.vocab_size,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        max_logprobs=config.max_logprobs,
+        prefix_caching=config.prefix_caching,
+    )
+    return Engine(config, InlineExecutor(runner, config)), info
+
+
 class InlineEngine:
     """The scheduler and the model runner in this process, without Ray."""
 
     def __init__(self, args: EngineArgs) -> None:
-        from rayfin.actors.runner.inline import InlineExecutor  # imports torch
-        from rayfin.actors.runner.model_runner import ModelRunner
-
-        runner = ModelRunner(args)
-        facts, limits = runner.profile()
-        # A local call is free, so that several steps in one gain nothing.
-        config = resolve(replace(args, max_lease=1), facts, limits)
-        self._engine = Engine(config, InlineExecutor(runner, config))
-        self.info = EngineInfo(
-            name="inline",
-            max_model_len=config.max_model_len,
-            vocab_size=config.vocab_size,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            max_logprobs=config.max_logprobs,
-            prefix_caching=config.prefix_caching,
-        )
+        self._engine, self.info = load_engine(args)
 
     def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:
         engine = self._engine
@@ -109,12 +124,6 @@ def start_engine(executor: str, args: EngineArgs) -> OfflineEngine:
         InvalidConfig: the name is unknown, or the model cannot be served.
     """
     if executor == "inline":
-        if group_size(args) > 1:
-            name = "tensor" if args.tensor_parallel_size > 1 else "pipeline"
-            raise InvalidConfig(
-                f"{name}_parallel_size over 1 needs executor='ray': a process for each device",
-                f"{name}_parallel_size",
-            )
         return InlineEngine(args)
     if executor == "ray":
         from rayfin.deployments.offline.ray_engine import (

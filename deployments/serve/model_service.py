@@ -73,7 +73,7 @@ async def model_service(
     server = model.server
     name, context = model.names[0], serve.get_replica_context()
     client = _engine_pool(model, engines, context.app_name, context.replica_id.unique_id)
-    text = await asyncio.to_thread(_load_text, model)
+    text = await asyncio.to_thread(load_text, model)
     logger.info("%s: %s", name, text.formats.why)
     tracing = start_tracing(server.otlp_traces_endpoint, name)
     load = shared["load"]
@@ -164,7 +164,7 @@ def start_tracing(endpoint: str | None, model: str) -> "Tracing | None":
     return Tracing.to(endpoint, model)
 
 
-def _load_text(model: ModelArgs) -> TextSide:
+def load_text(model: ModelArgs) -> TextSide:
     """Reads files and renders templates; takes a second."""
     server, args = model.server, model.engine
     tokenizer = Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)

@@ -129,6 +129,12 @@ def test_connections_are_tried_faster_than_engines_are_given_up() -> None:
     assert t.REGISTRY_SEARCH_SECONDS < t.REGISTRY_REFRESH_SECONDS < t.ENGINE_SILENT_SECONDS
 
 
+def test_a_line_of_a_batch_is_sent_again_before_its_server_is_given_up() -> None:
+    first, longest = t.BATCH_PAUSE_SECONDS
+    assert first < longest < t.BATCH_PATIENCE_SECONDS
+    assert t.BATCH_RECORD_SECONDS < longest
+
+
 def test_a_scrape_returns_before_the_one_that_asked_for_it_gives_up() -> None:
     assert t.HUB_SCRAPE_SECONDS < t.INGRESS_SCRAPE_SECONDS < t.SCRAPE_AGE_SECONDS
     assert t.HUB_PULL_ANSWER_SECONDS < t.HUB_PULL_SECONDS < t.SCRAPE_AGE_SECONDS

@@ -1,0 +1,103 @@
+"""Sends one line of a batch to its endpoint, again where that helps."""
+
+import asyncio
+import random
+from collections.abc import Mapping
+
+import httpx
+
+from rayfin.actors.errors import ServerError
+from rayfin.actors.timing import BATCH_PAUSE_SECONDS
+from rayfin.deployments.batches.answers import Answer
+from rayfin.deployments.batches.lines import Line
+
+BUSY = frozenset({408, 429, 503})
+"""Statuses that say nothing of a line: it is sent again, as often as it takes."""
+
+NO_TIMEOUT = httpx.Timeout(30.0, read=None, pool=None)
+"""A request of a batch may wait for as long as others are before it."""
+
+REQUEST_ID = "x-request-id"
+MAX_FAILURES = 3
+"""A line whose answers are 5xx is sent so often; then the last of them is its answer."""
+
+
+class LineSender:
+    """Sends lines through an HTTP client, whose transport may be an application in this process.
+
+    Args:
+        batch: what seeds are made of, beside the line's custom_id.
+        patience: seconds without any answer of the server after which ``send`` gives up; None:
+            never.
+    """
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        *,
+        batch: str = "",
+        headers: Mapping[str, str] | None = None,
+        patience: float | None = None,
+    ) -> None:
+        self._client = client
+        self._batch = batch
+        self._headers = dict(headers or {})
+        self._patience = patience
+        self._heard = asyncio.get_running_loop().time()
+
+    async def send(self, line: Line) -> Answer:
+        """Returns the line's answer.
+
+        Raises:
+            ServerError: the server has not answered for ``patience`` seconds.
+        """
+        failures = attempts = 0
+        while True:
+            try:
+                response = await self._client.post(
+                    line.url, json=line.seeded(self._batch).body, headers=self._headers
+                )
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                self._check_patience(f"{type(error).__name__}: {error}")
+                response = None
+            except ValueError as error:  # what JSON cannot hold: NaN
+                return _refused(line, str(error))
+            if response is not None:
+                status = response.status_code
+                if status in BUSY:
+                    self._check_patience(response.text[:200])
+                else:
+                    self._heard = asyncio.get_running_loop().time()
+                    failures += status >= 500
+                    if status < 500 or failures == MAX_FAILURES:
+                        return _answer(line, response)
+            attempts += 1
+            await asyncio.sleep(_pause(attempts, response))
+
+    def _check_patience(self, why: str) -> None:
+        silent = asyncio.get_running_loop().time() - self._heard
+        if self._patience is not None and silent > self._patience:
+            raise ServerError(f"the server has taken no request for {silent:.0f} s: {why}")
+
+
+def _pause(attempts: int, response: httpx.Response | None) -> float:
+    first, longest = BATCH_PAUSE_SECONDS
+    seconds = min(longest, first * 2.0 ** min(attempts - 1, 16))
+    after = response.headers.get("retry-after", "") if response is not None else ""
+    if after.isdecimal():
+        seconds = min(longest, max(seconds, float(after)))
+    return seconds * random.uniform(0.5, 1.0)
+
+
+def _answer(line: Line, response: httpx.Response) -> Answer:
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    request_id = response.headers.get(REQUEST_ID, "")
+    return Answer(line.custom_id, line.number, response.status_code, request_id, body)
+
+
+def _refused(line: Line, why: str) -> Answer:
+    error = {"code": "invalid_line", "message": f"The body is no JSON: {why[:200]}"}
+    return Answer(line.custom_id, line.number, error=error)
