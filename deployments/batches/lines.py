@@ -34,16 +34,17 @@ class Line:
     url: str
     body: dict[str, Any]
 
-    def seeded(self, batch: str) -> "Line":
-        """The line with a seed of its own, where it gives none.
+    def prepared(self, batch: str) -> dict[str, Any]:
+        """The body to send: with a seed, where it gives none, and without a stored response.
 
         A line that is computed again after a crash then has the same text.
         """
+        if self.url == "/v1/responses":
+            return {**self.body, "store": False}
         if self.url not in SEEDED or self.body.get("seed") is not None:
-            return self
+            return self.body
         digest = hashlib.blake2b(f"{batch}\0{self.custom_id}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big") >> (64 - SEED_BITS)
-        return Line(self.number, self.custom_id, self.url, {**self.body, "seed": seed})
+        return {**self.body, "seed": int.from_bytes(digest, "big") >> (64 - SEED_BITS)}
 
 
 class LineReader:

@@ -55,7 +55,7 @@ class LineSender:
         while True:
             try:
                 response = await self._client.post(
-                    line.url, json=line.seeded(self._batch).body, headers=self._headers
+                    line.url, json=line.prepared(self._batch), headers=self._headers
                 )
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 self._check_patience(f"{type(error).__name__}: {error}")

@@ -78,11 +78,11 @@ def test_a_long_line_is_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_seed_depends_on_the_batch_and_the_line_alone() -> None:
     line = parse_line(1, _bytes())
-    seed = line.seeded("b").body["seed"]
-    assert line.seeded("b").body["seed"] == seed and 0 <= seed < 2**63
-    assert line.seeded("c").body["seed"] != seed
-    assert parse_line(1, _bytes(custom_id="b")).seeded("b").body["seed"] != seed
-    assert parse_line(1, _bytes(body={"seed": 4})).seeded("b").body == {"seed": 4}
-    embedding = Line(1, "a", "/v1/embeddings", {})
-    assert embedding.seeded("b") is embedding
+    seed = line.prepared("b")["seed"]
+    assert line.prepared("b")["seed"] == seed and 0 <= seed < 2**63
+    assert line.prepared("c")["seed"] != seed
+    assert parse_line(1, _bytes(custom_id="b")).prepared("b")["seed"] != seed
+    assert parse_line(1, _bytes(body={"seed": 4})).prepared("b") == {"seed": 4}
+    assert Line(1, "a", "/v1/embeddings", {}).prepared("b") == {}
+    assert Line(1, "a", "/v1/responses", {}).prepared("b") == {"store": False}
     assert len(id_hash("a")) == 16
