@@ -14,7 +14,7 @@ BLOCK = 64 * 1024  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineAnswer:
     """What became of one line: a response of its endpoint, or an error without one."""
 
     custom_id: str | None  # None of a line that has none, or that repeats an earlier one's

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest
-from rayfin.deployments.batches.answers import Answer, AnswerFile, Known, read_known, sync_folder
+from rayfin.deployments.batches.answers import (
+    AnswerFile,
+    Known,
+    LineAnswer,
+    read_known,
+    sync_folder,
+)
 from rayfin.deployments.batches.line_run import Work
 from rayfin.deployments.batches.lines import LineReader, id_hash, parse_line
 
@@ -84,7 +90,7 @@ class FileJob:
                 if key not in self._known.ids:
                     yield line
 
-    def record(self, answers: list[Answer]) -> None:
+    def record(self, answers: list[LineAnswer]) -> None:
         """Appends the answers, and counts them when they are durable.
 
         Raises:
@@ -150,10 +156,10 @@ class FileJob:
         return AnswerFile.open(self._partial, self._known)
 
 
-def bad_line(number: int, error: InvalidRequest) -> Answer:
+def bad_line(number: int, error: InvalidRequest) -> LineAnswer:
     """The answer of a line that is no request."""
     said = {"code": error.code, "message": error.message, "param": error.param}
-    return Answer(None, number, error=said)
+    return LineAnswer(None, number, error=said)
 
 
 def count_lines(path: Path) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
 
 from rayfin.actors.timing import BATCH_RECORD_SECONDS
-from rayfin.deployments.batches.answers import Answer
+from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
 
 READ_AHEAD = 4
@@ -14,7 +14,7 @@ READ_AHEAD = 4
 RECORD_LINES = 256
 """Answers that are recorded together at most."""
 
-Work = Line | Answer
+Work = Line | LineAnswer
 """A line to send; or the answer of one that cannot be sent."""
 
 
@@ -31,8 +31,8 @@ class LineRun:
     def __init__(
         self,
         lines: Iterator[Work],
-        send: Callable[[Line], Awaitable[Answer]],
-        record: Callable[[list[Answer]], None],
+        send: Callable[[Line], Awaitable[LineAnswer]],
+        record: Callable[[list[LineAnswer]], None],
         concurrency: int,
     ) -> None:
         self._lines = lines
@@ -41,7 +41,7 @@ class LineRun:
         self._concurrency = concurrency
         self._reading = asyncio.Lock()
         self._read: list[Work] = []  # last first
-        self._answers: list[Answer] = []
+        self._answers: list[LineAnswer] = []
         self._recording = asyncio.Lock()
         self.stopped = False
         self.allowed = asyncio.Event()  # cleared: no further line is sent for now

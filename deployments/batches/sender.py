@@ -8,7 +8,7 @@ import httpx
 
 from rayfin.actors.errors import ServerError
 from rayfin.actors.timing import BATCH_PAUSE_SECONDS
-from rayfin.deployments.batches.answers import Answer
+from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
 
 BUSY = frozenset({408, 429, 503})
@@ -45,7 +45,7 @@ class LineSender:
         self._patience = patience
         self._heard = asyncio.get_running_loop().time()
 
-    async def send(self, line: Line) -> Answer:
+    async def send(self, line: Line) -> LineAnswer:
         """Returns the line's answer.
 
         Raises:
@@ -89,15 +89,15 @@ def _pause(attempts: int, response: httpx.Response | None) -> float:
     return seconds * random.uniform(0.5, 1.0)
 
 
-def _answer(line: Line, response: httpx.Response) -> Answer:
+def _answer(line: Line, response: httpx.Response) -> LineAnswer:
     try:
         body = response.json()
     except ValueError:
         body = response.text
     request_id = response.headers.get(REQUEST_ID, "")
-    return Answer(line.custom_id, line.number, response.status_code, request_id, body)
+    return LineAnswer(line.custom_id, line.number, response.status_code, request_id, body)
 
 
-def _refused(line: Line, why: str) -> Answer:
+def _refused(line: Line, why: str) -> LineAnswer:
     error = {"code": "invalid_line", "message": f"The body is no JSON: {why[:200]}"}
-    return Answer(line.custom_id, line.number, error=error)
+    return LineAnswer(line.custom_id, line.number, error=error)

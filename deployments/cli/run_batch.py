@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.timing import BATCH_REPORT_SECONDS, THREAD_SWITCH_SECONDS
 from rayfin.deployments.cli.options import build, field_options
 from rayfin.deployments.cli.vllm_options import VllmCommand, aliases_of
 from rayfin.deployments.serve.server_args import KEY_VARIABLES, ServerArgs
@@ -29,8 +30,6 @@ SERVER = (
 )
 SLOTS = 64  # of a server whose settings are not known
 INTERRUPTED = 130
-REPORT_SECONDS = 30.0  # between two lines of progress where there is no terminal
-SWITCH_SECONDS = 0.001  # the engine's thread waits so long for the interpreter, not for 5 ms
 
 
 @click.command(cls=VllmCommand)
@@ -163,7 +162,7 @@ async def _local(
     from rayfin.deployments.serve.model_args import ModelArgs
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     _say(f"Loading {engine.model} ...")
     async with LocalApp(ModelArgs(server, engine)) as local:
         transport = httpx.ASGITransport(local.app)
@@ -209,7 +208,7 @@ def _progress(counts: "JobCounts") -> Iterator[None]:
 
 async def _log(counts: "JobCounts", rates: Callable[[], tuple[float, float]]) -> None:
     while True:
-        await asyncio.sleep(REPORT_SECONDS)
+        await asyncio.sleep(BATCH_REPORT_SECONDS)
         lines, tokens = rates()
         of, left = "", ""
         if counts.total is not None:

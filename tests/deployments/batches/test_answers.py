@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.batches.answers import Answer, AnswerFile, Known
+from rayfin.deployments.batches.answers import AnswerFile, Known, LineAnswer
 from rayfin.deployments.batches.lines import id_hash
 
 ANSWERS = [
-    Answer("a", 1, 200, "r1", {"usage": {"completion_tokens": 3}}),
-    Answer("b", 2, 400, "r2", {"error": {"message": "no"}}),
-    Answer(None, 3, error={"code": "invalid_json_line", "message": "…"}),
-    Answer("ü", 4, 200, "r4", "text"),
+    LineAnswer("a", 1, 200, "r1", {"usage": {"completion_tokens": 3}}),
+    LineAnswer("b", 2, 400, "r2", {"error": {"message": "no"}}),
+    LineAnswer(None, 3, error={"code": "invalid_json_line", "message": "…"}),
+    LineAnswer("ü", 4, 200, "r4", "text"),
 ]
 
 
