@@ -192,9 +192,11 @@ class EngineArgs:
         "no token; default: none",
     )
     spec_method: str | None = _flag(
-        None, "its method alone: ngram (the request's own text) or suffix (earlier requests' too)"
+        None,
+        "its method alone: ngram (the request's own text), suffix (earlier requests' too) or "
+        "draft_model",
     )
-    spec_model: str | None = _flag(None, "its draft model alone")
+    spec_model: str | None = _flag(None, "its draft model alone: local folder or Hugging Face name")
     spec_tokens: int | None = _flag(
         None,
         "its most drafted tokens of a request in a step; default: 5 on a CPU, 7 on a GPU, 16 for "
@@ -266,6 +268,13 @@ class EngineArgs:
             speculation is None or self.pipeline_parallel_size == 1,
             "speculative_config",
             "cannot be combined with pipeline_parallel_size over 1",
+        )
+        _require(
+            speculation is None
+            or speculation.method != "draft_model"
+            or self.tensor_parallel_size == 1,
+            "speculative_config",
+            "with a draft model cannot be combined with tensor_parallel_size over 1",
         )
         _require(
             speculation is None or self.scheduler == "v1",

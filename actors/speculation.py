@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 from rayfin.actors.errors import InvalidConfig
 
-Method = Literal["ngram", "suffix"]
+Method = Literal["ngram", "suffix", "draft_model"]
 
 FIELD = "speculative_config"
 DEFAULT_TOKENS = {"cpu": 5, "cuda": 7}
@@ -26,7 +26,6 @@ LOSSY = {
 """vLLM's keys that change tokens, or what a token's chance is."""
 
 KNOWN_ELSEWHERE = {
-    "draft_model": "a draft model",
     "eagle": "EAGLE heads",
     "eagle3": "EAGLE-3 heads",
     "mtp": "heads for several tokens (MTP)",
@@ -40,7 +39,7 @@ class SpeculativeConfig:
     """Who drafts, and how many tokens at most. vLLM's keys, and ``adaptive``."""
 
     method: Method
-    model: str | None = None  # vLLM's name of a draft model
+    model: str | None = None  # folder or Hugging Face name of a draft model
     num_speculative_tokens: int | None = None  # most drafts of a row in a step; None: by device
     prompt_lookup_min: int = 2  # tokens of the shortest n-gram that is looked up ...
     prompt_lookup_max: int = 4  # ... and of the longest
@@ -97,6 +96,8 @@ def read_speculation(
     if given.get("model") in get_args(Method):  # vLLM takes "ngram" as a model's name too
         given.setdefault("method", given.pop("model"))
     _check_keys(given)
+    if given.get("method") is None and given.get("model") is not None:
+        given["method"] = "draft_model"
     _check_method(given)
     return SpeculativeConfig(**given)
 
@@ -132,8 +133,6 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 
 def _check_method(given: Mapping[str, Any]) -> None:
     method, methods = given.get("method"), get_args(Method)
-    if method is None and given.get("model") is not None:
-        method = "draft_model"
     if method in LOSSY:
         _refuse(f"method {method!r} {LOSSY[method]}; choose one of {', '.join(methods)}")
     if method in KNOWN_ELSEWHERE:
@@ -143,7 +142,10 @@ def _check_method(given: Mapping[str, Any]) -> None:
         )
     if method not in methods:
         _refuse(f"must name a method, one of {', '.join(methods)}, got {method!r}")
-    if given.get("model") is not None:
+    if method == "draft_model":
+        if given.get("model") is None:
+            _refuse("method 'draft_model' needs a model")
+    elif given.get("model") is not None:
         _refuse(f"model has no meaning with method {method!r}")
 
 

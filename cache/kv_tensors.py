@@ -1,5 +1,6 @@
 """The memory of the pages: one tensor of keys and one of values per layer."""
 
+import copy
 import mmap
 from dataclasses import dataclass
 
@@ -50,8 +51,14 @@ class KVTensors:
                 return _zeros(shape, dtype)
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
-        self.keys = [pages(kv.kv_heads, kv.key_dim) for kv in layouts]
-        self.values = [pages(kv.kv_heads, kv.value_dim) for kv in layouts]
+        self.keys: list[torch.Tensor] = [pages(kv.kv_heads, kv.key_dim) for kv in layouts]
+        self.values: list[torch.Tensor] = [pages(kv.kv_heads, kv.value_dim) for kv in layouts]
+
+    def layers(self, start: int, end: int) -> "KVTensors":
+        """The same memory, seen as the layers [start, end) alone."""
+        part = copy.copy(self)
+        part.keys, part.values = self.keys[start:end], self.values[start:end]
+        return part
 
 
 def page_bytes(layouts: list[KVLayout], page_size: int, dtype: torch.dtype) -> int:

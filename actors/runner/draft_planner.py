@@ -23,6 +23,9 @@ from rayfin.actors.timing import (
 PRIOR = np.array([0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.9, 0.9])
 """Chance that a draft of each class is right, before any was seen ..."""
 
+DRAFTED_PRIOR = 0.7
+"""The same of a draft model, over all classes."""
+
 PRIOR_DRAFTS = 3.0
 """... which counts as much as so many drafts."""
 
@@ -42,7 +45,11 @@ of plain ones."""
 
 
 class DraftPlanner:
-    """Chances of drafts by class and place, the table of step times, and the guard."""
+    """Chances of drafts by class and place, the table of step times, and the guard.
+
+    Args:
+        draft_seconds: of one draft of each of so many rows; None: drafts cost no time to speak of.
+    """
 
     def __init__(
         self,
@@ -52,12 +59,14 @@ class DraftPlanner:
         *,
         adaptive: bool = True,
         follow: bool = True,
+        draft_seconds: Callable[[int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = most
         self._cost = cost
         self._adaptive = adaptive
         self._follow = follow  # times: not where ranks must decide alike
+        self._draft_seconds = draft_seconds
         self._clock = clock
         self._right = np.zeros((TRUST_CLASSES, most))  # by class and place ...
         self._tried = np.zeros((TRUST_CLASSES, most))  # ... where all before were right
@@ -71,16 +80,37 @@ class DraftPlanner:
         """A new request is in the slot."""
         self._own[slot] = 0
 
-    def room(self, left: Int64Array, tokens: int, decoding: int) -> Int64Array:
+    def room(self, left: Int64Array, tokens: int, decoding: int, budget: int) -> Int64Array:
         """Most drafts [N] for rows that may sample ``left`` [N] more tokens than one.
 
         Args:
             tokens: of the step without drafts, of which ``decoding`` are decoding rows.
+            budget: drafts of all rows at most.
         """
         if self._adaptive and self._follow and self._clock() < self._paused_until:
             return np.zeros_like(left)
-        room: Int64Array = np.minimum(left, self._most)
+        most, rows = self._most, len(left)
+        if self._draft_seconds is not None:
+            most = min(most, max(budget // rows, 1))
+            if self._adaptive:
+                most = self._depth(rows, most, tokens, decoding, self._draft_seconds(rows))
+        room: Int64Array = np.minimum(left, most)
         return room
+
+    def _depth(self, rows: int, most: int, tokens: int, decoding: int, seconds: float) -> int:
+        """How many drafts of each of the ``rows`` to ask for, each of which costs ``seconds``."""
+        right, tried = self._right.sum(axis=0), self._tried.sum(axis=0)
+        chances = (right + DRAFTED_PRIOR * PRIOR_DRAFTS) / (tried + PRIOR_DRAFTS)
+        counts = np.arange(most + 1)
+        gained = np.concatenate([[0.0], np.cumsum(np.cumprod(chances[:most]))])
+        rates = (decoding + rows * gained) / (
+            self._cost.seconds(tokens + rows * counts) + counts * seconds
+        )
+        best = int(rates.argmax())
+        if best and rates[best] >= LEAST_GAIN * rates[0]:
+            return best
+        self._fade(np.arange(TRUST_CLASSES))
+        return 0
 
     def pick(
         self, slots: Int64Array, drafts: Drafts, tokens: int, decoding: int, budget: int
@@ -131,16 +161,26 @@ class DraftPlanner:
         self._own[slots] = self._own[slots] * fading + np.stack([right, expected], axis=1)
 
     def observe(
-        self, tokens: int, drafts: int, decoding: int, sampled: int, seconds: float
+        self,
+        tokens: int,
+        drafts: int,
+        decoding: int,
+        sampled: int,
+        seconds: float,
+        drafting: float = 0.0,
     ) -> None:
-        """A step without prompts took ``seconds``; its decoding rows sampled so many tokens."""
+        """A step without prompts took ``seconds``; its decoding rows sampled so many tokens.
+
+        Args:
+            drafting: seconds that its drafts took before it.
+        """
         if not (self._adaptive and self._follow):
             return
         self._cost.observe(tokens, seconds)
-        if not drafts:
+        if not drafts and not drafting:
             return
         self._plain += sampled / decoding * float(self._cost.seconds(decoding))
-        self._spent += seconds
+        self._spent += seconds + drafting
         if self._spent < DRAFT_WINDOW_SECONDS:
             return
         if self._plain < LEAST_RATE * self._spent:

@@ -61,6 +61,7 @@ class LoadedModel:
     peers: ProcessGroups | None  # of a rank among several
     recurrent: RecurrentLayers | None = None  # layers that keep a state per request
     pools: PoolingParts | None = None  # of a model that gives vectors
+    token_layers: int = 0  # layers of the cache that decide tokens; 0: all
 
     @property
     def state_bytes(self) -> int:
@@ -81,6 +82,10 @@ class LoadedModel:
         if self.pools is None or self.pools.recipe.max_tokens is None:
             return positions
         return min(positions or self.pools.recipe.max_tokens, self.pools.recipe.max_tokens)
+
+    def checked(self, cache: KVTensors) -> KVTensors:
+        """The layers of ``cache`` that decide tokens: not those of a draft model."""
+        return cache.layers(0, self.token_layers or len(cache.keys))
 
     def page_bytes(self, page_size: int) -> int:
         return page_bytes(self.model.layouts, page_size, self.page_type)

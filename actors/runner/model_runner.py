@@ -28,6 +28,7 @@ from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.pooling.pooler import Pooler
+from rayfin.actors.runner.proposers.draft_model import DraftModelProposer, with_draft
 from rayfin.actors.runner.proposers.make import make_proposer
 from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
 from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
@@ -83,7 +84,7 @@ class ModelRunner:
         self._plugins = plugins or RunnerPlugins()
         if self._plugins.proposer and place is not None and place.stages > 1:
             raise InvalidConfig("a pipeline cannot speculate", "pipeline_parallel_size")
-        self._loaded = load(args, place)
+        self._loaded = with_draft(load(args, place), args)
         wrap = self._plugins.wrap_model
         self._model = wrap(self._loaded.model) if wrap else self._loaded.model
         self._next = (-1, 0)  # epoch and step
@@ -233,7 +234,12 @@ class ModelRunner:
         proposer, settings = self._plugins.proposer, config.speculation
         if (proposer is None and settings is None) or not isinstance(self._sampler, Sampler):
             return None
-        made = make_proposer(config) if proposer is None else proposer()
+        loaded = self._loaded
+        made = (
+            make_proposer(config, loaded.model, self._slots, loaded.device)
+            if proposer is None
+            else proposer()
+        )
         adaptive = settings is not None and settings.adaptive
         follow = self._loaded.peers is None  # ranks would measure different times
         cost = self._measure(config) if adaptive and follow else StepCost.assumed()
@@ -243,6 +249,7 @@ class ModelRunner:
             cost,
             adaptive=adaptive,
             follow=follow,
+            draft_seconds=made.seconds if isinstance(made, DraftModelProposer) else None,
         )
         device = self._loaded.device
         return Speculator(made, self._slots, self._sampler, device, config.limits, planner)
@@ -278,7 +285,8 @@ class ModelRunner:
             ahead = min(AHEAD_TOKENS // page_size, AHEAD_BYTES // page)
             observers.append(PagePrefaulter([*cache.keys, *cache.values], ahead))
         if self._args.check_pages and cache.keys:
-            observers.append(PageChecksums(cache, page_size, self._slots))
+            own = self._loaded.checked(cache)
+            observers.append(PageChecksums(own, page_size, self._slots))
         if self._loaded.peers:
             observers.append(RankAgreement(self._loaded.peers))
         return [*observers, *self._plugins.observers]
@@ -339,7 +347,7 @@ class ModelRunner:
         speculator = self._speculator
         assert speculator is not None
         for number in range(info.num_steps):
-            started = time.perf_counter()
+            started, drafting = time.perf_counter(), speculator.drafting
             results = self._verify(drafted) if drafted is not None else None
             step = info if drafted is None or results is None else drafted
             results = results or [self._advance(info, output)]
@@ -348,7 +356,9 @@ class ModelRunner:
             if len(rows) == info.decoding_batch:
                 tokens, seconds = len(step.merge_prompt), time.perf_counter() - started
                 drafts = tokens - len(rows)
-                speculator.planner.observe(tokens, drafts, len(rows), int(counts.sum()), seconds)
+                speculator.planner.observe(
+                    *(tokens, drafts, len(rows), int(counts.sum()), seconds, drafting)
+                )
             if number + 1 == info.num_steps:
                 return
             left = left - counts

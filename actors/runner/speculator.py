@@ -6,6 +6,7 @@ and with the first that differs from its draft. Output equals that without draft
 (cf. Leviathan et al., 2023, whose rejection rule this replaces).
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,7 @@ class Speculator:
         planner: DraftPlanner,
     ) -> None:
         self.planner = planner
+        self.drafting = 0.0  # seconds that the last ``expand`` took to propose
         self._proposer = proposer
         self._slots = slots
         self._sampler = sampler
@@ -87,16 +89,19 @@ class Speculator:
         Args:
             left: [R] tokens that each row may still sample in this call.
         """
+        self.drafting = 0.0
         rows = np.flatnonzero(info.is_decoding & (left > 1))
         tokens, limits = len(info.merge_prompt), self._limits
         budget = min(limits.max_batch_tokens - tokens, limits.max_decoding_batch - len(info.ids))
         if budget < 1 or not len(rows) or self._scores(info):
             return None
-        room = self.planner.room(left[rows] - 1, tokens, info.decoding_batch)
+        room = self.planner.room(left[rows] - 1, tokens, info.decoding_batch, budget)
         if not room.any():
             return None
         slots = info.ids[rows].astype(np.int64)
+        started = time.perf_counter()
         drafts = self._proposer.propose(slots, room)
+        self.drafting = time.perf_counter() - started
         assert (drafts.lengths <= room).all(), "more drafts than asked for"
         lengths = self.planner.pick(slots, drafts, tokens, info.decoding_batch, budget)
         return _with_drafts(info, rows, drafts, lengths) if lengths.any() else None

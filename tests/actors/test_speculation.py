@@ -18,6 +18,8 @@ def test_written_in_three_ways() -> None:
     assert EngineArgs(spec_method="ngram", spec_tokens=3).speculation == expected
     both = EngineArgs(speculative_config='{"method": "ngram"}', spec_tokens=3)
     assert both.speculation == expected
+    small = SpeculativeConfig(method="draft_model", model="org/small")
+    assert EngineArgs(spec_model="org/small").speculation == small
     assert EngineArgs().speculation is None
     assert read_speculation({"model": "ngram"}) == SpeculativeConfig(method="ngram")
     assert read_speculation({"method": "ngram_gpu"}) == SpeculativeConfig(method="ngram")
@@ -40,7 +42,8 @@ def test_most_tokens_by_device() -> None:
         ({"speculative_config": {"method": "ngram", "rejection_sample_method": "block"}}, "remove"),
         ({"speculative_config": {"method": "ngram", "synthetic_acceptance_rate": 1}}, "remove it"),
         ({"speculative_config": {"method": "eagle3"}}, "EAGLE-3 heads"),
-        ({"speculative_config": {"model": "org/small"}}, "a draft model"),
+        ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
+        ({"spec_model": "org/small", "tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"speculative_config": {"method": "ngram", "model": "org/small"}}, "no meaning"),
         ({"speculative_config": {"method": "ngram", "adaptive": 1}}, "of type bool, got 1"),
         ({"speculative_config": {"method": "ngram"}, "spec_method": "eagle3"}, "set twice"),

@@ -27,6 +27,7 @@ class StepInputs:
     slots: Int32Array | None = None  # [R] the slot of each row's request, for data kept by slot:
     # adapters, positions of images
     token_types: torch.Tensor | None = None  # [T] int64, 1 in the second text of a pair
+    first_prompt: int = 0  # the row from which on rows are parts of prompts
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ def build_inputs(
         batch=batch,
         sampled=to_device((info.chunk_idx + info.last_pos)[rows].astype(np.int64), device),
         slots=info.ids,
+        first_prompt=info.decoding_batch,
     )
     return inputs, sampled_rows(info.ids[rows], rows, kv_len[rows], slots, device)
 

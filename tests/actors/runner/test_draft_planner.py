@@ -72,7 +72,29 @@ def test_the_guard_pauses_what_costs_more_than_it_gives(follow: bool) -> None:
             planner.observe(6, 5, 1, 1, seconds)
             spent += seconds
         start = clock.now
-        while not planner.room(np.array([5]), 1, 1)[0]:
+        while not planner.room(np.array([5]), 1, 1, 64)[0]:
             clock.now += 1.0
         pauses.append(clock.now - start)
     assert pauses == ([DRAFT_PAUSE_SECONDS, 2 * DRAFT_PAUSE_SECONDS] if follow else [0.0, 0.0])
+
+
+@pytest.mark.parametrize(("seconds", "deep"), [(0.0, True), (0.001, True), (0.02, False)])
+def test_a_draft_that_costs_time_is_worth_it_or_not_made(seconds: float, deep: bool) -> None:
+    planner = DraftPlanner(8, 5, CHEAP, draft_seconds=lambda _: seconds, clock=Clock())
+    room = planner.room(np.full(2, 9), 2, 2, 100).tolist()
+    assert room == ([5, 5] if deep else [0, 0])
+    assert planner.room(np.full(2, 9), 2, 2, 4).tolist() == ([2, 2] if deep else [0, 0])
+
+
+def test_depth_follows_what_was_right() -> None:
+    planner = DraftPlanner(8, 5, CHEAP, draft_seconds=lambda _: 0.002, clock=Clock())
+    left = np.full(1, 9)
+    assert planner.room(left, 1, 1, 100)[0] > 2
+    for _ in range(30):
+        counts = planner.pick(ONE, drafts(1, trust=7), 1, 1, 100)
+        planner.learn(ONE, counts, ONE)  # none is ever right
+        if not planner.room(left, 1, 1, 100)[0]:
+            break
+    assert planner.room(left, 1, 1, 100)[0] == 0
+    while not planner.room(left, 1, 1, 100)[0]:  # one day it is tried again
+        pass
