@@ -8,7 +8,7 @@ decides a default.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
@@ -303,6 +303,17 @@ class EngineArgs:
         return read_speculation(
             self.speculative_config, self.spec_method, self.spec_model, self.spec_tokens
         )
+
+    @property
+    def draft_model(self) -> "EngineArgs | None":
+        """The settings of the model that drafts, or None."""
+        speculation = self.speculation
+        if speculation is None or speculation.model is None:
+            return None
+        of_target = ("tokenizer", "revision", "tokenizer_revision", "hf_overrides", "max_model_len")
+        drafting = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+        unset = dict.fromkeys((*of_target, *drafting))
+        return replace(self, model=speculation.model, runner="generate", convert="none", **unset)
 
     @property
     def identity(self) -> str:

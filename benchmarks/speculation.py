@@ -2,10 +2,11 @@
 
     python benchmarks/speculation.py --streams 1 4 16
     python benchmarks/speculation.py --random           # nothing is copied: what it costs
+    python benchmarks/speculation.py --shape 0.6b --draft-shape 135m --agree 0.7
 
 A model with random weights says what a script says: its forward is computed, then the logits of
 the script's next token are raised. A copying answer repeats spans of its prompt, with new tokens
-between.
+between. A draft model says the same, but for a share of the places.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.paged_model import StepModel
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.proposers.draft_model import DraftedModel
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.scheduler.engine import Engine
 
@@ -52,8 +54,8 @@ class Scripts(Observer):
 class ScriptedModel:
     """A model that computes, and then says what the script says."""
 
-    def __init__(self, model: StepModel, scripts: Scripts) -> None:
-        self._model, self._scripts = model, scripts
+    def __init__(self, model: StepModel, scripts: Scripts, right: float = 1.0) -> None:
+        self._model, self._scripts, self._right = model, scripts, right
         self.layouts, self.dtype = model.layouts, model.dtype
 
     def bind(self, cache: Any) -> None:
@@ -70,7 +72,8 @@ class ScriptedModel:
         for at, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             text = self._scripts.of_slot.get(int(inputs.slots[row]))
             if text is not None and position < len(text):
-                logits[at, int(text[position])] = 1e6
+                wrong = (position * 7919 + int(text[0])) % 1000 >= 1000 * self._right
+                logits[at, int(text[position]) + wrong] = 1e6
         return logits
 
 
@@ -89,7 +92,7 @@ def copying(rng: random.Random, copied: float) -> tuple[list[int], list[int]]:
 class Bench:
     """One model, and engines on it with and without speculation."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], agree: float) -> None:
         self.scripts = Scripts({}, {})
         plugins = RunnerPlugins(
             observers=(self.scripts,), wrap_model=lambda model: ScriptedModel(model, self.scripts)
@@ -101,8 +104,12 @@ class Bench:
             max_model_len=4096,
             kv_cache_memory=2**30,
         )
-        self.args = {"plain": plain, "ngram": EngineArgs.from_dict({**_dict(plain), **settings})}
-        self.runner = ModelRunner(plain, plugins=plugins)
+        drafting = EngineArgs.from_dict({**_dict(plain), **settings})
+        self.args = {"plain": plain, "drafting": drafting}
+        self.runner = ModelRunner(drafting, plugins=plugins)
+        model = self.runner._loaded.model
+        if isinstance(model, DraftedModel):
+            model.draft = ScriptedModel(model.draft, self.scripts, agree)
         self.facts = self.runner.profile()
 
     def run(self, name: str, jobs: Sequence[tuple[list[int], list[int] | None]]) -> Any:
@@ -136,6 +143,15 @@ class Bench:
         return count / (time.perf_counter() - started), tokens, engine.stats()
 
 
+def save(folder: str, shape: str, **changes: Any) -> int:
+    """Writes a model's configuration; returns how many tokens it has."""
+    architecture, sizes = SHAPES[shape]
+    settings = {"tie_word_embeddings": True, "max_position_embeddings": 8192, **sizes, **changes}
+    config = AutoConfig.for_model(architecture, **settings)
+    config.save_pretrained(folder)
+    return int(config.vocab_size)
+
+
 def _dict(args: EngineArgs) -> dict[str, Any]:
     return {field.name: getattr(args, field.name) for field in fields(args)}
 
@@ -149,18 +165,20 @@ def main() -> None:
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--draft-shape", choices=SHAPES, help="drafts with a model of this shape")
+    parser.add_argument("--agree", type=float, default=0.7, help="share of its right tokens")
     options = parser.parse_args()
     settings = {"spec_method": options.method, "spec_tokens": options.tokens}
-    with tempfile.TemporaryDirectory() as folder:
-        architecture, sizes = SHAPES[options.shape]
-        AutoConfig.for_model(
-            architecture, tie_word_embeddings=True, max_position_embeddings=8192, **sizes
-        ).save_pretrained(folder)
-        bench = Bench(Path(folder), settings)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as small:
+        vocabulary = save(folder, options.shape)
+        if options.draft_shape:
+            save(small, options.draft_shape, vocab_size=vocabulary)
+            settings |= {"spec_method": "draft_model", "spec_model": small}
+        bench = Bench(Path(folder), settings, options.agree)
     print("| streams | plain tokens/s | drafting tokens/s | ratio | drafts right |")
     print("|---|---|---|---|---|", flush=True)
     for streams in options.streams:
-        rates: dict[str, list[float]] = {"plain": [], "ngram": []}
+        rates: dict[str, list[float]] = {"plain": [], "drafting": []}
         share = 0.0
         for number in range(options.rounds):
             rng = random.Random(number)
@@ -168,14 +186,14 @@ def main() -> None:
             if options.random:
                 jobs = [(prompt, None) for prompt, _ in jobs]
             said = {}
-            for name in ("plain", "ngram") if number % 2 else ("ngram", "plain"):
+            for name in ("plain", "drafting") if number % 2 else ("drafting", "plain"):
                 rate, said[name], stats = bench.run(name, jobs)
                 rates[name].append(rate)
                 if stats.spec_draft_tokens:
                     share = stats.spec_accepted_tokens / stats.spec_draft_tokens
-            assert said["plain"] == said["ngram"], "speculation changed a token"
-        medians = [statistics.median(rates[name]) for name in ("plain", "ngram")]
-        pairs = zip(rates["plain"], rates["ngram"], strict=True)
+            assert said["plain"] == said["drafting"], "speculation changed a token"
+        medians = [statistics.median(rates[name]) for name in ("plain", "drafting")]
+        pairs = zip(rates["plain"], rates["drafting"], strict=True)
         ratio = statistics.median(drafting / plain for plain, drafting in pairs)
         speeds = " | ".join(f"{rate:.1f}" for rate in medians)
         print(f"| {streams} | {speeds} | {ratio:.2f} | {share:.0%} |", flush=True)

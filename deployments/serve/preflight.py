@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.runner.parallel.rank import group_size
 
 if TYPE_CHECKING:  # which imports Ray, and an inline engine needs none
@@ -30,6 +30,14 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     load_config(found, read_recipe(found))
     if args.load_format != "dummy":
         require_safetensors(found.model)
+    draft = args.draft_model
+    if draft is not None:
+        try:
+            load_config(draft)
+        except RayfinError as error:
+            raise InvalidConfig(
+                f"speculative_config model: {error}", "speculative_config"
+            ) from None
     if tokenizer:
         Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.runner.loading import LoadedModel, load
 from rayfin.actors.runner.models.paged_model import StepModel
@@ -191,39 +191,27 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     """The model with the layers of the draft model that ``args`` names, if any.
 
     Raises:
-        InvalidConfig: the draft model has another vocabulary, or keeps states.
+        InvalidConfig: the draft model cannot be loaded, has another vocabulary, or keeps states.
     """
-    settings = args.speculation
-    if settings is None or settings.method != "draft_model":
+    own = args.draft_model
+    if own is None:
         return loaded
-    assert settings.model is not None
-    own = replace(
-        args,
-        model=settings.model,
-        tokenizer=None,
-        revision=None,
-        tokenizer_revision=None,
-        hf_overrides=None,
-        max_model_len=None,
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-        speculative_config=None,
-        spec_method=None,
-        spec_model=None,
-        spec_tokens=None,
-    )
     threads = torch.get_num_threads()
-    draft = load(own)
+    try:
+        draft = load(replace(own, dtype=str(loaded.model.dtype).removeprefix("torch.")))
+    except RayfinError as error:
+        raise InvalidConfig(f"speculative_config model: {error}", "speculative_config") from None
     torch.set_num_threads(threads)
-    if loaded.recurrent is not None or draft.recurrent is not None or draft.pools is not None:
+    if loaded.recurrent is not None or draft.recurrent is not None or loaded.pools is not None:
         raise InvalidConfig(
-            f"speculative_config model {settings.model} keeps states, or gives vectors, or drafts "
-            "for a model that does: only plain decoders draft",
+            f"speculative_config model {own.model} cannot draft for {args.model}: one of them "
+            "keeps states, or gives vectors",
             "speculative_config",
         )
     sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (loaded, draft)]
     if sizes[0] != sizes[1]:
         raise InvalidConfig(
-            f"speculative_config model {settings.model} has {sizes[1]} tokens in its vocabulary, "
+            f"speculative_config model {own.model} has {sizes[1]} tokens in its vocabulary, "
             f"and {args.model} has {sizes[0]}: they must be of one family",
             "speculative_config",
         )

@@ -70,6 +70,13 @@ def test_broken_folder(folder: Path, file: str, text: str | None, message: str) 
     assert "\n" not in str(error.value)
 
 
+def test_the_draft_model_is_looked_at_too(folder: Path) -> None:
+    check_model(EngineArgs(model=str(folder), spec_model=str(folder)))
+    with pytest.raises(InvalidConfig, match="speculative_config model: there is no folder") as got:
+        check_model(EngineArgs(model=str(folder), spec_model=str(folder / "none")))
+    assert got.value.param == "speculative_config"
+
+
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=f"there is no folder {tmp_path}/none"):
         check_model(EngineArgs(model=f"{tmp_path}/none"))

@@ -172,7 +172,7 @@ def test_refused(tiny_model: Make, tiny_models: Any, engine_args: Make, tmp_path
     config.vocab_size = 90
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     args = engine_args(tiny_model("llama").folder)
-    with pytest.raises(InvalidConfig, match="90 tokens in its vocabulary.* has 100") as caught:
+    with pytest.raises(InvalidConfig, match="90 tokens in its vocabulary.* has 128") as caught:
         ModelRunner(drafted(args, tmp_path))
     assert caught.value.param == "speculative_config"
     with pytest.raises(InvalidConfig, match="no folder /nowhere"):
