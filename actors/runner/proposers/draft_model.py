@@ -12,11 +12,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rayfin.actors.config import EngineArgs
+from rayfin.actors.config import Dtype, EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.runner.loading import LoadedModel, load
 from rayfin.actors.runner.models.paged_model import StepModel
+from rayfin.actors.runner.models.weights import DTYPES
 from rayfin.actors.runner.proposers.interface import Drafts, TokenTable
 from rayfin.actors.runner.step.batch import StepInputs, build_inputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
@@ -57,19 +58,20 @@ class DraftedModel:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         logits = self.target.forward(inputs)
         first = inputs.first_prompt
-        if first < inputs.batch.rows and self._fits(inputs.batch.kv_len_cpu[first:]):
+        ends = np.asarray(inputs.batch.kv_len_cpu[first:])
+        if len(ends) and self._fits(ends):
             self.draft.forward(prompts_of(inputs))
             if inputs.slots is not None and len(self.seen):
-                self._note(inputs.slots[first:], inputs.batch, first)
+                counts = np.diff(inputs.batch.query_start_cpu[first:])
+                self._note(inputs.slots[first:], ends - counts, ends)
         return logits
 
-    def _note(self, slots: Int32Array, batch: PagedBatch, first: int) -> None:
-        """The draft model has computed the chunks of these slots, in the rows from ``first`` on."""
-        ends, chunks = batch.kv_len_cpu[first:], np.diff(batch.query_start_cpu[first:])
-        joined = ends - chunks <= self.seen[slots]
+    def _note(self, slots: Int32Array, starts: np.ndarray, ends: np.ndarray) -> None:
+        """The draft model has computed the tokens from ``starts`` [N] to ``ends`` [N] of slots."""
+        joined = starts <= self.seen[slots]
         self.seen[slots[joined]] = ends[joined]
 
-    def _fits(self, lengths: "Int32Array") -> bool:
+    def _fits(self, lengths: np.ndarray) -> bool:
         """Whether the draft model has positions for all of these requests."""
         most = self.draft_positions
         return most is None or int(np.max(lengths)) <= most
@@ -197,8 +199,9 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     if own is None:
         return loaded
     threads = torch.get_num_threads()
+    dtypes: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
     try:
-        draft = load(replace(own, dtype=str(loaded.model.dtype).removeprefix("torch.")))
+        draft = load(replace(own, dtype=dtypes[loaded.model.dtype]))
     except RayfinError as error:
         raise InvalidConfig(f"speculative_config model: {error}", "speculative_config") from None
     torch.set_num_threads(threads)
@@ -222,14 +225,15 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
 def prompts_of(inputs: StepInputs) -> StepInputs:
     """The rows from ``inputs.first_prompt`` on, as a step of their own; its logits are not used."""
     first, batch = inputs.first_prompt, inputs.batch
-    start = int(batch.query_start_cpu[first])
+    starts = np.asarray(batch.query_start_cpu[first:])
+    start = int(starts[0])
     part = PagedBatch(
         query_start=batch.query_start[first:] - start,
         kv_len=batch.kv_len[first:],
         page_tables=batch.page_tables[first:],
         slots=batch.slots[start:],
         positions=batch.positions[start:],
-        query_start_cpu=batch.query_start_cpu[first:] - start,
+        query_start_cpu=starts - start,
         kv_len_cpu=batch.kv_len_cpu[first:],
         decoding=0,
         page_size=batch.page_size,

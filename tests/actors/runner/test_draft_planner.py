@@ -1,5 +1,7 @@
 """As many drafts as gain time: the planner on a clock and a table that the test owns."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ class Clock:
         return self.now
 
 
-def planner_of(cost: StepCost, clock: Clock | None = None, **settings: bool) -> DraftPlanner:
+def planner_of(cost: StepCost, clock: Clock | None = None, **settings: Any) -> DraftPlanner:
     return DraftPlanner(8, 5, cost, clock=clock or Clock(), **settings)
 
 

@@ -21,6 +21,7 @@ from rayfin.actors.scheduler.engine import Engine
 Make = Callable[..., Any]
 PROMPTS = [[15, 9, 30, 15, 9, 30, 15, 9], [17, 17, 60, 20, 44, 31, 8, 17, 90], [11, 12], [5] * 40]
 OUTPUT = 20
+MODELS: Any = AutoModelForCausalLM
 
 
 def drafted(args: Any, model: Any, **settings: Any) -> Any:
@@ -158,7 +159,7 @@ def test_no_drafts_beyond_its_positions(
 ) -> None:
     config = tiny_models.tiny_config("gpt2")
     config.n_positions = 56
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    MODELS.from_config(config).save_pretrained(tmp_path)
     args = engine_args(tiny_model("llama").folder, max_decoding_batch=24)
     requests = requests_of(Sampling())
     expected = finish(engine_of(args), requests)
@@ -170,7 +171,7 @@ def test_no_drafts_beyond_its_positions(
 def test_refused(tiny_model: Make, tiny_models: Any, engine_args: Make, tmp_path: Path) -> None:
     config = tiny_models.tiny_config("llama")
     config.vocab_size = 90
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    MODELS.from_config(config).save_pretrained(tmp_path)
     args = engine_args(tiny_model("llama").folder)
     with pytest.raises(InvalidConfig, match="90 tokens in its vocabulary.* has 128") as caught:
         ModelRunner(drafted(args, tmp_path))
