@@ -205,10 +205,12 @@ def _page(
         raise
     except Exception as error:  # whatever a model's own code raises over pages
         lines = str(error).strip().splitlines() or [""]
+        why = f"over pages its forward raises {type(error).__name__}: {lines[0]}"
+        config = model.config.get_text_config(decoder=True)
+        if getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None):
+            why = "its sparse attention keeps an index of keys beside the pages"
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be served: over pages its forward raises "
-            f"{type(error).__name__}: {lines[0]}",
-            "model",
+            f"{type(model).__name__} cannot be served: {why}", "model"
         ) from error
 
 

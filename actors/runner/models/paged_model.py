@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.runner.models.own_attention import redirect_attention
 from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
@@ -244,6 +245,7 @@ class PagedModel:
         self._picks_logits = "logits_to_keep" in accepted
         self._has_windows = False
         self.recurrent: RecurrentLayers | None = None
+        redirect_attention(model, ATTENTION, rayfin_attention)
         set_attention(model, ATTENTION)
         self.layouts = self._probe()
 
