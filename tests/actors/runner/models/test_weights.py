@@ -34,7 +34,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "bloom": {"n_head": 4, "n_layer": 2},  # its own attention, with ALiBi
     "doge": {"num_experts": 4},  # a mask of its own
     "roberta": {"is_decoder": True},  # its positions start at padding_idx + 1
-    "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4},
 }
 
 
