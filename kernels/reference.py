@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 import torch
 
+from rayfin.kernels.grouped import Grouped
 from rayfin.kernels.reference_pages import (
     combine_partials,
     last_token_index,
@@ -30,6 +31,8 @@ __all__ = [
     "int8_rows",
     "last_token_index",
     "logprobs",
+    "matmul_grouped",
+    "matmul_int4",
     "matmul_int8",
     "min_p_filter",
     "page_level_decode_attention",
@@ -39,6 +42,7 @@ __all__ = [
     "partial_attention",
     "penalised",
     "rms_norm",
+    "round_int4",
     "rotary",
     "sample",
     "silu_mul",
@@ -216,6 +220,51 @@ def matmul_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     outputs, output_scales = int8_rows(weight)
     sums = rows.int() @ outputs.int().T
     return sums.float() * (row_scales.unsqueeze(1) * output_scales)
+
+
+def matmul_grouped(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
+    """x W^T of a weight in groups that share a scale: [M, K], [N, K] -> [M, N] float32."""
+    return (x.double() @ weight.dense().double().T).float()
+
+
+def matmul_int4(x: torch.Tensor, weight: Grouped) -> torch.Tensor:
+    """x W^T of rows rounded to 8 bits: integer sums of each group of inputs, times both scales.
+
+    [M, K], [N, K] -> [M, N] float32.
+    """
+    rows, row_scales = int8_rows(x if weight.order is None else x[:, weight.order])
+    zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
+    out = torch.zeros(len(x), len(weight.values))
+    for group, scale in enumerate(weight.scale.T):
+        part = slice(group * weight.group, (group + 1) * weight.group)
+        numbers = weight.values[:, part].int() - zero[:, group : group + 1].int()
+        out += (rows[:, part].int() @ numbers.T).float() * scale
+    return out * row_scales.unsqueeze(1)
+
+
+def round_int4(weight: torch.Tensor, group: int) -> Grouped:
+    """Rounds groups of inputs to 4 bits: -8 is the number of largest magnitude, times a factor.
+
+    Of six factors each group has the one of the least squared error.
+    """
+    outputs, inputs = weight.shape
+    codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
+    scales = torch.zeros(outputs, -(-inputs // group))
+    for output in range(outputs):
+        for index in range(scales.shape[1]):
+            part = slice(index * group, (index + 1) * group)
+            numbers = weight[output, part].float()
+            peak = numbers[numbers.abs().argmax()]
+            best, least = torch.full_like(numbers, 8.0), math.inf
+            for factor in (1.0, 1.0625, 0.9375, 0.875, 0.8125, 0.75) if abs(peak) >= 1e-30 else ():
+                scale = peak / -8 * factor
+                rounded = torch.round(numbers * (1 / scale)).clamp(-8, 7)
+                error = float((numbers - rounded * scale).square().sum())
+                if error < least:
+                    best, least, scales[output, index] = rounded + 8, error, scale
+            codes[output, part] = best.to(torch.uint8)
+    zero = torch.full(scales.shape, 8, dtype=torch.int32)
+    return Grouped(codes, scales, group, 4, zero)
 
 
 # --- sampling -------------------------------------------------------------------------------------

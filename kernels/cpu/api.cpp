@@ -1,4 +1,5 @@
 // The C interface, as library.py declares it to ctypes. The Python callers own the memory and check the sizes.
+#include <memory>
 #include <new>
 
 #include "paged_attention/attention.h"
@@ -11,6 +12,7 @@
 #include "matmul/matmul.h"
 #include "matmul/matmul_int8.h"
 #include "matmul/measure.h"
+#include "matmul/round_int4.h"
 #include "layers/norms.h"
 
 using namespace rayfin;
@@ -59,6 +61,35 @@ RAYFIN_API void rayfin_matrix_fill(Matrix* matrix, int64_t first, int64_t count,
   } else {
     matrix->fill(first, count, static_cast<const float*>(weights), stride);
   }
+}
+
+// A weight of codes (Storage): `group` inputs share a scale. kInt4 may round rows to 8 bits. `order` [inputs] and `table` [16] may be null.
+RAYFIN_API Matrix* rayfin_codes_create(int64_t outputs, int64_t inputs, int storage, int paired, int64_t group,
+                                       int zeros, int rounds_rows, const int32_t* order, const float* table) {
+  try {
+    auto matrix = std::make_unique<Matrix>(outputs, inputs, Storage(storage), paired != 0, group, zeros != 0);
+    matrix->rounds_rows = rounds_rows != 0;
+    if (order) matrix->set_order(order);
+    if (table) matrix->set_table(table);
+    return matrix.release();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+RAYFIN_API void rayfin_codes_fill(Matrix* matrix, int64_t first, int64_t count, const uint8_t* codes,
+                                  const float* scales, const int16_t* zeros) {
+  matrix->fill_codes(first, count, codes, scales, zeros);
+}
+
+RAYFIN_API void rayfin_round_int4(Pool* pool, const float* weights, int64_t outputs, int64_t inputs, int64_t group,
+                                  uint8_t* codes, float* scales) {
+  Turn turn(pool);
+  round_int4(*pool, weights, outputs, inputs, group, codes, scales);
+}
+
+RAYFIN_API void rayfin_codes_copy(Matrix* matrix, int64_t first, const Matrix* from, int64_t start, int64_t count) {
+  matrix->copy_codes(first, *from, start, count);
 }
 
 RAYFIN_API void rayfin_matrix_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, float* out,

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
 
 
 class _Experts(ctypes.Structure):
@@ -22,7 +22,7 @@ class _Routing(ctypes.Structure):
 
 
 class PackedExperts:
-    """Packed weights of E experts; ``storage`` is that of ``CpuKernels.pack``."""
+    """Packed weights of E experts."""
 
     def __init__(
         self,
@@ -30,13 +30,14 @@ class PackedExperts:
         gate_up: torch.Tensor,  # [E, 2 F, H], gate above up
         down: torch.Tensor,  # [E, H, F]
         activation: Activation,
-        storage: torch.dtype | None = None,
+        pack: Pack | None = None,  # ``CpuKernels.pack`` by default
     ) -> None:
         count, hidden, intermediate = down.shape
         assert gate_up.shape == (count, 2 * intermediate, hidden), gate_up.shape
         self._kernels, self.hidden = kernels, hidden
-        self.gate_up = [kernels.pack([one], paired=True, storage=storage) for one in gate_up]
-        self.down = [kernels.pack([one], storage=storage) for one in down]
+        pack = pack or kernels.pack
+        self.gate_up = [pack([one], paired=True) for one in gate_up]
+        self.down = [pack([one]) for one in down]
         pointers = ctypes.c_void_p * count
         self._handles = [
             pointers(*(matrix.handle for matrix in some)) for some in (self.gate_up, self.down)

@@ -7,6 +7,7 @@ rows, and float32 unless documented otherwise.
 import ctypes
 import weakref
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,12 @@ from rayfin.kernels.shapes import TokenBits
 
 STORAGES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Storage of weights, and except int8 of pages (Storage in matrix.h)."""
+
+
+class Pack(Protocol):
+    """Packs weights [N_i, K], stacked, or a gate and an up projection as pairs."""
+
+    def __call__(self, weights: list[torch.Tensor], *, paired: bool = False) -> "Matrix": ...
 
 
 class Activation(IntEnum):

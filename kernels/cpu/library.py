@@ -28,6 +28,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rayfin_matrix_create": (_P, (_I64, _I64, _INT, _INT)),
     "rayfin_matrix_destroy": (None, (_P,)),
     "rayfin_matrix_fill": (None, (_P, _I64, _I64, _P, _I64, _INT)),
+    "rayfin_codes_create": (_P, (_I64, _I64, _INT, _INT, _I64, _INT, _INT, _P, _P)),
+    "rayfin_codes_fill": (None, (_P, _I64, _I64, _P, _P, _P)),
+    "rayfin_round_int4": (None, (_P, _P, _I64, _I64, _I64, _P, _P)),
+    "rayfin_codes_copy": (None, (_P, _I64, _P, _I64, _I64)),
     "rayfin_matrix_rows": (None, (_P, _P, _I64, _P, _I64)),
     "rayfin_fits_bfloat16": (_INT, (_P, _I64)),
     "rayfin_matmul": (

@@ -10,6 +10,7 @@
 #endif
 
 #define RAYFIN_INLINE inline __attribute__((always_inline))
+#define RAYFIN_LAMBDA __attribute__((always_inline))
 
 namespace rayfin {
 

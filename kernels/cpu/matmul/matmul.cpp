@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "matmul/epilogue.h"
+#include "matmul/matmul_codes.h"
+#include "matmul/matmul_int4.h"
 #include "matmul/matmul_int8.h"
 #include "matmul/panel_tiles.h"
 #include "matmul/register_tile.h"
@@ -126,6 +128,9 @@ void matmul(Pool& pool, const Matrix& weight, const float* x, int64_t x_stride, 
 #endif
     case kInt8:
       return matmul_int8(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+    default:
+      if (weight.rounds_rows) return matmul_int4(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+      return matmul_codes(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
   }
 }
 

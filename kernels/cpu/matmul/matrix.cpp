@@ -14,6 +14,7 @@ constexpr int64_t kLine = 64;
 size_t element_size(Storage storage) { return storage == kFloat32 ? 4 : storage == kBFloat16 ? 2 : 1; }
 
 int64_t depth_of(int64_t inputs, Storage storage) {
+  if (has_codes(storage)) return inputs;
   if (storage == kInt8) return (inputs + kLine - 1) / kLine * kLine;
 #if defined(__AMX_TILE__)
   return (inputs + kStep - 1) / kStep * kStep;
@@ -28,6 +29,12 @@ int64_t panels_of(int64_t outputs, bool paired) {
   return (columns + width - 1) / width;
 }
 
+Groups groups_of(int64_t inputs, Storage storage, int64_t size) {
+  if (!has_codes(storage)) return {};
+  const int64_t each = codes_in_word(storage);
+  return {size, (inputs + size - 1) / size, (size + each - 1) / each};
+}
+
 #if defined(__AMX_TILE__)
 // The row among a panel's tiles that holds depth step k of a lane.
 int64_t tile_row(int lane, int64_t k) { return (k / kStep * 2 + lane / kWidth) * (kStep / 2) + k % kStep / 2; }
@@ -35,13 +42,20 @@ int64_t tile_row(int lane, int64_t k) { return (k / kStep * 2 + lane / kWidth) *
 
 }  // namespace
 
-Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired)
+Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, int64_t group, bool zeros)
     : outputs(outputs),
       inputs(inputs),
       depth(depth_of(inputs, storage)),
       storage(storage),
       paired(paired),
-      panels(panels_of(outputs, paired)) {
+      panels(panels_of(outputs, paired)),
+      groups(groups_of(inputs, storage, group)) {
+  if (has_codes(storage)) {
+    data_ = Buffer(size_t(panels * panel_words()) * sizeof(int32_t));
+    scales_ = Buffer(size_t(panels * groups.count * kPanel) * sizeof(float));
+    if (zeros) zeros_ = Buffer(size_t(panels * groups.count * kPanel) * sizeof(int16_t));
+    return;
+  }
   data_ = Buffer(size_t(panels * panel_size()) * element_size(storage));
   if (storage != kInt8) return;
   scales_ = Buffer(size_t(panels * kPanel) * sizeof(float));
@@ -112,6 +126,7 @@ template void Matrix::fill(int64_t, int64_t, const BFloat16*, int64_t);
 
 void Matrix::read_row(int64_t output, float* weights) const {
   Place at = place(output);
+  if (has_codes(storage)) return read_codes(at, weights);
   for (int64_t k = 0; k < inputs; ++k) {
     if (storage == kFloat32) {
       weights[k] = *float_at(at, k);

@@ -11,6 +11,9 @@
 //
 // 8-bit weights are integers from -127 to 127 times their output's scale. Four depth steps of an output lie side by
 // side in 32 bits, and the depth is padded with zeros to whole cache lines of a row.
+//
+// Codes (has_codes) are weights of 4 or 8 bits as a checkpoint has them: groups of inputs share a scale, and perhaps a
+// zero point. A 32-bit word holds eight or four depth steps of an output (codes.h), and each group begins a word.
 #pragma once
 
 #include "common/memory.h"
@@ -20,15 +23,35 @@ namespace rayfin {
 
 constexpr int64_t kStep = 32;
 
-enum Storage { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+// The codes: 0 .. 15 for -8 .. 7, signed bytes, e4m3 floats, 0 .. 15 for the numbers of a table.
+enum Storage { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kCodes8 = 4, kFp8 = 5, kTable4 = 6 };
+
+constexpr bool has_codes(Storage storage) { return storage >= kInt4; }
+constexpr int64_t codes_in_word(Storage storage) { return storage == kInt4 || storage == kTable4 ? 8 : 4; }
+
+// The groups of a weight's inputs.
+struct Groups {
+  int64_t size = 0;   // inputs, of the last group perhaps fewer
+  int64_t count = 0;
+  int64_t words = 0;  // of an output in a group
+};
 
 class Matrix {
  public:
-  Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired);
+  // `group` inputs share a scale, if the weight is of codes; with `zeros` a zero point too.
+  Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, int64_t group = 0, bool zeros = false);
 
   // Fills outputs first .. first + count - 1 from the rows of `weights`, `stride` elements apart.
   template <class T>
   void fill(int64_t first, int64_t count, const T* weights, int64_t stride);
+
+  // Fills outputs from codes [count, inputs] (as Storage says), scales and, if not null, zero points [count, groups].
+  void fill_codes(int64_t first, int64_t count, const uint8_t* codes, const float* scales, const int16_t* zeros);
+  // Copies outputs start .. start + count - 1 of a weight of the same storage, inputs and groups to output `first` on.
+  void copy_codes(int64_t first, const Matrix& from, int64_t start, int64_t count);
+  // The k-th code of an output is that of input order[k]; as many as inputs.
+  void set_order(const int32_t* order);
+  void set_table(const float* table);  // 16 numbers
 
   // Reads the weights of one output as stored, times its scale if there is one.
   void read_row(int64_t output, float* weights) const;
@@ -39,6 +62,13 @@ class Matrix {
   }
   int64_t panel_size() const { return depth * kPanel; }
 
+  // Codes: a panel's words [group][word][kPanel]; its scales and zero points, which may be absent, are [group][kPanel].
+  const int32_t* words(int64_t panel) const { return data_.as<int32_t>() + panel * panel_words(); }
+  int64_t panel_words() const { return groups.count * groups.words * kPanel; }
+  const int16_t* zeros() const { return zeros_.as<int16_t>(); }
+  const int32_t* order() const { return order_.as<int32_t>(); }
+  const float* table() const { return table_; }
+
   // For 8-bit weights, in panel order: each output's scale, and 128 times the sum of its weights.
   const float* scales() const { return scales_.as<float>(); }
   const int32_t* offsets() const { return offsets_.as<int32_t>(); }
@@ -48,6 +78,8 @@ class Matrix {
   const Storage storage;
   const bool paired;
   const int64_t panels;
+  const Groups groups;
+  bool rounds_rows = false;  // kInt4: rows of x are rounded to 8 bits (matmul_int4.h)
 
  private:
   struct Place {
@@ -60,7 +92,12 @@ class Matrix {
   float* float_at(Place at, int64_t k) const;
   BFloat16* half_at(Place at, int64_t k) const;
 
-  Buffer data_, scales_, offsets_;
+  int32_t& word_at(Place at, int64_t group, int64_t word) const;
+  int64_t group_at(Place at, int64_t group) const;
+  void read_codes(Place at, float* weights) const;
+
+  Buffer data_, scales_, offsets_, zeros_, order_;
+  float table_[16] = {};
 };
 
 }  // namespace rayfin

@@ -18,6 +18,7 @@
 #include "layers/highest.h"
 #include "common/isa.h"
 #include "matmul/matmul.h"
+#include "matmul/round_int4.h"
 #include "layers/norms.h"
 
 using namespace rayfin;
@@ -52,6 +53,49 @@ void on_pools(const char* what, int64_t size, const std::function<void(Pool&, fl
   operation(one, first.data());
   for (int i = 0; i < 3; ++i) operation(four, second.data());
   check(first == second, what);
+}
+
+// Weights of 4 and 8 bits, in groups that do not fill the inputs, with inputs in another order.
+void coded_matmuls() {
+  for (int64_t rows : {1, 2, 4, 5, 13, 101}) {
+    for (auto [outputs, inputs, group] : {std::array<int64_t, 3>{1, 1, 1}, {34, 19, 8}, {66, 300, 128}, {40, 70, 20}}) {
+      for (Storage storage : {kInt4, kCodes8, kFp8, kTable4}) {
+        const bool zeros = storage == kInt4 || storage == kCodes8;
+        const int64_t groups = (inputs + group - 1) / group, count = groups * outputs;
+        std::vector<uint8_t> codes(static_cast<size_t>(outputs * inputs));
+        for (size_t i = 0; i < codes.size(); ++i) codes[i] = uint8_t(i * 7 % (codes_in_word(storage) == 8 ? 16 : 120));
+        const std::vector<int16_t> points(static_cast<size_t>(count), 3);
+        std::vector<int32_t> order(static_cast<size_t>(inputs));
+        for (int64_t k = 0; k < inputs; ++k) order[static_cast<size_t>(k)] = int32_t(inputs - 1 - k);
+        Matrix weight(outputs, inputs, storage, false, group, zeros), copy(outputs, inputs, storage, false, group, zeros);
+        weight.fill_codes(0, outputs, codes.data(), floats(count).data(), zeros ? points.data() : nullptr);
+        copy.copy_codes(0, weight, 0, outputs);
+        copy.set_order(order.data());
+        copy.set_table(floats(16).data());
+        std::vector<float> row(static_cast<size_t>(inputs));
+        copy.read_row(outputs - 1, row.data());
+        const auto x = floats(rows * inputs);
+        for (bool rounds : {false, true}) {
+          if (rounds && storage != kInt4) continue;
+          copy.rounds_rows = rounds;
+          for (bool vnni : {true, false}) {
+            on_pools("coded matmul", rows * outputs, [&](Pool& pool, float* out) {
+              pool.vnni = pool.vnni && vnni;
+              matmul(pool, copy, x.data(), inputs, rows, out, outputs, {});
+            });
+          }
+        }
+      }
+    }
+  }
+}
+
+void roundings() {
+  const auto weights = floats(33 * 70);
+  std::vector<uint8_t> codes(33 * 70);
+  on_pools("rounding", 33 * 3, [&](Pool& pool, float* scales) {
+    round_int4(pool, weights.data(), 33, 70, 32, codes.data(), scales);
+  });
 }
 
 void matmuls() {
@@ -257,6 +301,8 @@ int main() {
   std::printf("this machine: %s\n", best_isa());  // which also asks for AMX's registers
   pools();
   matmuls();
+  coded_matmuls();
+  roundings();
   norms();
   highest_of_rows();
   allowed_of_rows();

@@ -1,5 +1,7 @@
 """Mixtures of experts in one call against the reference, one row and one expert at a time."""
 
+from functools import partial
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +47,9 @@ def test_a_row_is_the_same_in_any_company(kernels: CpuKernels) -> None:
     gate_up, down, x = normal(6, 66, 50), normal(6, 50, 33), normal(40, 50, seed=1)
     chosen, weights = routing(40, 6, 3, seed=2)
     for storage in (None, torch.int8):
-        experts = PackedExperts(kernels, gate_up, down, Activation.SILU, storage)
+        experts = PackedExperts(
+            kernels, gate_up, down, Activation.SILU, partial(kernels.pack, storage=storage)
+        )
         every = experts.run(x, chosen, weights)
         for rows in (1, 2, 7, 13):
             assert torch.equal(experts.run(x[:rows], chosen[:rows], weights[:rows]), every[:rows])

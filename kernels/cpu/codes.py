@@ -1,0 +1,215 @@
+"""Weights of 4 and 8 bits that stay so in memory, for ``CpuKernels.matmul`` (matmul_codes.h)."""
+
+import weakref
+from enum import IntEnum
+
+import torch
+
+from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
+from rayfin.kernels.grouped import Grouped
+
+MAX_INPUTS = 2**31 - 1
+
+
+class Codes(IntEnum):
+    """What the codes of a weight stand for (Storage in matrix.h)."""
+
+    INT4 = 3
+    INT8 = 4
+    FP8 = 5
+    TABLE4 = 6
+
+
+class CodedMatrix(Matrix):
+    """A weight [outputs, inputs] of codes: (number - zero) * scale, rounded once to float32.
+
+    Raises:
+        MemoryError: The allocation fails.
+    """
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        outputs: int,
+        inputs: int,
+        codes: Codes,
+        *,
+        group: int,  # inputs that share a scale
+        zeros: bool,
+        paired: bool,
+        order: torch.Tensor | None,  # [inputs] int64
+        table: torch.Tensor | None,  # [16] float32
+        rounds_rows: bool = False,  # to 8 bits, as int8 does; of INT4
+    ) -> None:
+        self.outputs, self.inputs, self.paired = outputs, inputs, paired
+        self.codes, self.group, self.zeros = codes, group, zeros
+        self.order, self.table = order, table
+        self.rounds_rows = rounds_rows
+        self._kernels, self._library = kernels, kernels.library
+        places = None if order is None else order.int().contiguous()
+        numbers = None if table is None else table.float().contiguous()
+        handle = self._library.rayfin_codes_create(
+            *(outputs, inputs, codes, paired, group, zeros, rounds_rows),
+            None if places is None else places.data_ptr(),
+            None if numbers is None else numbers.data_ptr(),
+        )
+        if not handle:
+            raise MemoryError(f"no memory for a weight of {outputs} x {inputs}")
+        self.handle = handle
+        weakref.finalize(self, self._library.rayfin_matrix_destroy, handle)
+
+    @property
+    def bytes(self) -> int:
+        """Of codes, scales and zero points, without padding."""
+        groups = self.outputs * -(-self.inputs // self.group)
+        bits = 8 if self.codes in (Codes.INT8, Codes.FP8) else 4
+        return self.outputs * self.inputs * bits // 8 + groups * (6 if self.zeros else 4)
+
+    def like(self, other: "CodedMatrix") -> bool:
+        """Whether both can lie in one matrix."""
+
+        def equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
+            return one is two or (one is not None and two is not None and torch.equal(one, two))
+
+        mine, theirs = ((m.codes, m.group, m.inputs, m.rounds_rows) for m in (self, other))
+        return mine == theirs and equal(self.order, other.order) and equal(self.table, other.table)
+
+
+def pack_codes(
+    kernels: CpuKernels, weight: Grouped, *, round_rows: bool = False
+) -> CodedMatrix | None:
+    """Packs a weight as it is, or None if the kernels do not read such codes.
+
+    With ``round_rows`` a matmul of 4-bit numbers rounds its rows to 8 bits, each with a scale.
+    """
+    coded = _codes_of(weight)
+    if coded is None:
+        return None
+    kind, codes, zero = coded
+    matrix = CodedMatrix(
+        kernels,
+        *weight.shape,
+        kind,
+        group=weight.group,
+        zeros=zero is not None,
+        paired=False,
+        order=weight.order,
+        table=weight.table,
+        rounds_rows=round_rows and kind == Codes.INT4,
+    )
+    assert codes.is_contiguous() and codes.shape == weight.shape
+    scale = weight.scale.float().contiguous()
+    assert scale.shape == (matrix.outputs, -(-matrix.inputs // matrix.group))
+    kernels.library.rayfin_codes_fill(
+        matrix.handle,
+        *(0, matrix.outputs, codes.data_ptr(), scale.data_ptr()),
+        None if zero is None else zero.data_ptr(),
+    )
+    return matrix
+
+
+def stack_codes(
+    kernels: CpuKernels, matrices: list[CodedMatrix], *, paired: bool = False
+) -> CodedMatrix:
+    """One matrix of the outputs of several that are alike; ``paired`` as ``CpuKernels.pack``."""
+    first = matrices[0]
+    assert all(first.like(other) and not other.paired for other in matrices)
+    stacked = CodedMatrix(
+        kernels,
+        sum(matrix.outputs for matrix in matrices),
+        first.inputs,
+        first.codes,
+        group=first.group,
+        zeros=any(matrix.zeros for matrix in matrices),
+        paired=paired,
+        order=first.order,
+        table=first.table,
+        rounds_rows=first.rounds_rows,
+    )
+    start = 0
+    for matrix in matrices:
+        _copy(stacked, start, matrix, 0, matrix.outputs)
+        start += matrix.outputs
+    return stacked
+
+
+def cut_codes(kernels: CpuKernels, matrix: CodedMatrix, start: int, outputs: int) -> CodedMatrix:
+    """A matrix of some outputs of a stacked one."""
+    part = CodedMatrix(
+        kernels,
+        outputs,
+        matrix.inputs,
+        matrix.codes,
+        group=matrix.group,
+        zeros=matrix.zeros,
+        paired=False,
+        order=matrix.order,
+        table=matrix.table,
+        rounds_rows=matrix.rounds_rows,
+    )
+    _copy(part, 0, matrix, start, outputs)
+    return part
+
+
+def _copy(to: CodedMatrix, first: int, matrix: CodedMatrix, start: int, count: int) -> None:
+    assert first + count <= to.outputs and start + count <= matrix.outputs
+    to._library.rayfin_codes_copy(to.handle, first, matrix.handle, start, count)
+
+
+def _codes_of(weight: Grouped) -> tuple[Codes, torch.Tensor, torch.Tensor | None] | None:
+    """The kind of codes, the codes [N, K] uint8, and zero points [N, G] int16 unless all are 0."""
+    values, group = weight.values, weight.group
+    if values.device.type != "cpu" or not 1 <= group <= MAX_INPUTS:
+        return None
+    if weight.table is not None:
+        simple = weight.bits == 4 and weight.zero is None and len(weight.table) == 16
+        return (Codes.TABLE4, values.contiguous(), None) if simple else None
+    if values.dtype == torch.float8_e4m3fn:
+        octets = values.contiguous().view(torch.uint8)
+        if weight.zero is not None or bool(((octets & 0x7F) == 0x7F).any()):  # NaN
+            return None
+        return Codes.FP8, octets, None
+    if values.dtype == torch.int8:
+        return Codes.INT8, values.contiguous().view(torch.uint8), _zeros(weight, 0)
+    if values.dtype != torch.uint8 or weight.bits > 8:
+        return None
+    if weight.bits <= 4:
+        return Codes.INT4, values.contiguous(), _zeros(weight, 8)
+    return Codes.INT8, (values ^ 0x80).contiguous(), _zeros(weight, 128)
+
+
+def _zeros(weight: Grouped, middle: int) -> torch.Tensor | None:
+    """Zero points less the number that the code 0 stands for."""
+    zero = torch.zeros(weight.scale.shape) if weight.zero is None else weight.zero
+    points = (zero.int() - middle).to(torch.int16).contiguous()
+    return points if bool(points.any()) else None
+
+
+GROUP = 64
+"""Inputs that share a scale in weights that are rounded here."""
+
+
+def round_int4(kernels: CpuKernels, weight: torch.Tensor, group: int = GROUP) -> Grouped:
+    """Rounds a weight [N, K] to numbers from -8 to 7 (round_int4.h)."""
+    weight = weight.detach().float().contiguous()
+    outputs, inputs = weight.shape
+    group = min(group, inputs)
+    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
+    scale = torch.empty(outputs, -(-inputs // group))
+    kernels.library.rayfin_round_int4(
+        kernels.pool,
+        *(weight.data_ptr(), outputs, inputs, group, codes.data_ptr(), scale.data_ptr()),
+    )
+    return Grouped(codes, scale, group, 4, torch.full(scale.shape, 8, dtype=torch.int32))
+
+
+def pack_int4(
+    kernels: CpuKernels, weights: list[torch.Tensor], *, paired: bool = False
+) -> CodedMatrix:
+    """``CpuKernels.pack`` of weights rounded to 4 bits; the matmul rounds its rows to 8 bits."""
+    matrices = []
+    for weight in weights:
+        matrix = pack_codes(kernels, round_int4(kernels, weight), round_rows=True)
+        assert matrix is not None
+        matrices.append(matrix)
+    return stack_codes(kernels, matrices, paired=paired)

@@ -1,0 +1,239 @@
+"""Weights of 4 and 8 bits against the same weights widened: the same bits, but on matrix tiles."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfin.kernels import reference
+from rayfin.kernels.cpu.codes import (
+    CodedMatrix,
+    Codes,
+    pack_codes,
+    pack_int4,
+    round_int4,
+    stack_codes,
+)
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+from rayfin.kernels.cpu.library import ISAS
+from rayfin.kernels.grouped import Grouped
+
+KINDS = ("int4", "int4 zeros", "int8", "int8 zeros", "bytes", "fp8", "table")
+ROWS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 49, 70])
+SIZES = st.integers(1, 150)
+GROUPS = st.sampled_from([1, 3, 8, 16, 20, 32, 64, 128, 1000])
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(kind: str, outputs: int, inputs: int, group: int, seed: int = 0) -> Grouped:
+    random = torch.Generator().manual_seed(seed)
+    group = min(group, inputs)
+    shape = outputs, -(-inputs // group)
+    scale = torch.rand(shape, generator=random) + 0.1
+    codes = torch.randint(0, 256, (outputs, inputs), generator=random, dtype=torch.uint8)
+    if kind == "fp8":
+        codes = torch.where((codes & 0x7F) == 0x7F, codes - 1, codes)
+        return Grouped(codes.view(torch.float8_e4m3fn), scale, group, 8)
+    if kind == "bytes":
+        return Grouped(codes.view(torch.int8), scale, group, 8)
+    bits = 8 if kind.startswith("int8") else 4
+    codes &= 2**bits - 1
+    if kind == "table":
+        return Grouped(codes, scale, group, bits, table=normal(16, seed=seed))
+    zero = torch.full(shape, 2 ** (bits - 1), dtype=torch.int32)
+    if kind.endswith("zeros"):
+        zero = torch.randint(0, 2**bits + 1, shape, generator=random, dtype=torch.int32)
+    return Grouped(codes, scale, group, bits, zero)
+
+
+def packed(kernels: CpuKernels, weight: Grouped) -> CodedMatrix:
+    matrix = pack_codes(kernels, weight)
+    assert matrix is not None
+    return matrix
+
+
+@pytest.fixture(scope="module", params=[*((isa, 1) for isa in ISAS), (None, 3)], ids=str)
+def kernels(
+    request: pytest.FixtureRequest, make_kernels: Callable[[str | None, int], CpuKernels]
+) -> CpuKernels:
+    return make_kernels(*request.param)
+
+
+def check(kernels: CpuKernels, x: torch.Tensor, weight: Grouped) -> None:
+    actual = kernels.matmul(x, packed(kernels, weight))
+    expected = reference.matmul_grouped(x, weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    tiles = kernels.library._name.rpartition("/")[2].startswith("_amx")
+    if not tiles:  # they sum in another order
+        wide = kernels.pack([weight.dense()], storage=torch.float32)
+        assert torch.equal(actual, kernels.matmul(x, wide))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12, deadline=None)
+@given(rows=ROWS, outputs=SIZES, inputs=SIZES, group=GROUPS, seed=st.integers(0, 99))
+def test_any_shape(
+    kernels: CpuKernels, kind: str, rows: int, outputs: int, inputs: int, group: int, seed: int
+) -> None:
+    x = normal(rows, inputs, seed=seed + 1)
+    check(kernels, x, drawn(kind, outputs, inputs, group, seed))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "fp8"])
+@pytest.mark.parametrize("rows", [1, 4, 5, 60, 300])
+@pytest.mark.parametrize("inputs, group", [(576, 64), (1536, 128), (1537, 1537), (1100, 20)])
+def test_large(kernels: CpuKernels, kind: str, rows: int, inputs: int, group: int) -> None:
+    check(kernels, normal(rows, inputs), drawn(kind, 300, inputs, group))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 30])
+def test_inputs_in_another_order(kernels: CpuKernels, rows: int) -> None:
+    """As GPTQ stores them that quantises the largest activations first."""
+    plain, x = drawn("int4 zeros", 70, 192, 64), normal(rows, 192)
+    order = torch.randperm(192, generator=torch.Generator().manual_seed(4))
+    weight = Grouped(plain.values, plain.scale, 64, 4, plain.zero, order=order)
+    matrix = packed(kernels, weight)
+    expected = reference.matmul_grouped(x, weight)
+    torch.testing.assert_close(kernels.matmul(x, matrix), expected, rtol=1e-4, atol=1e-2)
+    assert torch.equal(
+        kernels.matmul(x, matrix), kernels.matmul(x[:, order], packed(kernels, plain))
+    )
+    assert torch.equal(matrix.rows(torch.tensor([69, 3])), weight.dense()[[69, 3]])
+
+
+def test_a_row_is_the_same_in_any_company(kernels: CpuKernels) -> None:
+    x, matrix = normal(200, 700), packed(kernels, drawn("int4 zeros", 70, 700, 128))
+    every = kernels.matmul(x, matrix)
+    for rows in (1, 2, 4, 5, 6, 7, 12, 13, 50):
+        assert torch.equal(kernels.matmul(x[:rows], matrix), every[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_epilogues(kernels: CpuKernels, rows: int) -> None:
+    gate, up = (drawn("int4", 90, 64, 32, seed=seed) for seed in (1, 2))
+    x, bias = normal(rows, 64) * 0.1, normal(180)
+    merged = torch.cat([reference.matmul_grouped(x, one) for one in (gate, up)], 1) + bias
+    halves = [packed(kernels, gate), packed(kernels, up)]
+    paired = stack_codes(kernels, halves, paired=True)
+    actual = kernels.matmul(x, paired, bias=bias, activation=Activation.SILU)
+    torch.testing.assert_close(actual, reference.silu_mul(merged), rtol=1e-4, atol=1e-3)
+    residual = normal(rows, 180)
+    expected = residual + 0.3 * merged
+    kernels.matmul(
+        x, stack_codes(kernels, halves), bias=bias, residual=residual, alpha=0.3, out=residual
+    )
+    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_stacked(kernels: CpuKernels) -> None:
+    """Zero points of some are zeros of the others."""
+    parts = [drawn(kind, n, 96, 32, seed=n) for kind, n in (("int4", 33), ("int4 zeros", 18))]
+    stacked = stack_codes(kernels, [packed(kernels, part) for part in parts])
+    assert torch.equal(stacked.rows(torch.arange(51)), torch.cat([p.dense() for p in parts]))
+
+
+def test_what_is_alike(kernels: CpuKernels) -> None:
+    one = packed(kernels, drawn("int4", 8, 64, 32))
+    assert one.like(packed(kernels, drawn("int4 zeros", 9, 64, 32)))
+    for other in (drawn("int4", 8, 64, 64), drawn("int8", 8, 64, 32), drawn("table", 8, 64, 32)):
+        assert not one.like(packed(kernels, other))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_read_back(kernels: CpuKernels, kind: str) -> None:
+    weight = drawn(kind, 70, 33, 16)
+    chosen = torch.tensor([69, 0, 33, 31])
+    assert torch.equal(packed(kernels, weight).rows(chosen), weight.dense()[chosen])
+
+
+def test_all_numbers_of_e4m3(kernels: CpuKernels) -> None:
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    weight = Grouped(codes.view(1, -1).view(torch.float8_e4m3fn), torch.ones(1, 1), 254, 8)
+    rows = packed(kernels, weight).rows(torch.tensor([0]))
+    assert torch.equal(rows, weight.values.float())
+
+
+def test_odd_rows_stay_alone(kernels: CpuKernels) -> None:
+    matrix, x = packed(kernels, drawn("int4", 40, 64, 32)), normal(14, 64)
+    expected = kernels.matmul(x, matrix)
+    x[3, 5], x[8, 2] = float("nan"), float("inf")
+    out = kernels.matmul(x, matrix)
+    fine = [row for row in range(14) if row not in (3, 8)]
+    assert torch.equal(out[fine], expected[fine]) and not out[[3, 8]].isfinite().all()
+
+
+def test_codes_that_are_not_read(kernels: CpuKernels) -> None:
+    nan = torch.full((4, 8), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert pack_codes(kernels, Grouped(nan, torch.ones(4, 1), 8, 8)) is None
+
+
+def test_bytes(kernels: CpuKernels) -> None:
+    matrix = packed(kernels, drawn("int4", 64, 128, 64))
+    assert (matrix.bytes, matrix.codes) == (64 * 64 + 64 * 2 * 4, Codes.INT4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=ROWS,
+    outputs=SIZES,
+    inputs=SIZES,
+    group=GROUPS,
+    zeros=st.booleans(),
+    vnni=st.booleans(),
+)
+def test_rounded_rows(
+    kernels: CpuKernels, rows: int, outputs: int, inputs: int, group: int, zeros: bool, vnni: bool
+) -> None:
+    weight = drawn("int4 zeros" if zeros else "int4", outputs, inputs, group)
+    x = normal(rows, inputs)
+    kernels.library.rayfin_pool_use_vnni(kernels.pool, vnni)
+    matrix = pack_codes(kernels, weight, round_rows=True)
+    assert matrix is not None
+    actual, expected = kernels.matmul(x, matrix), reference.matmul_int4(x, weight)
+    kernels.library.rayfin_pool_use_vnni(kernels.pool, True)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * largest)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 60, 300])
+def test_rounded_rows_of_large_weights(kernels: CpuKernels, rows: int) -> None:
+    """In another order of inputs as well; the same bits in any company."""
+    plain, x = drawn("int4 zeros", 300, 1536, 128), normal(rows, 1536)
+    order = torch.randperm(1536, generator=torch.Generator().manual_seed(4))
+    weight = Grouped(plain.values, plain.scale, 128, 4, plain.zero, order=order)
+    matrix = pack_codes(kernels, weight, round_rows=True)
+    assert matrix is not None
+    actual = kernels.matmul(x, matrix)
+    expected = reference.matmul_int4(x, weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+    assert torch.equal(kernels.matmul(x[:1], matrix), actual[:1])
+
+
+@pytest.mark.parametrize("shape, group", [((5, 64), 64), ((3, 70), 32), ((4, 7), 16)])
+def test_weights_rounded_to_4_bits(kernels: CpuKernels, shape: tuple[int, int], group: int) -> None:
+    weight = normal(*shape)
+    weight[0, :4] = 0.0
+    actual = round_int4(kernels, weight, group)
+    expected = reference.round_int4(weight, min(group, shape[1]))
+    error = (actual.dense() - weight).norm()
+    assert float(error / weight.norm()) < 0.15
+    torch.testing.assert_close(error, (expected.dense() - weight).norm(), rtol=1e-3, atol=0)
+    assert torch.equal(actual.values[0, :4], torch.full((4,), 8, dtype=torch.uint8))
+
+
+def test_zeros_are_rounded_to_zeros(kernels: CpuKernels) -> None:
+    rounded = round_int4(kernels, torch.zeros(2, 64))
+    assert not rounded.dense().any()
+
+
+def test_packed_in_4_bits(kernels: CpuKernels) -> None:
+    weights, x = [normal(40, 192, seed=seed) for seed in (1, 2)], normal(6, 192)
+    matrix = pack_int4(kernels, weights)
+    assert (matrix.rounds_rows, matrix.group, matrix.outputs) == (True, 64, 80)
+    expected = x @ torch.cat(weights).T
+    assert float((kernels.matmul(x, matrix) - expected).norm() / expected.norm()) < 0.12
