@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.memory_advice import Shortage
 from rayfin.actors.speculation import SpeculativeConfig, read_speculation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -22,15 +23,16 @@ SchedulerName = Literal["v1", "v0"]
 Policy = Literal["fcfs", "priority", "fair"]
 Preemption = Literal["recompute", "swap"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["int8", "dequantize"]
+Quantization = Literal["int8", "int4", "dequantize"]
+Activations = Literal["exact", "int8"]
 Runner = Literal["auto", "generate", "pooling"]
 Convert = Literal["auto", "none", "embed", "classify"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 
 DECIDE_TOKENS = (
-    *("model", "tokenizer", "revision", "dtype", "quantization", "kv_cache_dtype"),
-    *("load_format", "seed", "hf_overrides", "tokenizer_revision"),
+    *("model", "tokenizer", "revision", "dtype", "quantization", "activations"),
+    *("kv_cache_dtype", "load_format", "seed", "hf_overrides", "tokenizer_revision"),
     *("runner", "convert", "pooler_config"),
 )
 """The settings that decide which tokens are sampled; the others decide when."""
@@ -57,6 +59,7 @@ CHOICES: dict[str, Any] = {
     "log_level": LogLevel,
     "preemption": Preemption,
     "quantization": Quantization,
+    "activations": Activations,
 }
 OPTIONAL_CHOICES = ("preemption", "quantization")
 POSITIVE = (  # or None
@@ -112,8 +115,12 @@ class EngineArgs:
     )
     quantization: Quantization | None = _flag(
         None,
-        "int8: weights and activations of linear layers in 8 bits, on a CPU; dequantize: plain "
-        "weights of a quantized checkpoint; default: as the checkpoint",
+        "int8: weights and activations of linear layers in 8 bits, on a CPU; int4: weights in 4 "
+        "bits; dequantize: plain weights of a quantized checkpoint; default: as the checkpoint",
+    )
+    activations: Activations = _flag(
+        "exact",
+        "int8: rounds the rows that 4-bit weights of a checkpoint multiply to 8 bits, on a CPU",
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
     device: Device = _flag("auto", "auto uses a GPU if there is one")
@@ -388,6 +395,8 @@ class ModelFacts:
     state_bytes: int = 0  # of recurrent layers, per request
     device: str = "cpu"  # "cpu" or "cuda"
     whole_prompts: bool = False  # an encoder: it computes prompts whole and keeps nothing
+    smaller_pages: tuple[tuple[str, int], ...] = ()  # kv_cache_dtype and bytes of a page
+    int4_saves: int = 0  # bytes of weights that quantization "int4" would free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -506,6 +515,31 @@ def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
     return min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
 
 
+def _too_long(
+    args: EngineArgs, facts: ModelFacts, model_len: int, pages: int, available: int
+) -> InvalidConfig:
+    needed = -(-model_len // args.page_size)
+    shortage = Shortage(
+        wanted=model_len,
+        page_size=args.page_size,
+        page_bytes=facts.page_bytes,
+        available=pages * facts.page_bytes if args.num_pages else available,
+        setting="num_pages"
+        if args.num_pages
+        else "kv_cache_memory"
+        if args.kv_cache_memory
+        else None,
+        smaller_pages=() if args.num_pages else facts.smaller_pages,
+        int4_saves=facts.int4_saves,
+    )
+    return InvalidConfig(
+        f"a request of {model_len} tokens needs {needed} pages "
+        f"({needed * facts.page_bytes:,} bytes), {max(pages, 0)} fit. "
+        f"What fits: {shortage.what_fits()}",
+        "max_model_len",
+    )
+
+
 def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:
     """Decides the number of pages and the longest request.
 
@@ -528,12 +562,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     pages = most if whole else min(pages, most)
     if pages < per_request:
         if args.max_model_len is not None or pages < 1:
-            raise InvalidConfig(
-                f"a request of {model_len} tokens needs {per_request} pages "
-                f"({per_request * facts.page_bytes:,} bytes), {max(pages, 0)} fit: lower "
-                "max_model_len, or raise memory_utilization or kv_cache_memory",
-                "max_model_len",
-            )
+            raise _too_long(args, facts, model_len, pages, available)
         model_len = pages * args.page_size
     speculation = args.speculation
     if speculation and recurrent:

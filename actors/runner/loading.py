@@ -17,7 +17,13 @@ from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.models.compare import require_equal
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
-from rayfin.actors.runner.models.weights import load_config, load_model, max_position, page_type
+from rayfin.actors.runner.models.weights import (
+    PAGE_TYPES,
+    load_config,
+    load_model,
+    max_position,
+    page_type,
+)
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
@@ -29,11 +35,12 @@ from rayfin.actors.runner.pooling.load import (
     load_encoder,
     require_alone,
 )
-from rayfin.actors.runner.quantized.loader import source_config
+from rayfin.actors.runner.quantized.loader import dequantize, source_config
+from rayfin.actors.runner.quantized.packed import int4_saves, pack_quantized, quantized_parameters
 from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
-from rayfin.kernels.attention.select import select_attention
+from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
 from rayfin.kernels.shapes import PagedAttention
@@ -62,6 +69,8 @@ class LoadedModel:
     recurrent: RecurrentLayers | None = None  # layers that keep a state per request
     pools: PoolingParts | None = None  # of a model that gives vectors
     token_layers: int = 0  # layers of the cache that decide tokens; 0: all
+    page_types: tuple[torch.dtype, ...] = ()  # that its attention reads
+    int4_saves: int = 0  # bytes of weights that quantization "int4" would free
 
     @property
     def state_bytes(self) -> int:
@@ -89,6 +98,15 @@ class LoadedModel:
 
     def page_bytes(self, page_size: int) -> int:
         return page_bytes(self.model.layouts, page_size, self.page_type)
+
+    def smaller_pages(self, page_size: int) -> tuple[tuple[str, int], ...]:
+        """Values of ``kv_cache_dtype`` with smaller pages, and bytes of a page."""
+        return tuple(
+            (name, page_bytes(self.model.layouts, page_size, dtype))
+            for name, dtype in PAGE_TYPES.items()
+            if dtype in self.page_types and dtype.itemsize < self.page_type.itemsize
+            if name not in ("float16", "fp8_e4m3")  # as large as another one
+        )
 
     def bind(self, num_pages: int, page_size: int) -> KVTensors:
         """Allocates the pages; the model keeps its keys and values there from now on."""
@@ -139,10 +157,15 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
         if recipe.encoder:
             return _load_encoder(args, config, recipe, device)
     peers = None if place is None else ProcessGroups(place, device)
+    stored = config.dtype
     model, layers, pools = _load_weights(args, config, device, peers, recipe)
     kernels: CpuKernels | None = None
     if device.type == "cpu":
-        kernels = _cpu_kernels(args, model.num_parameters(), ranks)
+        kernels = _cpu_kernels(args, _parameters(model), ranks)
+        if kernels and model.dtype in TOLERANCE:
+            pack_quantized(model, kernels, round_rows=args.activations == "int8")
+    dequantize(model)  # what has no kernel
+    saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
     try:
         kernel = select_attention(device, model.dtype, args.attention, kernels)
     except ValueError as error:
@@ -163,8 +186,14 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
         step_model = on_cpu_kernels(paged, kernels, rounded)
     recurrent = paged.recurrent
     return LoadedModel(
-        *(device, config, step_model, gpu_model, pages, kernels, peers, recurrent, pools)
+        *(device, config, step_model, gpu_model, pages, kernels, peers, recurrent, pools),
+        page_types=tuple(page_types(kernel)),
+        int4_saves=saves,
     )
+
+
+def _parameters(model: PreTrainedModel) -> int:
+    return int(model.num_parameters()) + quantized_parameters(model)
 
 
 def _cpu_kernels(args: EngineArgs, parameters: int, ranks: int = 1) -> CpuKernels | None:
@@ -226,7 +255,9 @@ def _load_weights(
         headless, head = load_decoder(args, config, recipe, device, ATTENTION)
         return headless, None, PoolingParts(recipe, head)
     if peers is None:
-        return load_model(args, config, device, ATTENTION), None, None
+        keep = args.quantization != "dequantize"
+        model = load_model(args, config, device, ATTENTION, keep_quantized=keep)
+        return model, None, None
     model = load_share(args, config, device, ATTENTION, peers)
     peers.connect("load", MODEL_LOAD_SECONDS)
     total = config.get_text_config(decoder=True).num_hidden_layers

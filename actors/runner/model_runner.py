@@ -128,6 +128,8 @@ class ModelRunner:
             state_bytes=self._loaded.state_bytes,
             device=device.type,
             whole_prompts=whole,
+            smaller_pages=self._loaded.smaller_pages(args.page_size),
+            int4_saves=self._loaded.int4_saves,
         )
         return facts, limits
 

@@ -7,19 +7,24 @@ with its exact weights first.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from rayfin.actors.config import Quantization
+from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, Tables, inspect_decoder
-from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, norm_weight
+from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import verified_replacement
+from rayfin.actors.runner.quantized.packed import CodedLinear, merged
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
+from rayfin.kernels.cpu.codes import pack_int4
 from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
-from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
+from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, Pack
 
 FIRST_POSITIONS = 2048
 
@@ -57,8 +62,20 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """The largest difference of logits that is accepted, as a share of the largest logit."""
 
 
-WEIGHTS: dict[Quantization | None, torch.dtype | None] = {None: None, "int8": torch.int8}
-"""The storage of weights; None keeps them exact."""
+@dataclass(frozen=True)
+class Packing:
+    """How weights are stored; embeddings share the head's storage where they are its weight."""
+
+    layers: Pack
+    head: Pack
+
+
+def packing(kernels: CpuKernels, quantization: Quantization | None = None) -> Packing:
+    """The storage for a ``--quantization``; without one weights stay exact."""
+    int8 = partial(kernels.pack, storage=torch.int8)
+    if quantization == "int4":
+        return Packing(partial(pack_int4, kernels), int8)
+    return Packing(int8, int8) if quantization == "int8" else Packing(kernels.pack, kernels.pack)
 
 
 def build_cpu_decoder(
@@ -69,23 +86,24 @@ def build_cpu_decoder(
     With ``quantization`` the weights are rounded after the comparison.
     """
     decoder = verified_replacement(
-        paged, lambda: [_build(paged, kernels, None)], TOLERANCE[paged.dtype]
+        paged, lambda: [_build(paged, kernels, packing(kernels))], TOLERANCE[paged.dtype]
     )
     if decoder is None or not quantization:
         return decoder
     del decoder  # frees its memory for the quantized one
-    return _build(paged, kernels, WEIGHTS[quantization])
+    return _build(paged, kernels, packing(kernels, quantization))
 
 
-def _build(paged: PagedModel, kernels: CpuKernels, storage: torch.dtype | None) -> CpuDecoder:
+def _build(paged: PagedModel, kernels: CpuKernels, packing: Packing) -> CpuDecoder:
     parts = inspect_decoder(paged)
     packed = [
-        _pack_layer(kernels, part, spec, parts.rotary[index], storage)
+        _pack_layer(kernels, part, spec, parts.rotary[index], packing.layers)
         for index, (part, spec) in enumerate(zip(parts.layers, parts.attending, strict=True))
     ]
     embedding, lm_head = parts.embedding, parts.head
-    head = kernels.pack([lm_head.weight], storage=storage)
-    tied = lm_head.weight.data_ptr() == embedding.weight.data_ptr()
+    head = _packed(kernels, [lm_head], packing.head)
+    coded = isinstance(lm_head, CodedLinear)
+    tied = not coded and lm_head.weight.data_ptr() == embedding.weight.data_ptr()
     return CpuDecoder(
         PackedDecoder(
             kernels,
@@ -107,15 +125,14 @@ def _pack_layer(
     part: LayerParts,
     spec: AttentionSpec,
     rotary: int,
-    storage: torch.dtype | None,
+    pack_plain: Pack,
 ) -> DecoderLayer:
     def vector(norm: nn.Module | None) -> torch.Tensor | None:
         weight = norm_weight(norm)
         return None if weight is None else weight[0]
 
-    def pack(linears: list[nn.Linear], paired: bool = False) -> Matrix:
-        weights = [linear.weight for linear in linears]
-        return kernels.pack(weights, paired=paired, storage=storage)
+    def pack(linears: list[Linear], paired: bool = False) -> Matrix:
+        return _packed(kernels, linears, pack_plain, paired=paired)
 
     assert isinstance(part.mlp, GatedParts)  # inspect_decoder accepts no experts by default
     return DecoderLayer(
@@ -141,7 +158,29 @@ def _pack_layer(
     )
 
 
-def _bias(linears: list[nn.Linear]) -> torch.Tensor | None:
+def _packed(
+    kernels: CpuKernels,
+    linears: list[Linear],
+    pack: Pack,
+    *,
+    paired: bool = False,
+) -> Matrix:
+    """The layers' weights in one matrix.
+
+    Raises:
+        UnrecognizedModule: They are stored in several ways.
+    """
+    plain = [linear.weight for linear in linears if not isinstance(linear, CodedLinear)]
+    if len(plain) == len(linears):
+        return pack(plain, paired=paired)
+    coded = [linear for linear in linears if isinstance(linear, CodedLinear)]
+    matrix = None if plain else merged(coded, paired=paired)
+    if matrix is None:
+        raise UnrecognizedModule("its projections are of several formats")
+    return matrix
+
+
+def _bias(linears: list[Linear]) -> torch.Tensor | None:
     """The merged bias; zeros where only some have one."""
     if all(linear.bias is None for linear in linears):
         return None

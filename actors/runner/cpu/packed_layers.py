@@ -11,12 +11,15 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rayfin.actors.config import Quantization
-from rayfin.actors.runner.cpu.decoder import TOLERANCE, WEIGHTS
+from rayfin.actors.runner.cpu.decoder import TOLERANCE, Packing, packing
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.inspect_layers import is_experts
 from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
 from rayfin.kernels.cpu.experts import PackedExperts
-from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
+
+HEADS = ("lm_head", "embed_out")
+"""What families call the layer of logits."""
 
 
 class PackedLinear(nn.Module):
@@ -27,11 +30,11 @@ class PackedLinear(nn.Module):
         kernels: CpuKernels,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        storage: torch.dtype | None,
+        pack: Pack,
     ) -> None:
         super().__init__()
         self._kernels = kernels
-        self._weight = kernels.pack([weight], storage=storage)
+        self._weight = pack([weight])
         self._bias = None if bias is None else bias.detach().float().contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,18 +73,20 @@ def pack_linears(
     """
     config = paged.transformer.config.get_text_config(decoder=True)
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
+    exact = packing(kernels)
     originals = list(_packable(paged.transformer, activation))
 
     def build() -> Iterator[Replaceable]:
         for owner, name, module in originals:
-            setattr(owner, name, _packed(kernels, module, activation, None))
+            setattr(owner, name, _packed(kernels, module, activation, exact))
         yield paged
 
     if verified_replacement(paged, build, TOLERANCE[paged.dtype]) is None:
         return False
     if quantization:
+        rounded = packing(kernels, quantization)
         for owner, name, module in originals:
-            setattr(owner, name, _packed(kernels, module, activation, WEIGHTS[quantization]))
+            setattr(owner, name, _packed(kernels, module, activation, rounded, name))
     return True
 
 
@@ -99,11 +104,13 @@ def _packed(
     kernels: CpuKernels,
     module: Any,
     activation: Activation | None,
-    storage: torch.dtype | None,
+    packing: Packing,
+    name: str = "",
 ) -> nn.Module:
     if is_experts(module):
         assert activation is not None
         weights = (module.gate_up_proj, module.down_proj)
-        return PackedExpertsModule(PackedExperts(kernels, *weights, activation, storage))
+        return PackedExpertsModule(PackedExperts(kernels, *weights, activation, packing.layers))
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
-    return PackedLinear(kernels, weight, module.bias, storage)
+    pack = packing.head if name in HEADS else packing.layers
+    return PackedLinear(kernels, weight, module.bias, pack)

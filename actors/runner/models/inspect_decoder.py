@@ -12,7 +12,9 @@ from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.inspect_layers import (
     GatedParts,
     LayerParts,
+    Linear,
     inspect_layer,
+    is_linear,
     norm_weight,
 )
 from rayfin.actors.runner.models.paged_model import LAYER, PagedModel
@@ -87,7 +89,7 @@ class DecoderSpec:
     rotary: list[int]  # index of the rotary tables, for each layer
     rotate: Callable[[int], Tables]  # number of positions -> tables
     embedding: nn.Embedding
-    head: nn.Linear
+    head: Linear
     final_norm: torch.Tensor  # [hidden] fp32
 
 
@@ -144,7 +146,7 @@ def _backbone(model: Any) -> tuple[Any, list[nn.Module], nn.Embedding]:
     if children != expected or {name for name, _ in model.named_children()} != {"model", "lm_head"}:
         raise UnrecognizedModule(f"its parts are {', '.join(sorted(children)) or 'others'}")
     assert decoder is not None
-    if type(model.lm_head) is not nn.Linear or not isinstance(decoder.embed_tokens, nn.Embedding):
+    if not is_linear(model.lm_head) or not isinstance(decoder.embed_tokens, nn.Embedding):
         raise UnrecognizedModule(f"its head is a {type(model.lm_head).__name__}")
     return decoder, list(decoder.layers), decoder.embed_tokens
 

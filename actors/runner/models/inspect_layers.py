@@ -10,14 +10,17 @@ import torch
 from torch import nn
 
 from rayfin.actors.errors import UnrecognizedModule
+from rayfin.actors.runner.quantized.packed import CodedLinear
+
+Linear = nn.Linear | CodedLinear
 
 
 @dataclass(frozen=True, slots=True)
 class GatedParts:
     """The linear layers of a gated MLP."""
 
-    gate_up: list[nn.Linear]  # one merged, or two
-    down: nn.Linear
+    gate_up: list[Linear]  # one merged, or two
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,8 @@ class LayerParts:
     """One layer's modules. Norms run before (``_norm``) or after (``_out_norm``) their block."""
 
     attention: nn.Module
-    query_key_value: list[nn.Linear]  # one merged, or three
-    attention_out: nn.Linear
+    query_key_value: list[Linear]  # one merged, or three
+    attention_out: Linear
     mlp: GatedParts | nn.Module  # a module is a mixture of experts, called as it is
     attention_norm: nn.Module | None
     attention_out_norm: nn.Module | None
@@ -110,6 +113,11 @@ def _read_mlp(mlp: nn.Module, experts: type[nn.Module] | None) -> GatedParts | n
     return GatedParts(gate_up, _pop_linears(mlp, gates, ("down_proj",))[0])
 
 
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether it is a plain layer, or one of codes."""
+    return type(module) in (nn.Linear, CodedLinear)
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether its weights are gate and up projections [E, 2 F, H] and down projections [E, H, F].
 
@@ -128,10 +136,10 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 def _pop_linears(
     owner: nn.Module, children: dict[str, nn.Module], *choices: tuple[str, ...]
-) -> list[nn.Linear]:
+) -> list[Linear]:
     """Removes and returns the linear layers of the first choice whose names all exist."""
     for names in choices:
-        if all(type(children.get(name)) is nn.Linear for name in names):
+        if all(is_linear(children.get(name)) for name in names):
             linears = [children.pop(name) for name in names]
             if children and not any(name in children for name in ("o_proj", "down_proj")):
                 break

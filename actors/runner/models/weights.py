@@ -88,6 +88,8 @@ def load_model(
     device: torch.device,
     attention: str,
     kind: Any = AutoModelForCausalLM,
+    *,
+    keep_quantized: bool = False,
 ) -> PreTrainedModel:
     """The model in evaluation mode on ``device``, its attention dispatched to ``attention``.
 
@@ -95,6 +97,7 @@ def load_model(
 
     Args:
         kind: the class of transformers that makes it. Of ``AutoModel`` the pooler may be missing.
+        keep_quantized: leaves quantised layers as the checkpoint has them (``QuantLinear``).
 
     Raises:
         InvalidConfig: Weights are missing, broken, of other shapes or not safetensors.
@@ -107,11 +110,15 @@ def load_model(
         prepare(config)
     try:
         options = {"dtype": dtype, "attn_implementation": attention}
-        return _load(args, config, device, options, kind)
+        model = _load(args, config, device, options, kind)
     except KeyError as error:  # it looks for a class of its own by this name
         if error.args != (attention,):
             raise
-    return _load(args, config, device, {"dtype": dtype, "attn_implementation": "eager"}, kind)
+        options = {"dtype": dtype, "attn_implementation": "eager"}
+        model = _load(args, config, device, options, kind)
+    if not keep_quantized:
+        dequantize(model)
+    return model
 
 
 def _load(
@@ -147,7 +154,6 @@ def _load(
                     name for name in missing if not name.startswith("pooler.")
                 }
             _require_all_weights(args.model, report)
-            dequantize(model)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
     served: PreTrainedModel = model.to(device).eval()

@@ -53,6 +53,16 @@ def test_the_demo_model_stays_near(kernels: CpuKernels) -> None:
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8
 
 
+def test_the_demo_model_in_4_bits(kernels: CpuKernels) -> None:
+    paged = load(MODEL_DIR)
+    expected = probe_logits(paged, paged)
+    fused = build_cpu_decoder(paged, kernels, "int4")
+    assert fused is not None and fused._decoder.embedding.storage == torch.int8
+    logits = probe_logits(fused, paged)
+    assert 0.01 < error(logits, expected) < 0.25  # 21 % once measured
+    assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.5
+
+
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
 def test_linear_layers_that_are_packed_alone(
     family: str, tiny_model: Make, kernels: CpuKernels
@@ -65,17 +75,18 @@ def test_linear_layers_that_are_packed_alone(
     assert 0.001 < error(probe_logits(paged, paged), expected) < 0.2
 
 
+@pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_tokens_do_not_depend_on_company(
-    kernels: CpuKernels, tiny_model: Make, served: Make, request_of: Make
+    bits: str, kernels: CpuKernels, tiny_model: Make, served: Make, request_of: Make
 ) -> None:
     folder = tiny_model("qwen3").folder
     alone: dict[int, list[int]] = {}
     for key, prompt in enumerate(PROMPTS):
-        engine = served(folder, quantization="int8")
+        engine = served(folder, quantization=bits)
         alone |= engine.run(request_of(key, prompt, 12))
-    together = served(folder, quantization="int8")
+    together = served(folder, quantization=bits)
     assert together.run(*(request_of(key, p, 12) for key, p in enumerate(PROMPTS))) == alone
-    staggered = served(folder, quantization="int8", max_batch_tokens=9)
+    staggered = served(folder, quantization=bits, max_batch_tokens=9)
     requests = [request_of(key, prompt, 12) for key, prompt in enumerate(PROMPTS)]
     assert staggered.run(*requests, stagger=2) == alone
 

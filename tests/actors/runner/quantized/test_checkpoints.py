@@ -10,6 +10,9 @@ import torch
 from quantised import KINDS, QuantisedModel, mxfp4_model
 from rayfin.actors.runner.models.weights import load_config, load_model
 from rayfin.actors.runner.quantized.linear import QuantLinear
+from rayfin.actors.runner.quantized.loader import quant_linears
+from rayfin.actors.runner.quantized.packed import CodedLinear, merged, pack_quantized
+from rayfin.kernels.cpu.kernels import try_kernels
 
 Make = Callable[..., Any]
 PROMPTS = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((7, 12, 16, 9))]
@@ -61,6 +64,80 @@ def test_tokens(
     requests = [request_of(key, prompt, 10) for key, prompt in enumerate(PROMPTS)]
     expected = {key: written.greedy(prompt, 10) for key, prompt in enumerate(PROMPTS)}
     assert engine.run(*requests, stagger=2) == expected
+
+
+CODED = [kind for kind in KINDS if kind not in ("gptq v2", "gptq sym", "fbgemm_fp8", "modelopt")]
+
+
+@pytest.mark.parametrize(
+    "kind, family",
+    [
+        *((kind, "llama") for kind in CODED),
+        ("gptq", "gpt_neox"),
+        ("awq", "qwen2"),
+        ("fp8", "qwen3"),
+    ],
+)
+def test_layers_that_stay_small(
+    kind: str, family: str, tmp_path: Path, served: Make, request_of: Make
+) -> None:
+    """On the compiled kernels: the logits of the weights, within 1e-4, and their tokens."""
+    written = write(kind, family, tmp_path)
+    engine = served(written.folder, max_batch_tokens=9)
+    tokens = engine.run(*(request_of(key, PROMPTS[key], 6) for key in range(3)), stagger=2)
+    for key, prompt in enumerate(PROMPTS[:3]):
+        assert tokens[key] == written.greedy(prompt, 6)
+        with torch.inference_mode():
+            logits = written.model(torch.tensor([prompt + tokens[key]])).logits[0]
+        for position, sampled in engine.sampled[key].items():
+            torch.testing.assert_close(sampled, logits[position - 1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_no_weight_becomes_plain(kind: str, tmp_path: Path, engine_args: Make) -> None:
+    if (kernels := try_kernels(1)) is None:
+        pytest.skip("the CPU kernels are not built")
+    args = engine_args(write(kind, "llama", tmp_path).folder)
+    cpu = torch.device("cpu")
+    model = load_model(args, load_config(args), cpu, "sdpa", keep_quantized=True)
+    kept = sum(layer.bytes for _, _, layer in quant_linears(model))
+    assert kept and 0 < pack_quantized(model, kernels) <= 1.5 * kept
+    layers = [module for module in model.modules() if isinstance(module, CodedLinear)]
+    assert len(layers) == 14 and not quant_linears(model)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_merged_layers_still_work(paired: bool, tmp_path: Path, engine_args: Make) -> None:
+    """A decoder that is not replaced after all has its layers as before."""
+    if (kernels := try_kernels(1)) is None:
+        pytest.skip("the CPU kernels are not built")
+    args = engine_args(write("awq", "llama", tmp_path).folder)
+    model = load_model(args, load_config(args), torch.device("cpu"), "sdpa", keep_quantized=True)
+    pack_quantized(model, kernels)
+    mlp = model.model.layers[1].mlp
+    layers, x = [mlp.gate_proj, mlp.up_proj], torch.randn(3, 64)
+    expected = [layer(x) for layer in layers]
+    whole = merged(layers, paired=paired)
+    assert whole is not None and whole.outputs == 2 * layers[0].out_features
+    assert all(layer._own is None for layer in layers)
+    for layer, before in zip(layers, expected, strict=True):
+        assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "w4a16 asym"])
+def test_rows_rounded_to_8_bits(kind: str, tmp_path: Path, served: Make, request_of: Make) -> None:
+    """Close to the exact logits, and the same tokens in any batch and chunks."""
+    written = write(kind, "llama", tmp_path)
+    requests = [request_of(key, prompt, 8) for key, prompt in enumerate(PROMPTS)]
+    rounded = served(written.folder, activations="int8")
+    tokens = rounded.run(*requests)
+    again = served(written.folder, activations="int8", max_batch_tokens=9)
+    assert again.run(*requests, stagger=2) == tokens
+    exact = served(written.folder)
+    exact.run(request_of(0, PROMPTS[0], 1))
+    (position, expected), *_ = exact.sampled[0].items()
+    difference = (rounded.sampled[0][position] - expected).norm() / expected.norm()
+    assert 0 < float(difference) < 0.1
 
 
 def test_dummy_weights_are_plain(tmp_path: Path, engine_args: Make) -> None:

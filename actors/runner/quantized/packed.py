@@ -1,0 +1,109 @@
+"""Quantised layers on the compiled CPU kernels, their weights as small as in the checkpoint."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from rayfin.actors.runner.quantized.linear import QuantLinear
+from rayfin.actors.runner.quantized.loader import quant_linears
+from rayfin.kernels.cpu.codes import GROUP, CodedMatrix, cut_codes, pack_codes, stack_codes
+from rayfin.kernels.cpu.kernels import CpuKernels
+
+logger = logging.getLogger(__name__)
+
+INT4_BYTES = 0.5 + 4 / GROUP
+"""Of a weight with its share of a scale."""
+
+
+class CodedLinear(nn.Module):
+    """y = x W^T + b of a weight of codes, in the dtype of x: exact but for the order of sums."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        matrix: CodedMatrix,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._own: CodedMatrix | None = matrix
+        self._merged: tuple[CodedMatrix, int] | None = None  # and the first output there
+        self.out_features, self.in_features = matrix.outputs, matrix.inputs
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        # Some models ask for its type; a product with it fails.
+        self.weight = torch.empty(matrix.outputs, matrix.inputs, dtype=dtype, device="meta")
+
+    @property
+    def matrix(self) -> CodedMatrix:
+        """The weight; cut out of the merged one if it lies there."""
+        if self._own is None:
+            assert self._merged is not None
+            self._own = cut_codes(self._kernels, *self._merged, self.out_features)
+            self._merged = None
+        return self._own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+        bias = None if self.bias is None else self.bias.float()
+        y = self._kernels.matmul(rows, self.matrix, bias=bias)
+        return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
+
+
+def merged(layers: list[CodedLinear], *, paired: bool = False) -> CodedMatrix | None:
+    """One matrix of the layers, which keep none of their own, or None if they are not alike."""
+    first = layers[0].matrix
+    if not all(first.like(layer.matrix) for layer in layers):
+        return None
+    whole = stack_codes(layers[0]._kernels, [layer.matrix for layer in layers], paired=paired)
+    start = 0
+    for layer in layers:
+        layer._own, layer._merged = None, (whole, start)
+        start += layer.out_features
+    return whole
+
+
+def pack_quantized(model: nn.Module, kernels: CpuKernels, *, round_rows: bool = False) -> int:
+    """Replaces the quantised layers, one after the other, and returns the bytes of their weights.
+
+    Layers of codes that the kernels do not read become plain. ``round_rows`` as ``pack_codes``.
+    """
+    layers, plain, size = quant_linears(model), 0, 0
+    while layers:
+        owner, name, layer = layers.pop()
+        matrix = pack_codes(kernels, layer.grouped(), round_rows=round_rows)
+        if matrix is None:
+            plain += 1
+            setattr(owner, name, layer.dequantized())
+            continue
+        size += matrix.bytes
+        setattr(owner, name, CodedLinear(kernels, matrix, layer.bias, layer.dtype))
+    if size:
+        logger.info("quantized weights stay in %d MiB", size >> 20)
+    if plain:
+        logger.warning("%d layers of codes that no kernel reads are plain", plain)
+    return size
+
+
+def quantized_parameters(model: nn.Module) -> int:
+    """The weights of layers that are still quantised, which are no parameters to torch."""
+    return sum(
+        layer.out_features * layer.in_features
+        for layer in model.modules()
+        if isinstance(layer, QuantLinear | CodedLinear)
+    )
+
+
+def int4_saves(model: Any, dtype: object) -> int:
+    """About how many bytes the plain layers of a model would be smaller in 4 bits on a CPU.
+
+    The kernels keep weights in 16 bits if the checkpoint's ``dtype`` is bfloat16, else in 32.
+    """
+    stored = 2 if dtype == torch.bfloat16 else 4
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    head = model.get_output_embeddings()
+    weights = sum(layer.weight.numel() for layer in layers if layer is not head)
+    return int(weights * (stored - INT4_BYTES))
