@@ -17,7 +17,9 @@ import torch.nn.functional as F
 
 from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.cpu.attention import CpuAttention
+from rayfin.kernels.cpu.codes import pack_codes, round_int4, stack_codes
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix
+from rayfin.kernels.grouped import Grouped
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 
 SHAPES: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
@@ -36,6 +38,15 @@ SHAPES: dict[str, dict[str, tuple[int, int]]] = {  # name -> (outputs, inputs)
         "head": (151936, 1024),
     },
 }
+PLAIN = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32}
+GROUP = 128
+BYTES = {
+    **{"int4": 0.5 + 4 / GROUP, "w4a8": 0.5 + 4 / GROUP, "fp8": 1.0},
+    **{name: float(dtype.itemsize) for name, dtype in PLAIN.items()},
+}
+STORED = list(BYTES)
+"""int4 and fp8 multiply exact rows, w4a8 and int8 rows of 8 bits."""
+
 HEADS = {"135m": (9, 3, 64), "0.6b": (16, 8, 128)}  # heads, kv_heads, dim
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024)
 CACHE_BYTES = 192 << 20  # weights rotate over more memory than a cache holds
@@ -72,23 +83,25 @@ class Machine:
         return max(bytes_read / self.bandwidth, operations / self.flops)
 
 
-def matmuls(kernels: CpuKernels, machine: Machine, shape: str, seconds: float) -> None:
+def matmuls(
+    kernels: CpuKernels, machine: Machine, shape: str, rows_of: list[int], seconds: float
+) -> None:
     print(f"\n### matmul, {shape}\n")
     print("| weight | rows | stored | GFLOP/s | GB/s of weights | share | torch fp32, GFLOP/s |")
     print("|---|---|---|---|---|---|---|")
     for name, (outputs, inputs) in SHAPES[shape].items():
         weight = torch.randn(outputs, inputs)
-        for rows in ROWS:
+        for rows in rows_of:
             if name == "head" and rows > 64:
                 continue
             operations = 2 * rows * weight.numel()
             torch_time = time_torch(weight, rows, seconds)
-            for storage in (torch.int8, torch.bfloat16, torch.float32):
-                size = weight.numel() * storage.itemsize
-                peak = 4 if storage == torch.int8 else 1  # times that of FMAs, with VNNI
-                took = time_matmul(kernels, weight, storage, rows, name == "gate, up", seconds)
+            for stored in STORED:
+                size = weight.numel() * BYTES[stored]
+                peak = 4 if stored in ("int8", "w4a8") else 1  # times that of FMAs, with VNNI
+                took = time_matmul(kernels, weight, stored, rows, name == "gate, up", seconds)
                 print(
-                    f"| {name} {outputs}x{inputs} | {rows} | {str(storage)[6:]} "
+                    f"| {name} {outputs}x{inputs} | {rows} | {stored} "
                     f"| {operations / took / 1e9:.0f} | {size / took / 1e9:.1f} "
                     f"| {machine.floor(size, operations / peak) / took:.2f} "
                     f"| {operations / torch_time / 1e9:.0f} |",
@@ -105,14 +118,14 @@ def time_torch(weight: torch.Tensor, rows: int, seconds: float) -> float:
 def time_matmul(
     kernels: CpuKernels,
     weight: torch.Tensor,
-    storage: torch.dtype,
+    stored: str,
     rows: int,
     paired: bool,
     seconds: float,
 ) -> float:
     """With its activation, if gate and up projection are in one weight."""
-    copies = max(1, CACHE_BYTES // (weight.numel() * storage.itemsize))
-    packs = [kernels.pack([weight], paired=paired, storage=storage) for _ in range(copies)]
+    copies = max(1, int(CACHE_BYTES / (weight.numel() * BYTES[stored])))
+    packs = [pack(kernels, weight, stored, paired) for _ in range(copies)]
     x, out = torch.randn(rows, weight.shape[1]), torch.empty(rows, packs[0].columns)
     activation = Activation.SILU if paired else Activation.NONE
 
@@ -120,6 +133,19 @@ def time_matmul(
         return kernels.matmul(x, packs[i % copies], activation=activation, out=out)
 
     return best(run, seconds)
+
+
+def pack(kernels: CpuKernels, weight: torch.Tensor, stored: str, paired: bool) -> Matrix:
+    if stored in PLAIN:
+        return kernels.pack([weight], paired=paired, storage=PLAIN[stored])
+    if stored == "fp8":
+        values = weight.to(torch.float8_e4m3fn)
+        grouped = Grouped(values, torch.ones(len(weight), 1), weight.shape[1], 8)
+    else:
+        grouped = round_int4(kernels, weight, GROUP)
+    coded = pack_codes(kernels, grouped, round_rows=stored == "w4a8")
+    assert coded is not None
+    return stack_codes(kernels, [coded], paired=paired)
 
 
 def make_batch(rows: int, cached: int, chunk: int) -> PagedBatch:
@@ -210,6 +236,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--only", choices=("matmul", "attention", "norm"))
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds per figure")
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
@@ -221,7 +248,7 @@ def main() -> None:
     )
     for shape in args.shapes:
         if args.only in (None, "matmul"):
-            matmuls(kernels, machine, shape, args.seconds)
+            matmuls(kernels, machine, shape, args.rows, args.seconds)
         if args.only in (None, "attention"):
             attentions(kernels, machine, shape, args.seconds)
     if args.only in (None, "norm"):

@@ -2,6 +2,7 @@
 
     python benchmarks/engines.py --peer vllm_cpu=/opt/vllm/bin/python [--only W1 W2] [--rounds 3]
     python benchmarks/engines.py --weights bfloat16 ...     # as in most published checkpoints
+    python benchmarks/engines.py --weights gptq ...         # 4 bits, groups of 128
     python benchmarks/engines.py --shape 0.6b --only W1 W2 ...
 
 Writes docs/benchmarks/engines.md, or engines_bf16.md, engines_0.6b.md. Rayfin runs under this
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 from core_report import Report
+from gptq import quantise
 from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -90,9 +92,11 @@ def make_model(folder: Path, shape: str, weights: str) -> None:
         architecture, max_position_embeddings=4096, tie_word_embeddings=True, **sizes
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if weights == "bfloat16":
+    if weights != "float32":
         model.to(torch.bfloat16).to(torch.float32)
     model.save_pretrained(folder)
+    if weights == "gptq":
+        quantise(folder)
     (demo,) = rayfin.deployments.demo.__path__
     AutoTokenizer.from_pretrained(Path(demo) / "model").save_pretrained(folder)
 
@@ -149,7 +153,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
-    parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--weights", choices=["float32", "bfloat16", "gptq"], default="float32")
     parser.add_argument("--page", type=Path, help="page to write; default: the one in docs/")
     options = parser.parse_args()
     if "W5" in options.only and "W1" not in options.only:
@@ -164,7 +168,8 @@ def main() -> None:
         model = Path(folder) / f"model-{options.shape}"
         make_model(model, options.shape, options.weights)
         sections = measured(options, specs, model, versions.append)
-    exact = ", all of them exact in bf16" if options.weights == "bfloat16" else ""
+    kinds = {"float32": "", "bfloat16": ", all of them exact in bf16", "gptq": " in GPTQ's 4 bits"}
+    exact = kinds[options.weights]
     report.text(
         f"{TITLES[options.shape]} with random weights{exact}, computed in fp32, "
         f"{os.cpu_count()} cores of a {processor()}; greedy, outputs to their full length; medians "
@@ -212,7 +217,7 @@ def page_name(shape: str, weights: str) -> str:
     """The name of the page for a model."""
     parts = ["engines"]
     parts += [shape] if shape != "135m" else []
-    parts += ["bf16"] if weights == "bfloat16" else []
+    parts += {"float32": [], "bfloat16": ["bf16"], "gptq": ["gptq"]}[weights]
     return "_".join(parts) + ".md"
 
 
