@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.memory_advice import Shortage
 from rayfin.actors.speculation import SpeculativeConfig, read_speculation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -515,27 +514,32 @@ def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
     return min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
 
 
-def _too_long(
-    args: EngineArgs, facts: ModelFacts, model_len: int, pages: int, available: int
-) -> InvalidConfig:
-    needed = -(-model_len // args.page_size)
-    shortage = Shortage(
-        wanted=model_len,
-        page_size=args.page_size,
-        page_bytes=facts.page_bytes,
-        available=pages * facts.page_bytes if args.num_pages else available,
-        setting="num_pages"
-        if args.num_pages
-        else "kv_cache_memory"
-        if args.kv_cache_memory
-        else None,
-        smaller_pages=() if args.num_pages else facts.smaller_pages,
-        int4_saves=facts.int4_saves,
-    )
+def _too_long(args: EngineArgs, facts: ModelFacts, wanted: int, available: int) -> InvalidConfig:
+    """Names what would fit: each setting with the longest request that it makes room for."""
+    size, page = args.page_size, facts.page_bytes
+    needed = -(-wanted // size)
+
+    def room(setting: str, memory: int, page_bytes: int) -> list[str]:
+        longest = max(memory // page_bytes, 0) * size
+        text = "all of it" if longest >= wanted else f"{longest} tokens"
+        return [f"{setting} for {text}"] if longest else []
+
+    pages = max(args.num_pages or available // page, 0)
+    fits = [f"max_model_len {pages * size}"] if pages else []
+    if args.num_pages is not None:
+        fits += [f"num_pages {needed}"]
+    else:
+        for dtype, smaller in facts.smaller_pages:
+            fits += room(f"kv_cache_dtype {dtype!r}", available, smaller)
+        if args.kv_cache_memory is not None:
+            fits += [f"kv_cache_memory {needed * page}"]
+        else:
+            less, saved = f"quantization 'int4' ({facts.int4_saves:,} bytes less)", facts.int4_saves
+            fits += room(less, available + saved, page) if saved else []
+            fits += [f"memory_utilization for {needed * page - available:,} bytes more"]
     return InvalidConfig(
-        f"a request of {model_len} tokens needs {needed} pages "
-        f"({needed * facts.page_bytes:,} bytes), {max(pages, 0)} fit. "
-        f"What fits: {shortage.what_fits()}",
+        f"a request of {wanted} tokens needs {needed} pages ({needed * page:,} bytes), {pages} "
+        f"fit. What fits: {'; '.join(fits)}",
         "max_model_len",
     )
 
@@ -562,7 +566,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     pages = most if whole else min(pages, most)
     if pages < per_request:
         if args.max_model_len is not None or pages < 1:
-            raise _too_long(args, facts, model_len, pages, available)
+            raise _too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
     speculation = args.speculation
     if speculation and recurrent:
