@@ -118,8 +118,7 @@ class EngineArgs:
         "bits; dequantize: plain weights of a quantized checkpoint; default: as the checkpoint",
     )
     activations: Activations = _flag(
-        "exact",
-        "int8: rounds the rows that 4-bit weights of a checkpoint multiply to 8 bits, on a CPU",
+        "exact", "int8: rounds the rows of products with a checkpoint's 4-bit weights, on a CPU"
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
     device: Device = _flag("auto", "auto uses a GPU if there is one")
@@ -515,31 +514,23 @@ def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
 
 
 def _too_long(args: EngineArgs, facts: ModelFacts, wanted: int, available: int) -> InvalidConfig:
-    """Names what would fit: each setting with the longest request that it makes room for."""
-    size, page = args.page_size, facts.page_bytes
+    """Names what would fit: settings with the longest request that each makes room for."""
+    size, page, saved = args.page_size, facts.page_bytes, facts.int4_saves
     needed = -(-wanted // size)
-
-    def room(setting: str, memory: int, page_bytes: int) -> list[str]:
-        longest = max(memory // page_bytes, 0) * size
-        text = "all of it" if longest >= wanted else f"{longest} tokens"
-        return [f"{setting} for {text}"] if longest else []
-
     pages = max(args.num_pages or available // page, 0)
-    fits = [f"max_model_len {pages * size}"] if pages else []
-    if args.num_pages is not None:
-        fits += [f"num_pages {needed}"]
-    else:
-        for dtype, smaller in facts.smaller_pages:
-            fits += room(f"kv_cache_dtype {dtype!r}", available, smaller)
-        if args.kv_cache_memory is not None:
-            fits += [f"kv_cache_memory {needed * page}"]
-        else:
-            less, saved = f"quantization 'int4' ({facts.int4_saves:,} bytes less)", facts.int4_saves
-            fits += room(less, available + saved, page) if saved else []
-            fits += [f"memory_utilization for {needed * page - available:,} bytes more"]
+    ways = [("max_model_len {}", pages * size)]
+    for name, smaller in facts.smaller_pages if args.num_pages is None else ():
+        ways.append((f"kv_cache_dtype {name!r} for {{}}", available // smaller * size))
+    if args.num_pages is None and args.kv_cache_memory is None and saved:
+        longest = (available + saved) // page * size
+        ways.append((f"quantization 'int4' ({saved:,} bytes less) for {{}}", longest))
+    more = f"memory_utilization for {needed * page - available:,} bytes more"
+    if args.num_pages or args.kv_cache_memory:
+        more = f"num_pages {needed}" if args.num_pages else f"kv_cache_memory {needed * page}"
+    fits = [way.format(min(longest, wanted)) for way, longest in ways if longest > 0]
     return InvalidConfig(
         f"a request of {wanted} tokens needs {needed} pages ({needed * page:,} bytes), {pages} "
-        f"fit. What fits: {'; '.join(fits)}",
+        f"fit. What fits: {'; '.join([*fits, more])}",
         "max_model_len",
     )
 
