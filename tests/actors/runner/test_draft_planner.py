@@ -80,23 +80,26 @@ def test_the_guard_pauses_what_costs_more_than_it_gives(follow: bool) -> None:
     assert pauses == ([DRAFT_PAUSE_SECONDS, 2 * DRAFT_PAUSE_SECONDS] if follow else [0.0, 0.0])
 
 
-@pytest.mark.parametrize(("seconds", "deep"), [(0.0, True), (0.001, True), (0.02, False)])
-def test_a_draft_that_costs_time_is_worth_it_or_not_made(seconds: float, deep: bool) -> None:
-    planner = DraftPlanner(8, 5, CHEAP, draft_seconds=lambda _: seconds, clock=Clock())
-    room = planner.room(np.full(2, 9), 2, 2, 100).tolist()
-    assert room == ([5, 5] if deep else [0, 0])
-    assert planner.room(np.full(2, 9), 2, 2, 4).tolist() == ([2, 2] if deep else [0, 0])
+def modelled(seconds: float) -> DraftPlanner:
+    """A planner whose drafts take ``seconds`` each."""
+    cost = StepCost((1, 128), (0.010, 0.011))
+    return DraftPlanner(8, 5, cost, draft_seconds=lambda _: seconds, clock=Clock())
 
 
-def test_depth_follows_what_was_right() -> None:
-    planner = DraftPlanner(8, 5, CHEAP, draft_seconds=lambda _: 0.002, clock=Clock())
-    left = np.full(1, 9)
+@pytest.mark.parametrize(("seconds", "depth"), [(0.0, 5), (0.001, 4), (0.004, 2), (0.02, 0)])
+def test_drafts_that_cost_time_are_as_long_as_they_gain_some(seconds: float, depth: int) -> None:
+    planner, left = modelled(seconds), np.full(2, 9)
+    assert planner.room(left, 2, 2, 100).tolist() == [depth] * 2
+    assert planner.room(left, 2, 2, 4).tolist() == [min(depth, 2)] * 2  # no more than fit
+    assert planner.room(np.array([1, 9]), 2, 2, 100).tolist() == [min(depth, 1), depth]
+
+
+def test_their_length_follows_what_was_right() -> None:
+    planner, left = modelled(0.002), np.full(1, 9)
     assert planner.room(left, 1, 1, 100)[0] > 2
     for _ in range(30):
         counts = planner.pick(ONE, drafts(1, trust=7), 1, 1, 100)
         planner.learn(ONE, counts, ONE)  # none is ever right
-        if not planner.room(left, 1, 1, 100)[0]:
-            break
     assert planner.room(left, 1, 1, 100)[0] == 0
     while not planner.room(left, 1, 1, 100)[0]:  # one day it is tried again
         pass
