@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.hub import cached_file
-
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.pooling.recipe import Activation, DenseLayer, Mode, PoolingRecipe
@@ -96,6 +94,8 @@ class _Folder:
         if Path(self.model).is_dir():
             path = Path(self.model) / name
             return path if path.is_file() else None
+        from transformers.utils.hub import cached_file
+
         try:
             found = cached_file(
                 self.model,

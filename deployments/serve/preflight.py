@@ -1,8 +1,9 @@
 """Checks before anything starts: a bad folder, a model that is not served."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from rayfin.actors.config import EngineArgs
@@ -40,6 +41,45 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
             ) from None
     if tokenizer:
         Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
+
+
+def require_files(args: EngineArgs) -> None:
+    """Looks at the names of the files in a model's folder: what can be said at once.
+
+    Raises:
+        InvalidConfig: there is no such folder, or it holds no config.json.
+    """
+    folder = Path(model_path(args.model))
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise InvalidConfig(f"{folder} holds no config.json", "model")
+    if not folder.exists() and (folder.is_absolute() or args.model.startswith((".", "~"))):
+        raise InvalidConfig(f"there is no folder {args.model}", "model")
+
+
+class InBackground:
+    """Runs ``check`` in a thread, beside what else has to start."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._error: Exception | None = None
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def result(self) -> None:
+        """Waits for it.
+
+        Raises:
+            Exception: whatever ``check`` has raised.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._check()
+        except Exception as error:
+            self._error = error
 
 
 def require_room(models: "Sequence[ModelArgs]", cores: float) -> None:

@@ -25,7 +25,12 @@ from rayfin.deployments.edge.middleware import check_middleware
 from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.ports import require_free, require_own_ports, require_ports
-from rayfin.deployments.serve.preflight import check_model, require_room
+from rayfin.deployments.serve.preflight import (
+    InBackground,
+    check_model,
+    require_files,
+    require_room,
+)
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.serve.startup import StartUp, engine_info, loading, progress, summary
 
@@ -92,9 +97,11 @@ def serve(
         require_ports(server, host, port, door)
         check_middleware(server.middleware or ())
         for model in models:
-            check_model(model.engine)
+            require_files(model.engine)
+        # It imports torch and transformers, which takes as long as a Ray takes to start.
+        checks = InBackground(lambda: _check(models))
         door.tell_proxies()
-        _serve(server, engine, models, (host, port, door), name, verbose, stop)
+        _serve(server, engine, models, (host, port, door), name, verbose, stop, checks)
     except KeyboardInterrupt:
         if stop.count != 1:
             raise
@@ -102,6 +109,11 @@ def serve(
         door.close()
     print("Stopped.", flush=True)
     return 0
+
+
+def _check(models: Sequence[ModelArgs]) -> None:
+    for model in models:
+        check_model(model.engine)
 
 
 def _serve(
@@ -112,6 +124,7 @@ def _serve(
     name: str,
     verbose: bool,
     stop: StopSignals,
+    checks: InBackground,
 ) -> None:
     """Serves until the first signal, and stops all that it started."""
     start_up = StartUp()
@@ -125,6 +138,7 @@ def _serve(
         stop.install()
         if name in ray_serve.status().applications:
             raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
+        checks.result()
         try:
             what = loading(models)
             with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:

@@ -3,11 +3,10 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import jinja2
-from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.timing import TEMPLATE_SECONDS
@@ -16,7 +15,7 @@ from rayfin.deployments.text.parsing.format import IdStyle
 from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
 
-RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
+OWN_NAMES = {
     *("messages", "raise_exception", "strftime_now"),
     *("dict", "namespace", "range", "lipsum", "cycler", "joiner"),
 }
@@ -27,6 +26,13 @@ INSIDE = ("system", "developer", "assistant")  # roles whose tags keep their mea
 MAX_VARIABLE = 1024  # characters in a template variable that a request sets
 MAX_GROWTH = 4  # characters that a template renders for each one of the request ...
 MAX_OWN_TEXT = 2**17  # ... and in addition to those
+
+
+@cache
+def reserved_names(kind: type) -> frozenset[str]:
+    """Names that no variable of a request may have: those of a tokenizer's class and of jinja."""
+    rendering: Any = getattr(kind, "apply_chat_template", None)
+    return OWN_NAMES | inspect.signature(rendering).parameters.keys()
 
 
 @dataclass(slots=True, frozen=True)
@@ -140,8 +146,9 @@ def _template(tokenizer: Tokenizer, override: str | None, has_tools: bool) -> st
 
 def _variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     path = "chat_template_kwargs"
+    reserved = reserved_names(type(tokenizer.inner))
     for name, value in variables.items():
-        if name in RESERVED or name in tokenizer.inner.special_tokens_map:
+        if name in reserved or name in tokenizer.inner.special_tokens_map:
             raise InvalidRequest(
                 f"A request may not set {name}.", f"{path}.{name}", "unknown_parameter"
             )

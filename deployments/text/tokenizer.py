@@ -6,15 +6,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils.hub import cached_file
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import Int32Array
 from rayfin.deployments.text.detokenizer import HALF, IncrementalDetokenizer
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds: ``load`` does
+    from transformers import PreTrainedTokenizerFast
 
 BRACKETED = re.compile(r"<\S+>|\[\S+\]")  # the form of tokens that mark a turn
 
@@ -43,7 +44,7 @@ class Tokenizer:
         eos_token_ids: ids that end a sequence, besides the tokenizer's own.
     """
 
-    def __init__(self, inner: PreTrainedTokenizerFast, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, inner: "PreTrainedTokenizerFast", eos_token_ids: Iterable[int] = ()) -> None:
         self.inner = inner
         self.backend: tokenizers.Tokenizer = inner.backend_tokenizer
         self.backend.no_truncation()
@@ -60,6 +61,8 @@ class Tokenizer:
         Raises:
             InvalidConfig: no tokenizer, or none with a fast form.
         """
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
         try:
             inner = AutoTokenizer.from_pretrained(
                 str(model), trust_remote_code=trust_remote_code, **hub
@@ -108,7 +111,7 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, self._paired_tags())) or "(?!)")
 
     @cached_property
-    def literal_inner(self) -> PreTrainedTokenizerFast:
+    def literal_inner(self) -> "PreTrainedTokenizerFast":
         """The same tokenizer, for conversations in which paired tags are literal text."""
         inner = copy.copy(self.inner)
         inner.chat_control_tokens = [*self._control_tokens(), *self._paired_tags()]
@@ -227,6 +230,8 @@ def model_json(model: str | Path, name: str, **hub: Any) -> dict[str, Any]:
     """
     path: str | Path | None = Path(model) / name
     if not Path(model).is_dir():
+        from transformers.utils.hub import cached_file
+
         try:
             path = cached_file(
                 str(model),

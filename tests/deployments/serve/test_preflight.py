@@ -1,6 +1,8 @@
 """Bad models are refused before anything starts."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,12 @@ from transformers import PreTrainedTokenizerFast
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.preflight import check_model, require_room
+from rayfin.deployments.serve.preflight import (
+    InBackground,
+    check_model,
+    require_files,
+    require_room,
+)
 from rayfin.deployments.serve.server_args import ServerArgs
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -104,3 +111,33 @@ def test_room_for_runners(server: dict[str, Any], engine: dict[str, Any], runner
     if runners:
         with pytest.raises(InvalidConfig, match=f"^{2 * runners} runners need a core each"):
             require_room([model, model], 2 * runners - 1)
+
+
+def test_what_files_say_is_said_at_once(folder: Path) -> None:
+    require_files(EngineArgs(model=str(folder)))
+    require_files(EngineArgs(model="demo"))
+    require_files(EngineArgs(model="org/on-the-hub"))
+    with pytest.raises(InvalidConfig, match="there is no folder ./none"):
+        require_files(EngineArgs(model="./none"))
+    (folder / "config.json").unlink()
+    with pytest.raises(InvalidConfig, match="holds no config.json"):
+        require_files(EngineArgs(model=str(folder)))
+
+
+def test_checks_in_the_background_say_what_they_find() -> None:
+    InBackground(lambda: None).result()
+
+    def fails() -> None:
+        raise InvalidConfig("planted", "model")
+
+    with pytest.raises(InvalidConfig, match="planted"):
+        InBackground(fails).result()
+
+
+def test_a_server_starts_without_torch() -> None:
+    """The command's process, which starts Ray and Serve, imports neither torch nor transformers."""
+    script = "import sys, rayfin.deployments.serve.serving; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "transformers"} & set(done.stdout.split())
