@@ -45,6 +45,10 @@ MAX_RESTART_PAUSE_SECONDS = 30.0  # ... up to this
 STEP_RESEND_SECONDS = 1.0
 STEP_RESEND_PAUSE_SECONDS = 0.02
 
+# Two threads of a runner with a GPU take steps, so that one may begin before the one before it.
+# Then it waits so long, and is refused.
+STEP_OVERTAKEN_SECONDS = 0.1
+
 # Finding the tokens that a row's grammar allows: time beyond this, and beyond two forwards, is
 # overtime, and a request fails when its masks have had too much of it. So a hiccup fails no
 # request, and a hostile grammar holds up its neighbours for a second. Processor time, as others

@@ -16,7 +16,8 @@ from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.runner.parallel.rank import Address, ParallelRank
 from rayfin.actors.runner.result_cache import StepResultCache
-from rayfin.actors.timing import RUNNER_LEASE_SECONDS
+from rayfin.actors.runner.step_turns import StepTurns
+from rayfin.actors.timing import RUNNER_LEASE_SECONDS, STEP_OVERTAKEN_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,15 @@ class Adoption:
 OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"prepare": 1},
+    "concurrency_groups": {"prepare": 1, "steps": 2},
 }
 
 
 @ray.remote(**OPTIONS)
 class ModelRunnerActor:
     """One process with one device: one rank of its engine's group. Calls run one at a time, in the
-    order in which they are sent, but ``prepare``, which runs beside the others.
+    order in which they are sent, but ``prepare``, which runs beside the others, and
+    ``execute_ahead``, of which two do.
 
     Ray retries nothing here: a step that may or may not have run is sent again by its group, and
     answered from memory if it has (result_cache.py).
@@ -53,6 +55,7 @@ class ModelRunnerActor:
         self._args: EngineArgs | None = None
         self._config: EngineConfig | None = None
         self._results = StepResultCache()
+        self._turns = StepTurns(self._results, STEP_OVERTAKEN_SECONDS)
         self._speaks = True  # for its group
         self._store: Any = None
         self._lifeline = Lifeline(lease, _exit)
@@ -99,13 +102,14 @@ class ModelRunnerActor:
 
     def start(self, config: EngineConfig, epoch: int) -> None:
         """Allocates the pages."""
-        with self._lifeline.work():
+        with self._lifeline.work(), self._turns.alone():
             self._runner.start(config, epoch)
             self._config = config
 
     def sleep(self) -> None:
         """Gives the pages' memory back, until the next ``start``."""
-        self._runner.sleep()
+        with self._turns.alone():
+            self._runner.sleep()
 
     def adopt(self, args: EngineArgs, identity: str, generation: int) -> Adoption | None:
         """Forgets all requests, and belongs to another scheduler from now on; the model stays.
@@ -132,13 +136,26 @@ class ModelRunnerActor:
         with self._lifeline.work():
             result = self._results.find(info, self._runner.next_step)
             if result is None:
-                if failpoints.ACTIVE:
-                    failpoints.ACTIVE.hit_step("runner.before_execute", info)
-                result = self._runner.execute(info)
-                self._results.keep(result)
-                if failpoints.ACTIVE:
-                    failpoints.ACTIVE.hit_step("runner.before_reply", info)
+                result = self._execute(info)
             return result if self._speaks else None
+
+    @ray.method(concurrency_group="steps")
+    def execute_ahead(self, info: SchedulerInfo) -> StepResult:
+        """``execute``, of a step that a GPU may get while it computes the one before.
+
+        Only of a runner that is alone in its group, and whose steps all come this way.
+        """
+        with self._lifeline.work():
+            return self._turns.run(self._runner, info, self._execute)
+
+    def _execute(self, info: SchedulerInfo) -> StepResult:
+        if failpoints.ACTIVE:
+            failpoints.ACTIVE.hit_step("runner.before_execute", info)
+        result = self._runner.execute(info)
+        self._results.keep(result)
+        if failpoints.ACTIVE:
+            failpoints.ACTIVE.hit_step("runner.before_reply", info)
+        return result
 
     @ray.method(concurrency_group="prepare")
     def prepare(self, grammars: list[str]) -> str | None:

@@ -5,10 +5,12 @@ writes; those that raise are halved again. Writing keys and values twice changes
 """
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import NO_TOKEN, Logprobs, SchedulerInfo
@@ -102,3 +104,14 @@ def _joined(parts: list[Sampled]) -> Sampled:
         start += len(part.tokens)
     whole.logprobs = Logprobs.joined(logprobs) if logprobs else None
     return whole
+
+
+def leave_broken_device(device: torch.device, error: Exception) -> None:
+    """Exits if the CUDA context is broken: then every call fails until the process ends."""
+    if device.type != "cuda" or is_out_of_memory(error):
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        logger.exception("the device is broken: this runner exits")
+        os._exit(1)

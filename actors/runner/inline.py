@@ -1,5 +1,6 @@
 """The runner in this process, behind the executor's interface: no Ray, no second process."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,8 @@ from rayfin.actors.runner.model_runner import ModelRunner
 
 
 @dataclass(slots=True)
-class _Deferred:
-    """A step that runs when its result is asked for."""
+class _Submitted:
+    """A step that ends when its result is asked for."""
 
     run: Callable[[SchedulerInfo], StepResult]
     info: SchedulerInfo
@@ -36,6 +37,9 @@ class _Prepared:
 class InlineExecutor:
     """Runs each step when its result is asked for, in the order of submission.
 
+    A GPU gets steps before: it computes one while the scheduler reads the one before. On a CPU
+    the scheduler and the model would compute on the same cores, and nothing is gained.
+
     An exception of a step is the caller's: there is no process to restart.
     """
 
@@ -43,10 +47,25 @@ class InlineExecutor:
         self.epoch = 0
         self._runner = runner
         self._config = config
+        self._waiting: deque[SchedulerInfo] = deque()  # submitted, and not queued on a device
         runner.start(config, self.epoch)
 
-    def submit(self, info: SchedulerInfo) -> _Deferred:
-        return _Deferred(self._runner.execute, info)
+    def submit(self, info: SchedulerInfo) -> _Submitted:
+        self._waiting.append(info)
+        self._begin()
+        return _Submitted(self._run, info)
+
+    def _run(self, info: SchedulerInfo) -> StepResult:
+        result = self._runner.execute(info)
+        if self._waiting and self._waiting[0] is info:
+            self._waiting.popleft()
+        self._begin()
+        return result
+
+    def _begin(self) -> None:
+        """Queues the steps that wait, as far as the runner takes them."""
+        while self._waiting and self._runner.begin(self._waiting[0]):
+            self._waiting.popleft()
 
     def prepare(self, grammars: Sequence[str]) -> _Prepared:
         """Compiles grammars for requests to come, at once."""
@@ -59,6 +78,7 @@ class InlineExecutor:
     def restart(self) -> None:
         """Empties the runner."""
         self.epoch += 1
+        self._waiting.clear()
         self._runner.start(self._config, self.epoch)
 
     def sleep(self) -> None:

@@ -1,9 +1,8 @@
 """Executes one step at a time on a device: profile, allocate pages, compute, sample."""
 
 import logging
-import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,9 +18,9 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig
-from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.messages import BoolArray, Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.runner.draft_planner import DraftPlanner
-from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate
+from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate, leave_broken_device
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.observers import RankAgreement, RowFaults, StepObserver
 from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
@@ -40,7 +39,7 @@ from rayfin.actors.runner.step.batch import (
     decoding_rows,
     next_step_info,
 )
-from rayfin.actors.runner.step.measured_step import decode_step
+from rayfin.actors.runner.step.measured_step import measure_steps
 from rayfin.actors.runner.step.memory import available_bytes, bytes_taken, largest_step
 from rayfin.actors.runner.step.page_checksums import PageChecksums
 from rayfin.actors.runner.step.page_moves import PageMover
@@ -58,9 +57,6 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3
 """Steps in a row without a row that could be computed: after more the runner is replaced."""
 
-MEASURED_CONTEXT = 256
-"""Tokens of context of the steps whose time is measured at the start."""
-
 AHEAD_TOKENS = 16_384
 AHEAD_BYTES = 1 << 30
 """Pages for so many tokens, and no more memory, are made ready on a CPU before they are used."""
@@ -71,7 +67,8 @@ class ModelRunner:
     it adds nothing. ``place`` is that of a rank among several, which get the same calls.
 
     Life: construct (weights), ``profile`` (facts for ``resolve``), ``start`` (pages), ``execute``;
-    ``sleep`` and another ``start`` between two steps.
+    ``sleep`` and another ``start`` between two steps. ``begin`` may queue a step ahead of its
+    ``execute``.
     """
 
     def __init__(
@@ -176,6 +173,32 @@ class ModelRunner:
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def begin(self, info: SchedulerInfo) -> bool:
+        """Queues a step on the device, behind the one that computes, if the host has no part in it.
+
+        Its ``execute`` then only waits for the device and reads its tokens. A step that needs the
+        tokens of the one before on the host is left to ``execute``, as is one out of turn.
+
+        Returns:
+            Whether it is queued.
+        """
+        graphs = self._graphs
+        if graphs is None or not self._can_queue(info, graphs):
+            return False
+        self._enter(info)
+        try:
+            graphs.begin(info, None)
+        except RuntimeError as error:
+            leave_broken_device(self._loaded.device, error)
+            raise
+        return True
+
+    def wait(self) -> None:
+        """Waits for the device to end the oldest queued step; another thread may ``begin`` one."""
+        queued = self._graphs.queued if self._graphs is not None else ()
+        if queued:
+            queued[0].tokens.wait()
+
     def execute(self, info: SchedulerInfo) -> StepResult:
         """Runs one step: moves pages, applies its diff, computes, samples.
 
@@ -191,22 +214,48 @@ class ModelRunner:
             raise EngineUnavailable(
                 f"step {info.epoch}.{info.step} refused: this runner is at {epoch}.{step}"
             )
+        output = StepOutput(info)
+        if self._graphs is not None and self._graphs.queued:
+            started = self._graphs.queued[0].begun
+            self._decode(info, np.arange(len(info.ids)), output, self._graphs.collect())
+            return self._leave(info, output, started)
         started = time.perf_counter()
+        self._enter(info)
+        if self._speculator:
+            info = self._speculator.begin(info)
+            output = StepOutput(info)
+        self._run_rows(info, output)
+        return self._leave(info, output, started)
+
+    def _can_queue(self, info: SchedulerInfo, graphs: "DecodeGraphs") -> bool:
+        """Whether the device has all that the step needs, or the scheduler sends it."""
+        epoch, step = self._next
+        return (
+            (info.epoch, info.step) == (epoch, step + len(graphs.queued))
+            and not graphs.is_full
+            and not failpoints.ACTIVE
+            and not (len(info.moves) or info.new_requests or self._speculator)
+            and not any(observer.in_turn for observer in self._observers)
+            and isinstance(self._sampler, Sampler)
+            and bool(self._sampler.is_plain(info.ids).all())
+            and graphs.supports(info, None)
+        )
+
+    def _enter(self, info: SchedulerInfo) -> None:
+        """Takes in what a step brings beside its rows."""
         if len(info.moves):
             self._mover.run(info.moves)
         self._slots.apply(info)
         for observer in self._observers:
             observer.before(info)
         self._sampler.apply_diff(info)
-        if self._speculator:
-            info = self._speculator.begin(info)
-        output = StepOutput(info)
-        for rows, part in self._parts(info):
-            self._run(part, rows, output)
+
+    def _leave(self, info: SchedulerInfo, output: StepOutput, started: float) -> StepResult:
+        """The result of a step that has run."""
         result = output.finish()
         for observer in self._observers:
             observer.after(info, result)
-        self._next = (epoch, step + 1)
+        self._next = (info.epoch, info.step + 1)
         result.grammars = self._sampler.take_usage()
         result.drafts = self._speculator.take_usage() if self._speculator else None
         result.seconds = time.perf_counter() - started
@@ -244,7 +293,10 @@ class ModelRunner:
         )
         adaptive = settings is not None and settings.adaptive
         follow = self._loaded.peers is None  # ranks would measure different times
-        cost = self._measure(config) if adaptive and follow else StepCost.assumed()
+        sizes = (self._args.page_size, loaded.device)
+        cost = StepCost.assumed()
+        if adaptive and follow:
+            cost = measure_steps(self._model.forward, config, *sizes)
         planner = DraftPlanner(
             config.limits.max_decoding_batch,
             config.num_speculative_tokens,
@@ -255,29 +307,6 @@ class ModelRunner:
         )
         device = self._loaded.device
         return Speculator(made, self._slots, self._sampler, device, config.limits, planner)
-
-    def _measure(self, config: EngineConfig) -> StepCost:
-        """Times steps of some sizes on the first pages, which hold nothing yet."""
-        limits = config.limits
-        most = min(
-            limits.max_decoding_batch + config.num_speculative_tokens, limits.max_batch_tokens
-        )
-        size = self._args.page_size
-        context = min(MEASURED_CONTEXT, config.num_pages * size)
-
-        def run(tokens: int) -> float:
-            info = decode_step(tokens, context, size)
-            slots = RequestSlots(len(info.ids), int(info.kv_page_len.max()))
-            slots.apply(info)
-            started = time.perf_counter()
-            inputs, _ = build_inputs(info, slots, size, self._loaded.device)
-            self._model.forward(inputs)
-            if self._loaded.device.type == "cuda":
-                torch.cuda.synchronize(self._loaded.device)
-            return time.perf_counter() - started
-
-        with torch.inference_mode():
-            return StepCost.measured(run, most)
 
     def _make_observers(self, cache: KVTensors) -> list[StepObserver]:
         observers: list[StepObserver] = [RowFaults()]
@@ -293,16 +322,32 @@ class ModelRunner:
             observers.append(RankAgreement(self._loaded.peers))
         return [*observers, *self._plugins.observers]
 
-    def _parts(self, info: SchedulerInfo) -> Iterator[tuple[Int64Array, SchedulerInfo]]:
-        """The step whole, or its rows that leave the CUDA graphs apart from the others."""
+    def _run_rows(self, info: SchedulerInfo, output: "StepOutput") -> None:
+        """All rows of a step; those that leave the CUDA graphs run while a graph runs the others.
+
+        With a speculator one part runs after the other.
+        """
         rows = np.arange(len(info.ids))
-        if self._graphs is not None and len(rows) == info.decoding_batch:
-            host = self._sampler.needs_host(info)
-            if host.any() and not host.all():
-                for part in (rows[~host], rows[host]):
-                    yield part, decoding_rows(info, part)
-                return
-        yield rows, info
+        host = self._rows_off_graphs(info)
+        if not host.any() or host.all():
+            self._run(info, rows, output)
+            return
+        others, part = rows[~host], decoding_rows(info, rows[~host])
+        queued = self._speculator is None and self._queue(part)
+        try:
+            self._run(decoding_rows(info, rows[host]), rows[host], output)
+        finally:
+            replayed = self._collect() if queued else None
+        if self._speculator:
+            self._run(part, others, output)
+        else:
+            self._decode(part, others, output, replayed)
+
+    def _rows_off_graphs(self, info: SchedulerInfo) -> BoolArray:
+        """[R] which rows of a step no CUDA graph can run, though it may run the others."""
+        if self._graphs is None or len(info.ids) != info.decoding_batch:
+            return np.zeros(len(info.ids), np.bool_)
+        return self._sampler.needs_host(info) | self._graphs.left_out(info.ids)
 
     def _run(self, info: SchedulerInfo, rows: Int64Array, output: "StepOutput") -> None:
         """All decode steps of ``info``, which has the ``rows`` [R] of the call."""
@@ -312,7 +357,16 @@ class ModelRunner:
             if drafted is not None or self._graphs is None:
                 self._speculate(info, drafted, left, rows, output)
                 return
-        replayed = self._replay(info)
+        self._decode(info, rows, output, self._replay(info))
+
+    def _decode(
+        self,
+        info: SchedulerInfo,
+        rows: Int64Array,
+        output: "StepOutput",
+        replayed: "MultiStepOutput | None",
+    ) -> None:
+        """All decode steps of ``info`` without drafts, which graphs may have ``replayed``."""
         among = np.arange(len(rows))  # where the remaining rows stand among those of the replay
         for column in range(info.num_steps):
             if replayed is None:
@@ -374,15 +428,29 @@ class ModelRunner:
 
     def _replay(self, info: SchedulerInfo) -> "MultiStepOutput | None":
         """The decode steps of the call as CUDA graphs, or None if they cannot run it."""
-        if self._graphs is None or failpoints.ACTIVE or self._sampler.needs_host(info).any():
-            return None
+        return self._collect() if self._queue(info) else None
+
+    def _queue(self, info: SchedulerInfo) -> bool:
+        """Queues the decode steps of the call as CUDA graphs, unless they cannot run it."""
+        if self._graphs is None or failpoints.ACTIVE or self._rows_off_graphs(info).any():
+            return False
         rules = self._sampler.row_token_rules(info)
         if not self._graphs.supports(info, rules):
-            return None
+            return False
         try:
-            return self._graphs.run(info, rules)
+            self._graphs.begin(info, rules)
         except RuntimeError as error:  # step by step it shows which row is at fault
-            self._leave_broken_device(error)
+            leave_broken_device(self._loaded.device, error)
+            logger.exception("a multi-step call failed as a CUDA graph: it runs step by step")
+            return False
+        return True
+
+    def _collect(self) -> "MultiStepOutput | None":
+        assert self._graphs is not None
+        try:
+            return self._graphs.collect()
+        except RuntimeError as error:
+            leave_broken_device(self._loaded.device, error)
             logger.exception("a multi-step call failed as a CUDA graph: it runs step by step")
             return None
 
@@ -398,7 +466,7 @@ class ModelRunner:
         except Exception as error:
             if self._loaded.peers:  # they are amid this step: no rank can repeat it alone
                 raise
-            self._leave_broken_device(error)
+            leave_broken_device(self._loaded.device, error)
             output.result.out_of_memory |= is_out_of_memory(error)
             self._failed_steps += 1
             if self._failed_steps > MAX_FAILED_STEPS:
@@ -407,17 +475,6 @@ class ModelRunner:
             if len(sampled.errors) < len(info.ids):
                 self._failed_steps = 0
             return sampled
-
-    def _leave_broken_device(self, error: Exception) -> None:
-        """Exits if the CUDA context is broken: then every call fails until the process ends."""
-        device = self._loaded.device
-        if device.type != "cuda" or is_out_of_memory(error):
-            return
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError:
-            logger.exception("the device is broken: this runner exits")
-            os._exit(1)
 
     @torch.inference_mode()
     def _compute(self, info: SchedulerInfo) -> Sampled:
@@ -437,7 +494,7 @@ class ModelRunner:
         except Exception as error:
             if self._loaded.peers:
                 raise
-            self._leave_broken_device(error)
+            leave_broken_device(self._loaded.device, error)
             logger.exception("a step with drafts failed: it runs without them")
             return None
 

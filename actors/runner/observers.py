@@ -16,6 +16,9 @@ from rayfin.actors.runner.parallel.groups import ProcessGroups
 class StepObserver(Protocol):
     """Watches the calls of a runner; to derive from `Observer` saves the empty methods."""
 
+    in_turn: bool
+    """Whether a call may begin only after the one before has ended. It keeps a GPU waiting."""
+
     def before(self, info: SchedulerInfo) -> None:
         """A call begins. Its page moves are made and its diff is applied."""
 
@@ -32,6 +35,8 @@ class StepObserver(Protocol):
 class Observer:
     """A StepObserver that does nothing, to derive from."""
 
+    in_turn = True
+
     def before(self, info: SchedulerInfo) -> None:
         pass
 
@@ -47,6 +52,8 @@ class Observer:
 
 class RowFaults(Observer):
     """Passes the failpoint ``runner.row`` for each row of each forward."""
+
+    in_turn = False  # with failpoints no step is queued ahead
 
     def forwarded(self, info: SchedulerInfo, rows: Int64Array, logits: torch.Tensor) -> None:
         if not failpoints.ACTIVE:

@@ -177,8 +177,9 @@ class RunnerGroup:
 
     def send(self, info: SchedulerInfo) -> list[Any]:
         """Calls each runner with the step; returns the refs of their answers by rank."""
-        shared: Any = info if len(self._runners) == 1 else ray.put(info)
-        return self._on_all("execute", shared)
+        if len(self._runners) > 1:
+            return self._on_all("execute", ray.put(info))
+        return self._on_all("execute_ahead" if self._args.device == "cuda" else "execute", info)
 
     def prepare(self, grammars: Sequence[str]) -> _RemotePrepare:
         """See ``Executor.prepare``."""

@@ -1,8 +1,8 @@
-"""Splits a step's message into one delta per request."""
+"""Splits a step's message into one delta per request, or gathers messages until a request ends."""
 
 from collections.abc import Iterator, Mapping
 
-from rayfin.actors.messages import TokenDelta, TokenDeltas
+from rayfin.actors.messages import Ended, TokenDelta, TokenDeltas
 
 
 def split_deltas(
@@ -28,11 +28,39 @@ def split_deltas(
             first.queued, first.first_token, first.cached_tokens = begun
     for key, delta in deltas.items():
         if (end := ended.get(key)) is not None:
-            delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason
-            delta.cached_tokens = end.cached_tokens
-            delta.hypotheses, delta.queued = end.hypotheses, end.queued
-            delta.first_token, delta.vector = end.first_token, end.vector
+            _end(delta, end)
         yield key, delta
+
+
+class WholeDeltas:
+    """Gathers the tokens of requests of which nobody reads a part: one delta for each, at its end.
+
+    A step then costs these requests no objects. They have no log probabilities.
+    """
+
+    def __init__(self, request_ids: Mapping[int, str]) -> None:
+        self._deltas = {key: TokenDelta(request_id, []) for key, request_id in request_ids.items()}
+        self._tokens = {key: delta.tokens for key, delta in self._deltas.items()}
+
+    def push(self, message: TokenDeltas) -> Iterator[tuple[int, TokenDelta]]:
+        """Yields (key, delta) for the requests that end, but those that end in an error."""
+        gathered = self._tokens
+        for key, token in zip(message.keys.tolist(), message.tokens.tolist(), strict=True):
+            if (tokens := gathered.get(key)) is not None:
+                tokens.append(token)
+        for end in message.ended:
+            delta = self._deltas.pop(end.key, None)
+            if delta is not None and end.error is None:
+                del gathered[end.key]
+                _end(delta, end)
+                yield end.key, delta
+
+
+def _end(delta: TokenDelta, end: Ended) -> None:
+    delta.finish_reason, delta.stop_reason = end.finish_reason, end.stop_reason
+    delta.cached_tokens = end.cached_tokens
+    delta.hypotheses, delta.queued = end.hypotheses, end.queued
+    delta.first_token, delta.vector = end.first_token, end.vector
 
 
 def _add_logprobs(message: TokenDeltas, deltas: Mapping[int, TokenDelta]) -> None:

@@ -68,8 +68,10 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo]:
 
     runner = ModelRunner(args)
     facts, limits = runner.profile()
-    # A local call is free, so that several steps in one gain nothing.
-    config = resolve(replace(args, max_lease=1), facts, limits)
+    # A local call is free. So several steps in one gain nothing, unless a device computes them while
+    # this process does nothing.
+    steps = 1 if facts.device == "cpu" else args.max_lease
+    config = resolve(replace(args, max_lease=steps), facts, limits)
     info = EngineInfo(
         name="inline",
         max_model_len=config.max_model_len,

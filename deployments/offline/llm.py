@@ -28,7 +28,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
-from rayfin.deployments.client.deltas import split_deltas
+from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
 from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, make_plan
 from rayfin.deployments.guidance.fields import read_structured_outputs
 from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
@@ -48,12 +48,12 @@ from rayfin.deployments.requests.best_of import candidates, request_logprobs
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
 from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
 from rayfin.deployments.serve.preflight import (
+    check_generation_config,
     check_model,
     generation_config_path,
     located,
     tokenizer_path,
 )
-from rayfin.deployments.serve.server_args import check_generation_config
 from rayfin.deployments.text.messages import count_calls
 from rayfin.deployments.text.opening import render_prompt
 from rayfin.deployments.text.parsing.detect import Detected, detect
@@ -552,12 +552,15 @@ class LLM:
 
     def _drive(self, choices: dict[int, OfflineChoice], bar: "tqdm[Any]") -> None:
         """Runs the engine until all choices are complete."""
-        request_ids = {key: choice.request.request_id for key, choice in choices.items()}
+        ids = {key: choice.request.request_id for key, choice in choices.items()}
+        in_parts = {key: ids[key] for key, choice in choices.items() if not choice.is_read_whole}
+        whole = WholeDeltas({key: name for key, name in ids.items() if key not in in_parts})
         started = time.monotonic()
         tokens_in = tokens_out = 0
         for message in self._engine.run([choice.request for choice in choices.values()]):
             _raise_first_error(message)
-            for key, delta in split_deltas(message, request_ids):
+            parts = split_deltas(message, in_parts) if in_parts else ()
+            for key, delta in itertools.chain(parts, whole.push(message)):
                 choice = choices[key]
                 if choice.output.finish_reason is not None:
                     continue

@@ -70,6 +70,9 @@ class OfflineChoice:
         if params.logprobs is not None or named:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         self._prompt_logprobs: dict[int, TokenLogprob] = {}  # by position
+        scored = (request.sampling.logprobs, request.sampling.prompt_logprobs) != (None, None)
+        self.is_read_whole = not (scored or named or params.stop) and plan is NO_PLAN
+        """Whether its tokens may come in one delta at its end: none of them ends it before."""
 
     def append(self, delta: TokenDelta) -> bool:
         """Adds a delta. Returns True if that ends the output before the engine's request."""

@@ -25,6 +25,8 @@ ITEM_FIELDS = (
     "first_part",
     "parts",
 )
+MIN_PART = 128
+"""Keys of the smallest part, since merging shorter ones costs more than it saves."""
 WHOLE = -1
 """In an item's ``part``: the item sees all keys of its tile and writes the result itself."""
 
@@ -42,12 +44,6 @@ class TileMap:
     items: Int32Array  # [N, 10], ITEM_FIELDS
     parts: int  # entries of the partial results
 
-    def padded(self, items: int) -> "TileMap":
-        """Pads with empty items (no queries) to a fixed shape, for CUDA graphs."""
-        padded = np.zeros((items, len(ITEM_FIELDS)), np.int32)
-        padded[: len(self.items)] = self.items
-        return TileMap(padded, self.parts)
-
 
 def make_tile_map(
     query_start: npt.ArrayLike,
@@ -57,7 +53,7 @@ def make_tile_map(
     tile_queries: int = 1,
     key_block: int = 64,
     programs: int = 1,
-    min_part: int = 128,
+    min_part: int = MIN_PART,
     window: int | None = None,
 ) -> TileMap:
     """The tile map of some rows of a step.
@@ -69,7 +65,7 @@ def make_tile_map(
         tile_queries: largest number of queries of a tile.
         key_block: keys that a program reads at once; parts are multiples of it.
         programs: smallest number of items, if there is enough work.
-        min_part: smallest part, since merging shorter ones costs more than it saves.
+        min_part: keys of the smallest part.
         window: largest number of keys that a query sees, None for all.
 
     Returns:
@@ -137,6 +133,8 @@ def make_multi_step_map(
     window: int | None = None,
 ) -> TileMap:
     """One map for several decode steps of each row, so that none is computed between them.
+
+    CUDA graphs have theirs made on the device (`map_rows`), which this one is held against.
 
     Args:
         kv_len: [R] keys in the cache before the first step.

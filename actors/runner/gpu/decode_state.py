@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rayfin.actors.messages import Int32Array, Int64Array, SchedulerInfo
+from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, SchedulerInfo
 from rayfin.actors.runner.gpu.device_slots import DeviceSlots
 from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.kernels.attention.triton_backend import (
@@ -21,10 +21,14 @@ from rayfin.kernels.staging import staged
 from rayfin.kernels.triton.device.decode_kernels import (
     enter_rows,
     finish_rows,
+    map_rows,
     place_items,
     prepare_rows,
 )
-from rayfin.kernels.triton.tile_map import ITEM_FIELDS, TileMap, make_multi_step_map
+from rayfin.kernels.triton.tile_map import ITEM_FIELDS, MIN_PART, TileMap
+
+ON_DEVICE = -1
+"""In the rows' input tokens: the slot's last token, which the host has not read yet."""
 
 MAX_GRAPH_ROWS = 512
 """Rows of the largest graph. Larger steps are long enough to launch kernel by kernel."""
@@ -78,18 +82,24 @@ class GraphLaunches:
             self._graph_launches[sizes] = _GraphLaunch(shape, launch)
         return [self._for_rows(self._graph_launches[sizes], batch.rows)]
 
-    def fill(self, rows: int, kv_len: Int32Array, steps: Int32Array) -> None:
-        """Writes the tile maps of a multi-step call into the launches for ``rows`` rows."""
+    def fill(self, rows: int, new_rows: torch.Tensor) -> None:
+        """Writes the tile maps of a multi-step call into the launches for ``rows`` rows.
+
+        Args:
+            new_rows: [4, B] on the device, as `enter_rows` reads it.
+        """
         for sizes, graph_launch in self._graph_launches.items():
-            launch = self._for_rows(graph_launch, rows)
-            tile_map = make_multi_step_map(
-                kv_len,
-                steps,
-                key_block=graph_launch.shape.keys,
-                programs=graph_launch.shape.programs,
-                window=sizes.window,
-            ).padded(len(launch.items))
-            launch.items.copy_(staged(tile_map.items, launch.items.device), non_blocking=True)
+            items = self._for_rows(graph_launch, rows).items
+            map_rows[(len(items),)](
+                new_rows,
+                items,
+                new_rows.shape[1],
+                ROWS=max(16, 1 << (self._max_rows - 1).bit_length()),
+                PROGRAMS=graph_launch.shape.programs,
+                KEY_BLOCK=graph_launch.shape.keys,
+                MIN_PART=MIN_PART,
+                WINDOW=sizes.window or 0,
+            )
 
     def place(self, rows: int, positions: torch.Tensor) -> None:
         """Writes the rows' positions into the work items."""
@@ -144,16 +154,27 @@ class DecodeState:
         self._slots = slots
         self._on_device.use(slots)
 
-    def load(self, info: SchedulerInfo, steps: Int32Array, bucket: int) -> None:
-        """Loads the rows of a multi-step call; the bucket's other rows are padding."""
+    def empty(self, bucket: int) -> None:
+        """Makes all rows padding: a step then reads and writes nothing of them."""
+        self._new_rows[0].fill_(-1)
+        self.remaining.zero_()
+        self.launches.fill(bucket, self._new_rows)
+
+    def load(self, info: SchedulerInfo, steps: Int32Array, bucket: int, unread: BoolArray) -> None:
+        """Loads the rows of a multi-step call; the bucket's other rows are padding.
+
+        Args:
+            unread: [R] whose last token only the device has.
+        """
         slots = self._slots
         ids, rows = info.ids, len(info.ids)
         first = info.merge_prompt[info.chunk_idx]
+        known = np.where(unread, ON_DEVICE, slots.last_token[ids])
         new_rows = np.zeros(self._new_rows.shape, np.int64)
         new_rows[0, rows:] = -1
         new_rows[:, :rows] = (
             ids,
-            np.where(first < 0, slots.last_token[ids], first),
+            np.where(first < 0, known, first),
             info.kv_len,
             steps,
         )
@@ -161,6 +182,7 @@ class DecodeState:
         self._on_device.update(ids)
         enter_rows[(bucket,)](
             self._new_rows,
+            self._on_device.last_tokens,
             self._on_device.tables,
             self._on_device.integers,
             self._on_device.numbers,
@@ -177,7 +199,7 @@ class DecodeState:
             int(info.kv_page_len.max()),
             BLOCK=128,
         )
-        self.launches.fill(bucket, info.kv_len, steps)
+        self.launches.fill(bucket, self._new_rows)
 
     def prepare(self, bucket: int) -> None:
         """Computes the slots of the step's keys and values, and its attention items."""
@@ -194,7 +216,14 @@ class DecodeState:
 
     def finish(self, bucket: int) -> None:
         """Advances the rows to the next step with the sampled tokens."""
-        finish_rows[(bucket,)](self.sampled, self.tokens, self.positions, self.remaining)
+        finish_rows[(bucket,)](
+            self.sampled,
+            self._new_rows,
+            self.tokens,
+            self.positions,
+            self.remaining,
+            self._on_device.last_tokens,
+        )
 
     def batch(self, bucket: int) -> PagedBatch:
         """The batch for attention, whose lengths are in the launches' items."""

@@ -24,6 +24,8 @@ class DeviceSlots:
         self.integers = torch.zeros(2, num_slots, dtype=torch.int64, device=device)  # top_k, seed
         self.numbers = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
         """Temperature, top_p, min_p."""
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """What the last graph with the slot sampled; the steps write it, for those behind them."""
 
     def use(self, slots: RequestSlots) -> None:
         """Copies from ``slots`` from now on, which are new and of the same sizes."""

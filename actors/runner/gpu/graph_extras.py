@@ -41,10 +41,9 @@ class GraphExtras:
         self._all_numbers = torch.zeros(max_num_steps, *shape, dtype=torch.int32, device=device)
 
     @staticmethod
-    def fits(rules: RowTokenRules | None, num_logprobs: Int64Array) -> bool:
-        """Whether graphs support the rules and the log probabilities of the rows [R]."""
-        listed = rules is None or rules.entries <= MAX_ENTRIES
-        return listed and bool((num_logprobs <= MAX_TOP_LOGPROBS).all())
+    def fits(rules: RowTokenRules | None) -> bool:
+        """Whether graphs have room for the rules."""
+        return rules is None or rules.entries <= MAX_ENTRIES
 
     def load(self, rules: RowTokenRules | None, num_logprobs: Int64Array, bucket: int) -> None:
         """Loads the rows of a multi-step call; the bucket's other rows request nothing."""

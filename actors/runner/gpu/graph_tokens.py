@@ -1,5 +1,7 @@
 """Copies the tokens of decode steps to the host while later steps compute."""
 
+from collections.abc import Callable
+
 import torch
 
 from rayfin.actors.messages import Int32Array
@@ -12,22 +14,21 @@ class SideStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Starts a copy after the work that is queued now."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        """Starts a copy after the work that is queued now; returns what waits for it."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-
-    def wait(self) -> None:
-        """Waits for all copies."""
-        self._stream.synchronize()
+            copied = self._stream.record_event()
+        wait: Callable[[], None] = copied.synchronize
+        return wait
 
 
 class GraphTokens:
     """The tokens that the steps of one multi-step call sampled, for up to ``max_rows`` rows.
 
-    With a ``side`` stream each step's tokens are copied as soon as they are sampled, in order;
-    without one, all are copied at the end.
+    With a ``side`` stream they are copied while later work computes; without one, the device has
+    computed them when they are read.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class GraphTokens:
         self._tokens = torch.zeros(max_num_steps, max_rows, dtype=torch.int64, device=device)
         self._side = side
         self._host = self._tokens
+        self._wait: Callable[[], None] | None = None
         if side is not None:
             pinned = device.type == "cuda"
             self._host = torch.zeros(self._tokens.shape, dtype=torch.int64, pin_memory=pinned)
@@ -46,17 +48,20 @@ class GraphTokens:
 
     def store(self, step: int, sampled: torch.Tensor) -> None:
         """Saves a step's tokens [B] int64, which the next step overwrites."""
-        stored = self._tokens[step, : len(sampled)]
-        stored.copy_(sampled)
+        self._tokens[step, : len(sampled)].copy_(sampled)
+
+    def send(self, num_steps: int) -> None:
+        """Starts the copy of the first steps' tokens; nothing may be stored before ``collect``."""
         if self._side is not None:
-            self._side.copy(self._host[step, : len(sampled)], stored)
+            self._wait = self._side.copy(self._host[:num_steps], self._tokens[:num_steps])
+
+    def wait(self) -> None:
+        """Waits for the copy, not for work behind it."""
+        if self._wait is not None:
+            self._wait()
 
     def collect(self, num_steps: int, rows: int) -> Int32Array:
-        """Waits for all copies and returns a copy [num_steps, R] of the first steps and rows.
-
-        The next multi-step call overwrites the buffers.
-        """
-        if self._side is not None:
-            self._side.wait()
+        """Waits and returns a copy [num_steps, R] of the first steps and rows."""
+        self.wait()
         tokens: Int32Array = self._host[:num_steps, :rows].to("cpu", torch.int32, copy=True).numpy()
         return tokens

@@ -1,19 +1,23 @@
 """Whole decode steps as CUDA graphs; a multi-step call replays one several times.
 
 A step from its inputs to its sampled tokens is captured once for each batch size. Between two steps
-of a call nothing comes from the host, and the sampled tokens are copied while the next step runs.
-Each batch size has a second graph with token rules and log probabilities, used if a row requests
-them.
+of a call nothing comes from the host. A call may be queued behind another whose tokens nobody has
+read yet: its rows take them from their slots on the device. The tokens are copied while the next
+call runs. Each batch size has a second graph with token rules and log probabilities, used if a row
+requests them.
 """
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from rayfin.actors.messages import Int32Array, Int64Array, Logprobs, SchedulerInfo
+from rayfin.actors.messages import BoolArray, Int32Array, Int64Array, Logprobs, SchedulerInfo
 from rayfin.actors.runner.gpu.decode_state import (
     DecodeState,
     bucket_of,
@@ -26,9 +30,13 @@ from rayfin.actors.runner.gpu.graph_tokens import GraphTokens, SideStream
 from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.request_slots import NO_LOGPROBS, RequestSlots
+from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS
 from rayfin.kernels.triton.sample import sample
 
 logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 2
+"""Calls on the device at once: one that computes, and one behind it."""
 
 WARM_UPS = 2  # before capture: kernels are compiled, libraries allocate their workspace
 
@@ -60,6 +68,17 @@ class CudaRecorder:
         ):
             work()
         return graph.replay
+
+
+@dataclass(slots=True)
+class QueuedCall:
+    """A multi-step call that the device has been given."""
+
+    info: SchedulerInfo
+    rules: RowTokenRules | None
+    num_logprobs: Int64Array | None  # [R], None if no row requests log probabilities
+    tokens: GraphTokens
+    begun: float  # seconds: not before it was queued, nor before the call before it has been read
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +119,12 @@ class DecodeGraphs:
         self._rows = torch.arange(max_rows, device=device)
         on_gpu = device.type == "cuda"
         side = SideStream(device) if on_gpu else None
-        self._tokens = GraphTokens(max_num_steps, max_rows, device, side)
+        self._tokens = [
+            GraphTokens(max_num_steps, max_rows, device, side) for _ in range(MAX_QUEUED)
+        ]
+        self.queued: deque[QueuedCall] = deque()  # not collected yet, the oldest first
+        self._unread: BoolArray = np.zeros(len(slots.num_pages), np.bool_)
+        """By slot: its last token has not been collected, so that only the device has it."""
         self._record = CudaRecorder() if on_gpu else _run_once
         self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
         self._replay(max_rows, extras=True)  # compiles its kernels; smaller ones at first use
@@ -111,53 +135,89 @@ class DecodeGraphs:
         """Runs the requests in ``slots`` from now on, on the same pages as before."""
         self._slots = slots
         self._state.use(slots)
+        self.queued.clear()
+        self._unread[:] = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a call must be collected before another one is queued."""
+        return len(self.queued) == MAX_QUEUED
 
     def supports(self, info: SchedulerInfo, rules: RowTokenRules | None) -> bool:
         """Whether a graph can run the step: decode rows only, not too many, supported rules."""
         rows = len(info.ids)
         return (
             rows == info.decoding_batch
-            and info.num_steps <= len(self._tokens)
+            and info.num_steps <= len(self._tokens[0])
             and bucket_of(rows, self._sizes) is not None
             and bool((info.chunk_len == 1).all() and (info.last_pos >= 0).all())
-            and self._extras.fits(rules, self._slots.logprobs[info.ids])
-            and not self._slots.name_tokens(info.ids)
+            and self._extras.fits(rules)
+            and not self.left_out(info.ids).any()
         )
 
-    @torch.inference_mode()
-    def run(self, info: SchedulerInfo, rules: RowTokenRules | None) -> MultiStepOutput | None:
-        """Runs the steps of a multi-step call.
+    def left_out(self, ids: Int32Array) -> BoolArray:
+        """Which of the slots [R] ask for log probabilities that graphs do not give."""
+        many: BoolArray = self._slots.logprobs[ids] > MAX_TOP_LOGPROBS
+        named = self._slots.logprob_ids
+        return many | np.isin(ids, list(named)) if named else many
 
-        Tokens after a row's end (a stop token or its cap) are undefined. Returns None if a row
-        could not be sampled and a rule may be the reason; running step by step then finds it.
+    @torch.inference_mode()
+    def begin(self, info: SchedulerInfo, rules: RowTokenRules | None) -> None:
+        """Queues the steps of a multi-step call on the device, for ``collect``.
+
+        Behind a queued call only one without rules and log probabilities may come: the host knows
+        the tokens of neither.
         """
         rows = len(info.ids)
         bucket = bucket_of(rows, self._sizes)
-        assert bucket is not None
+        assert bucket is not None and not self.is_full
         num_logprobs = self._slots.logprobs[info.ids]
         any_logprobs = bool((num_logprobs != NO_LOGPROBS).any())
         extras = any_logprobs or rules is not None
+        assert not (extras and self.queued)
+        taken = [call.tokens for call in self.queued]
+        tokens = next(each for each in self._tokens if each not in taken)
         replay = self._replay(bucket, extras)  # before the load: to record runs the step
-        self._state.load(info, max_steps_per_row(info, self._slots, self._page_size), bucket)
+        steps = max_steps_per_row(info, self._slots, self._page_size)
+        self._state.load(info, steps, bucket, self._unread[info.ids])
         if extras:
             self._extras.load(rules, num_logprobs, bucket)
         for step in range(info.num_steps):
             replay()
-            self._tokens.store(step, self._state.sampled[:bucket])
+            tokens.store(step, self._state.sampled[:bucket])
             if any_logprobs:
                 self._extras.store(step)
-        tokens = self._tokens.collect(info.num_steps, rows)  # the only wait for the device
-        if rules is not None and (tokens < 0).any():
+        tokens.send(info.num_steps)
+        asked = num_logprobs if any_logprobs else None
+        self.queued.append(QueuedCall(info, rules, asked, tokens, time.perf_counter()))
+        self._unread[info.ids] = True
+
+    @torch.inference_mode()
+    def collect(self) -> MultiStepOutput | None:
+        """Waits for the oldest queued call and returns what it sampled.
+
+        Tokens after a row's end (a stop token or its cap) are undefined. Returns None if a row
+        could not be sampled and a rule may be the reason; running step by step then finds it.
+        """
+        call = self.queued.popleft()
+        info = call.info
+        tokens = call.tokens.collect(info.num_steps, len(info.ids))  # the only wait for the device
+        self._unread[info.ids] = False
+        for later in self.queued:
+            self._unread[later.info.ids] = True
+            later.begun = max(later.begun, time.perf_counter())
+        if call.rules is not None and (tokens < 0).any():
             return None
-        graph_logprobs = (
-            self._extras.collect(info.num_steps, num_logprobs) if any_logprobs else None
-        )
-        return MultiStepOutput(tokens, graph_logprobs)
+        logprobs = None
+        if call.num_logprobs is not None:
+            logprobs = self._extras.collect(info.num_steps, call.num_logprobs)
+        return MultiStepOutput(tokens, logprobs)
 
     def _replay(self, bucket: int, extras: bool) -> Callable[[], None]:
         """The recorded step, which is recorded at its first use."""
         key = (bucket, extras)
         if key not in self._replays:
+            self._state.empty(bucket)  # rows of the call before may not be among the bucket's
             self._replays[key] = self._record(self._step(bucket, extras))
         return self._replays[key]
 

@@ -1,10 +1,47 @@
 """The steps whose time is measured when a runner starts (``actors/step_cost.py``)."""
 
-import numpy as np
+import time
+from collections.abc import Callable
 
+import numpy as np
+import torch
+
+from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import SchedulerInfo
+from rayfin.actors.runner.step.batch import StepInputs, build_inputs
+from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.step_cost import StepCost
 
 ROW_TOKENS = 8
+
+MEASURED_CONTEXT = 256
+"""Tokens of context of the steps that are measured."""
+
+
+@torch.inference_mode()
+def measure_steps(
+    forward: Callable[[StepInputs], object],
+    config: EngineConfig,
+    page_size: int,
+    device: torch.device,
+) -> StepCost:
+    """Times steps of some sizes on the first pages, which hold nothing yet."""
+    limits = config.limits
+    most = min(limits.max_decoding_batch + config.num_speculative_tokens, limits.max_batch_tokens)
+    context = min(MEASURED_CONTEXT, config.num_pages * page_size)
+
+    def run(tokens: int) -> float:
+        info = decode_step(tokens, context, page_size)
+        slots = RequestSlots(len(info.ids), int(info.kv_page_len.max()))
+        slots.apply(info)
+        started = time.perf_counter()
+        inputs, _ = build_inputs(info, slots, page_size, device)
+        forward(inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    return StepCost.measured(run, most)
 
 
 def decode_step(tokens: int, context: int, page_size: int) -> SchedulerInfo:

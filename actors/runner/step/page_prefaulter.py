@@ -32,6 +32,8 @@ class PagePrefaulter(Observer):
     ``tensors`` are the cache's keys and values, [num_pages, ...] each, on the host.
     """
 
+    in_turn = False
+
     def __init__(self, tensors: Sequence[torch.Tensor], ahead: int) -> None:
         self._tensors = tensors
         self._num_pages = len(tensors[0])

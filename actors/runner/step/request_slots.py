@@ -58,10 +58,6 @@ class RequestSlots:
         stopped, full = self.stops.ended(info.ids, tokens, info.kv_len + 1 + counts)
         return (tokens >= 0) & ~stopped & ~full
 
-    def name_tokens(self, slots: Int32Array) -> bool:
-        """Whether any of the slots names the tokens of its log probabilities."""
-        return bool(self.logprob_ids) and not self.logprob_ids.keys().isdisjoint(slots.tolist())
-
     def _enter(self, new: NewRequest) -> None:
         slot, sampling = new.handle, new.sampling
         self.entries[slot] += 1

@@ -6,7 +6,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows", "slot_count", "slot_stride", "table_stride", "widest"])
 def enter_rows(
-    new_rows,  # [4, B] int64: slot or -1, input token, position, steps
+    new_rows,  # [4, B] int64: slot or -1, input token or -1, position, steps
+    last_tokens,  # [S] int64: of a slot, which a step before has written
     slot_tables,  # [S, P] int32
     slot_integers,  # [2, S] int64
     slot_numbers,  # [3, S] float32
@@ -23,12 +24,17 @@ def enter_rows(
     widest,  # columns in use
     BLOCK: tl.constexpr,
 ):
-    """Loads a row from its slot. Rows without a slot are padding. Program (row)."""
+    """Loads a row from its slot. Rows without a slot are padding. Program (row).
+
+    The host may not know the token yet that the step before samples: then it is the slot's last.
+    """
     row = tl.program_id(0)
     slot = tl.load(new_rows + row)
     used = slot >= 0
     slot = tl.maximum(slot, 0)
-    tl.store(tokens + row, tl.load(new_rows + rows + row))
+    token = tl.load(new_rows + rows + row)
+    last = tl.load(last_tokens + slot)
+    tl.store(tokens + row, tl.where(token < 0, last, token))
     tl.store(positions + row, tl.load(new_rows + 2 * rows + row))
     tl.store(remaining + row, tl.load(new_rows + 3 * rows + row).to(tl.int32))
     for i in tl.static_range(2):
@@ -65,6 +71,62 @@ def prepare_rows(
     tl.store(drawn_positions + row, position + 1)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def map_rows(
+    new_rows,  # [4, B] int64, as for `enter_rows`
+    items,  # [N, 10] int32, written, see `TileMap`; N is the number of programs
+    rows,  # B
+    ROWS: tl.constexpr,  # B or more, a power of two
+    PROGRAMS: tl.constexpr,  # as `make_tile_map`
+    KEY_BLOCK: tl.constexpr,
+    MIN_PART: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+):
+    """`make_multi_step_map` on the device, for rows with at least one step. Program (place).
+
+    Each program computes the parts of all rows, so that none waits for another. It then writes the
+    items of the row of its number, and clears the item of its number where there is none. Items
+    are in the order of their rows' longest part.
+    """
+    place = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    used = tl.load(new_rows + row, row < rows, other=-1) >= 0
+    position = tl.load(new_rows + 2 * rows + row, used, other=0).to(tl.int32)
+    end = position + tl.load(new_rows + 3 * rows + row, used, other=0).to(tl.int32)
+    first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else tl.zeros_like(end)
+    keys = tl.where(used, end - first, 0)
+
+    share = tl.maximum(tl.cdiv(tl.sum(keys), PROGRAMS), MIN_PART)
+    longest = tl.cdiv(share, KEY_BLOCK) * KEY_BLOCK
+    parts = tl.maximum(tl.cdiv(keys, longest), 1)
+    even = tl.cdiv(tl.cdiv(keys, parts), KEY_BLOCK) * KEY_BLOCK
+    parts = tl.where(used, tl.maximum(tl.cdiv(keys, tl.maximum(even, 1)), 1), 0)
+    even = tl.where(used, even, 0)
+
+    if place >= tl.sum(parts):
+        tl.store(items + place * 10 + 2, 0)  # no queries
+    mine = row == place
+    own_even, own_parts = tl.sum(tl.where(mine, even, 0)), tl.sum(tl.where(mine, parts, 0))
+    own_first, own_end = tl.sum(tl.where(mine, first, 0)), tl.sum(tl.where(mine, end, 0))
+    own_position = tl.sum(tl.where(mine, position, 0))
+    earlier = (even > own_even) | ((even == own_even) & (row < place))
+    item = items + tl.sum(tl.where(earlier, parts, 0)) * 10
+    first_part = tl.sum(tl.where((row < place) & (parts > 1), parts, 0))
+    for number in range(0, own_parts):
+        first_key = own_first + number * own_even
+        tl.store(item, place)
+        tl.store(item + 1, place)
+        tl.store(item + 2, 1)
+        tl.store(item + 3, own_position)
+        tl.store(item + 4, first_key)
+        tl.store(item + 5, tl.minimum(first_key + own_even, own_end))
+        tl.store(item + 6, tl.where(own_parts > 1, first_part + number, -1))
+        tl.store(item + 7, tl.where(number == 0, 1, 0))
+        tl.store(item + 8, first_part)
+        tl.store(item + 9, own_parts)
+        item += 10
+
+
 @triton.jit
 def place_items(
     items,  # [N, 10] int32, see `TileMap`; positions are written
@@ -79,14 +141,18 @@ def place_items(
 @triton.jit
 def finish_rows(
     sampled,  # [B] int64
+    slots,  # [B] int64, -1 for padding
     tokens,  # [B] int64, written: the next step's input
     positions,  # [B] int64, written
     remaining,  # [B] int32, written
+    last_tokens,  # [S] int64, written: the input of the next call's first step
 ):
     """Program (row). A row without steps left does not change."""
     row = tl.program_id(0)
     left = tl.load(remaining + row)
     if left > 0:
-        tl.store(tokens + row, tl.maximum(tl.load(sampled + row), 0))
+        token = tl.maximum(tl.load(sampled + row), 0)
+        tl.store(tokens + row, token)
+        tl.store(last_tokens + tl.load(slots + row), token)
         tl.store(positions + row, tl.load(positions + row) + 1)
         tl.store(remaining + row, left - 1)

@@ -24,6 +24,8 @@ class FakeRunner:
     def __init__(self) -> None:
         self.sent: list[SchedulerInfo] = []
         self.execute = self
+        self.execute_ahead = SimpleNamespace(remote=lambda info: self.ahead.append(info) or 0)
+        self.ahead: list[SchedulerInfo] = []
 
     def remote(self, info: SchedulerInfo) -> int:
         self.sent.append(info)
@@ -110,6 +112,14 @@ def test_a_call_to_several_ranks_is_not_sent_again(step: Any) -> None:
     with pytest.raises(group.CallLost):
         pending.result()
     assert len(runner.sent) == 1
+
+
+def test_a_gpu_gets_steps_ahead(step: Any) -> None:
+    pending, runner = step([ANSWER])
+    assert (len(runner.sent), len(runner.ahead)) == (1, 0)
+    pending.group._args = EngineArgs(device="cuda")
+    pending.group.send(pending.info)
+    assert (len(runner.sent), len(runner.ahead)) == (1, 1)
 
 
 def test_a_lost_ping_is_no_death(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:

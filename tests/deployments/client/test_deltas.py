@@ -4,7 +4,7 @@ import numpy as np
 
 from rayfin.actors.errors import RequestFailed
 from rayfin.actors.messages import Begun, Ended, Logprobs, TokenDelta, TokenDeltas, TokenLogprob
-from rayfin.deployments.client.deltas import split_deltas
+from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
 
 NAMES = {1: "a", 2: "b", 3: "c"}
 
@@ -62,3 +62,16 @@ def test_logprobs_go_with_their_tokens() -> None:
     ]
     assert deltas[8].logprobs is None and deltas[7].prompt_logprobs == {}
     assert deltas[8].prompt_logprobs[2].logprob == -1.5
+
+
+def test_whole_deltas_come_at_the_end() -> None:
+    """With all tokens; strangers and failures have none."""
+    whole = WholeDeltas(NAMES)
+    assert not list(whole.push(message([(1, 10), (2, 20), (9, 90)])))
+    assert dict(whole.push(message([(1, 11), (2, 21)], Ended(2, "stop", 21, cached_tokens=4)))) == {
+        2: TokenDelta("b", [20, 21], "stop", 21, cached_tokens=4)
+    }
+    failed = Ended(3, "error", error=RequestFailed("x"))
+    assert dict(whole.push(message([(1, 12)], Ended(1, "length"), failed, Ended(9, "stop")))) == {
+        1: TokenDelta("a", [10, 11, 12], "length")
+    }

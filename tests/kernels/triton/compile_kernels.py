@@ -193,14 +193,19 @@ def decoding() -> Iterator[Kernel]:
     types = dict.fromkeys(("positions", "slots", "drawn_positions"), "*i64")
     types |= {"remaining": "*i32", "tables": "*i32", "table_stride": "i32"}
     yield "prepare", decode_kernels.prepare_rows, types, {"PAGE_SIZE": 16}, {}
-    types = dict.fromkeys(("new_rows", "slot_integers", "tokens", "positions", "integers"), "*i64")
+    types = dict.fromkeys(("new_rows", "last_tokens", "slot_integers"), "*i64")
+    types |= dict.fromkeys(("tokens", "positions", "integers"), "*i64")
     types |= dict.fromkeys(("slot_tables", "remaining", "tables"), "*i32")
     types |= dict.fromkeys(("slot_numbers", "numbers"), "*fp32")
     types |= dict.fromkeys(("rows", "slot_count", "slot_stride", "table_stride", "widest"), "i32")
     yield "enter", decode_kernels.enter_rows, types, {"BLOCK": 128}, {}
     types = {"items": "*i32", "positions": "*i64"}
     yield "place", decode_kernels.place_items, types, {}, {}
-    types = dict.fromkeys(("sampled", "tokens", "positions"), "*i64") | {"remaining": "*i32"}
+    types = {"new_rows": "*i64", "items": "*i32", "rows": "i32"}
+    constants = {"ROWS": 512, "PROGRAMS": 66, "KEY_BLOCK": 32, "MIN_PART": 128, "WINDOW": 0}
+    yield "map", decode_kernels.map_rows, types, constants, {}
+    types = dict.fromkeys(("sampled", "slots", "tokens", "positions", "last_tokens"), "*i64")
+    types |= {"remaining": "*i32"}
     yield "finish", decode_kernels.finish_rows, types, {}, {}
 
 

@@ -2,10 +2,20 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfin.kernels.triton.tile_map import WHOLE, TileMap, make_multi_step_map, make_tile_map
+pytest.importorskip("triton")
+from rayfin.kernels.triton.device.decode_kernels import map_rows
+from rayfin.kernels.triton.tile_map import (
+    ITEM_FIELDS,
+    MIN_PART,
+    WHOLE,
+    TileMap,
+    make_multi_step_map,
+    make_tile_map,
+)
 
 
 def seen_keys(tile_map: TileMap, tokens: int) -> list[list[int]]:
@@ -82,14 +92,6 @@ def test_rows_are_numbered_in_their_step() -> None:
     assert sorted(made.items[:, :4].tolist()) == [[3, 3, 4, 33], [3, 7, 3, 37]]
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_padding_is_no_work(rows: int) -> None:
-    made = make_tile_map(np.arange(rows + 1), np.full(rows, 900), programs=32, min_part=64)
-    padded = made.padded(64)
-    assert padded.items.shape == (64, 10)
-    assert (padded.items[len(made.items) :, 2] == 0).all()
-
-
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_lease_needs_one_map(window: int | None) -> None:
     """What any of its steps sees is in it, in one item of each row and key."""
@@ -106,3 +108,38 @@ def test_a_lease_needs_one_map(window: int | None) -> None:
             assert set(range(first, position + 1)) <= set(keys)
         assert (own[:, 9] == len(own)).all()
     assert made.items[:, 7].sum() == 3
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("rows", [0, 1, 5, 13])
+def test_the_device_makes_the_same_map(device: torch.device, rows: int, window: int | None) -> None:
+    """The items of the host's map and empty ones; the longest rows come first."""
+    generator = np.random.default_rng(rows)
+    most, programs = 13, 8
+    kv_len = np.where(generator.random(rows) < 0.3, 900, generator.integers(1, 400, rows))
+    steps = generator.integers(1, 17, rows)
+    new_rows = np.zeros((4, most), np.int64)
+    new_rows[0, rows:] = -1
+    new_rows[0, :rows] = generator.permutation(rows)
+    new_rows[2:, :rows] = kv_len, steps
+    items = torch.full((rows + programs, len(ITEM_FIELDS)), 77, dtype=torch.int32, device=device)
+    map_rows[(len(items),)](
+        torch.from_numpy(new_rows).to(device),
+        items,
+        most,
+        ROWS=16,
+        PROGRAMS=programs,
+        KEY_BLOCK=16,
+        MIN_PART=MIN_PART,
+        WINDOW=window or 0,
+    )
+    given = items.cpu().numpy()
+    used = given[given[:, 2] > 0]
+    assert (given[: len(used), 2] == 1).all() and (given[len(used) :, 2] == 0).all()
+    wanted = make_multi_step_map(kv_len, steps, key_block=16, programs=programs, window=window)
+    for made in (used, wanted.items):
+        made[made[:, 6] == WHOLE, 8] = 0  # a whole row has no first part
+    assert sorted(used.tolist()) == sorted(wanted.items.tolist())
+    blocks = -(-(used[:, 5] - used[:, 4]) // 16)
+    longest = [blocks[used[:, 0] == row].max() for row in used[:, 0]]
+    assert (np.diff(longest) <= 0).all(), "the longest rows come first"

@@ -95,14 +95,14 @@ def run_both(
 
     def run(*samplings: Sampling, eager: bool = False) -> tuple[Any, Any, list[int]]:
         calls: list[int] = []
-        run_lease = DecodeGraphs.run
+        begin_lease = DecodeGraphs.begin
 
         def counted(self: DecodeGraphs, info: SchedulerInfo, rules: Any) -> Any:
             calls.append(info.num_steps)
             engine._rows = []  # what it records is of steps that Python sees
-            return run_lease(self, info, rules)
+            return begin_lease(self, info, rules)
 
-        monkeypatch.setattr(DecodeGraphs, "run", counted)
+        monkeypatch.setattr(DecodeGraphs, "begin", counted)
         engines, tokens = [], []
         for attention, enforce_eager in [("torch", False), ("triton", True), ("triton", False)]:
             if enforce_eager and not eager:

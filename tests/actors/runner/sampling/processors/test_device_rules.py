@@ -10,7 +10,6 @@ import torch
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.sampling.processors.chain import ProcessorChain
 from rayfin.actors.runner.sampling.processors.device_rules import RowTokenRules
-from rayfin.actors.runner.step.request_slots import NO_LOGPROBS
 from rayfin.kernels.shapes import ALLOWED, BANNED, BANNED_EARLY, USED
 
 Make = Callable[..., Any]
@@ -101,10 +100,9 @@ def test_rows_that_need_the_host(step_of: Make, row: Make) -> None:
 
 
 def test_what_the_device_cannot_do(step_of: Make, row: Make) -> None:
-    """Lists without end, more log probabilities than it keeps."""
+    """Lists without end."""
     pytest.importorskip("triton")
     from rayfin.actors.runner.gpu.graph_extras import MAX_ENTRIES, GraphExtras
-    from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS
 
     def rules(**sampling: object) -> RowTokenRules:
         own = Sampling(**sampling)  # type: ignore[arg-type]
@@ -112,11 +110,7 @@ def test_what_the_device_cannot_do(step_of: Make, row: Make) -> None:
             chain_of(step_of, row, NewRequest(0, own, 99, frozenset(), ints(), 0)), 1, 16
         )
 
-    none, most = np.array([NO_LOGPROBS]), np.array([MAX_TOP_LOGPROBS])
-    assert GraphExtras.fits(None, none) and GraphExtras.fits(
-        rules(banned=(3,), banned_until=2), most
-    )
-    assert not GraphExtras.fits(None, most + 1)
-    assert GraphExtras.fits(rules(bad_words=((1,),)), none)
+    assert GraphExtras.fits(None) and GraphExtras.fits(rules(banned=(3,), banned_until=2))
+    assert GraphExtras.fits(rules(bad_words=((1,),)))
     many = tuple(range(MAX_ENTRIES + 1))
-    assert not GraphExtras.fits(rules(allowed=many), none)
+    assert not GraphExtras.fits(rules(allowed=many))

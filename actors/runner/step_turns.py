@@ -1,0 +1,92 @@
+"""Runs a runner's steps in their order, though two threads bring them.
+
+A GPU that gets a step only when the one before has been answered waits for a call's whole way. So
+two calls are in the runner's process at once: one waits for the device, while the other queues its
+step behind it (the overlapped schedule of SGLang 0.4 and of vLLM's asynchronous scheduling).
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.runner.result_cache import StepResultCache
+
+
+class OverlappingRunner(Protocol):
+    """What a ``ModelRunner`` has for this."""
+
+    @property
+    def next_step(self) -> tuple[int, int]: ...
+
+    def begin(self, info: SchedulerInfo) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def execute(self, info: SchedulerInfo) -> StepResult: ...
+
+
+class StepTurns:
+    """One thread at a time uses the runner, but for the time in which one waits for the device.
+
+    Args:
+        overtaken: seconds that a step waits for the one before it, which may have come later,
+            since two threads take calls.
+    """
+
+    def __init__(self, results: StepResultCache, overtaken: float) -> None:
+        self._results = results
+        self._overtaken = overtaken
+        self._changed = threading.Condition()
+        self._taken: list[tuple[int, int]] = []  # steps of which a thread waits, in their order
+
+    def run(
+        self,
+        runner: OverlappingRunner,
+        info: SchedulerInfo,
+        execute: Callable[[SchedulerInfo], StepResult],
+    ) -> StepResult:
+        """Runs the step with ``execute`` in its turn, or returns its result if it has run.
+
+        Raises:
+            StepMissing: the step before it has not come.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_early(runner, info), self._overtaken)
+            self._changed.wait_for(lambda: (info.epoch, info.step) not in self._taken)
+            epoch, step = runner.next_step
+            if (result := self._results.find(info, (epoch, step + len(self._taken)))) is not None:
+                return result
+            runner.begin(info)
+            self._taken.append((info.epoch, info.step))
+            self._changed.notify_all()
+        with self._turn(info):
+            runner.wait()
+            with self._changed:
+                return execute(info)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The runner for one thread, once all steps that threads have taken have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken)
+            yield
+
+    def _is_early(self, runner: OverlappingRunner, info: SchedulerInfo) -> bool:
+        """Whether a step of the epoch before this one has not been taken by any thread."""
+        epoch, step = runner.next_step
+        return info.epoch == epoch and info.step > step + len(self._taken)
+
+    @contextmanager
+    def _turn(self, info: SchedulerInfo) -> Iterator[None]:
+        """From when all steps before this one have ended to its own end."""
+        own = (info.epoch, info.step)
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken[0] == own)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken.remove(own)
+                self._changed.notify_all()

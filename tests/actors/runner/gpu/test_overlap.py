@@ -1,0 +1,110 @@
+"""Steps queued behind others whose tokens nobody has read yet: the tokens of an engine that waits.
+
+On a CPU the steps are not recorded and run in Triton's interpreter; all else is the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rayfin.actors.messages import Sampling
+from rayfin.actors.runner import loading
+from rayfin.kernels.attention import select as attention_select
+from rayfin.kernels.sampling import select as sampling_select
+
+pytest.importorskip("triton")
+from rayfin.actors.runner.gpu.graphs import DecodeGraphs
+from rayfin.kernels.triton.logprobs import MAX_TOP_LOGPROBS
+
+Make = Callable[..., Any]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def drive(engine: Any, requests: dict[int, Any], abort: tuple[int, int]) -> dict[int, list[int]]:
+    """Tokens by key. Requests come at the steps of ``requests``; (key, tokens) is aborted then."""
+    engine.runner._model.forward, engine.runner._advance = engine._forward, engine._advance
+    tokens: dict[int, list[int]] = {}
+    step, aborted = 0, False
+    while requests or engine.engine.has_work:
+        if (request := requests.pop(step, None)) is not None:
+            engine.engine.add(request)
+            tokens[request.key] = []
+        for deltas in engine.engine.step().values():
+            for key, token in zip(deltas.keys.tolist(), deltas.tokens.tolist(), strict=True):
+                tokens[key].append(token)
+        if not aborted and len(tokens.get(abort[0], ())) >= abort[1]:
+            engine.engine.abort("", abort[0])
+            aborted = True
+        step += 1
+    engine.engine.check_integrity()
+    tokens[abort[0]] = tokens[abort[0]][: abort[1]]
+    return tokens
+
+
+def test_the_tokens_of_an_engine_that_waits(
+    tiny_model: Make, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop token, an abort, a preemption, a late request, and rows that need the host.
+
+    Those of them that no graph can run leave it to the others.
+    """
+    behind: list[tuple[int, int]] = []  # (rows, unread ones) of each call behind another
+    in_graphs: dict[int, int] = {}  # step -> rows
+    begin = DecodeGraphs.begin
+
+    def seen(self: DecodeGraphs, info: Any, rules: Any) -> None:
+        in_graphs[info.step] = len(info.ids)
+        if self.queued:
+            behind.append((len(info.ids), int(self._unread[info.ids].sum())))
+            assert not info.new_requests
+        begin(self, info, rules)
+
+    def recorded(self: DecodeGraphs, bucket: int, extras: bool) -> Any:
+        """To record runs the step: no row of the call before, which may be larger, is in it."""
+        for each in self._state.launches._graph_launches.values():
+            assert not each.launch.items[: bucket + each.shape.programs, 2].any()
+        return record(self, bucket, extras)
+
+    record = DecodeGraphs._step
+    monkeypatch.setattr(DecodeGraphs, "_step", recorded)
+    monkeypatch.setattr(DecodeGraphs, "begin", seen)
+    for module in (loading, attention_select, sampling_select):
+        monkeypatch.setattr(module, "can_use_triton", lambda device: True)
+    penalised = Sampling(temperature=0.8, seed=4, frequency_penalty=1.0)
+    on_host = Sampling(bad_words=((3, 4),))
+    many = Sampling(temperature=1.0, seed=2, logprobs=MAX_TOP_LOGPROBS + 1)
+
+    def requests(stop: list[int]) -> dict[int, Any]:
+        return {
+            0: request_of(0, [5, 6, 7], 12, eos=stop),
+            1: request_of(1, [9, 8], 14, sampling=Sampling(temperature=1.1, seed=7)),
+            3: request_of(2, [4] * 6, 14),
+            10: request_of(4, [12, 3, 3], 4, sampling=on_host),
+            11: request_of(5, [2, 2], 3, sampling=many),
+            17: request_of(3, [11, 3], 3, sampling=penalised),
+        }
+
+    def engine(attention: str) -> Any:
+        return served(
+            tiny_model("qwen3").folder,
+            num_pages=6,
+            attention=attention,
+            max_decoding_batch=4,
+            device=DEVICE,
+        )
+
+    free = drive(engine("torch"), requests([]), abort=(1, 5))
+    stop = free[0][7:8]
+    waits = engine("torch")
+    wanted = drive(waits, requests(stop), abort=(1, 5))
+    assert not behind and len(wanted[0]) == free[0].index(stop[0]) + 1 < 12
+    assert waits.engine.lifecycle.state.counters.preemptions
+    overlapped = engine("triton")
+    assert drive(overlapped, requests(stop), abort=(1, 5)) == wanted
+    assert sum(unread for _, unread in behind) >= 4
+    assert not overlapped.runner._graphs.queued
+    mixed = [info for info in overlapped.steps if 0 < in_graphs.get(info.step, 0) < len(info.ids)]
+    assert len(mixed) >= 2 and all(len(info.ids) == info.decoding_batch for info in mixed)
+    assert overlapped.engine.lifecycle.state.counters.preemptions
