@@ -5,7 +5,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from gpu_bench import Bench
 from gpu_floors import Floors
+from gpu_paths import Paths, runner_of
 from shapes import SHAPES
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -118,59 +119,86 @@ class Workloads:
         return cls(single, nano, alike, decodes, 256 if bench.toy else 8192)
 
 
-ROWS = {  # of the table -> key of a column
-    "batch 1, ms a token (0.6 wanted)": "single",
-    "256 requests of 100-1024 and as many, output tokens/s (24,000 wanted)": "nano",
-    "256 requests of 100-1024 and 512, output tokens/s": "alike",
-    "32 decodes beside a prompt of 8192, seconds more": "prompt",
-}
+COLUMNS = (
+    "engine",
+    "batch 1, ms a token (0.75 wanted)",
+    "256 requests of 100-1024 and as many, output tokens/s (24,000 wanted)",
+    "256 requests of 100-1024 and 512, output tokens/s",
+    "32 decodes beside a prompt of 8192, seconds more",
+)
 
 
 def engine(bench: Bench) -> None:
     """Whole steps: batch 1, the workload of nano-vllm, a long prompt among decodes."""
+    _engine_table(bench, {"with graphs": {}, "--enforce-eager": {"enforce_eager": True}})
+
+
+def graphs(bench: Bench) -> None:
+    """The row of ``engine`` with graphs alone."""
+    _engine_table(bench, {"with graphs": {}})
+
+
+def _engine_table(bench: Bench, engines: dict[str, dict[str, Any]]) -> None:
     work = Workloads.of(bench)
-    columns = {"floor": _floors(bench, work)}
-    for name, options in (("with graphs", {}), ("--enforce-eager", {"enforce_eager": True})):
+    title = "Whole engine, 0.6B shape, random weights, one process"
+    table = bench.table("engine", title, COLUMNS)
+    table.add("floor", *_floors(bench, work))
+    for name, options in engines.items():
         with running(bench, **options) as llm:
-            columns[name] = _engine_column(llm, work)
-        del llm
+            paths = Paths(llm)
+            row = _engine_row(llm, work, lambda row: bench.keep("engine", row))  # each at once
+            if bench.on_gpu:
+                paths.expect(graphs=not options)
+        table.add(name, *row)
+        del llm, paths
         release(bench)
-    name, column = _peer_column(bench, work)
-    columns[name] = column
-    print("\n## Whole engine, 0.6B shape, random weights, one process\n")
-    print(f"| what | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-    for row, key in ROWS.items():
-        print(f"| {row} | {' | '.join(column.get(key, '-') for column in columns.values())} |")
 
 
-def _floors(bench: Bench, work: Workloads) -> dict[str, str]:
+def _floors(bench: Bench, work: Workloads) -> list[str]:
     """The lower bounds of the chip."""
     floors = Floors.of(shape_of(bench)[1], bench.bandwidth, bench.flops)
     prompt, output = work.single
-    return {
-        "single": f"{floors.decode([prompt + output // 2]) * 1e3:.3f}",
-        "nano": f"{sum(out for _, out in work.nano) / floors.run(work.nano):.0f}",
-        "alike": f"{sum(out for _, out in work.alike) / floors.run(work.alike):.0f}",
-        "prompt": f"{floors.prefill(work.prompt):.3f}",
-    }
+    return [
+        f"{floors.decode([prompt + output // 2]) * 1e3:.3f}",
+        f"{sum(out for _, out in work.nano) / floors.run(work.nano):.0f}",
+        f"{sum(out for _, out in work.alike) / floors.run(work.alike):.0f}",
+        f"{floors.prefill(work.prompt):.3f}",
+    ]
 
 
-def _engine_column(llm: LLM, work: Workloads) -> dict[str, str]:
+def _engine_row(llm: LLM, work: Workloads, keep: Callable[[dict[str, object]], None]) -> list[str]:
+    """The values of the columns; ``keep`` gets each as soon as it is there."""
+    row: list[str] = []
+
+    def add(value: float, places: int) -> None:
+        row.append(f"{value:.{places}f}")
+        keep({COLUMNS[len(row)]: row[-1]})
+
     prompt, output = work.single
-    one = (timed(llm, [work.single]) - timed(llm, [(prompt, 1)])) / (output - 1)
-    nano, alike = timed(llm, work.nano, seed=1), timed(llm, work.alike, seed=2)
+    add((timed(llm, [work.single]) - timed(llm, [(prompt, 1)])) / (output - 1) * 1e3, 3)
+    add(sum(out for _, out in work.nano) / timed(llm, work.nano, seed=1), 0)
+    add(sum(out for _, out in work.alike) / timed(llm, work.alike, seed=2), 0)
     without = timed(llm, work.decodes)
-    with_prompt = timed(llm, [*work.decodes, (work.prompt, 1)])
-    return {
-        "single": f"{one * 1e3:.3f}",
-        "nano": f"{sum(out for _, out in work.nano) / nano:.0f}",
-        "alike": f"{sum(out for _, out in work.alike) / alike:.0f}",
-        "prompt": f"{with_prompt - without:.3f}",
-    }
+    add(timed(llm, [*work.decodes, (work.prompt, 1)]) - without, 3)
+    return row
 
 
-def _peer_column(bench: Bench, work: Workloads) -> tuple[str, dict[str, str]]:
-    """transformers' continuous batching, on the same device in another process."""
+def peer(bench: Bench) -> None:
+    """transformers' continuous batching, on the same device in another process.
+
+    A peer that fails is a row that says so, and takes no other section's with it.
+    """
+    columns = ("engine", COLUMNS[1], COLUMNS[3])
+    table = bench.table("peer", "transformers' continuous batching, 0.6B shape", columns)
+    try:
+        version, single, alike = _peer_row(bench, Workloads.of(bench))
+    except Exception as error:
+        table.add("transformers", "failed", str(error).splitlines()[0][:80])
+        return
+    table.add(version, single, alike)
+
+
+def _peer_row(bench: Bench, work: Workloads) -> tuple[str, str, str]:
     script = Path(__file__).parent / "peers" / "transformers_cb.py"
     settings: dict[str, Any] = {
         "device": bench.device.type,
@@ -183,15 +211,16 @@ def _peer_column(bench: Bench, work: Workloads) -> tuple[str, dict[str, str]]:
         folder = Path(name)
         config = save_config(bench, folder)
         AutoModelForCausalLM.from_config(config, dtype=bench.dtype).save_pretrained(folder)
-        with Peer(spec, folder, folder / "stderr") as peer:
-            timed_peer(peer, [(16, 8)] * 4)  # warms up
+        with Peer(spec, folder, folder / "stderr") as running_peer:
+            timed_peer(running_peer, [(16, 8)] * 4)  # warms up
             prompt, output = work.single
-            one = timed_peer(peer, [work.single]) - timed_peer(peer, [(prompt, 1)])
-            alike = timed_peer(peer, work.alike, seed=2)
-            return f"{peer.version}, continuous batching", {
-                "single": f"{one / (output - 1) * 1e3:.3f}",
-                "alike": f"{sum(out for _, out in work.alike) / alike:.0f}",
-            }
+            one = timed_peer(running_peer, [work.single]) - timed_peer(running_peer, [(prompt, 1)])
+            alike = timed_peer(running_peer, work.alike, seed=2)
+            return (
+                f"{running_peer.version}, continuous batching",
+                f"{one / (output - 1) * 1e3:.3f}",
+                f"{sum(out for _, out in work.alike) / alike:.0f}",
+            )
 
 
 @contextmanager
@@ -208,38 +237,46 @@ def prefill(bench: Bench) -> None:
     """Prefill of a larger model, which is bound by computation rather than memory."""
     prompts = [(64 if bench.toy else 8192, 1)] * (2 if bench.toy else 8)
     with running(bench, "8b") as llm:
+        if bench.on_gpu:
+            assert runner_of(llm)._loaded.gpu_model is not None, "on transformers' modules"
         timed(llm, prompts)
         took = min(timed(llm, prompts, seed) for seed in range(1, 3 if bench.toy else 6))
     del llm
     release(bench)
     tokens = sum(prompt for prompt, _ in prompts)
     floor = Floors.of(shape_of(bench, "8b")[1], bench.bandwidth, bench.flops).prefill(tokens)
-    print("\n## Prefill, 8B shape, random weights, one process\n")
-    print("Operations are those of the layers' weights; attention's are not counted.\n")
-    print("| prompts | tokens/s | TFLOP/s | share of peak (0.6 wanted) |\n|---|---|---|---|")
-    print(f"| {len(prompts)} of {prompts[0][0]} | {tokens / took:.0f} ", end="")
-    print(f"| {floor * bench.flops / took / 1e12:.1f} | {floor / took:.2f} |")
+    table = bench.table(
+        "prefill",
+        "Prefill, 8B shape, random weights, one process",
+        ("prompts", "tokens/s", "TFLOP/s", "share of peak (0.6 wanted)"),
+        "Operations are those of the layers' weights; attention's are not counted.",
+    )
+    rate = f"{floor * bench.flops / took / 1e12:.1f}"
+    what = f"{len(prompts)} of {prompts[0][0]}"
+    table.add(what, f"{tokens / took:.0f}", rate, f"{floor / took:.2f}")
 
 
 def idle(bench: Bench) -> None:
     """The share of time that the device is idle during decoding, by torch's profiler."""
-    on_gpu = bench.device.type == "cuda"
-    print("\n## Idle device in steady decode, 0.6B shape\n")
-    print("| rows | share of time without a kernel (under 0.02 wanted) |\n|---|---|")
+    columns = ("rows", "share of time without a kernel (under 0.02 wanted)")
+    table = bench.table("idle", "Idle device in steady decode, 0.6B shape", columns)
     with running(bench) as llm:
+        paths = Paths(llm)
         for rows in (1, 4) if bench.toy else (1, 32, 256):
-            shapes = [(16, 16 if bench.toy else 512)] * rows
+            shapes = [(16, 16 if bench.toy else 128)] * rows
             timed(llm, shapes)
-            activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+            activity = ProfilerActivity.CUDA if bench.on_gpu else ProfilerActivity.CPU
             with profile(activities=[activity]) as profiler:
                 timed(llm, shapes)
             spans = [
                 (event.time_range.start, event.time_range.end)
                 for event in profiler.events()
-                if (event.device_type == DeviceType.CUDA) == on_gpu
+                if (event.device_type == DeviceType.CUDA) == bench.on_gpu
             ]
-            print(f"| {rows} | {idle_share(spans):.3f} |")
-    del llm
+            table.add(rows, f"{idle_share(spans):.3f}")
+        if bench.on_gpu:
+            paths.expect(graphs=True)
+    del llm, paths
     release(bench)
 
 
@@ -270,10 +307,10 @@ def actors(bench: Bench) -> None:
             rates[executor] = tokens / min(timed(llm, shapes, seed) for seed in (2, 3, 4))
         del llm
         release(bench)
-    print("\n## Actors against one process, 0.6B shape, workload of nano-vllm\n")
-    print("| inline, output tokens/s | actors | share (0.97 wanted) |\n|---|---|---|")
+    title = "Actors against one process, 0.6B shape, workload of nano-vllm"
+    columns = ("inline, output tokens/s", "actors", "share (0.97 wanted)")
     inline, ray = rates["inline"], rates["ray"]
-    print(f"| {inline:.0f} | {ray:.0f} | {ray / inline:.2f} |")
+    bench.table("actors", title, columns).add(f"{inline:.0f}", f"{ray:.0f}", f"{ray / inline:.2f}")
 
 
 def release(bench: Bench) -> None:

@@ -68,8 +68,8 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo]:
 
     runner = ModelRunner(args)
     facts, limits = runner.profile()
-    # A local call is free. So several steps in one gain nothing, unless a device computes them while
-    # this process does nothing.
+    # A local call is free. So several steps in one gain nothing, unless a device computes them
+    # while this process does nothing.
     steps = 1 if facts.device == "cpu" else args.max_lease
     config = resolve(replace(args, max_lease=steps), facts, limits)
     info = EngineInfo(

@@ -82,6 +82,19 @@ class InBackground:
             self._error = error
 
 
+def check_generation_config(word: str) -> None:
+    """Whether the model's own sampling defaults hold: "auto" says so, "vllm" and "none" say no.
+
+    Raises:
+        InvalidConfig: another word that is no folder.
+    """
+    if word not in ("auto", "vllm", "none") and not Path(word).is_dir():
+        raise InvalidConfig(
+            f"generation_config must be 'auto', 'vllm', 'none' or a folder, got {word!r}",
+            "generation_config",
+        )
+
+
 def require_room(models: "Sequence[ModelArgs]", cores: float) -> None:
     """Every runner has a core of its own, or Ray waits for one for ever.
 

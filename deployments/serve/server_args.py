@@ -16,6 +16,7 @@ from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.requests.settings import MAX_CHOICES, MAX_PROMPTS, MAX_STOP_STRINGS
+from rayfin.deployments.serve.preflight import check_generation_config
 from rayfin.deployments.text.parsing.format import ReasoningField, ToolGuidance
 from rayfin.deployments.text.parsing.rows import check_parsers
 
@@ -290,19 +291,6 @@ class ServerArgs:
         if keys and clients and not keys.digests.isdisjoint(clients.digests):
             raise InvalidConfig("admin_api_key must not be an API key as well", "admin_api_key")
         return keys
-
-
-def check_generation_config(word: str) -> None:
-    """Whether the model's own sampling defaults hold: "auto" says so, "vllm" and "none" say no.
-
-    Raises:
-        InvalidConfig: another word that is no folder.
-    """
-    if word not in ("auto", "vllm", "none") and not Path(word).is_dir():
-        raise InvalidConfig(
-            f"generation_config must be 'auto', 'vllm', 'none' or a folder, got {word!r}",
-            "generation_config",
-        )
 
 
 def words(values: list[str] | None, name: str) -> tuple[str, ...]:

@@ -1,10 +1,16 @@
 """The GPU's script at toy size, wherever it runs; its workload and what it counts as idle."""
 
+import json
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gpu
 import pytest
+from gpu_bench import Bench
 from gpu_engine import idle_share, nano_trace
+from gpu_paths import Paths
 
 
 def test_workload_is_that_of_nano_vllm() -> None:
@@ -21,10 +27,80 @@ def test_idle_is_what_no_span_covers() -> None:
     assert idle_share([(0.0, 50.0), (50.0, 100.0)]) == pytest.approx(0)
 
 
-def test_toy_sections(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    sections = "check,attention,matmul,prefill,idle"
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--toy", "--sections", sections])
-    gpu.main()
+def test_toy_sections(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each row is in the file, and a section that fails takes none of those before it along."""
+    sections, out = "check,attention,matmul,prefill,idle,kernels,steps", tmp_path / "rows.jsonl"
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--toy", "--out", str(out), "--sections", sections + ",graphs"]
+    )
+    kept: list[list[str]] = []
+
+    def fails(bench: Bench) -> None:
+        kept.append(out.read_text().splitlines())
+        raise RuntimeError("killed")
+
+    monkeypatch.setitem(gpu.SECTIONS, "graphs", fails)
+    with pytest.raises(RuntimeError, match="killed"):
+        gpu.main()
     printed = capsys.readouterr().out
-    titles = ("Check", "Attention of one", "Matrix products", "Prefill, 8B", "Idle device")
-    assert all(f"## {title}" in printed for title in titles)
+    titles = ("Check: att", "Check: greedy", "Attention of one", "Matrix products", "Prefill, 8B")
+    assert all(f"## {title}" in printed for title in (*titles, "Idle device"))
+    rows = [json.loads(line) for line in kept[0]]
+    for section in ("check", "attention", "matmul", "prefill", "idle"):
+        own = [row for row in rows if row["section"] == section]
+        assert own and all(
+            f"| {value} |" in printed for row in own for value in row.values() if value != section
+        )
+
+
+def test_calls_are_sections_in_the_order_of_the_page() -> None:
+    page = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
+    for number, sections in gpu.CALLS.items():
+        assert set(sections) <= set(gpu.SECTIONS)
+        assert (
+            f"| {number} | `--call {number}` | {', '.join(f'`{each}`' for each in sections)} |"
+            in (page.read_text())
+        )
+    assert {each for sections in gpu.CALLS.values() for each in sections} == set(gpu.SECTIONS)
+
+
+def make_llm(*, graphs: bool, gpu_model: bool = True) -> Any:
+    """What `Paths` looks at of an inline engine."""
+    runner = SimpleNamespace(
+        _advance=lambda info, output: None,
+        _graphs=SimpleNamespace(begin=lambda info, rules: None, queued=[]) if graphs else None,
+        _loaded=SimpleNamespace(gpu_model=object() if gpu_model else None),
+    )
+    executor = SimpleNamespace(_runner=runner)
+    inner = SimpleNamespace(_pipeline=SimpleNamespace(_executor=executor))
+    return SimpleNamespace(_engine=SimpleNamespace(_engine=inner), runner=runner)
+
+
+def test_another_path_than_the_named_one_is_not_timed() -> None:
+    step = SimpleNamespace(ids=[0, 1], decoding_batch=2, num_steps=3)
+    prompt = SimpleNamespace(ids=[0, 1], decoding_batch=1, num_steps=1)
+    llm = make_llm(graphs=True)
+    paths = Paths(llm)
+    llm.runner._advance(prompt, None)
+    with pytest.raises(AssertionError, match="left the graphs"):
+        paths.expect(graphs=True)
+    llm.runner._graphs.begin(step, None)
+    with pytest.raises(AssertionError, match="waited for the host: 3 replayed .0 behind"):
+        paths.expect(graphs=True)
+    llm.runner._graphs.queued.append(step)
+    llm.runner._graphs.begin(step, None)
+    llm.runner._graphs.begin(step, None)
+    paths.expect(graphs=True)
+    with pytest.raises(AssertionError, match="should not"):
+        paths.expect(graphs=False)
+    llm.runner._advance(step, None)
+    with pytest.raises(AssertionError, match="left the graphs: 9 replayed .6 behind others., 1"):
+        paths.expect(graphs=True)
+    eager = make_llm(graphs=False)
+    paths = Paths(eager)
+    eager.runner._advance(step, None)
+    paths.expect(graphs=False)
+    with pytest.raises(AssertionError, match="transformers' modules"):
+        Paths(make_llm(graphs=True, gpu_model=False)).expect(graphs=True)

@@ -1,0 +1,49 @@
+"""Which path the steps of an inline engine take, so that a benchmark times the one it names."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rayfin import LLM
+
+
+def runner_of(llm: LLM) -> Any:
+    """The model runner of an inline engine, whose insides the benchmarks look at."""
+    engine: Any = llm._engine
+    return engine._engine._pipeline._executor._runner
+
+
+class Paths:
+    """Counts the decode steps of an engine: as graphs, queued behind others, kernel by kernel."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._runner = runner_of(llm)
+        self.replayed = self.behind = self.eager = 0
+        self._advance: Callable[..., Any] = self._runner._advance
+        self._runner._advance = self._count_eager
+        if self._runner._graphs is not None:
+            self._begin: Callable[..., Any] = self._runner._graphs.begin
+            self._runner._graphs.begin = self._count_replayed
+
+    def expect(self, *, graphs: bool) -> None:
+        """Raises if the engine is not on the GPU's decoder, or decodes on another path.
+
+        ``graphs``: all decode steps are replayed graphs, and most of them queued behind others.
+        """
+        runner = self._runner
+        assert runner._loaded.gpu_model is not None, "the model runs on transformers' modules"
+        assert (runner._graphs is not None) == graphs, "the engine has no graphs, or should not"
+        counts = f"{self.replayed} replayed ({self.behind} behind others), {self.eager} eager"
+        if graphs:
+            assert self.replayed and not self.eager, f"decode steps left the graphs: {counts}"
+            assert self.behind > self.replayed // 2, f"the device waited for the host: {counts}"
+        else:
+            assert self.eager and not self.replayed, f"these steps should be eager: {counts}"
+
+    def _count_replayed(self, info: Any, rules: Any) -> Any:
+        self.behind += info.num_steps if self._runner._graphs.queued else 0
+        self.replayed += info.num_steps
+        return self._begin(info, rules)
+
+    def _count_eager(self, info: Any, output: Any) -> Any:
+        self.eager += len(info.ids) == info.decoding_batch
+        return self._advance(info, output)

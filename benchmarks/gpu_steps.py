@@ -1,0 +1,129 @@
+"""Whole decode steps: the device's time of each batch size's graph, and its kernels by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_bench import Bench
+from gpu_engine import release, running, shape_of
+from gpu_floors import Floors
+from gpu_paths import Paths, runner_of
+
+from rayfin import LLM, SamplingParams
+from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
+from rayfin.actors.runner.step.request_slots import RequestSlots
+
+CONTEXT = 1024
+REPLAYS = 40  # of one load: no more steps than the pages hold
+NAMED = (1, 64, 256)
+SHOWN = 12
+SETTINGS = Sampling(temperature=0.6, seed=1)
+
+
+def steps(bench: Bench) -> None:
+    """Replays each batch size's graph at one context; on a GPU only."""
+    if not bench.on_gpu:
+        print("\n(no graphs without a GPU)")
+        return
+    floors = Floors.of(shape_of(bench)[1], bench.bandwidth, bench.flops)
+    with running(bench) as llm:
+        runner = runner_of(llm)
+        graphs = runner._graphs
+        assert graphs is not None and runner._loaded.gpu_model is not None
+        columns = ("rows", "ms", "floor, ms", "share of the floor")
+        table = bench.table(
+            "steps", f"A decode step's graph, 0.6B shape, context {CONTEXT}", columns
+        )
+        for rows in graphs._sizes:
+            replay = load(graphs, rows, runner._args.page_size)
+            took = bench.seconds(replay)
+            floor = floors.decode([CONTEXT] * rows)
+            table.add(rows, f"{took * 1e3:.3f}", f"{floor * 1e3:.3f}", f"{floor / took:.2f}")
+        columns = ("rows", "kernel", "launches", "us")
+        table = bench.table("steps", "Kernels of a step by name", columns)
+        for rows in NAMED:
+            if rows not in graphs._sizes:
+                continue
+            replay = load(graphs, rows, runner._args.page_size)
+            named = bench.kernels(replay)
+            assert any("attend_tiles" in name for name in named), "not the graph of our kernels"
+            for name, (launches, took) in list(named.items())[:SHOWN]:
+                table.add(rows, name.split("(")[0][:60], launches, f"{took:.1f}")
+        graphs.use(runner._slots)
+    del llm, runner, graphs
+    release(bench)
+
+
+def load(graphs: Any, rows: int, page_size: int) -> Callable[[], None]:
+    """Loads rows of one context, which look at pages in common; returns their step's replay."""
+    pages = CONTEXT // page_size
+    ids = np.arange(rows, dtype=np.int32)
+    ones = np.ones(rows, np.int32)
+    info = SchedulerInfo(
+        epoch=0,
+        step=0,
+        ids=ids,
+        chunk_idx=ids,
+        chunk_len=ones,
+        merge_prompt=ones * 5,
+        kv_len=ones * (CONTEXT - REPLAYS),
+        kv_page_len=ones * pages,
+        last_pos=ones * 0,
+        is_decoding=np.ones(rows, np.bool_),
+        decoding_batch=rows,
+        prefill_batch=0,
+        new_pages=np.tile(np.arange(pages, dtype=np.int32), rows),
+        new_pages_len=ones * pages,
+        new_requests=[NewRequest(slot, SETTINGS, cap=2 * CONTEXT) for slot in range(rows)],
+    )
+    slots = RequestSlots(len(graphs._slots.num_pages), graphs._slots.page_tables.shape[1])
+    slots.apply(info)
+    graphs.use(slots)
+    left = np.full(rows, REPLAYS, np.int32)
+    with torch.inference_mode():
+        graphs._state.load(info, left, rows, np.zeros(rows, np.bool_))
+    replay: Callable[[], None] = graphs._replays[rows, False]
+    return replay
+
+
+def check_steps(bench: Bench) -> None:
+    """Greedy tokens of one model on three paths: transformers' modules, ours, and as graphs.
+
+    In bf16 a near tie may fall either way, so the first tokens decide.
+    """
+    prompts = [list(range(3 + row, 35 + row)) for row in range(4 if bench.toy else 32)]
+    outputs = 8 if bench.toy else 32
+    given: dict[str, list[list[int]]] = {}
+    for name, options in (
+        ("transformers' modules, torch's attention", {"attention": "torch"}),
+        ("Rayfin's kernels", {"enforce_eager": True}),
+        ("as graphs", {}),
+    ):
+        with running(bench, **options) as llm:
+            paths = Paths(llm)
+            given[name] = _greedy(llm, prompts, outputs)
+            if bench.on_gpu and "attention" not in options:
+                paths.expect(graphs=not options)
+        del llm, paths
+        release(bench)
+    columns = ("path", "same first tokens", "same tokens before the first other one")
+    table = bench.table("check", "Check: greedy tokens by path, against Rayfin's kernels", columns)
+    ours = given["Rayfin's kernels"]
+    for name, tokens in given.items():
+        first = float(
+            np.mean([own[0] == wanted[0] for own, wanted in zip(tokens, ours, strict=True)])
+        )
+        alike = [_alike(own, wanted) for own, wanted in zip(tokens, ours, strict=True)]
+        table.add(name, f"{first:.2f}", f"{np.mean(alike):.1f} of {outputs}")
+        assert first > 0.8, f"{name}: other tokens, nothing below would mean anything"
+
+
+def _greedy(llm: LLM, prompts: list[list[int]], outputs: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True, detokenize=False)
+    return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def _alike(own: list[int], wanted: list[int]) -> int:
+    same = (np.array(own) == np.array(wanted)).tolist()
+    return same.index(False) if False in same else len(same)
