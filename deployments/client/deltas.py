@@ -33,7 +33,7 @@ def split_deltas(
 
 
 class WholeDeltas:
-    """Gathers the tokens of requests of which nobody reads a part: one delta for each, at its end.
+    """Gathers the tokens of requests that are read whole: one delta for each, at its end.
 
     A step then costs these requests no objects. They have no log probabilities.
     """

@@ -1,8 +1,8 @@
 """Whole decode steps as CUDA graphs; a multi-step call replays one several times.
 
 A step from its inputs to its sampled tokens is captured once for each batch size. Between two steps
-of a call nothing comes from the host. A call may be queued behind another whose tokens nobody has
-read yet: its rows take them from their slots on the device. The tokens are copied while the next
+of a call nothing comes from the host. A call may be queued behind another whose tokens the host has
+not read yet: its rows take them from their slots on the device. The tokens are copied while the next
 call runs. Each batch size has a second graph with token rules and log probabilities, used if a row
 requests them.
 """

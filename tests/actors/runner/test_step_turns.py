@@ -14,7 +14,7 @@ from rayfin.actors.runner.step_turns import StepTurns
 
 
 class Device:
-    """A runner whose device computes when it is told to; ``log`` has what happened, in order."""
+    """A runner whose device computes on demand; ``log`` has what happened, in order."""
 
     def __init__(self, *, queues: bool = True) -> None:
         self.log: list[tuple[str, int]] = []

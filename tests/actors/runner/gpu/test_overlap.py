@@ -1,4 +1,4 @@
-"""Steps queued behind others whose tokens nobody has read yet: the tokens of an engine that waits.
+"""Steps queued behind others whose tokens are not read yet: the tokens of an engine that waits.
 
 On a CPU the steps are not recorded and run in Triton's interpreter; all else is the same.
 """
