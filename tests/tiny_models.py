@@ -140,13 +140,30 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "attention_head_dim": 16,
     },
+    "bloom": {"n_head": 4, "n_layer": 3},
+    "codegen": {"n_positions": 256, "n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 8},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False},
+    "gpt_neo": {
+        "num_layers": 3,
+        "num_heads": 4,
+        "attention_types": [[["local"], 3]],
+        "window_size": 8,
+    },
 }
 """Those that only single tests want."""
 
 _WIDE_NORMS = {"cohere", "olmo2", "olmo3", "olmoe"}  # other weights for each head
 _SHARED_FIELDS = {"vocab_size", "bos_token_id", "eos_token_id", "initializer_range"}
 _MAMBA_FIELDS = _SHARED_FIELDS | {"hidden_size", "num_hidden_layers", "pad_token_id"}
-_OWN_FIELDS_ONLY = {"gpt2": _SHARED_FIELDS, "mamba": _MAMBA_FIELDS, "mamba2": _MAMBA_FIELDS}
+_OWN_FIELDS_ONLY = {
+    "bloom": _SHARED_FIELDS | {"hidden_size"},
+    "codegen": _SHARED_FIELDS,
+    "falcon": _SHARED_FIELDS | {"hidden_size", "num_hidden_layers", "num_attention_heads"},
+    "gpt_neo": _SHARED_FIELDS | {"hidden_size", "intermediate_size", "max_position_embeddings"},
+    "gpt2": _SHARED_FIELDS,
+    "mamba": _MAMBA_FIELDS,
+    "mamba2": _MAMBA_FIELDS,
+}
 
 
 def tiny_config(architecture: str) -> PretrainedConfig:

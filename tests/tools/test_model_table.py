@@ -29,14 +29,14 @@ def test_every_family_has_its_row() -> None:
 def test_few_decoders_are_refused() -> None:
     text = DOCS.read_text(encoding="utf-8")
     count = re.search(r"^### Refused decoders: (\d+)$", text, flags=re.MULTILINE)
-    assert count is not None and int(count[1]) <= 20
+    assert count is not None and int(count[1]) <= 15
 
 
 @pytest.mark.parametrize(
     "family",
     [
         *("llama", "qwen3_5", "gptj", "codegen", "gpt_neo", "gpt_neox_japanese", "falcon"),
-        *("granitemoehybrid", "deepseek_v3", "deepseek_v32", "openai-gpt"),
+        *("granitemoehybrid", "deepseek_v3", "deepseek_v32", "mpt", "xglm"),
     ],
 )
 def test_families_are_as_documented(family: str) -> None:

@@ -54,6 +54,10 @@ class _Observer:
     def __init__(self) -> None:
         self.seen: dict[nn.Module, AttentionSpec] = {}
 
+    def positions(self, query: torch.Tensor) -> torch.Tensor:
+        """Positions from 0 on."""
+        return torch.arange(query.shape[2], device=query.device)
+
     def attend(
         self,
         module: nn.Module,

@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.models.own_attention import redirect_attention
+from rayfin.actors.runner.models.own_attention import redirect_attention, with_positions
 from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
@@ -33,6 +33,10 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 class AttentionLayer(Protocol):
     """Computes attention for the module that it is put on."""
+
+    def positions(self, query: torch.Tensor) -> torch.Tensor:
+        """The positions [T] of the tokens of ``query``."""
+        ...
 
     def attend(
         self,
@@ -60,6 +64,7 @@ def rayfin_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function in transformers' attention registry; calls the module's AttentionLayer."""
@@ -68,6 +73,8 @@ def rayfin_attention(
         raise UnsupportedModel(f"{name} cannot be served: it attends through its own mask", "model")
     layer: AttentionLayer = getattr(module, LAYER)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if slopes is not None:  # ALiBi, [H]
+        query, key = with_positions(query, key, layer.positions(query), slopes, scale)
     out = layer.attend(
         module, query, key, value, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
     )
@@ -138,6 +145,11 @@ class PagedLayer:
         self._kernel = kernel
         self._step = step
 
+    def positions(self, query: torch.Tensor) -> torch.Tensor:
+        """The positions [T] of the step's tokens."""
+        assert self._step.inputs is not None, "a forward outside of a step"
+        return self._step.inputs.batch.positions
+
     def attend(
         self,
         module: torch.nn.Module,
@@ -179,6 +191,10 @@ class _Probe:
         self.calls: list[tuple[torch.nn.Module, KVLayout]] = []
         self.windows: list[int | None] = []
 
+    def positions(self, query: torch.Tensor) -> torch.Tensor:
+        """Positions from 0 on."""
+        return torch.arange(query.shape[2], device=query.device)
+
     def attend(
         self,
         module: torch.nn.Module,
@@ -211,6 +227,10 @@ class _SharedLayer:
     def restart(self) -> None:
         """A forward begins."""
         self._next = 0
+
+    def positions(self, query: torch.Tensor) -> torch.Tensor:
+        """The positions [T] of the step's tokens."""
+        return self._layers[0].positions(query)
 
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The attention of the layer whose turn it is."""

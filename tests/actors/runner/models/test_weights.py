@@ -31,7 +31,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "rwkv": {"attention_hidden_size": 32},
     "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
     "moshi": {"head_dim": 8, "ffn_dim": 64, "sliding_window": 8},  # only its decode has a window
-    "bloom": {"n_head": 4, "n_layer": 2},  # its own attention, with ALiBi
     "doge": {"num_experts": 4},  # a mask of its own
     "roberta": {"is_decoder": True},  # its positions start at padding_idx + 1
 }
