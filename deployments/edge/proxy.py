@@ -87,15 +87,18 @@ class HideServeRoutes:
 class ServeErrors:
     """ASGI: gives Serve's own failures the form of error bodies.
 
-    Serve sends them as plain text; where a replica died, it may send nothing.
+    Serve sends them as plain text; where a replica died, it may send nothing. An application that
+    stops has no route from the first moment on, and Serve says 404 while its requests finish: 503.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._served: set[str] = set()  # prefixes of applications that have answered; few
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        path, root = scope["path"], scope.get("root_path", "")
         begun = False
         replaced: Message | None = None
 
@@ -108,9 +111,14 @@ class ServeErrors:
                 await send(message)
 
         await self._app(scope, receive, answered)
-        if replaced is not None or not begun:
+        if begun and replaced is None:
+            # Serve has put the application's prefix there, nothing where it is "/".
+            self._served.add(scope.get("root_path", "").removeprefix(root))
+        else:
             status = 503 if replaced is None else replaced["status"]
             headers = {}
+            if status == 404 and any(f"{path}/".startswith(f"{at}/") for at in self._served):
+                status, headers = 503, {"Connection": "close"}
             if status in (429, 503):
                 serve_headers = Headers(raw=replaced["headers"]) if replaced is not None else {}
                 headers["Retry-After"] = serve_headers.get("retry-after", str(RETRY_AFTER_SECONDS))

@@ -50,6 +50,30 @@ async def test_serves_failures_have_our_form(answer: Any, status: int, code: str
     assert response.headers.get("retry-after") == expected
 
 
+@pytest.mark.parametrize("prefix", ["", "/here"])
+async def test_an_application_that_has_gone_is_unavailable(prefix: str) -> None:
+    """Serve takes its route away first, and then lets its requests finish."""
+    gone = False
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if gone or not scope["path"].startswith(prefix):
+            answer: Any = PlainTextResponse("Path not found.", 404)
+        else:
+            scope["root_path"] += prefix  # as Serve does
+            answer = JSONResponse({})
+        await answer(scope, receive, send)
+
+    transport = httpx.ASGITransport(stack(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://rayfin") as http:
+        assert (await http.get("/elsewhere")).status_code == 404 or not prefix
+        assert (await http.get(f"{prefix}/x")).status_code == 200
+        gone = True
+        answer = await http.get(f"{prefix}/x")
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
+        assert (answer.headers["retry-after"], answer.headers["connection"]) == ("1", "close")
+        assert (await http.get("/elsewhere")).status_code == (404 if prefix else 503)
+
+
 async def test_serves_failures_have_anthropics_form_where_that_is_spoken() -> None:
     response = await asked(PlainTextResponse("queue", 503), "/v1/messages")
     body = response.json()
