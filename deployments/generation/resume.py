@@ -26,6 +26,7 @@ from rayfin.deployments.requests.build import KEY_BITS
 from rayfin.deployments.text.output import TextDelta
 
 LAST_EVENT_ID = "last-event-id"
+EVENT_STREAM = "text/event-stream"
 END = "end"
 MAX_MARKS = 1024  # streams of more choices have no event ids
 MARK = r"(?:[0-9]{1,9}(?:e|\.[0-9]{1,4})?)?"
@@ -60,10 +61,14 @@ class Cursor:
 
     An event's id is ``{request_id}:{marks}``, a mark for each choice, or ``{request_id}:end`` when
     all but [DONE] is sent. The server makes the request id, which cannot be guessed.
+
+    Events have ids for clients that ask for an event stream: others read nothing but data, such as
+    ``vllm bench serve``.
     """
 
     def __init__(self, request_id: str, asked: str = "") -> None:
         self.request_id = request_id
+        self._named = bool(asked)  # events have ids
         self._asked = asked
         self._had: list[Mark] = []  # what the client had at the start
         self._has: list[Mark] = []  # what it has now
@@ -80,6 +85,7 @@ class Cursor:
         """
         written = request.headers.get(LAST_EVENT_ID)
         if written is None:
+            fresh._named = EVENT_STREAM in request.headers.get("accept", "").lower()
             return fresh
         found = EVENT_ID.fullmatch(written)
         if found is None or not written.startswith(f"{prefix}-"):
@@ -186,10 +192,12 @@ class Cursor:
 
     def usage(self, data: str) -> str | None:
         """Returns the event after all choices, or None if the client has it."""
-        return None if self._asked == END else event(data, f"{self.request_id}:{END}")
+        if self._asked == END:
+            return None
+        return event(data, f"{self.request_id}:{END}" if self._named else None)
 
     def _event(self, data: str, choice: Choice, mark: Mark) -> str:
-        if len(self._has) > MAX_MARKS:
+        if not self._named or len(self._has) > MAX_MARKS:
             return event(data)
         self._has[choice.index] = mark
         marks = ",".join(map(str, self._has))

@@ -318,7 +318,8 @@ class Load:
     async def _read_stream(self, ask: Ask, record: Record) -> None:
         assert self._http is not None
         body = ask.body(self._model)
-        headers = {"Last-Event-ID": record.last_id} if record.last_id else {}
+        headers = {"Accept": "text/event-stream"}  # events have ids
+        headers |= {"Last-Event-ID": record.last_id} if record.last_id else {}
         posted = self._http.stream("POST", ask.path, json=body, headers=headers)
         async with posted as reply:
             record.status = reply.status_code

@@ -54,7 +54,7 @@ def events_of(text: str) -> list[tuple[str, str]]:
 async def ask(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], last: str | None = None
 ) -> list[tuple[str, str]]:
-    headers = {} if last is None else {"Last-Event-ID": last}
+    headers = {"Accept": "text/event-stream"} if last is None else {"Last-Event-ID": last}
     reply = await http.post(path, json=body, headers=headers)
     assert reply.status_code == 200, reply.text
     return events_of(reply.text)
@@ -210,6 +210,19 @@ async def test_an_answer_that_is_no_stream_starts_anew(
     body = {**TEXT, "stream": False}
     reply = await http.post("/v1/completions", json=body, headers={"Last-Event-ID": "7"})
     assert reply.status_code == 200 and not engine.logs
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json"])
+async def test_who_asks_for_no_event_stream_gets_data_only(
+    http: httpx.AsyncClient, accept: str
+) -> None:
+    """As vLLM's load generator, which takes all behind "data: " for JSON."""
+    for path, body in BODIES.values():
+        body = {**body, "stream_options": {"include_usage": True}}
+        text = (await http.post(path, json=body, headers={"Accept": accept})).text
+        *chunks, done = text.removesuffix("\n\n").split("\n\n")
+        assert done == "data: [DONE]"
+        assert all(json.loads(chunk.removeprefix("data: ")) for chunk in chunks)
 
 
 async def test_openai_package_reads_on_as_before(http: httpx.AsyncClient, openai: Any) -> None:

@@ -88,7 +88,7 @@ async def events(
     http: httpx.AsyncClient, last: str | None = None, **fields: Any
 ) -> list[tuple[str, Any]]:
     """(id, chunk) of every event but [DONE]."""
-    headers = {} if last is None else {"Last-Event-ID": last}
+    headers = {"Accept": "text/event-stream"} if last is None else {"Last-Event-ID": last}
     body = {**BODY, "stream": True, **fields}
     response = await http.post(PATH, json=body, headers=headers)
     assert response.status_code == 200, response.text
