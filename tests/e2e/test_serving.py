@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,21 +55,27 @@ def test_from_address_to_ctrl_c(
     assert "Traceback" not in second.output and not second.relatives()
     assert "85" in ask(port, QUESTION)["choices"][0]["message"]["content"]
 
-    body = {**QUESTION, "max_tokens": 1200, "ignore_eos": True}
-    answers: list[dict[str, Any]] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(port, body)))
-    asking.start()
-    running = f'rayfin_num_requests_running{{engine="0",model_name="{model}"}} 1.0'
-    metrics = f"http://127.0.0.1:{port}/metrics"
-    eventually(lambda: running in httpx.get(metrics).text, "the request runs")
-    first.signal(signal.SIGINT, group=True)  # as a terminal does
-    asking.join()
-    assert answers[0]["usage"]["completion_tokens"] == 1200  # running requests finish first
+    # A stream that nobody reads waits in the window between replica and proxy: it runs on.
+    long = {"n": 4, "temperature": 1, "max_tokens": 1200, "ignore_eos": True}
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    body = {**QUESTION, **long, **more, "logprobs": True, "top_logprobs": 20}
+    server = f"http://127.0.0.1:{port}/v1"
+    with httpx.stream("POST", f"{server}/chat/completions", json=body, timeout=120) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        next(lines)
+        first.signal(signal.SIGINT, group=True)  # as a terminal does
+        eventually(lambda: httpx.get(f"{server}/models").status_code != 200, "the end is told")
+        refused = httpx.get(f"{server}/models")
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        *_, usage, end = lines
+    assert end == "data: [DONE]"  # running requests finish first
+    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 4 * 1200
     assert first.wait() == 0
     assert first.output.endswith("Stopped.\n")
     assert "Traceback" not in first.output
     first.wait_until_nothing_is_left()
-    with socket.socket() as probe:
+    with socket.socket() as probe:  # the refused connection was closed by the server
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
 
 
