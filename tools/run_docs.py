@@ -261,7 +261,7 @@ def workplace() -> Iterator[None]:
         for path in Path(sys.prefix).iterdir():  # Python finds its packages beside its executable
             if not path.name.startswith(".installed"):
                 (environment / path.name).symlink_to(path)
-        for marker in (".installed", ".installed-bench"):
+        for marker in (".installed-serving", ".installed", ".installed-bench"):
             (environment / marker).touch()  # so that make installs nothing
         shutil.copytree(ROOT / "deployments" / "demo" / "model", folder / "my-model")
         (folder / ".curlrc").write_text("fail-with-body\nno-progress-meter\n")

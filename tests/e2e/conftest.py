@@ -323,10 +323,10 @@ def _session(pid: int) -> int | None:
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    """Starts ``python arguments`` with a Ray folder of its own."""
+    """Starts ``python arguments``, or another program, with a Ray folder of its own."""
     with ExitStack() as stack:
 
-        def start(*arguments: str, **variables: str) -> Driver:
+        def start(*arguments: str, program: str = sys.executable, **variables: str) -> Driver:
             folder = stack.enter_context(short_folder())
             environment = {**os.environ, "RAY_TMPDIR": folder}
             environment.pop("RAY_ADDRESS", None)
@@ -335,7 +335,7 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
             log = tmp_path / f"{number}.log"
             with log.open("w") as output:
                 process = subprocess.Popen(
-                    [sys.executable, *arguments],
+                    [program, *arguments],
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment,
