@@ -55,7 +55,7 @@ def test_from_address_to_ctrl_c(
     assert "Traceback" not in second.output and not second.relatives()
     assert "85" in ask(port, QUESTION)["choices"][0]["message"]["content"]
 
-    # A stream that nobody reads waits in the window between replica and proxy: it runs on.
+    # The stream is not read, waits in the window between replica and proxy, and runs on.
     long = {"n": 4, "temperature": 1, "max_tokens": 1200, "ignore_eos": True}
     more = {"stream": True, "stream_options": {"include_usage": True}}
     body = {**QUESTION, **long, **more, "logprobs": True, "top_logprobs": 20}
@@ -64,7 +64,7 @@ def test_from_address_to_ctrl_c(
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         next(lines)
         first.signal(signal.SIGINT, group=True)  # as a terminal does
-        eventually(lambda: httpx.get(f"{server}/models").status_code != 200, "the end is told")
+        eventually(lambda: httpx.get(f"{server}/models").status_code != 200, "a request is refused")
         refused = httpx.get(f"{server}/models")
         assert refused.status_code == 503 and refused.headers["retry-after"]
         *_, usage, end = lines
