@@ -40,6 +40,7 @@ class Life:
         self.random = random.Random(seed)
         self.guided = random.Random(f"guided {seed}")
         self.drafting = random.Random(f"drafting {seed}")
+        self.pacing = random.Random(f"pacing {seed}")
         self.num_refused = 0
         self.num_quarantined = 0  # for the prompt of one that was convicted
         self.harness = make_harness(**self._settings())
@@ -78,6 +79,7 @@ class Life:
         scheduler = draw.choice(["v0", "v1", "v1"])
         return {
             "scheduler": scheduler,
+            "itl_target": self.pacing.choice([None, None, 0.0003, 0.002]),
             "long_prefill_token_threshold": draw.choice([0, 0, 1, 3, 10]) * (scheduler == "v1"),
             "policy": draw.choice(["fcfs", "priority", "fair"]),
             "priority_aging": draw.choice([0.0, 0.001, 0.02, 30.0]),
