@@ -143,13 +143,12 @@ class Bench:
         return count / (time.perf_counter() - started), tokens, engine.stats()
 
 
-def save(folder: str, shape: str, **changes: Any) -> int:
-    """Writes a model's configuration; returns how many tokens it has."""
+def save(folder: str, shape: str, vocabulary: int) -> None:
+    """Writes a model's configuration."""
     architecture, sizes = SHAPES[shape]
-    settings = {"tie_word_embeddings": True, "max_position_embeddings": 8192, **sizes, **changes}
-    config = AutoConfig.for_model(architecture, **settings)
-    config.save_pretrained(folder)
-    return int(config.vocab_size)
+    settings = {"tie_word_embeddings": True, "max_position_embeddings": 8192, **sizes}
+    settings["vocab_size"] = vocabulary
+    AutoConfig.for_model(architecture, **settings).save_pretrained(folder)
 
 
 def _dict(args: EngineArgs) -> dict[str, Any]:
@@ -170,9 +169,11 @@ def main() -> None:
     options = parser.parse_args()
     settings = {"spec_method": options.method, "spec_tokens": options.tokens}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as small:
-        vocabulary = save(folder, options.shape)
+        shape = options.draft_shape or options.shape
+        vocabulary = SHAPES[shape][1]["vocab_size"]  # of both
+        save(folder, options.shape, vocabulary)
         if options.draft_shape:
-            save(small, options.draft_shape, vocab_size=vocabulary)
+            save(small, options.draft_shape, vocabulary)
             settings |= {"spec_method": "draft_model", "spec_model": small}
         bench = Bench(Path(folder), settings, options.agree)
     print("| streams | plain tokens/s | drafting tokens/s | ratio | drafts right |")
