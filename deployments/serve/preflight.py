@@ -47,13 +47,17 @@ def require_files(args: EngineArgs) -> None:
     """Looks at the names of the files in a model's folder: what can be said at once.
 
     Raises:
-        InvalidConfig: there is no such folder, or it holds no config.json.
+        InvalidConfig: there is no such folder, or it lacks config.json or weights.
     """
     folder = Path(model_path(args.model))
     if folder.is_dir() and not (folder / "config.json").exists():
         raise InvalidConfig(f"{folder} holds no config.json", "model")
     if not folder.exists() and (folder.is_absolute() or args.model.startswith((".", "~"))):
         raise InvalidConfig(f"there is no folder {args.model}", "model")
+    if folder.is_dir() and args.load_format != "dummy" and not any(folder.glob("*.safetensors")):
+        raise InvalidConfig(
+            f"{folder} holds no .safetensors file; Rayfin loads no pickled weights", "model"
+        )
 
 
 class InBackground:

@@ -119,6 +119,10 @@ def test_what_files_say_is_said_at_once(folder: Path) -> None:
     require_files(EngineArgs(model="org/on-the-hub"))
     with pytest.raises(InvalidConfig, match="there is no folder ./none"):
         require_files(EngineArgs(model="./none"))
+    (folder / "model.safetensors").unlink()
+    require_files(EngineArgs(model=str(folder), load_format="dummy"))
+    with pytest.raises(InvalidConfig, match="holds no .safetensors file"):
+        require_files(EngineArgs(model=str(folder)))
     (folder / "config.json").unlink()
     with pytest.raises(InvalidConfig, match="holds no config.json"):
         require_files(EngineArgs(model=str(folder)))
