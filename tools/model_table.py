@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+from transformers.utils import logging as transformers_logging
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
@@ -78,8 +78,10 @@ SIZES: dict[int, tuple[str, ...]] = {
     ),
 }
 SIZE = {name: size for size, names in SIZES.items() for name in names}
-NEEDED = ("head_dim", "num_key_value_heads", "n_routed_experts", "n_group", "topk_group")
-NEEDED += ("n_shared_experts", "num_experts_per_tok")
+NEEDED = (
+    *("head_dim", "num_key_value_heads", "n_routed_experts", "n_group", "topk_group"),
+    *("n_shared_experts", "num_experts_per_tok"),
+)
 """Sizes that some families leave at None and need."""
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -168,21 +170,21 @@ def tiny_config(family: str) -> PretrainedConfig:
     return config
 
 
-def build(family: str) -> PreTrainedModel:
-    """A tiny random model; raises what transformers raises."""
+def build(family: str) -> Any:
+    """A tiny random PreTrainedModel; raises what transformers raises."""
     torch.manual_seed(0)
-    config = tiny_config(family)
+    config, make = tiny_config(family), cast(Any, AutoModelForCausalLM)
     with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(config).num_parameters()
+        size = make.from_config(config).num_parameters()
     if size > MAX_PARAMETERS:
         raise ValueError(f"{size:,} parameters are too many")
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = make.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             state = name.endswith(("A_log", "dt_bias", ".D"))
             if parameter.dim() < 2 and "norm" not in name and not state:
                 parameter.normal_(0.0, 0.2)  # zeros would hide a bias that is left out
-    model.generation_config = GenerationConfig()
+    model.generation_config = cast(Any, GenerationConfig)()
     return model.eval()
 
 
@@ -206,7 +208,9 @@ def serve(folder: str, prompts: list[list[int]]) -> list[list[int]]:
 
 def generate(model: Any, prompt: list[int]) -> list[int]:
     """The greedy tokens that transformers gives."""
-    settings: Any = GenerationConfig(max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0)
+    settings = cast(Any, GenerationConfig)(
+        max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
+    )
     tokens = torch.tensor([prompt])
     output = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), generation_config=settings
@@ -267,8 +271,9 @@ def tables(verdicts: list[Verdict]) -> str:
     refused = [verdict for verdict in verdicts if verdict.state not in ("served", "not built")]
     unbuilt = [verdict for verdict in verdicts if verdict.state == "not built"]
     others = (*ENCODERS, *DECODERS_OF_PAIRS)
+    lines = [f"Of {len(verdicts)} causal families, {len(served)} are served."]
+    lines += ["", f"### Served: {len(served)}", "", " ".join(f"`{name}`" for name in served)]
     parts = [
-        ("Served", "", served),
         ("Refused decoders", "Why", [row for row in refused if row.family not in others]),
         (
             "Refused parts of encoder-decoders, and encoders as decoders",
@@ -277,13 +282,8 @@ def tables(verdicts: list[Verdict]) -> str:
         ),
         ("Not tried, as they were not built tiny", "What transformers says", unbuilt),
     ]
-    lines = [f"Of {len(verdicts)} causal families, {len(served)} are served."]
     for title, column, rows in parts:
-        lines += ["", f"### {title}: {len(rows)}", ""]
-        if not column:
-            lines += [" ".join(f"`{name}`" for name in served)]
-            continue
-        lines += [f"| Family | {column} |", "|---|---|"]
+        lines += ["", f"### {title}: {len(rows)}", "", f"| Family | {column} |", "|---|---|"]
         lines += [f"| `{row.family}` | {row.reason.replace('|', '/')} |" for row in rows]
     return "\n".join(lines) + "\n"
 
@@ -296,8 +296,9 @@ def main() -> int:
     if options.write and tuple(options.families) != FAMILIES:
         parser.error("--write takes all families")
     warnings.filterwarnings("ignore")
-    disable_progress_bar()
-    set_verbosity_error()
+    quieter: Any = transformers_logging
+    quieter.disable_progress_bar()
+    quieter.set_verbosity_error()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     verdicts = []

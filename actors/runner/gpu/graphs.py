@@ -2,9 +2,9 @@
 
 A step from its inputs to its sampled tokens is captured once for each batch size. Between two steps
 of a call nothing comes from the host. A call may be queued behind another whose tokens the host has
-not read yet: its rows take them from their slots on the device. The tokens are copied while the next
-call runs. Each batch size has a second graph with token rules and log probabilities, used if a row
-requests them.
+not read yet: its rows take them from their slots on the device. The tokens are copied while the
+next call runs. Each batch size has a second graph with token rules and log probabilities, used if a
+row requests them.
 """
 
 import logging

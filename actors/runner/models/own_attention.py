@@ -8,10 +8,10 @@ computes as transformers does.
 A family is served only if its logits equal those of ``generate`` (compare.py), as every other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -39,7 +39,8 @@ def redirect_attention(model: PreTrainedModel, name: str, attention: Attention) 
         Whether there are any.
     """
     found = False
-    for module in model.modules():
+    modules: Iterator[Any] = iter(model.modules())
+    for module in modules:
         kind = type(module).__name__
         if kind in SCALES:
             _redirect_method(module, model.config, name, attention, SCALES[kind](module))
@@ -52,7 +53,7 @@ def redirect_attention(model: PreTrainedModel, name: str, attention: Attention) 
             _redirect_forward(module, model.config, name, partial(_bloom, attention, slopes))
         elif kind == MPT and model.config.attn_config.alibi:
             heads, most = module.n_heads, model.config.attn_config.alibi_bias_max
-            slopes = build_mpt_alibi_tensor(heads, 2, most).flatten(1).diff()[:, 0]
+            slopes = cast(Any, build_mpt_alibi_tensor)(heads, 2, most).flatten(1).diff()[:, 0]
             _redirect_forward(module, model.config, name, partial(_mpt, attention, slopes))
         elif kind == "MptModel":
             module.register_forward_pre_hook(partial(_give_mask, name), with_kwargs=True)
@@ -81,7 +82,7 @@ def _redirect_method(
             return both
         # Rotary tables are fp32, and some of these families leave query and key so.
         query, key = query.to(value.dtype), key.to(value.dtype)
-        out, _ = attention(self, query, key, value, None, scaling=scale, sliding_window=window)
+        out = attention(self, query, key, value, None, scaling=scale, sliding_window=window)[0]
         return out.transpose(1, 2), None
 
     module._attn = MethodType(attend, module)
@@ -100,7 +101,7 @@ class _Redirected(TorchFunctionMode):
     ) -> Any:
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        out, _ = self._attention(self._module, *args[:3], None)
+        out = self._attention(self._module, *args[:3], None)[0]
         return out.transpose(1, 2).contiguous()
 
 
@@ -115,7 +116,7 @@ def _redirect_first_gpt(module: Any, config: Any, name: str, attention: Attentio
             return parts
         scale = query.shape[-1] ** -0.5 if self.scale else 1.0
         keys = key.transpose(-1, -2)  # [1, H, T, D], as they came from before a product
-        out, _ = attention(self, query, keys, value, None, scaling=scale)
+        out = attention(self, query, keys, value, None, scaling=scale)[0]
         return [out.transpose(1, 2)]
 
     module._attn = MethodType(attend, module)
@@ -161,7 +162,7 @@ def _bloom(
 ) -> tuple[torch.Tensor, None]:
     query, key, value = module._reshape(module.query_key_value(hidden))
     scale = module.inv_norm_factor
-    out, _ = attention(module, query, key, value, None, scaling=scale, slopes=slopes)
+    out = attention(module, query, key, value, None, scaling=scale, slopes=slopes)[0]
     output: torch.Tensor = module.dense(out.flatten(2))
     return output + residual, None
 
@@ -182,7 +183,7 @@ def _mpt(
     heads = (*hidden.shape[:2], module.n_heads, module.head_dim)
     query, key, value = (part.reshape(heads).transpose(1, 2) for part in mixed.chunk(3, dim=2))
     scale = module.softmax_scale
-    out, _ = attention(module, query, key, value, None, scaling=scale, slopes=slopes)
+    out = attention(module, query, key, value, None, scaling=scale, slopes=slopes)[0]
     output: torch.Tensor = module.out_proj(out.flatten(2))
     return output, None
 
