@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.settings.lora_limits import loras_in_step, require_one_device
+from rayfin.actors.settings.tenant_weights import parse_weights
 from rayfin.actors.speculation import SpeculativeConfig, read_speculation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -26,13 +28,14 @@ Quantization = Literal["int8", "int4", "dequantize"]
 Activations = Literal["exact", "int8"]
 Runner = Literal["auto", "generate", "pooling"]
 Convert = Literal["auto", "none", "embed", "classify"]
+LoraDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 
 DECIDE_TOKENS = (
     *("model", "tokenizer", "revision", "dtype", "quantization", "activations"),
     *("kv_cache_dtype", "load_format", "seed", "hf_overrides", "tokenizer_revision"),
-    *("runner", "convert", "pooler_config"),
+    *("runner", "convert", "pooler_config", "lora_dtype"),
 )
 """The settings that decide which tokens are sampled; the others decide when."""
 
@@ -57,6 +60,7 @@ CHOICES: dict[str, Any] = {
     "log_format": LogFormat,
     "log_level": LogLevel,
     "preemption": Preemption,
+    "lora_dtype": LoraDtype,
     "quantization": Quantization,
     "activations": Activations,
 }
@@ -64,6 +68,7 @@ OPTIONAL_CHOICES = ("preemption", "quantization")
 POSITIVE = (  # or None
     *("max_model_len", "max_batch_tokens", "max_decoding_batch", "max_prefill_batch"),
     *("page_size", "kv_cache_memory", "num_pages", "max_waiting_requests", "max_waiting_tokens"),
+    *("max_loras", "max_cpu_loras", "max_lora_rank"),
     *("max_lease", "threads", "tensor_parallel_size", "pipeline_parallel_size"),
 )
 
@@ -209,6 +214,17 @@ class EngineArgs:
     )
     tensor_parallel_size: int = _flag(1, "number of devices of one node that share each layer")
     pipeline_parallel_size: int = _flag(1, "number of pipeline stages, each with its own devices")
+    enable_lora: bool = _flag(
+        False, "serve LoRA adapters; on if another flag about adapters is given"
+    )
+    max_loras: int | None = _flag(
+        None, "maximum number of adapters in one step; default: 32 on a CPU, 8 on a GPU"
+    )
+    max_cpu_loras: int | None = _flag(
+        None, "adapters that an engine keeps in memory; default: four times --max-loras"
+    )
+    max_lora_rank: int = _flag(64, "maximum rank of an adapter")
+    lora_dtype: LoraDtype = _flag("auto", "dtype of adapters; auto: --dtype")
     threads: int | None = _flag(
         None, "CPU threads for computation; default: all cores, 1 for a tiny model"
     )
@@ -268,6 +284,7 @@ class EngineArgs:
             "itl_target_ms",
             f"splits prompts, which scheduler {self.scheduler!r} never does",
         )
+        require_one_device(self)
         speculation = self.speculation
         _require(
             speculation is None or self.pipeline_parallel_size == 1,
@@ -291,6 +308,11 @@ class EngineArgs:
             "tenant_weights",
             f"has no meaning under policy {self.policy!r}: it needs 'fair'",
         )
+
+    @property
+    def serves_lora(self) -> bool:
+        """Whether requests may name an adapter."""
+        return self.enable_lora or self.max_loras is not None or self.max_cpu_loras is not None
 
     @property
     def hub(self) -> dict[str, Any]:
@@ -317,8 +339,9 @@ class EngineArgs:
             return None
         of_target = ("tokenizer", "revision", "tokenizer_revision", "hf_overrides", "max_model_len")
         drafting = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-        unset = dict.fromkeys((*of_target, *drafting))
-        return replace(self, model=speculation.model, runner="generate", convert="none", **unset)
+        unset = dict.fromkeys((*of_target, *drafting, "max_loras", "max_cpu_loras"))
+        plain: dict[str, Any] = {"runner": "generate", "convert": "none", "enable_lora": False}
+        return replace(self, model=speculation.model, **plain, **unset)
 
     @property
     def identity(self) -> str:
@@ -355,30 +378,6 @@ class EngineArgs:
         if isinstance(config, Mapping):
             values = {**values, "speculative_config": json.dumps(dict(config))}
         return cls(**values)
-
-
-def parse_weights(text: str | None) -> dict[str, float]:
-    """``tenant_weights`` as shares by tenant: 'gold=4,free=1' is {"gold": 4.0, "free": 1.0}.
-
-    Raises:
-        InvalidConfig: not pairs of a name and a number over 0, or a name twice.
-    """
-    weights: dict[str, float] = {}
-    for part in text.split(",") if text else []:
-        name, equals, value = (piece.strip() for piece in part.rpartition("="))
-        try:
-            weight = float(value)
-        except ValueError:
-            weight = math.nan
-        if not equals or not name or not 0 < weight < math.inf:
-            raise InvalidConfig(
-                f"tenant_weights must be like 'gold=4,free=1' with numbers over 0, got {part!r}",
-                "tenant_weights",
-            )
-        if name in weights:
-            raise InvalidConfig(f"tenant_weights names {name!r} twice", "tenant_weights")
-        weights[name] = weight
-    return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,6 +432,7 @@ class EngineConfig:
     num_snapshots: int = 0  # of such states, which prefix hits start from
     speculation: SpeculativeConfig | None = None  # None: a proposer from outside, or none
     whole_prompts: bool = False  # a step computes prompts whole; pages are names without memory
+    max_loras: int = 0  # adapters in one step; 0: requests have none
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     # What the cache was made from, for metrics: settings as given.
     kv_cache_dtype: str = "auto"
@@ -559,8 +559,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         if args.max_model_len is not None or pages < 1:
             raise _too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
-    speculation = args.speculation
-    if speculation and recurrent:
+    if (speculation := args.speculation) and recurrent:
         raise InvalidConfig(
             "speculative_config cannot be used with recurrent layers, whose state does not go back",
             "speculative_config",
@@ -597,4 +596,5 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         num_pages_asked=args.num_pages,
         num_speculative_tokens=speculation.most_tokens(facts.device) if speculation else 0,
         speculation=speculation,
+        max_loras=loras_in_step(args, facts.device),
     )

@@ -15,6 +15,7 @@
     ├── RequestFailed                  500  engine_error             this request alone failed
     │   ├── NumericalError             500  numerical_error          its logits were not finite
     │   ├── GrammarFailed              500  grammar_failed           its grammar left no token
+    │   ├── AdapterUnavailable         503  adapter_unavailable      its adapter is gone
     │   ├── GrammarTooSlow             500  grammar_too_slow         its grammar held up a step
     │   └── RequestQuarantined         500  request_quarantined      it killed its runners
     ├── EngineUnavailable              503  engine_unavailable       starting, draining or dead
@@ -183,6 +184,13 @@ class GrammarFailed(RequestFailed):
     """The request's grammar does not compile, met a limit, or allows no token where it stands."""
 
     code = "grammar_failed"
+
+
+class AdapterUnavailable(RequestFailed):
+    """The content of the request's LoRA adapter cannot be had any more."""
+
+    status = 503
+    code = "adapter_unavailable"
 
 
 class GrammarTooSlow(RequestFailed):

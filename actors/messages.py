@@ -139,6 +139,21 @@ class Receipt:
     digest: bytes  # of the HTTP request's body
 
 
+@dataclass(slots=True, frozen=True)
+class AdapterRef:
+    """A LoRA adapter: its content's digest, and where a runner gets the content."""
+
+    digest: str  # AdapterFiles.digest, SHA-256 in hex
+    name: str  # as clients call it; for messages and metrics
+    path: str  # its folder
+    store: str = ""  # the actor that holds the content; "" reads the folder
+
+    @property
+    def extra_key(self) -> str:
+        """Its part of ``EngineRequest.extra_keys``: pages depend on the content alone."""
+        return f"adapter:{self.digest}"
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """One prompt on its way to an engine. The server makes ``request_id``, never a client."""
@@ -164,6 +179,12 @@ class EngineRequest:
     timed: bool = False  # its first token brings ``TokenDeltas.begun``
     pin: Pin | None = None
     pooling: Pooling | None = None  # a vector instead of tokens; ``max_tokens`` is 0
+    adapter: AdapterRef | None = None  # its ``extra_key`` is among ``extra_keys``
+
+    def use(self, adapter: AdapterRef) -> None:
+        """Computes the request with a LoRA adapter."""
+        self.adapter = adapter
+        self.extra_keys = (*self.extra_keys, adapter.extra_key)
 
 
 @dataclass(slots=True)
@@ -179,6 +200,7 @@ class NewRequest:
     extra_keys: tuple[str, ...] = ()  # EngineRequest.extra_keys: an adapter, say
     tenant: str = ""  # EngineRequest.tenant
     pooling: Pooling | None = None  # EngineRequest.pooling
+    adapter: AdapterRef | None = None  # EngineRequest.adapter
 
 
 @dataclass(slots=True)

@@ -68,6 +68,16 @@ MAX_DRAFT_PAUSE_SECONDS = 160.0
 PREPARE_SECONDS = 10.0
 LOBBY_TICK_SECONDS = 0.05
 
+# The content of an adapter on its way from the actor that holds it to a runner.
+ADAPTER_FETCH_SECONDS = 8.0
+# An ingress asks the registry of adapters for changes, which answers a change at once, else after
+# ADAPTER_POLL_SECONDS. A name that --lora-dir does not have is looked for again after the retry
+# time. A registry that no ingress asks exits.
+ADAPTER_POLL_SECONDS = 5.0
+ADAPTER_RETRY_SECONDS = 60.0
+ADAPTER_REGISTRY_CALL_SECONDS = 60.0
+ADAPTER_REGISTRY_LEASE_SECONDS = 60.0
+
 # A rank waits this long for a peer within a step. The scheduler's limit is shorter: this one is for
 # ranks that have lost their scheduler as well.
 PEER_STEP_SECONDS = 180.0

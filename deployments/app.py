@@ -1,5 +1,6 @@
 """The wiring of a Rayfin application, top to bottom: what ``serve deploy`` imports."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,9 @@ from rayfin.deployments.serve.server_args import (
     split_args,
     words,
 )
+
+CLIENT_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""The environment variable, vLLM's, that lets clients load LoRA adapters if it is 1."""
 
 ONE_MORE = 1
 """``max_surge_percent``, which Serve rounds up: in an update one comes before another one goes."""
@@ -154,4 +158,5 @@ def edge_settings(server: ServerArgs) -> HttpSettings:
         root_path=server.root_path or "",
         middleware=tuple(server.middleware or ()),
         tokenizer_info=server.enable_tokenizer_info_endpoint,
+        client_adapters=os.environ.get(CLIENT_ADAPTERS) == "1",
     )

@@ -2,22 +2,30 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rayfin.actors import failpoints
+from rayfin.actors.adapters.files import AdapterFiles, read_ref
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
-from rayfin.actors.errors import RequestFailed
-from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
+from rayfin.actors.messages import AdapterRef, SchedulerInfo, StepResult
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
+from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.runner.parallel.rank import Address, ParallelRank
 from rayfin.actors.runner.result_cache import StepResultCache
 from rayfin.actors.runner.step_turns import StepTurns
-from rayfin.actors.timing import RUNNER_LEASE_SECONDS, STEP_OVERTAKEN_SECONDS
+from rayfin.actors.timing import (
+    ADAPTER_FETCH_SECONDS,
+    RUNNER_LEASE_SECONDS,
+    STEP_OVERTAKEN_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +98,7 @@ class ModelRunnerActor:
                 failpoints.ACTIVE.hit("runner.load")
             # Here, where the device is: the scheduler's process sees this class, and no torch.
             from rayfin.actors.runner.model_runner import ModelRunner
+            from rayfin.actors.runner.plugins import RunnerPlugins
 
             place = None
             if store is not None:
@@ -97,7 +106,8 @@ class ModelRunnerActor:
                 place = ParallelRank(rank, *sizes, store, _host())
                 self._speaks = place.answers
             self._args = args
-            self._runner = ModelRunner(args, place)
+            plugins = RunnerPlugins(fetch_adapter=_fetch)
+            self._runner = ModelRunner(args, place, plugins)
             return self._runner.profile()
 
     def start(self, config: EngineConfig, epoch: int) -> None:
@@ -158,13 +168,18 @@ class ModelRunnerActor:
         return result
 
     @ray.method(concurrency_group="prepare")
-    def prepare(self, grammars: list[str]) -> str | None:
-        """Compiles grammars for requests to come; returns why one does not compile, or None.
+    def prepare(
+        self, grammars: list[str], adapters: Sequence[AdapterRef] = ()
+    ) -> str | RayfinError | None:
+        """Compiles grammars and reads adapters for requests to come; returns why a grammar does not
+        compile, or what is wrong with an adapter, or None.
 
-        Loads their vocabulary even without any.
+        Loads the vocabulary of grammars even without any.
         """
         try:
-            self._runner.prepare(grammars)
+            self._runner.prepare(grammars, adapters)
+        except (InvalidRequest, AdapterUnavailable) as error:
+            return error
         except RequestFailed as error:
             return error.message
         return None
@@ -175,6 +190,21 @@ class ModelRunnerActor:
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def _fetch(ref: AdapterRef) -> AdapterFiles:
+    """The files of an adapter, from the actor that holds them."""
+    if not ref.store:
+        return read_ref(ref)
+    try:
+        store = ray.get_actor(ref.store, namespace=NAMESPACE)
+        call: Any = store.fetch.remote(ref.digest)
+        files: AdapterFiles | None = ray.get(call, timeout=ADAPTER_FETCH_SECONDS)
+    except (RayError, ValueError) as error:
+        raise AdapterUnavailable(f"The adapter {ref.name!r} cannot be fetched: {error}") from error
+    if files is None:
+        raise AdapterUnavailable(f"The content of adapter {ref.name!r} is gone.", "model")
+    return files
 
 
 def _host() -> str:

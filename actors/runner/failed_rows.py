@@ -52,8 +52,10 @@ def _halve(
         if is_out_of_memory(error):
             raise error
         logger.error("a row failed: %s", error, exc_info=error)
-        message = f"{type(error).__name__}: {error}"
-        return Sampled(np.full(1, NO_TOKEN, np.int32), {0: RequestFailed(message)})
+        failed = error
+        if not isinstance(failed, RequestFailed):
+            failed = RequestFailed(f"{type(error).__name__}: {error}")
+        return Sampled(np.full(1, NO_TOKEN, np.int32), {0: failed})
     parts = []
     for own in (rows_of(info, 0, rows // 2), rows_of(info, rows // 2, rows)):
         try:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayfin.actors.config import EngineConfig
-from rayfin.actors.errors import RequestFailed
-from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
+from rayfin.actors.messages import AdapterRef, SchedulerInfo, StepResult
 from rayfin.actors.runner.model_runner import ModelRunner
 
 
@@ -23,14 +23,14 @@ class _Submitted:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Grammars that have been compiled; ``failure`` says why one was not."""
+    """Grammars and adapters that are ready; ``failure`` says why one is not."""
 
-    failure: str | None
+    failure: str | RayfinError | None
 
     def done(self) -> bool:
         return True
 
-    def error(self) -> str | None:
+    def error(self) -> str | RayfinError | None:
         return self.failure
 
 
@@ -67,10 +67,12 @@ class InlineExecutor:
         while self._waiting and self._runner.begin(self._waiting[0]):
             self._waiting.popleft()
 
-    def prepare(self, grammars: Sequence[str]) -> _Prepared:
-        """Compiles grammars for requests to come, at once."""
+    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> _Prepared:
+        """Compiles grammars and reads adapters for requests to come, at once."""
         try:
-            self._runner.prepare(grammars)
+            self._runner.prepare(grammars, adapters)
+        except (InvalidRequest, AdapterUnavailable) as error:
+            return _Prepared(error)
         except RequestFailed as error:
             return _Prepared(str(error))
         return _Prepared(None)

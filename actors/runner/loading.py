@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rayfin.actors.adapters.files import read_ref
 from rayfin.actors.config import EngineArgs, Quantization
 from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.lora.adapted_model import AdaptedModel
+from rayfin.actors.runner.lora.reader import layer_sizes
+from rayfin.actors.runner.lora.store import AdapterStore, Fetch
 from rayfin.actors.runner.models.compare import require_equal
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
@@ -38,6 +42,7 @@ from rayfin.actors.runner.pooling.load import (
 from rayfin.actors.runner.quantized.loader import dequantize, source_config
 from rayfin.actors.runner.quantized.packed import int4_saves, pack_quantized, quantized_parameters
 from rayfin.actors.runner.step.state_tensors import StateTensors
+from rayfin.actors.settings.lora_limits import loras_in_memory
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import page_types, select_attention
@@ -68,9 +73,15 @@ class LoadedModel:
     peers: ProcessGroups | None  # of a rank among several
     recurrent: RecurrentLayers | None = None  # layers that keep a state per request
     pools: PoolingParts | None = None  # of a model that gives vectors
+    adapters: AdapterStore | None = None  # with enable_lora
     token_layers: int = 0  # layers of the cache that decide tokens; 0: all
     page_types: tuple[torch.dtype, ...] = ()  # that its attention reads
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
+
+    @property
+    def observers(self) -> list[AdapterStore]:
+        """What of it watches the steps."""
+        return [] if self.adapters is None else [self.adapters]
 
     @property
     def state_bytes(self) -> int:
@@ -133,8 +144,12 @@ class LoadedModel:
             raise InvalidConfig(f"swap_space could not be taken: {error}", "swap_space") from None
 
 
-def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
+def load(
+    args: EngineArgs, place: ParallelRank | None = None, fetch: Fetch = read_ref
+) -> LoadedModel:
     """Loads the model, or the share of the rank ``place``; then all ranks call this at once.
+
+    ``fetch`` gets the files of adapters.
 
     Raises:
         InvalidConfig, UnsupportedModel: the model cannot be served.
@@ -153,7 +168,7 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
             "quantization",
         )
     if recipe is not None:
-        require_alone(ranks)
+        require_alone(ranks, lora=args.serves_lora)
         if recipe.encoder:
             return _load_encoder(args, config, recipe, device)
     peers = None if place is None else ProcessGroups(place, device)
@@ -175,20 +190,38 @@ def load(args: EngineArgs, place: ParallelRank | None = None) -> LoadedModel:
     if peers is not None and paged.recurrent is not None:
         name = type(model).__name__
         raise UnsupportedModel(f"{name} cannot be shared: its layers keep states", "model")
+    adapters = _adapter_store(args, paged, fetch) if args.serves_lora else None
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
     if pools is None and args.attention in ("auto", "triton") and can_use_triton(device):
-        gpu_model = _on_triton(paged, kernel, args.page_size, whole=peers is None)
+        whole = not peers and not args.serves_lora
+        gpu_model = _on_triton(paged, kernel, args.page_size, whole=whole)
         step_model = gpu_model or paged
     elif peers and kernels and model.dtype in TOLERANCE:
         pack_linears(paged, kernels)
     if not peers and kernels and model.dtype in TOLERANCE:
-        step_model = on_cpu_kernels(paged, kernels, rounded)
+        step_model = on_cpu_kernels(paged, kernels, rounded, fuse=adapters is None)
+    if adapters is not None:
+        step_model = AdaptedModel(paged, adapters)
     recurrent = paged.recurrent
     return LoadedModel(
         *(device, config, step_model, gpu_model, pages, kernels, peers, recurrent, pools),
+        adapters=adapters,
         page_types=tuple(page_types(kernel)),
         int4_saves=saves,
+    )
+
+
+def _adapter_store(args: EngineArgs, paged: PagedModel, fetch: Fetch) -> AdapterStore:
+    """No adapters yet; the layers have their sizes still."""
+    dtype = paged.dtype if args.lora_dtype == "auto" else getattr(torch, args.lora_dtype)
+    return AdapterStore(
+        layer_sizes(paged.transformer),
+        fetch,
+        most=loras_in_memory(args, paged.device.type),
+        max_rank=args.max_lora_rank,
+        dtype=dtype,
+        device=paged.device,
     )
 
 
@@ -276,10 +309,14 @@ def _on_triton(
 
 
 def on_cpu_kernels(
-    paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None
+    paged: PagedModel,
+    kernels: CpuKernels,
+    quantization: Quantization | None,
+    *,
+    fuse: bool = True,
 ) -> PagedModel | CpuDecoder:
-    """The model with all of it, or its linear layers, on compiled kernels."""
-    if decoder := build_cpu_decoder(paged, kernels, quantization):
+    """The model with all of it, if it may ``fuse``, or its linear layers, on compiled kernels."""
+    if fuse and (decoder := build_cpu_decoder(paged, kernels, quantization)):
         torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
         return decoder
     packed = pack_linears(paged, kernels, quantization)

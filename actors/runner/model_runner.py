@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,7 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig
-from rayfin.actors.messages import BoolArray, Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.messages import AdapterRef, BoolArray, Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.runner.draft_planner import DraftPlanner
 from rayfin.actors.runner.failed_rows import is_out_of_memory, isolate, leave_broken_device
 from rayfin.actors.runner.loading import load
@@ -81,7 +81,7 @@ class ModelRunner:
         self._plugins = plugins or RunnerPlugins()
         if self._plugins.proposer and place is not None and place.stages > 1:
             raise InvalidConfig("a pipeline cannot speculate", "pipeline_parallel_size")
-        self._loaded = with_draft(load(args, place), args)
+        self._loaded = with_draft(load(args, place, self._plugins.fetch_adapter), args)
         wrap = self._plugins.wrap_model
         self._model = wrap(self._loaded.model) if wrap else self._loaded.model
         self._next = (-1, 0)  # epoch and step
@@ -156,13 +156,16 @@ class ModelRunner:
             self._relay = PipelineTokenChannel(loaded.peers, self._slots, self._sampler, config)
         self._next = (epoch, 0)
 
-    def prepare(self, grammars: Iterable[str]) -> None:
-        """Compiles grammars for requests to come; another thread may call it beside steps.
+    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> None:
+        """Compiles grammars and reads adapters for requests to come; another thread may call it
+        beside steps.
 
         Raises:
-            GrammarFailed: one does not compile.
+            GrammarFailed, InvalidRequest, AdapterUnavailable: one cannot be used.
         """
-        if self._samples:
+        if self._loaded.adapters is not None:
+            self._loaded.adapters.prepare(adapters)
+        if self._samples and (grammars or not adapters):
             self._book.prepare(grammars)
 
     def sleep(self) -> None:
@@ -320,7 +323,7 @@ class ModelRunner:
             observers.append(PageChecksums(own, page_size, self._slots))
         if self._loaded.peers:
             observers.append(RankAgreement(self._loaded.peers))
-        return [*observers, *self._plugins.observers]
+        return [*observers, *self._loaded.observers, *self._plugins.observers]
 
     def _run_rows(self, info: SchedulerInfo, output: "StepOutput") -> None:
         """All rows of a step; those that leave the CUDA graphs run while a graph runs the others.

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rayfin.actors.adapters.files import AdapterFiles, read_ref
+from rayfin.actors.messages import AdapterRef
 from rayfin.actors.runner.models.paged_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.proposers.interface import Proposer
@@ -16,4 +18,5 @@ class RunnerPlugins:
     processors: tuple[ProcessorFactory, ...] = ()  # before the default ones
     observers: tuple[StepObserver, ...] = ()
     proposer: Callable[[], Proposer] | None = None  # made anew when the runner starts
+    fetch_adapter: Callable[[AdapterRef], AdapterFiles] = read_ref
     wrap_model: Callable[[StepModel], StepModel] | None = None  # for adapters; without graphs

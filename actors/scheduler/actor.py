@@ -27,12 +27,14 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import (
     EngineUnavailable,
     Fenced,
+    InvalidRequest,
     NotOwner,
     RayfinError,
     RequestHandedBack,
     RunnerGroupFailed,
 )
 from rayfin.actors.messages import (
+    AdapterRef,
     Command,
     Ended,
     EngineInfo,
@@ -71,7 +73,7 @@ OPTIONS: dict[str, Any] = {
     "max_task_retries": 0,
     "num_cpus": 0,
     "enable_task_events": False,  # Ray's GCS would keep a record of each call
-    "concurrency_groups": {"requests": 1, "control": 6, **dict.fromkeys(STREAMS, 1)},
+    "concurrency_groups": {"requests": 1, "control": 6, "prepare": 1, **dict.fromkeys(STREAMS, 1)},
 }
 
 
@@ -304,6 +306,18 @@ class SchedulerActor:
         engine = self._running_engine()
         self._call(lambda engine: engine.carry_out(command), LOOP_COMMAND_SECONDS)
         return self._stats(engine)
+
+    @ray.method(concurrency_group="prepare")
+    def prepare_adapter(self, adapter: AdapterRef) -> RayfinError | None:
+        """Has the runners read a LoRA adapter; returns why they cannot serve it, or None."""
+        engine, group = self._running_engine(), self._group
+        if group is None or not engine.config.max_loras:
+            return InvalidRequest("This server has no adapters: it needs --enable-lora.", "model")
+        pending, deadline = group.prepare((), (adapter,)), time.monotonic() + LOOP_COMMAND_SECONDS
+        while not pending.done() and time.monotonic() < deadline:
+            time.sleep(LOBBY_TICK_SECONDS)
+        error = pending.error() if pending.done() else None
+        return InvalidRequest(error) if isinstance(error, str) else error
 
     @ray.method(concurrency_group="control")
     def snapshot(self) -> EngineSnapshot:

@@ -35,6 +35,7 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 from rayfin.actors.scheduler.beam_groups import BeamGroups, as_it_runs
+from rayfin.actors.scheduler.core.adapter_gate import AdapterGate
 from rayfin.actors.scheduler.core.cached_prefix import find_fork_parent
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
@@ -99,7 +100,8 @@ class Engine:
         microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
         scheduler = make_scheduler(config, self.lifecycle, microbatcher)
         self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
-        self.lifecycle.gates = [self._quarantine]
+        adapters = AdapterGate(state.running, config.max_loras)
+        self.lifecycle.gates = [self._quarantine, adapters]
         self._beams = BeamGroups(self.lifecycle)
         drafts = DraftPolicy(state, config.num_speculative_tokens)
         self._multi_step = MultiStepPolicy(state, microbatcher, config.max_lease, drafts)
@@ -162,6 +164,8 @@ class Engine:
             raise InvalidRequest("the request has all of its tokens already", "max_tokens")
         if source.timeout is not None and not source.timeout > 0:
             raise InvalidRequest(f"timeout must be over 0 s, got {source.timeout}", "timeout")
+        if source.adapter is not None and not self.config.max_loras:
+            raise InvalidRequest("this engine serves no adapters: it needs --enable-lora", "model")
         self._quarantine.check(source)
         now, ended = self._clock(), sum(state.counters.finished.values())
         state.completion_rate.observe(now, ended)

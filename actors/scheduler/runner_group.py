@@ -32,7 +32,7 @@ from rayfin.actors.errors import (
     RunnerGroupFailed,
     StepMissing,
 )
-from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.messages import AdapterRef, SchedulerInfo, StepResult
 from rayfin.actors.processes.identity import Process
 from rayfin.actors.processes.registry import (
     NAMESPACE,
@@ -89,23 +89,23 @@ class _RemoteStep:
 
 
 class _RemotePrepare:
-    """Grammars that were sent to all ranks; see ``PendingPrepare``.
+    """Grammars and adapters that were sent to all ranks; see ``PendingPrepare``.
 
     A rank that has died or raised says nothing of them: a step will show what is wrong.
     """
 
     def __init__(self, refs: list[Any], on_done: Callable[[], None]) -> None:
-        self._answers: list[Future[str | None]] = [ref.future() for ref in refs]
+        self._answers: list[Future[str | RayfinError | None]] = [ref.future() for ref in refs]
         for answer in self._answers:
             answer.add_done_callback(lambda _: on_done())
 
     def done(self) -> bool:
         return all(answer.done() for answer in self._answers)
 
-    def error(self) -> str | None:
+    def error(self) -> str | RayfinError | None:
         for answer in self._answers:
             if (failure := answer.exception()) is not None:
-                logger.warning("grammars are not compiled ahead: %s", failure)
+                logger.warning("nothing is prepared ahead: %s", failure)
             elif (error := answer.result()) is not None:
                 return error
         return None
@@ -121,7 +121,7 @@ class RunnerGroup:
             ping. Otherwise they die with it.
         on_wait: called at least once a second while this waits for runners.
         may_restart: called before runners are replaced; False for a scheduler that was replaced.
-        on_prepared: called from another thread whenever a rank has compiled grammars.
+        on_prepared: called from another thread whenever a rank has prepared something.
     """
 
     def __init__(
@@ -181,9 +181,13 @@ class RunnerGroup:
             return self._on_all("execute", ray.put(info))
         return self._on_all("execute_ahead" if self._args.device == "cuda" else "execute", info)
 
-    def prepare(self, grammars: Sequence[str]) -> _RemotePrepare:
+    def prepare(
+        self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()
+    ) -> _RemotePrepare:
         """See ``Executor.prepare``."""
-        return _RemotePrepare(self._on_all("prepare", list(grammars)), self._on_prepared)
+        more = (list(adapters),) if adapters else ()
+        sent = self._on_all("prepare", list(grammars), *more)
+        return _RemotePrepare(sent, self._on_prepared)
 
     def restart(self) -> None:
         """Kills the runners and starts new ones under a new epoch; the page count stays.

@@ -6,6 +6,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.middleware import Middleware
 
 from rayfin import __version__
+from rayfin.deployments.api.adapters import add_adapter_routes
 from rayfin.deployments.api.admin.routes import Operated, add_admin_routes
 from rayfin.deployments.api.anthropic.routes import add_message_routes
 from rayfin.deployments.api.models import add_model_routes
@@ -64,6 +65,7 @@ def build_api(
     add_response_routes(app, models, responses or ResponseStoreClient())
     add_message_routes(app, models)
     add_model_routes(app, models)
+    add_adapter_routes(app, models)
     add_tokenize_routes(app, models)
     add_pooling_routes(app, models)
     add_status_routes(app, models)
@@ -96,12 +98,12 @@ def _layers(service: OpenAIService) -> dict[str, Middleware | None]:
 def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
     async def complete(request: Request, body: CompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
-        service = models.resolve_model(request, body.model)
+        service = await models.resolve_model(request, body.model)
         return await GenerationRoute(TextAdapter(service, body)).answer(request, headers)
 
     async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         headers = ignored_header(body.ignored_fields())
-        service = models.resolve_model(request, body.model)
+        service = await models.resolve_model(request, body.model)
         return await GenerationRoute(ChatAdapter(service, body)).answer(request, headers)
 
     @app.post("/v1/completions")
@@ -119,7 +121,7 @@ def add_completion_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/generative_scoring")
     async def generative_scoring(request: Request) -> Response:
         body = await read_body(request, ScoringRequest)
-        service = models.resolve_model(request, body.model)
+        service = await models.resolve_model(request, body.model)
         headers = ignored_header(list(body.model_extra or {}))
         return await GenerationRoute(ScoringAdapter(service, body)).answer(request, headers)
 

@@ -6,6 +6,7 @@ from typing import Literal
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
+from rayfin.actors.messages import AdapterRef
 from rayfin.deployments.api.anthropic.replies import ModelInfo, ModelPage
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
 from rayfin.deployments.http.anthropic_errors import VERSION
@@ -34,7 +35,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "rayfin"
     root: str
-    parent: None = None
+    parent: str | None = None  # of an adapter: its model
     max_model_len: int
     permission: list[Permission]
 
@@ -51,12 +52,25 @@ def add_model_routes(app: FastAPI, models: ServedModels) -> None:
         if VERSION in request.headers:
             data = [_anthropic_card(models.named(name), name) for name in names]
             return ModelPage(data=data, first_id=names[0], last_id=names[-1])
-        return ModelList(data=[_card(models.named(name), name) for name in names])
+        cards = [_card(models.named(name), name) for name in names]
+        cards += [
+            _adapter_card(service, ref)
+            for service in models.services
+            for ref in models.adapters_of(service)
+        ]
+        return ModelList(data=cards)
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> ModelCard | ModelInfo:
-        card = _anthropic_card if VERSION in request.headers else _card
-        return card(models.named(name), name)
+        await models.look_up(name)
+        service = models.named(name)
+        if VERSION in request.headers:
+            return _anthropic_card(service, name)
+        for base in models.services:
+            for ref in models.adapters_of(base):
+                if ref.name == service.model_names[0]:
+                    return _adapter_card(base, ref)
+        return _card(service, name)
 
 
 def _card(service: OpenAIService, name: str) -> ModelCard:
@@ -67,6 +81,12 @@ def _card(service: OpenAIService, name: str) -> ModelCard:
         max_model_len=service.max_model_len,
         permission=[Permission(id=f"modelperm-{name}", created=service.created)],
     )
+
+
+def _adapter_card(service: OpenAIService, ref: AdapterRef) -> ModelCard:
+    card = _card(service, ref.name)
+    card.root, card.parent = ref.path, service.model_names[0]
+    return card
 
 
 def _anthropic_card(service: OpenAIService, name: str) -> ModelInfo:

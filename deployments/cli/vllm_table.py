@@ -18,7 +18,7 @@ from rayfin.deployments.cli.vllm_flags import (
     value,
 )
 
-LORA = Lacks("LoRA adapters")
+LORA = Lacks("such LoRA adapters")
 MEDIA = Lacks("images, audio or video in prompts")
 MAMBA = Lacks("state-space (Mamba) layers")
 EXPERTS = Lacks("expert parallelism")
@@ -199,7 +199,7 @@ SERVER: tuple[VllmFlag, ...] = (
     value("--jit-monitor-mode", "watch of compilation", Accepted("there is nothing to watch")),
     switch("--jit-monitor-verbose", "watch of compilation", Accepted("there is nothing to watch")),
     # Parts of vLLM's server
-    several("--lora-modules", "adapters", LORA),
+    several("--lora-modules", "adapters", Alias("lora_modules")),
     switch("--tokens-only", "tokens in, tokens out", Lacks("server of tokens alone")),
     switch("--enable-scale-out", "routes between servers", TRANSFER),
     switch(
@@ -314,14 +314,18 @@ MODEL: tuple[VllmFlag, ...] = (
     config("--engram-config", "n-gram embeddings", Lacks("n-gram embeddings")),
     config("--weight-transfer-config", "weights from a trainer", RLHF),
     # LoRA
-    switch("--enable-lora", "adapters", LORA),
-    value("--max-loras", "adapters in a batch", LORA),
-    value("--max-lora-rank", "rank of adapters", LORA),
-    value("--lora-dtype", "type of adapters", LORA),
+    switch("--enable-lora", "adapters", Alias("enable_lora")),
+    value("--max-loras", "adapters in a batch", Alias("max_loras")),
+    value("--max-lora-rank", "rank of adapters", Alias("max_lora_rank")),
+    value("--lora-dtype", "type of adapters", Alias("lora_dtype")),
     switch("--enable-tower-connector-lora", "adapters of encoders", LORA),
-    value("--max-cpu-loras", "adapters in host memory", LORA),
+    value("--max-cpu-loras", "adapters in host memory", Alias("max_cpu_loras")),
     switch("--fully-sharded-loras", "adapters over ranks", LORA),
-    several("--lora-target-modules", "layers with adapters", LORA),
+    several(
+        "--lora-target-modules",
+        "layers with adapters",
+        Lacks("choice of layers; an adapter's own count"),
+    ),
     config("--default-mm-loras", "adapters of media", LORA),
     switch("--specialize-active-lora", "kernels of adapters", LORA),
     switch("--enable-mixed-moe-lora-format", "adapters of experts", LORA),

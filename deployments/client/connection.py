@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from rayfin.actors.errors import EngineLost, EngineUnavailable
 from rayfin.actors.messages import (
+    AdapterRef,
     Command,
     EngineInfo,
     EngineRequest,
@@ -240,6 +241,23 @@ class EngineConnection:
             raise EngineUnavailable(f"engine {self.name}: {type(error).__name__}") from error
         self._changed()
         return self.stats
+
+    async def prepare_adapter(self, adapter: AdapterRef) -> None:
+        """Has the engine read a LoRA adapter; one that does not answer reads it later.
+
+        Raises:
+            InvalidRequest: it does not fit the model.
+        """
+        if not self.connected:
+            return
+        try:
+            async with asyncio.timeout(CLIENT_COMMAND_SECONDS):
+                error: Exception | None = await self.scheduler.prepare_adapter.remote(adapter)
+        except (RayError, TimeoutError) as lost:
+            logger.warning("engine %s has not read adapter %s: %s", self.name, adapter.name, lost)
+            return
+        if error is not None:
+            raise error
 
     async def fresh_stats(self, seconds: float = CLIENT_ANSWER_SECONDS) -> EngineStats:
         """The engine's counters now, or as of its last heartbeat if it takes long to answer."""

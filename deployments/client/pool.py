@@ -26,6 +26,7 @@ from rayfin.actors.errors import (
     RequestHandedBack,
 )
 from rayfin.actors.messages import (
+    AdapterRef,
     Command,
     EngineInfo,
     EngineRequest,
@@ -279,6 +280,10 @@ class EnginePool:
             raise NotFound(f"There is no engine {engine[:64]!r}.", "engine")
         await asyncio.gather(*(connection.manage(command) for connection in connections))
         return await self._report(connections)
+
+    async def prepare_adapter(self, adapter: AdapterRef) -> None:
+        """See ``EngineClient.prepare_adapter``."""
+        await asyncio.gather(*(own.prepare_adapter(adapter) for own in self._native))
 
     async def _report(self, connections: Iterable[EngineConnection]) -> list[EngineReport]:
         labelled = sorted((self._label(connection.name), connection) for connection in connections)

@@ -1,14 +1,17 @@
 """What the routes of one ingress share."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.requests import Request
 
 from rayfin.actors.errors import InvalidConfig, ModelNotFound, ModelNotSupported, NotPermitted
+from rayfin.actors.messages import AdapterRef
 from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.deployments.adapters.names import AdapterNames
+from rayfin.deployments.client.adapter_client import AdapterClient
 from rayfin.deployments.client.engine_client import EngineClient
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
@@ -56,6 +59,7 @@ class OpenAIService:
     created: int = field(default_factory=lambda: int(time.time()))
     formats: Detected = field(default_factory=Detected)  # how the model writes calls and thoughts
     recipe: PoolingRecipe | None = None  # of a model that pools: it generates no text
+    adapters: AdapterNames | None = None  # None: requests name no LoRA adapter
     warden: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
 
     def __post_init__(self) -> None:
@@ -69,6 +73,12 @@ class OpenAIService:
         allowed = self.edge.priority_tenants
         if priority != 0 and allowed is not None and tenant not in allowed:
             raise NotPermitted("Your API key may not set a priority.", "priority")
+
+    def with_adapter(self, adapter: AdapterRef, name: str) -> "OpenAIService":
+        """The same model under an adapter's name, and the ``name`` that a request has for it; its
+        requests compute with the adapter."""
+        client = AdapterClient(self.client, adapter)
+        return replace(self, client=client, model_names=[adapter.name, name], adapters=None)
 
     def served_name(self, name: str | None) -> str:
         """Returns ``name`` if it is served here, or the first name if it is None.
@@ -113,32 +123,57 @@ class ServedModels:
         """All names, in the order of the models."""
         return list(self._by_name)
 
+    def adapters_of(self, service: OpenAIService) -> list[AdapterRef]:
+        """The adapters of a model; names of models come first."""
+        known = {} if service.adapters is None else service.adapters.refs
+        return [ref for name, ref in known.items() if name not in self._by_name]
+
     def named(self, name: str | None) -> OpenAIService:
-        """Returns the model of that name, or the first one if ``name`` is None.
+        """Returns the model or adapter of that name, or the first model if ``name`` is None.
 
         Raises:
             ModelNotFound: there is no such model.
         """
         if name is None:
             return self.first
-        if name not in self._by_name:
-            raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
-        return self._by_name[name]
+        if name in self._by_name:
+            return self._by_name[name]
+        for service, own in self._candidates(name):
+            if service.adapters is not None and own in service.adapters.refs:
+                return service.with_adapter(service.adapters.refs[own], name)
+        raise ModelNotFound(f"The model `{name[:128]}` does not exist.", "model")
 
-    def resolve_model(self, request: Request, name: str | None) -> OpenAIService:
+    async def look_up(self, name: str | None) -> None:
+        """Loads an adapter of that name where it is in --lora-dir only."""
+        if name is None or name in self._by_name:
+            return
+        for service, own in self._candidates(name):
+            if service.adapters is not None and await service.adapters.find(own) is not None:
+                return
+
+    def _candidates(self, name: str) -> Iterator[tuple[OpenAIService, str]]:
+        """The models that may have an adapter ``name``, and its name there; also of Ray's form
+        ``model:adapter``."""
+        base, colon, adapter = name.rpartition(":")
+        if colon and base in self._by_name:
+            yield self._by_name[base], adapter
+        yield from ((service, name) for service in self.services)
+
+    async def resolve_model(self, request: Request, name: str | None) -> OpenAIService:
         """Returns the model that the request names; the request counts among its requests.
 
         Raises:
             ModelNotFound: there is no such model.
             ModelNotSupported: it pools, and has no such route.
         """
-        service = self.text_side(request, name)
+        service = await self.text_side(request, name)
         if service.recipe is not None:
             raise _not_supported(service, name)
         return service
 
-    def text_side(self, request: Request, name: str | None) -> OpenAIService:
+    async def text_side(self, request: Request, name: str | None) -> OpenAIService:
         """As ``resolve_model``, for a route that every model has."""
+        await self.look_up(name)
         service = self.named(name)
         request.state.counts = service.counts
         return service
@@ -152,7 +187,8 @@ class ServedModels:
             ModelNotFound: there is no such model.
             ModelNotSupported: it generates, or does not do ``kind``.
         """
-        service = self.text_side(request, name)
+        service = self.named(name)
+        request.state.counts = service.counts
         recipe = service.recipe
         if recipe is None or (kind in ("embed", "classify") and recipe.kind != kind):
             raise _not_supported(service, name)

@@ -48,7 +48,7 @@ class BearerAuth:
 
 
 class AdminAuth:
-    """ASGI: requires an operator's key on ``ADMIN_PATHS``, and sets ``state.operator``.
+    """ASGI: requires an operator's key on ``paths``, and sets ``state.operator``.
 
     Operators' keys are separate from API keys: neither opens what the other does.
 
@@ -56,12 +56,13 @@ class AdminAuth:
         HTTPException: 401 no key or a wrong one.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, paths: frozenset[str] = ADMIN_PATHS) -> None:
         self._app = app
         self._keys = keys
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and get_route_path(scope) in ADMIN_PATHS:
+        if scope["type"] in ("http", "websocket") and get_route_path(scope) in self._paths:
             written = Headers(scope=scope).getlist("authorization")
             operator = self._keys.tenant(written[0]) if len(written) == 1 else None
             if operator is None:

@@ -15,7 +15,7 @@ from rayfin.deployments.http.auth import OPEN_PATHS, AdminAuth, BearerAuth
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, BodyLimits, TransportLimits
 from rayfin.deployments.http.errors import failure_response
 from rayfin.deployments.http.keys import ApiKeys
-from rayfin.deployments.http.paths import ADMIN_PATHS, PAGE_PATHS
+from rayfin.deployments.http.paths import ADAPTER_LIST, ADAPTER_PATHS, ADMIN_PATHS, PAGE_PATHS
 from rayfin.deployments.http.request_id import REQUEST_ID, RequestIds
 
 Place = Literal["proxy", "replica"]
@@ -78,6 +78,7 @@ class HttpSettings:
     root_path: str = ""  # where a proxy in front offers the API
     middleware: tuple[str, ...] = ()  # the operator's own, the innermost first
     tokenizer_info: bool = False  # /tokenizer_info
+    client_adapters: bool = False  # clients may load LoRA adapters, not only operators
     priority_tenants: frozenset[str] | None = None  # who may set a priority; None: every tenant
 
 
@@ -137,8 +138,10 @@ def settings_layers(settings: HttpSettings) -> dict[str, Middleware | None]:
     """The layers of a replica that depend on nothing but its settings, by name."""
     keys, admin_keys, cors = settings.keys, settings.admin_keys, settings.cors
     open_paths = OPEN_PATHS | PAGE_PATHS if settings.web else OPEN_PATHS
+    operators = ADMIN_PATHS | {ADAPTER_LIST}
+    operators |= frozenset() if settings.client_adapters else ADAPTER_PATHS
     if admin_keys is not None:
-        open_paths |= ADMIN_PATHS  # they have a key of their own
+        open_paths |= operators  # they have a key of their own
     return {
         "request_id": Middleware(RequestIds),
         "cors": Middleware(
@@ -152,7 +155,9 @@ def settings_layers(settings: HttpSettings) -> dict[str, Middleware | None]:
         if cors.origins
         else None,
         "errors": Middleware(ErrorResponses),
-        "admin_auth": None if admin_keys is None else Middleware(AdminAuth, keys=admin_keys),
+        "admin_auth": None
+        if admin_keys is None
+        else Middleware(AdminAuth, keys=admin_keys, paths=operators),
         "auth": None if keys is None else Middleware(BearerAuth, keys=keys, open_paths=open_paths),
         "transport_limits": Middleware(TransportLimits),
         "body_limits": Middleware(

@@ -16,6 +16,11 @@ ADMIN_PATHS = frozenset(
     }
 )
 
+ADAPTER_LIST = "/admin/adapters"
+"""An operators' path beside the API only."""
+
+ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Operators' paths too, unless the environment lets clients load adapters."""
 
 SCRIPT = "text/javascript; charset=utf-8"
 SCRIPTS = (

@@ -34,6 +34,7 @@ from rayfin.deployments.guidance.fields import read_structured_outputs
 from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
+from rayfin.deployments.offline.lora import LoRARequests, adapters_of, use_adapter
 from rayfin.deployments.offline.metrics import Metric, read_metrics
 from rayfin.deployments.offline.outputs import OfflineChoice, PreparedPrompt, RequestOutput
 from rayfin.deployments.offline.pooling import (
@@ -144,21 +145,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Completes the prompts in one batch. Outputs are in the order of the prompts.
 
         Args:
             prompts: one prompt or several.
             sampling_params: one for all prompts or one for each; None uses the defaults.
+            lora_request: a LoRA adapter for all prompts, or one or None for each.
 
         Raises:
-            InvalidRequest: a prompt does not fit, or the numbers of prompts and settings differ.
+            InvalidRequest: a prompt does not fit, the numbers of prompts and settings differ, or
+                an adapter cannot be served.
         """
         listed = _listed(prompts)
         params = self._params_for(listed, sampling_params)
         tokens = [self._tokens(prompt) for prompt in listed]
-        plans = {id(param): self._plan(param) for param in params}
-        return self._run(listed, tokens, params, [plans[id(param)] for param in params], use_tqdm)
+        made = {id(param): self._plan(param) for param in params}
+        plans = [made[id(param)] for param in params]
+        prepared = self._prepare(listed, tokens, params, plans, lora_request)
+        return self._complete(prepared, use_tqdm)
 
     def enqueue(
         self,
@@ -234,6 +240,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template.
 
@@ -243,6 +250,7 @@ class LLM:
             tools: functions in OpenAI's form, for all conversations.
             tool_choice: "none", "auto", "required" or one function, as in OpenAI's API.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+            lora_request: as in :meth:`generate`, for each conversation.
 
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or bad tools.
@@ -275,7 +283,9 @@ class LLM:
             WrittenPrompt(f"messages[{i}]", text=tokenizer.decode(prompt.ids, False))
             for i, prompt in enumerate(prompts)
         ]
-        return self._run(written, [prompt.ids for prompt in prompts], params, plans, use_tqdm)
+        ids = [prompt.ids for prompt in prompts]
+        prepared = self._prepare(written, ids, params, plans, lora_request)
+        return self._complete(prepared, use_tqdm)
 
     def embed(
         self,
@@ -458,30 +468,23 @@ class LLM:
             )
         return list(params)
 
-    def _run(
-        self,
-        prompts: Sequence[WrittenPrompt],
-        tokens: list[list[int]],
-        params: list[SamplingParams],
-        plans: list[OutputPlan],
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        return self._complete(self._prepare(prompts, tokens, params, plans), use_tqdm)
-
     def _prepare(
         self,
         prompts: Sequence[WrittenPrompt],
         tokens: list[list[int]],
         params: list[SamplingParams],
         plans: list[OutputPlan],
+        lora_request: LoRARequests = None,
     ) -> list[PreparedPrompt]:
         """Builds the engine requests of prompts; none runs yet."""
         prepared: list[PreparedPrompt] = []
+        adapters = iter(adapters_of(lora_request, len(prompts)))
         for prompt, ids, param, plan in zip(prompts, tokens, params, plans, strict=True):
             request_id = str(next(self._request_numbers))
             requests = self._build(prompt, ids, candidates(param), request_id, plan.guidance)
             if len(requests) > param.n:
                 request_logprobs(requests)
+            use_adapter(requests, next(adapters))
             result = RequestOutput(request_id, prompt.text, requests[0].prompt.tolist(), [])
             choices = []
             for request in requests:

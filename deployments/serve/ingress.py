@@ -78,6 +78,8 @@ class IngressDeployment:
     async def __del__(self) -> None:  # Serve awaits it at the end, when all requests have ended
         for service in getattr(self, "_services", ()):
             service.client.close()
+            if service.adapters is not None:
+                service.adapters.close()
             service.warden.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)

@@ -26,6 +26,11 @@ class ModelArgs:
     deployment: str = ENGINE
     from_zero: bool = False  # its engines are started when they are asked for
 
+    def __post_init__(self) -> None:
+        adapters = self.server.lora_modules or self.server.lora_dir
+        if adapters and not self.engine.enable_lora:
+            object.__setattr__(self, "engine", replace(self.engine, enable_lora=True))
+
     def shown(self) -> dict[str, Any]:
         """All settings by name, without keys."""
         whole = asdict(self.server) | asdict(self.engine)

@@ -12,11 +12,14 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.deployments.adapters.flags import read_modules
+from rayfin.deployments.adapters.names import AdapterNames
+from rayfin.deployments.adapters.registry import RegistryClient
 from rayfin.deployments.client.engine_names import engine_prefix, find_engines
 from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.client.pool import EnginePool, Patience
@@ -93,8 +96,10 @@ async def model_service(
         on_verdict=counts.output.verdict,
         on_restart=counts.output.warden_restarted,
     )
+    metered = MeteredEngineClient(client, counts, name, link, server.metrics_alias, tracing)
     service = OpenAIService(
-        client=MeteredEngineClient(client, counts, name, link, server.metrics_alias, tracing),
+        client=metered,
+        adapters=await _adapters(context.app_name, model, client),
         counts=counts,
         model_names=model.names,
         max_model_len=info.max_model_len,
@@ -114,6 +119,28 @@ async def model_service(
     if text.recipe is None:
         warden.start()  # its process loads the vocabulary beside the first requests
     return service
+
+
+async def _adapters(app: str, model: ModelArgs, client: EnginePool) -> AdapterNames | None:
+    """The model's adapters, with those of --lora-modules; None if it serves none.
+
+    Raises:
+        InvalidConfig: one of them cannot be served.
+    """
+    if not model.engine.serves_lora:
+        return None
+    server = model.server
+    name = f"{app}/{model.deployment}-adapters"
+    registry = RegistryClient(name, model.engine.max_lora_rank, server.lora_dir)
+    names = AdapterNames(registry, client.prepare_adapter, resolves=server.lora_dir is not None)
+    await names.start()
+    try:
+        for own, path in read_modules(server.lora_modules).items():
+            if own not in names.refs:  # another ingress, or an operator, may have loaded it
+                await names.load(own, path, in_place=True)
+    except InvalidRequest as error:
+        raise InvalidConfig(f"lora_modules: {error.message}", "lora_modules") from error
+    return names
 
 
 def _engine_pool(

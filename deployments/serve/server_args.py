@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
+from rayfin.deployments.adapters.flags import read_modules
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
@@ -143,6 +144,15 @@ class ServerArgs:
     reasoning_field: ReasoningField = _model_flag(
         "both", "field of chat messages that has the model's reasoning"
     )
+    lora_modules: list[str] | None = _model_flag(
+        None,
+        'LoRA adapter as name=path or JSON {"name": ..., "path": ...}; may be repeated; path is a '
+        "folder that peft has written",
+    )
+    lora_dir: str | None = _model_flag(
+        None,
+        "folder of LoRA adapters: a request's model NAME is looked for as its subfolder NAME",
+    )
     shutdown_timeout: float = _flag(
         30.0, "seconds that running requests have to finish at shutdown"
     )
@@ -206,6 +216,7 @@ class ServerArgs:
             raise InvalidConfig("served_model_name must not be empty", "served_model_name")
         self.api_keys()
         self.admin_keys()
+        self._check_adapters()
         limits = ("max_prompts", "max_choices", "max_stop_strings")
         for name in ("max_body_bytes", "max_grammar_bytes", *limits):
             if (value := getattr(self, name)) < 1:
@@ -249,6 +260,11 @@ class ServerArgs:
         if self.chat_template is not None and "{" not in self.chat_template:
             if not Path(self.chat_template).is_file():
                 raise InvalidConfig(f"there is no file {self.chat_template}", "chat_template")
+
+    def _check_adapters(self) -> None:
+        read_modules(self.lora_modules)
+        if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
+            raise InvalidConfig(f"there is no folder {self.lora_dir}", "lora_dir")
 
     def _check_edge(self) -> None:
         root, longest = self.root_path, self.max_log_len

@@ -6,6 +6,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "BeamSearchParams",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
     from rayfin.actors.structured_outputs import StructuredOutputs, StructuredOutputsParams
     from rayfin.deployments.offline.llm import LLM
+    from rayfin.deployments.offline.lora import LoRARequest
     from rayfin.deployments.offline.outputs import RequestOutput
 
 _HOMES = {
     "BeamSearchParams": "rayfin.actors.sampling_params",
     "LLM": "rayfin.deployments.offline.llm",
+    "LoRARequest": "rayfin.deployments.offline.lora",
     "RequestOutput": "rayfin.deployments.offline.outputs",
     "SamplingParams": "rayfin.actors.sampling_params",
     "StructuredOutputs": "rayfin.actors.structured_outputs",

@@ -33,6 +33,7 @@ from rayfin.actors.messages import (
     SAMPLED_LAST_STEP,
     SWAP_IN,
     SWAP_OUT,
+    AdapterRef,
     DraftUsage,
     Float32Array,
     Int32Array,
@@ -129,7 +130,8 @@ class FakeExecutor:
             raise RunnerGroupFailed("the runner is gone")
         return _FakeStep(self, info, pickle.dumps(info), self.clock)
 
-    def prepare(self, grammars: Sequence[str]) -> _FakePrepare:
+    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> _FakePrepare:
+        grammars = [*grammars, *(adapter.name for adapter in adapters)]
         seconds = max(self.prepare_seconds.get(grammar, 0.0) for grammar in grammars)
         pending = _FakePrepare(self, tuple(grammars), self.clock + seconds, self.epoch)
         self.prepared += grammars

@@ -111,6 +111,7 @@ class Lifecycle:
                 extra_keys=source.extra_keys,
                 tenant=source.tenant,
                 pooling=source.pooling,
+                adapter=source.adapter,
             )
         )
 

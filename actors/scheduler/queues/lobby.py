@@ -1,10 +1,10 @@
-"""Guided requests whose grammars are being compiled, beside the queue.
+"""Requests whose grammars are being compiled or whose adapters are being read, beside the queue.
 
-A request waits here until the runners have its grammars, so that no step waits for a compilation.
-In the queue it would hold back all behind it. It keeps its rank: policies rank by arrival.
+A request waits here until the runners have what it needs, so that no step waits for that. In the
+queue it would hold back all behind it. It keeps its rank: policies rank by arrival.
 
-What is known here is a hint. A runner that lacks a grammar compiles it within the step, so a lost
-call, a new runner or a forgotten grammar costs time and no request.
+What is known here is a hint. A runner that lacks a grammar or an adapter gets it within the step,
+so a lost call, a new runner or a forgotten grammar costs time and no request.
 """
 
 import hashlib
@@ -12,28 +12,29 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.errors import InvalidRequest, RayfinError
 from rayfin.actors.histogram import Histogram
+from rayfin.actors.messages import AdapterRef
 from rayfin.actors.scheduler.state.executor import Executor, PendingPrepare
 from rayfin.actors.scheduler.state.request import Request
 from rayfin.actors.timing import PREPARE_SECONDS
 
 MOST_KNOWN = 128
-"""Grammars that count as compiled in the runners, the last used ones."""
+"""Grammars and adapters that count as ready in the runners, the last used ones."""
 
 GRAMMAR_FAILED = "grammar_failed"
 
 
 @dataclass(slots=True)
 class _Preparation:
-    """A grammar on its way to the runners, and the requests that wait for it."""
+    """A grammar or adapter on its way to the runners, and the requests that wait for it."""
 
     pending: PendingPrepare
     requests: dict[Request, None] = field(default_factory=dict)
 
 
 class Lobby:
-    """Keeps new requests from the queue while the runners compile their grammars.
+    """Keeps new requests from the queue while the runners prepare what they need.
 
     Args:
         clock: in seconds.
@@ -53,22 +54,25 @@ class Lobby:
         return len(self._missing)
 
     def keeps(self, request: Request) -> bool:
-        """Takes the request in if one of its grammars is not known to be compiled.
+        """Takes the request in if its grammars or its adapter are not known to be ready.
 
         Returns:
             Whether it waits here. ``leaving`` says when it may go.
         """
-        guidance = request.source.sampling.guidance
-        if guidance is None:
+        guidance, adapter = request.source.sampling.guidance, request.source.adapter
+        if guidance is None and adapter is None:
             return False
-        missing = {digest for text in guidance.grammars if (digest := self._prepare(text))}
+        grammars = () if guidance is None else guidance.grammars
+        missing = {digest for text in grammars if (digest := self._prepare_grammar(text))}
+        if adapter is not None and (digest := self._prepare_adapter(adapter)):
+            missing.add(digest)
         for digest in missing:
             self._preparing[digest].requests[request] = None
         if missing:
             self._missing[request] = missing
         return bool(missing)
 
-    def leaving(self) -> Iterator[tuple[Request, InvalidRequest | None]]:
+    def leaving(self) -> Iterator[tuple[Request, RayfinError | None]]:
         """Yields requests that may join the queue, and those that must end with an error.
 
         The former have left. The latter stay until ``discard``.
@@ -90,7 +94,9 @@ class Lobby:
                 missing = self._missing.get(request, set())
                 missing.discard(digest)
                 if error is not None:
-                    yield request, InvalidRequest(error, None, GRAMMAR_FAILED)
+                    if isinstance(error, str):
+                        error = InvalidRequest(error, None, GRAMMAR_FAILED)
+                    yield request, error
                 elif not missing and self.discard(request):
                     self._waits.observe(now - request.arrival)
                     yield request, None
@@ -103,23 +109,30 @@ class Lobby:
         return missing is not None
 
     def restart(self) -> list[Request]:
-        """The runners are new, and have no grammars; returns all requests, which have left."""
+        """The runners are new and have nothing; returns all requests, which have left."""
         requests = list(self._missing)
         self._known.clear()
         self._preparing.clear()
         self._missing.clear()
         return requests
 
-    def _prepare(self, text: str) -> bytes | None:
-        """Sends the grammar to the runners unless they have it; returns its digest if it waits."""
+    def _prepare_grammar(self, text: str) -> bytes | None:
         digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+        return self._prepare(digest, lambda: self._executor.prepare([text]))
+
+    def _prepare_adapter(self, adapter: AdapterRef) -> bytes | None:
+        digest = bytes.fromhex(adapter.digest)
+        return self._prepare(digest, lambda: self._executor.prepare([], [adapter]))
+
+    def _prepare(self, digest: bytes, send: Callable[[], PendingPrepare]) -> bytes | None:
+        """Sends it to the runners unless they have it; returns the digest if it is waited for."""
         if digest in self._known:
             self._known.move_to_end(digest)
             return None
         if digest not in self._preparing:
             if not self._preparing:
                 self._progress = self._clock()
-            pending = self._executor.prepare([text])
+            pending = send()
             if pending.done() and pending.error() is None:
                 self._remember(digest)
                 return None

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from rayfin.actors.messages import SchedulerInfo, StepResult
+from rayfin.actors.errors import RayfinError
+from rayfin.actors.messages import AdapterRef, SchedulerInfo, StepResult
 
 
 class PendingStep(Protocol):
@@ -20,14 +21,15 @@ class PendingStep(Protocol):
 
 
 class PendingPrepare(Protocol):
-    """Grammars that the runners compile beside their steps."""
+    """Grammars and adapters that the runners prepare beside their steps."""
 
     def done(self) -> bool:
         """Whether all runners have answered, or will never do; cheap enough for each step."""
         ...
 
-    def error(self) -> str | None:
-        """Why a grammar does not compile; None if it does, or if no runner could say so."""
+    def error(self) -> str | RayfinError | None:
+        """Why a grammar does not compile, or what is wrong with an adapter; None if all is well, or
+        if no runner could say so."""
         ...
 
 
@@ -36,8 +38,13 @@ class Executor(Protocol):
 
     epoch: int
 
-    def prepare(self, grammars: Sequence[str]) -> PendingPrepare:
-        """Sends the texts of grammars for requests to come. Delays no step, and never raises."""
+    def prepare(
+        self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()
+    ) -> PendingPrepare:
+        """Sends what requests to come need: the texts of grammars, and adapters.
+
+        Delays no step, and never raises.
+        """
         ...
 
     def submit(self, info: SchedulerInfo) -> PendingStep:

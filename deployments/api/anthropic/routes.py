@@ -16,13 +16,13 @@ def add_message_routes(app: FastAPI, models: ServedModels) -> None:
     async def create(request: Request) -> Response:
         body = await read_body(request, MessagesRequest)
         headers = ignored_header(body.ignored_fields())
-        service = models.resolve_model(request, body.model)
+        service = await models.resolve_model(request, body.model)
         return await GenerationRoute(MessagesAdapter(service, body)).answer(request, headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: Request, response: Response) -> TokenCount:
         body = await read_body(request, PromptBody)
-        service = models.resolve_model(request, body.model)
+        service = await models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
         answer_rules(body)  # checks the fields that leave the prompt as it is
         prompt = await prompt_of(service, body, any_length=True)

@@ -94,7 +94,7 @@ def add_tokenize_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request, response: Response) -> Tokens:
         body = await read_body(request, TokenizeRequest)
-        service = models.text_side(request, body.model)
+        service = await models.text_side(request, body.model)
         response.headers.update(ignored_header(list(body.model_extra or {})))
         ids = await _ids(service, body)
         tokens = Tokens(count=len(ids), max_model_len=service.max_model_len, tokens=ids)
@@ -105,7 +105,7 @@ def add_tokenize_routes(app: FastAPI, models: ServedModels) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request, response: Response) -> Detokenized:
         body = await read_body(request, DetokenizeRequest)
-        service = models.text_side(request, body.model)
+        service = await models.text_side(request, body.model)
         response.headers.update(ignored_header(list(body.model_extra or {})))
         vocab_size = (await service.client.info()).vocab_size
         for i, token in enumerate(body.tokens):
@@ -124,7 +124,7 @@ def add_tokenize_routes(app: FastAPI, models: ServedModels) -> None:
 
         @app.get("/tokenizer_info")
         async def info(request: Request, model: str | None = None) -> dict[str, Any]:
-            return tokenizer_info(models.resolve_model(request, model))
+            return tokenizer_info(await models.resolve_model(request, model))
 
 
 async def _ids(service: OpenAIService, body: TokenizeRequest) -> list[int]:

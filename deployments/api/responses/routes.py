@@ -36,7 +36,7 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
     async def create(request: Request) -> Response:
         body = await read_body(request, ResponseRequest)
         headers = ignored_header(body.ignored_fields())
-        service = models.resolve_model(request, body.model)
+        service = await models.resolve_model(request, body.model)
         adapter = ResponseAdapter(service, store, body, _tenant(request))
         if body.background:
             return await adapter.start(request, headers)
@@ -46,7 +46,7 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
     async def count(request: Request, response: Response) -> InputTokens:
         body = await read_body(request, ResponsePromptBody)
         body.check()
-        service = models.resolve_model(request, body.model)
+        service = await models.resolve_model(request, body.model)
         response.headers.update(ignored_header(body.ignored_fields()))
         answer_rules(body)  # checks the fields that leave the prompt as it is
         items = input_items(body.input)

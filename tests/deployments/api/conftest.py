@@ -12,8 +12,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from rayfin.actors.errors import NotFound, RayfinError
+from rayfin.actors.errors import InvalidRequest, NotFound, RayfinError
 from rayfin.actors.messages import (
+    AdapterRef,
     BeamParams,
     Command,
     EngineInfo,
@@ -65,6 +66,7 @@ class FakeEngine:
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.limits = EngineInfo("engine", 128, tokenizer.vocab_size, 1000, 4)
+        self.bad_adapters: set[str] = set()
         self.closed = False
 
     def close(self) -> None:
@@ -125,6 +127,10 @@ class FakeEngine:
             raise NotFound(f"There is no engine {engine!r}.", "engine")
         self.commands.append((command, engine))
         return [own for own in self.reports if engine in (None, own.engine)]
+
+    async def prepare_adapter(self, adapter: AdapterRef) -> None:
+        if adapter.name in self.bad_adapters:
+            raise InvalidRequest("it does not fit", "lora_path", "invalid_adapter")
 
     def latency(self) -> dict[str, tuple[float, int]]:
         return {"ttft": (0.5, 2), "itl": (0.25, 5)}

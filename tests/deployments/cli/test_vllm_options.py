@@ -102,7 +102,7 @@ def test_the_model_may_stand_behind_a_list(calls: Calls) -> None:
 def test_both_names_are_in_the_help() -> None:
     text = CliRunner().invoke(cli, ["serve", "--help"]).output
     assert "--max-decoding-batch, --max-num-seqs INTEGER" in text
-    assert "--enable-prefix-caching" in text and "--enable-lora" not in text
+    assert "--enable-prefix-caching" in text and "--fully-sharded-loras" not in text
     assert CliRunner().invoke(cli, ["serve", "--help=all"]).output == text
     assert "--max-num-seqs" not in CliRunner().invoke(cli, ["generate", "--help"]).output
 
@@ -134,8 +134,15 @@ def test_what_is_not_needed_is_a_line_of_the_log(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--enable-lora", "--enable-lora is not supported: Rayfin has no LoRA adapters"),
-        ("--lora-modules a=b c=d", "--lora-modules is not supported: Rayfin has no LoRA adapters"),
+        (
+            "--fully-sharded-loras",
+            "--fully-sharded-loras is not supported: Rayfin has no such LoRA adapters",
+        ),
+        (
+            "--lora-target-modules a b",
+            "--lora-target-modules is not supported: Rayfin has no choice of layers; an adapter's "
+            "own count",
+        ),
         ("--runner embed", "Invalid value for '--runner'"),
         ("-sc.method eagle3", "Rayfin does not draft with EAGLE-3 heads"),
         ("--speculative-config {}x", "--speculative-config is not JSON"),
@@ -218,7 +225,10 @@ def test_the_command_line_wins(calls: Calls, tmp_path: Path) -> None:
         ("max_num_seq: 8\nfoo: 1\nport: 80", "has unknown flags: 'max_num_seq', 'foo'"),
         ("max_num_seqs: 8\nmax-decoding-batch: 4", "sets max_num_seqs and max-decoding-batch"),
         ("enforce_eager: 3", "must be true or false, got 3"),
-        ("enable_lora: true", "--enable-lora is not supported: Rayfin has no LoRA adapters"),
+        (
+            "fully_sharded_loras: true",
+            "--fully-sharded-loras is not supported: Rayfin has no such LoRA adapters",
+        ),
         ("port: x", "Invalid value for '--port'"),
         ("[1, 2]", "must hold flags by name"),
         ("a: [", "cannot be read"),

@@ -23,7 +23,14 @@ from rayfin.actors.config import (
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, NumericalError, RequestFailed
-from rayfin.actors.messages import NO_TOKEN, Int32Array, NewRequest, SchedulerInfo, StepResult
+from rayfin.actors.messages import (
+    NO_TOKEN,
+    AdapterRef,
+    Int32Array,
+    NewRequest,
+    SchedulerInfo,
+    StepResult,
+)
 
 FIRST, VOCAB_SIZE = 259, 2048  # the demo model's vocabulary without bytes and control tokens
 STEP_SECONDS = float(os.environ.get("CHAOS_STEP_SECONDS", "0.01"))
@@ -108,8 +115,8 @@ class ModelRunner:
         executor = self._executor
         return (-1, 0) if executor is None else (executor.epoch, executor._next_step)
 
-    def prepare(self, grammars: Sequence[str]) -> None:
-        """Any text is a grammar."""
+    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> None:
+        """Any text is a grammar, and any adapter is there."""
 
     def execute(self, info: SchedulerInfo) -> StepResult:
         executor = self._executor

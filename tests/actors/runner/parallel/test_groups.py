@@ -94,7 +94,7 @@ class Group:
         tensor, stages = self.sizes
         return _Step(answers, tensor * (stages - 1))
 
-    def prepare(self, grammars: Sequence[str]) -> _Prepared:
+    def prepare(self, grammars: Sequence[str], adapters: Sequence[Any] = ()) -> _Prepared:
         self._all(lambda runner: runner.prepare(grammars), self.runners)
         return _Prepared()
 

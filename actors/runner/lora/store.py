@@ -1,0 +1,123 @@
+"""The adapters that a runner holds, and which slot computes with which."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import torch
+
+from rayfin.actors.adapters.files import AdapterFiles
+from rayfin.actors.errors import AdapterUnavailable, RayfinError
+from rayfin.actors.messages import AdapterRef, Int32Array, SchedulerInfo
+from rayfin.actors.runner.lora.reader import Adapter, LayerSizes, read_adapter
+from rayfin.actors.runner.observers import Observer
+
+logger = logging.getLogger(__name__)
+
+Fetch = Callable[[AdapterRef], AdapterFiles]
+
+
+class AdapterStore(Observer):
+    """Reads each adapter once. ``prepare`` may run beside steps, ahead of the requests.
+
+    As an observer it learns from each step which slot has which adapter. A step that meets an
+    adapter that is not here reads it: what the scheduler knows is a hint. The least recently used
+    go first, never those of a slot.
+
+    Args:
+        sizes: of the model's layers.
+        fetch: gets an adapter's files.
+        most: adapters that are kept beside those of running requests.
+    """
+
+    def __init__(
+        self,
+        sizes: LayerSizes,
+        fetch: Fetch,
+        *,
+        most: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.sizes = sizes
+        self._fetch = fetch
+        self._most = most
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._device = device
+        self._lock = threading.Lock()
+        self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # by digest
+        self._of_slot: dict[int, AdapterRef] = {}
+        self._failures: dict[str, RayfinError] = {}  # of adapters that running requests wait for
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._adapters
+
+    def prepare(self, refs: Iterable[AdapterRef]) -> None:
+        """Reads the adapters that are not here yet.
+
+        Raises:
+            InvalidRequest: one cannot be served with this model.
+            AdapterUnavailable: its content is gone.
+        """
+        for ref in refs:
+            self._read(ref)
+
+    def before(self, info: SchedulerInfo) -> None:
+        """Notes which slots have adapters; reads those that are missing."""
+        for handle in info.finished:
+            self._of_slot.pop(handle, None)
+        for new in info.new_requests:
+            self._of_slot.pop(new.handle, None)
+            if new.adapter is not None:
+                self._of_slot[new.handle] = new.adapter
+                self._failures.pop(new.adapter.digest, None)
+                try:
+                    self._read(new.adapter)
+                except RayfinError as error:  # its rows fail, the others of the step do not
+                    logger.error("adapter %r cannot be read: %s", new.adapter.name, error)
+                    self._failures[new.adapter.digest] = error
+
+    def close(self) -> None:
+        """A start empties all slots."""
+        self._of_slot.clear()
+
+    def of_rows(self, slots: Int32Array | None) -> list[Adapter | None]:
+        """Each row's adapter, None for the base model; empty if no slot has any.
+
+        Raises:
+            AdapterUnavailable: the adapter of a row cannot be had.
+        """
+        if not self._of_slot or slots is None:
+            return []
+        rows: list[Adapter | None] = []
+        for slot in slots.tolist():
+            ref = self._of_slot.get(slot)
+            if ref is not None and ref.digest not in self._adapters:
+                why = self._failures.get(ref.digest, "it is not loaded")
+                raise AdapterUnavailable(f"The adapter {ref.name!r} cannot be used: {why}", "model")
+            rows.append(None if ref is None else self._adapters[ref.digest])
+        return rows if any(own is not None for own in rows) else []
+
+    def _read(self, ref: AdapterRef) -> None:
+        with self._lock:
+            if ref.digest in self._adapters:
+                self._adapters.move_to_end(ref.digest)
+                return
+        files = self._fetch(ref)  # two threads may read the same: it is rare, and both are right
+        adapter = read_adapter(files, self.sizes, self._max_rank, self._dtype, self._device)
+        with self._lock:
+            self._adapters[ref.digest] = adapter
+            self._evict()
+
+    def _evict(self) -> None:
+        used = {ref.digest for ref in list(self._of_slot.values())}
+        idle = [digest for digest in self._adapters if digest not in used]
+        for digest in idle[: max(len(self._adapters) - self._most, 0)]:
+            if digest != next(reversed(self._adapters)):  # what was just read is about to be used
+                del self._adapters[digest]

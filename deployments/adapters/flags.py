@@ -1,0 +1,61 @@
+"""What ``--lora-modules`` and ``--lora-dir`` say."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rayfin.actors.errors import InvalidConfig
+
+
+def read_modules(values: Iterable[str] | None) -> dict[str, str]:
+    """Paths by name, of vLLM's forms ``name=path`` and {"name": ..., "path": ...}.
+
+    Raises:
+        InvalidConfig: another form, or a name twice.
+    """
+    modules: dict[str, str] = {}
+    for value in values or ():
+        name, path = _json_module(value) if value.startswith("{") else _plain_module(value)
+        if name in modules:
+            raise InvalidConfig(f"lora_modules names {name!r} twice", "lora_modules")
+        modules[name] = path
+    return modules
+
+
+def folder_in(root: str, name: str) -> Path | None:
+    """The folder of the adapter ``name`` within ``root``, None if it is no folder directly in it.
+
+    A name is one segment of a path, and no link leads out.
+    """
+    if not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
+        return None
+    base = Path(root).resolve()
+    folder = (base / name).resolve()
+    return folder if folder.parent == base and folder.is_dir() else None
+
+
+def _plain_module(value: str) -> tuple[str, str]:
+    name, _, path = value.partition("=")
+    if not name or not path:
+        raise _wrong(value)
+    return name, path
+
+
+def _json_module(value: str) -> tuple[str, str]:
+    try:
+        found: Any = json.loads(value)
+    except ValueError:
+        raise _wrong(value) from None
+    known = isinstance(found, dict) and found.keys() <= {"name", "path", "base_model_name"}
+    name, path = (found.get("name"), found.get("path")) if known else (None, None)
+    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+        raise _wrong(value)
+    return name, path
+
+
+def _wrong(value: str) -> InvalidConfig:
+    return InvalidConfig(
+        f'lora_modules must be name=path or {{"name": ..., "path": ...}}, got {value!r}',
+        "lora_modules",
+    )

@@ -1,0 +1,136 @@
+"""The adapters that an ingress knows by name."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rayfin.actors.errors import RayfinError
+from rayfin.actors.messages import AdapterRef
+from rayfin.actors.timing import ADAPTER_POLL_SECONDS, ADAPTER_RETRY_SECONDS
+
+logger = logging.getLogger(__name__)
+
+MAX_UNKNOWN = 4096
+"""Names that were looked for in --lora-dir and not found, which are remembered for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTable:
+    """All names at one moment. ``version`` differs after each change, also of a new registry."""
+
+    version: str = ""
+    refs: dict[str, AdapterRef] = field(default_factory=dict)
+
+
+class Registry(Protocol):
+    """The calls of the ``AdapterRegistry``, wherever it runs."""
+
+    async def changed(self, version: str, known: AdapterTable, seconds: float) -> AdapterTable:
+        """Returns the table once it has another version, or after so many seconds."""
+        ...
+
+    async def load(self, name: str, path: str, in_place: bool) -> AdapterTable: ...
+
+    async def unload(self, name: str) -> AdapterTable: ...
+
+    async def resolve(self, name: str) -> AdapterTable: ...
+
+
+class AdapterNames:
+    """An ingress' copy of the registry's table, which follows it.
+
+    Args:
+        check: asks the engines whether an adapter fits the model.
+        resolves: whether unknown names are looked for in --lora-dir.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        check: Callable[[AdapterRef], Awaitable[None]],
+        *,
+        resolves: bool = False,
+    ) -> None:
+        self._registry = registry
+        self._check = check
+        self._resolves = resolves
+        self._table = AdapterTable()
+        self._unknown: dict[str, float] = {}  # name -> when to look again
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def refs(self) -> dict[str, AdapterRef]:
+        """The adapters by name, in the order in which they were loaded."""
+        return self._table.refs
+
+    async def start(self) -> None:
+        """Gets the table, and follows the registry until ``close``."""
+        self._table = await self._registry.changed("", self._table, 0.0)
+        self._task = asyncio.create_task(self._follow())
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def load(self, name: str, path: str, *, in_place: bool = False) -> AdapterRef:
+        """Loads an adapter; returns when every later request may name it here.
+
+        Raises:
+            NotFound, InvalidRequest: it cannot be served, or the name is taken.
+        """
+        table = await self._registry.load(name, path, in_place)
+        ref = table.refs[name]
+        try:
+            await self._check(ref)
+        except RayfinError:
+            self._table = await self._registry.unload(name)
+            raise
+        self._table = table
+        return ref
+
+    async def unload(self, name: str) -> None:
+        """Forgets a name; requests that run go on.
+
+        Raises:
+            NotFound: there is no such adapter.
+        """
+        self._table = await self._registry.unload(name)
+
+    async def find(self, name: str) -> AdapterRef | None:
+        """The adapter of that name, also one that is only in --lora-dir yet."""
+        if name in self._table.refs or not self._resolves:
+            return self._table.refs.get(name)
+        now = time.monotonic()
+        if self._unknown.get(name, 0.0) > now:
+            return None
+        try:
+            table = await self._registry.resolve(name)
+            if name in table.refs:
+                await self._check(table.refs[name])
+                self._table = table
+        except RayfinError as error:
+            logger.warning("adapter %r is not served: %s", name[:128], error)
+        if name not in self._table.refs:
+            if len(self._unknown) >= MAX_UNKNOWN:
+                self._unknown.clear()
+            self._unknown[name] = now + ADAPTER_RETRY_SECONDS
+        return self._table.refs.get(name)
+
+    async def _follow(self) -> None:
+        while True:
+            table = self._table
+            try:
+                self._table = await self._registry.changed(
+                    table.version, table, ADAPTER_POLL_SECONDS
+                )
+            except RayfinError as error:
+                logger.warning("the registry of adapters does not answer: %s", error)
+                await asyncio.sleep(1.0)
+
+
+def card(ref: AdapterRef) -> dict[str, Any]:
+    """An adapter for operators."""
+    return {"name": ref.name, "path": ref.path, "digest": ref.digest}

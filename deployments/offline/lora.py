@@ -1,0 +1,48 @@
+"""The adapter of an offline request, in vLLM's form."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayfin.actors.adapters.files import read_folder
+from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.messages import AdapterRef, EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter of a request. Its content identifies it: the number is vLLM's, and unused."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False  # accepted for vLLM's sake: a changed folder is another adapter
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+def adapters_of(requests: LoRARequests, count: int) -> list[AdapterRef | None]:
+    """The adapter of each of ``count`` prompts; each folder is read once.
+
+    Raises:
+        InvalidRequest: the numbers differ, or a folder holds no adapter.
+    """
+    if requests is None or isinstance(requests, LoRARequest):
+        listed: list[LoRARequest | None] = [requests] * count
+    else:
+        listed = list(requests)
+    if len(listed) != count:
+        raise InvalidRequest(f"{count} prompts and {len(listed)} lora_request", "lora_request")
+    refs: dict[LoRARequest, AdapterRef] = {}
+    for request in listed:
+        if request is not None and request not in refs:
+            digest = read_folder(request.lora_path).digest
+            refs[request] = AdapterRef(digest, request.lora_name, request.lora_path)
+    return [None if request is None else refs[request] for request in listed]
+
+
+def use_adapter(requests: Sequence[EngineRequest], adapter: AdapterRef | None) -> None:
+    """Computes the requests of a prompt with its adapter, if it has one."""
+    for request in requests:
+        if adapter is not None:
+            request.use(adapter)
