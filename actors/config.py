@@ -22,6 +22,7 @@ KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m
 LoadFormat = Literal["auto", "dummy"]
 SchedulerName = Literal["v1", "v0"]
 Policy = Literal["fcfs", "priority", "fair"]
+BatchMode = Literal["idle", "share"]
 Preemption = Literal["recompute", "swap"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["int8", "int4", "dequantize"]
@@ -56,6 +57,7 @@ CHOICES: dict[str, Any] = {
     "convert": Convert,
     "scheduler": SchedulerName,
     "policy": Policy,
+    "batch_mode": BatchMode,
     "device": Device,
     "log_format": LogFormat,
     "log_level": LogLevel,
@@ -164,6 +166,11 @@ class EngineArgs:
         "fcfs",
         "which request is next: the earliest, the one with the lowest priority value, or "
         "one of the tenant served least",
+    )
+    batch_mode: BatchMode = _flag(
+        "idle",
+        "requests of batches beside others; idle: they rest while others run; share: they run "
+        "beside them, and wait behind them",
     )
     priority_aging: float = _flag(
         30.0, "seconds of waiting that count as one level of priority; 0 for strict levels"
@@ -420,6 +427,7 @@ class EngineConfig:
     steps_in_flight: int
     max_waiting_tokens: int | None = None
     priority_aging: float = 0.0
+    batch_mode: BatchMode = "idle"
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     long_prefill_token_threshold: int = 0
     itl_target: float | None = None  # seconds that a step with prompts and streams may take
@@ -573,6 +581,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         scheduler=args.scheduler,
         policy=args.policy,
         priority_aging=args.priority_aging,
+        batch_mode=args.batch_mode,
         tenant_weights=parse_weights(args.tenant_weights),
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         itl_target=None if args.itl_target_ms is None else args.itl_target_ms / 1000,

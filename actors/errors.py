@@ -18,6 +18,7 @@
     │   ├── AdapterUnavailable         503  adapter_unavailable      its adapter is gone
     │   ├── GrammarTooSlow             500  grammar_too_slow         its grammar held up a step
     │   └── RequestQuarantined         500  request_quarantined      it killed its runners
+    ├── StorageFull                    507  storage_full             the disk of --batch-dir
     ├── EngineUnavailable              503  engine_unavailable       starting, draining or dead
     │   ├── EngineAsleep               503  engine_asleep            until an operator wakes it
     │   ├── EngineLost                  -   the connection to an engine broke
@@ -203,6 +204,14 @@ class RequestQuarantined(RequestFailed):
     """The request killed its runners more than once, or has the prompt of one that did."""
 
     code = "request_quarantined"
+
+
+class StorageFull(RayfinError):
+    """There is no room on the disk for a file or a batch."""
+
+    status = 507
+    type = "server_error"
+    code = "storage_full"
 
 
 # Engines that cannot take a request.

@@ -179,6 +179,7 @@ class EngineRequest:
     timed: bool = False  # its first token brings ``TokenDeltas.begun``
     pin: Pin | None = None
     pooling: Pooling | None = None  # a vector instead of tokens; ``max_tokens`` is 0
+    background: bool = False  # it runs where nothing else has to wait for it
     adapter: AdapterRef | None = None  # its ``extra_key`` is among ``extra_keys``
 
     def use(self, adapter: AdapterRef) -> None:

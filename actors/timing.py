@@ -205,12 +205,16 @@ BATCH_RECORD_SECONDS = 1.0
 BATCH_PATIENCE_SECONDS = 600.0
 BATCH_REPORT_SECONDS = 30.0  # between two lines of progress where there is no terminal
 THREAD_SWITCH_SECONDS = 0.001  # an engine's thread waits so long for the interpreter, not for 5 ms
+BATCH_POLL_SECONDS = 0.5  # the worker looks for new and cancelled batches
+BATCH_RETRY_SECONDS = 10.0  # a batch whose folder cannot be written waits
+BATCH_SWEEP_SECONDS = 600.0  # between removals of what is past its time
 
 # HTTP clients: until headers and body are there, until ``100 Continue`` is sent in any case, and
 # how long a client may read nothing, or send after a refusal.
 
 HEADER_SECONDS = 10.0
 BODY_SECONDS = 30.0
+UPLOAD_SECONDS = 1800.0  # of a file for batches
 CONTINUE_SECONDS = 1.0
 STALLED_SECONDS = 30.0
 SLOW_READER_SECONDS = 0.5  # a message took longer than this: report the bytes read at once

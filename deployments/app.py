@@ -9,12 +9,14 @@ from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.timing import ENGINE_STOP_SECONDS, INGRESS_DRAIN_SECONDS
+from rayfin.deployments.batches.routes import FORM_BYTES
 from rayfin.deployments.http.layers import Cors, HttpSettings
 from rayfin.deployments.serve.admin_port import admin_deployment
 from rayfin.deployments.serve.autoscaling import autoscaling
+from rayfin.deployments.serve.batch_worker import BatchDeployment, concurrency
 from rayfin.deployments.serve.cluster_room import has_room
 from rayfin.deployments.serve.engine import EngineDeployment
-from rayfin.deployments.serve.ingress import IngressDeployment
+from rayfin.deployments.serve.ingress import IngressDeployment, reply_settings
 from rayfin.deployments.serve.model_args import SECRETS, ModelArgs, several_models
 from rayfin.deployments.serve.preflight import located
 from rayfin.deployments.serve.response_store import ResponseStoreDeployment
@@ -88,8 +90,15 @@ def bind_models(
         replace(model, server=for_ingresses(model.server), from_zero=model.server.min_engines == 0)
         for model in models
     ]
+    batches = None
+    if server.batch_dir is not None:
+        batch_class: Any = BatchDeployment
+        batches = batch_class.options(**serve_logs(engine_args)).bind(
+            *(for_ingresses(server), ingress_models, engines),
+            *(reply_settings(server), concurrency(server, models)),
+        )
     app: Application = ingress.bind(
-        for_ingresses(server), ingress_models, edge, engines, keeper, admin
+        for_ingresses(server), ingress_models, edge, engines, keeper, admin, batches
     )
     return app
 
@@ -159,4 +168,5 @@ def edge_settings(server: ServerArgs) -> HttpSettings:
         middleware=tuple(server.middleware or ()),
         tokenizer_info=server.enable_tokenizer_info_endpoint,
         client_adapters=os.environ.get(CLIENT_ADAPTERS) == "1",
+        max_upload_bytes=None if server.batch_dir is None else server.max_file_bytes + FORM_BYTES,
     )

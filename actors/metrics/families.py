@@ -44,6 +44,8 @@ HANDLERS = (
     *("/v1/embeddings", "/v2/embed", "/score", "/v1/score", "/classify", "/pooling"),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/invocations", "other"),
 )
+OPEN_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
+BATCH_LINES = ("ok", "error", "expired")
 STATUSES = ("2xx", "3xx", "4xx", "5xx", "none")
 
 TTFT_BOUNDS: Bounds = (
@@ -502,6 +504,14 @@ INGRESS_FAMILIES = (
     _of_ingress("http_requests_in_flight", "gauge", "Requests for tokens that are not answered."),
     _of_ingress("ingress_replicas", "gauge", "Ingresses that were heard of lately."),
     INGRESS_HEARD,
+    _of_ingress("batches_open", "gauge", "Batches that have not ended, by status.", ("status",)),
+    _of_ingress("batch_lines_waiting", "gauge", "Lines of open batches without an answer."),
+    _of_ingress(
+        "batch_seconds_behind",
+        "gauge",
+        "How long after its window the latest open batch would end at its pace; 0: all in time.",
+    ),
+    _of_ingress("batch_lines", "counter", "Lines of batches, by what became of them.", ("result",)),
     _of_ingress(
         "guided_requests",
         "counter",

@@ -44,12 +44,14 @@ from rayfin.actors.scheduler.core.scheduler_state import make_state
 from rayfin.actors.scheduler.core.step_builder import StepRecord
 from rayfin.actors.scheduler.core.step_pipeline import StepPipeline
 from rayfin.actors.scheduler.faults.corruption import requests_sharing_failed_pages
-from rayfin.actors.scheduler.faults.quarantine import Quarantine, StepScheduler
+from rayfin.actors.scheduler.faults.quarantine import Quarantine
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
+from rayfin.actors.scheduler.policy.background import BackgroundScheduler
 from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
 from rayfin.actors.scheduler.policy.drafts import DraftPolicy
 from rayfin.actors.scheduler.policy.multi_step import MultiStepPolicy
 from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
+from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
 from rayfin.actors.scheduler.policy.whole_prompts import WholePrompts
 from rayfin.actors.scheduler.queues.deadlines import Deadlines, exceeded
@@ -98,10 +100,12 @@ class Engine:
         self._clock = clock
         self._deadlines = Deadlines()
         microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
-        scheduler = make_scheduler(config, self.lifecycle, microbatcher)
+        steps = make_scheduler(config, self.lifecycle, microbatcher)
+        rest = config.batch_mode == "idle"
+        scheduler = BackgroundScheduler(self.lifecycle, steps, microbatcher, rest=rest)
         self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
         adapters = AdapterGate(state.running, config.max_loras)
-        self.lifecycle.gates = [self._quarantine, adapters]
+        self.lifecycle.gates = [self._quarantine, adapters, scheduler]
         self._beams = BeamGroups(self.lifecycle)
         drafts = DraftPolicy(state, config.num_speculative_tokens)
         self._multi_step = MultiStepPolicy(state, microbatcher, config.max_lease, drafts)
@@ -170,7 +174,7 @@ class Engine:
         now, ended = self._clock(), sum(state.counters.finished.values())
         state.completion_rate.observe(now, ended)
         limits = state.queue_limits
-        if not source.output:  # another engine had admitted it
+        if not (source.output or source.background):  # with output, another engine had admitted it
             retry_after = state.completion_rate.seconds_until_half(limits.num_requests, now, ended)
             limits.check(len(source.prompt), retry_after)
         if source.beams is not None:

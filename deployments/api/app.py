@@ -24,6 +24,8 @@ from rayfin.deployments.api.responses.routes import add_response_routes
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.api.status import add_status_routes
 from rayfin.deployments.api.web.routes import add_web_routes
+from rayfin.deployments.batches.folder import BatchFolder
+from rayfin.deployments.batches.routes import add_batch_routes
 from rayfin.deployments.edge.middleware import OperatorMiddleware, RootPath
 from rayfin.deployments.generation.route import GenerationRoute
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
@@ -40,6 +42,7 @@ from rayfin.deployments.telemetry.load import LoadCounter
 def build_api(
     *services: OpenAIService,
     responses: ResponseStoreClient | None = None,
+    batches: BatchFolder | None = None,
     outer: Mapping[str, Middleware | None] | None = None,
 ) -> FastAPI:
     """Builds every endpoint of one ingress, over one service for each model (``ServedModels``).
@@ -48,6 +51,7 @@ def build_api(
 
     Args:
         responses: the stored responses; by default a store in this process.
+        batches: the folder of files and batches; None: the routes answer that there is none.
     """
     models = ServedModels(services)
     service = models.first  # has what all share
@@ -68,6 +72,7 @@ def build_api(
     add_adapter_routes(app, models)
     add_tokenize_routes(app, models)
     add_pooling_routes(app, models)
+    add_batch_routes(app, batches)
     add_status_routes(app, models)
     if service.edge.web:
         add_web_routes(app, models)

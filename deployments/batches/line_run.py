@@ -3,10 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
+from typing import Any, TypeVar
 
 from rayfin.actors.timing import BATCH_RECORD_SECONDS
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
+
+T = TypeVar("T")
 
 READ_AHEAD = 4
 """Lines that are read ahead, for each that may be in flight."""
@@ -43,6 +46,7 @@ class LineRun:
         self._read: list[Work] = []  # last first
         self._answers: list[LineAnswer] = []
         self._recording = asyncio.Lock()
+        self._broken = False  # a record failed: no later one may come
         self.stopped = False
         self.allowed = asyncio.Event()  # cleared: no further line is sent for now
         self.allowed.set()
@@ -56,17 +60,16 @@ class LineRun:
             ServerError: of ``send``.
             OSError: of ``record`` or of reading.
         """
-        recorder = asyncio.create_task(self._record_often())
         try:
-            async with asyncio.TaskGroup() as senders:
-                for _ in range(self._concurrency):
-                    senders.create_task(self._send_lines())
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            async with asyncio.TaskGroup() as group:
+                recorder = group.create_task(self._record_often())
+                senders = [group.create_task(self._send_lines()) for _ in range(self._concurrency)]
+                await asyncio.wait(senders)
+                recorder.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         finally:
-            recorder.cancel()
-            await asyncio.gather(recorder, return_exceptions=True)
-            await asyncio.shield(asyncio.create_task(self._record_now()))
+            await self._record_now()
 
     def stop(self) -> None:
         """Sends no further line; ``run`` returns when those in flight are answered."""
@@ -99,9 +102,25 @@ class LineRun:
     async def _record_now(self) -> None:
         async with self._recording:
             answers, self._answers = self._answers, []
-            if answers:
+            if answers and not self._broken:
                 try:
-                    await asyncio.to_thread(self._record, answers)
-                except BaseException:
-                    self._answers = answers + self._answers
+                    await finished_thread(self._record, answers)
+                except Exception:
+                    # It may be recorded in part, so it is not tried again here.
+                    self._broken = True
                     raise
+
+
+async def finished_thread(function: Callable[..., T], *args: Any) -> T:
+    """``asyncio.to_thread`` that ends with its thread, also when it is cancelled.
+
+    Raises:
+        Exception: the function's, also then.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        work.result()
+        raise

@@ -134,7 +134,7 @@ class Generation:
         _check_prompt_logprobs([request for group in requests for request in group])
         for request in itertools.chain.from_iterable(requests):
             request.tenant, request.timeout = caller.tenant, caller.timeout
-            request.session = caller.session
+            request.session, request.background = caller.session, caller.background
         if num_candidates(params) > params.n:
             request_logprobs(itertools.chain.from_iterable(requests))
         if service.request_log is not None:

@@ -4,10 +4,14 @@ import asyncio
 import re
 from http import HTTPMethod
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rayfin.actors.timing import UPLOAD_SECONDS
+
+UPLOAD_PATH = "/v1/files"
 CLOSE = {"Connection": "close"}  # the rest of a refused body is not read
 
 
@@ -21,17 +25,23 @@ class BodyLimits:
         HTTPException: 413 too large, 408 too slow, 415 compressed.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, seconds: float, max_upload_bytes: int | None = None
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._seconds = seconds
+        self._max_upload_bytes = max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        self._check_headers(Headers(scope=scope))
+        max_bytes, seconds = self._max_bytes, self._seconds
+        if self._max_upload_bytes is not None and get_route_path(scope) == UPLOAD_PATH:
+            max_bytes, seconds = self._max_upload_bytes, UPLOAD_SECONDS
+        _check_headers(Headers(scope=scope), max_bytes)
         size, complete = 0, False
-        deadline = asyncio.get_running_loop().time() + self._seconds
+        deadline = asyncio.get_running_loop().time() + seconds
 
         async def counted() -> Message:
             nonlocal size, complete
@@ -42,27 +52,27 @@ class BodyLimits:
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(
-                    408, f"The request body did not arrive in {self._seconds:g} s.", CLOSE
+                    408, f"The request body did not arrive in {seconds:g} s.", CLOSE
                 ) from None
             size += len(message.get("body", b""))
-            if size > self._max_bytes:
-                raise self._too_large()
+            if size > max_bytes:
+                raise _too_large(max_bytes)
             complete = not message.get("more_body", False)
             return message
 
         await self._app(scope, counted, send)
 
-    def _check_headers(self, headers: Headers) -> None:
-        if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise HTTPException(415, "The body must not have a Content-Encoding.", CLOSE)
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
-            raise self._too_large()
 
-    def _too_large(self) -> HTTPException:
-        return HTTPException(
-            413, f"The request body is larger than {self._max_bytes} bytes.", CLOSE
-        )
+def _check_headers(headers: Headers, max_bytes: int) -> None:
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise HTTPException(415, "The body must not have a Content-Encoding.", CLOSE)
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+def _too_large(max_bytes: int) -> HTTPException:
+    return HTTPException(413, f"The request body is larger than {max_bytes} bytes.", CLOSE)
 
 
 MAX_URL = 8 * 1024  # bytes of path and query

@@ -21,6 +21,7 @@ class Caller:
     timeout: float | None = None  # seconds for the engine; None: no limit
     session: str = ""  # requests of a session go to one engine
     arrival: float | None = None  # time.monotonic() of the request's first line
+    background: bool = False  # a line of a batch; no header can say so
 
     @classmethod
     def of(cls, request: Request) -> "Caller":
@@ -36,14 +37,15 @@ class Caller:
         if len(session) > MAX_SESSION:
             raise InvalidRequest(f"{SESSION} must have at most {MAX_SESSION} characters.", SESSION)
         arrival = getattr(request.state, "arrival", None)
+        background = getattr(request.state, "background", False)
         if written is None:
-            return cls(tenant, session=session, arrival=arrival)
+            return cls(tenant, None, session, arrival, background)
         if not MILLISECONDS.fullmatch(written) or int(written) == 0:
             raise InvalidRequest(
                 f"{TIMEOUT} must be a whole number of milliseconds over 0, of at most 9 digits.",
                 TIMEOUT,
             )
-        return cls(tenant, int(written) / 1000, session, arrival)
+        return cls(tenant, int(written) / 1000, session, arrival, background)
 
 
 ANONYMOUS = Caller()

@@ -80,6 +80,7 @@ class HttpSettings:
     tokenizer_info: bool = False  # /tokenizer_info
     client_adapters: bool = False  # clients may load LoRA adapters, not only operators
     priority_tenants: frozenset[str] | None = None  # who may set a priority; None: every tenant
+    max_upload_bytes: int | None = None  # of the body of an upload; None: as any other
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,9 @@ def settings_layers(settings: HttpSettings) -> dict[str, Middleware | None]:
         "auth": None if keys is None else Middleware(BearerAuth, keys=keys, open_paths=open_paths),
         "transport_limits": Middleware(TransportLimits),
         "body_limits": Middleware(
-            BodyLimits, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds
+            BodyLimits,
+            max_bytes=settings.max_body_bytes,
+            seconds=settings.body_seconds,
+            max_upload_bytes=settings.max_upload_bytes,
         ),
     }

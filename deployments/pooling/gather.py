@@ -53,7 +53,7 @@ async def pool(
     )
     for request in requests:
         request.tenant, request.timeout = caller.tenant, caller.timeout
-        request.session = caller.session
+        request.session, request.background = caller.session, caller.background
     tokens = sum(len(own.ids) for own in inputs)
     headers: dict[str, str] = {}
     if service.quotas is not None:

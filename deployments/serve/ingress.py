@@ -23,6 +23,7 @@ from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.request_id import REQUEST_ID
 from rayfin.deployments.requests.settings import ReplySettings
+from rayfin.deployments.serve.batch_worker import open_folder
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.model_service import model_service
 from rayfin.deployments.serve.response_store import store_calls
@@ -41,8 +42,8 @@ from rayfin.deployments.telemetry.load import Load
 class IngressDeployment:
     """One HTTP replica. ``engines`` are the deployments of the models' engines.
 
-    They and ``admin`` are bound so that Serve deploys them with this one; they are called only to
-    have an engine started.
+    They, ``admin`` and ``batches`` are bound so that Serve deploys them with this one; they are
+    called only to have an engine started.
 
     ``keeper`` holds the responses that several replicas share.
     """
@@ -55,6 +56,7 @@ class IngressDeployment:
         engines: list[DeploymentHandle[Any]],
         keeper: DeploymentHandle[Any] | None = None,
         admin: DeploymentHandle[Any] | None = None,
+        batches: DeploymentHandle[Any] | None = None,
     ) -> None:
         set_up(models[0].engine.log_format, models[0].engine.log_level)
         lower_priority()
@@ -64,10 +66,11 @@ class IngressDeployment:
             "answers": AnswerStore(),
             "edge": edge,
             "quotas": _quotas(server),
-            "replies": _reply_settings(server),
+            "replies": reply_settings(server),
         }
         calls = None if keeper is None else store_calls(keeper)
         self._responses = ResponseStoreClient(replica, calls)
+        self._batches = None if server.batch_dir is None else open_folder(server)
         self._services = await asyncio.gather(
             *(
                 model_service(place, model, own, shared)
@@ -89,7 +92,9 @@ class IngressDeployment:
             "serve_adapter": Middleware(ServeReplicaAdapter),
             "flow": Middleware(ReplicaFlow),
         }
-        return build_api(*self._services, responses=self._responses, outer=outer)
+        return build_api(
+            *self._services, responses=self._responses, batches=self._batches, outer=outer
+        )
 
 
 class ServeReplicaAdapter:
@@ -122,7 +127,7 @@ class ServeReplicaAdapter:
         await self._app(scope, receive_or_gone, without_id)
 
 
-def _reply_settings(server: ServerArgs) -> ReplySettings:
+def reply_settings(server: ServerArgs) -> ReplySettings:
     return ReplySettings(
         max_prompts=server.max_prompts,
         max_choices=server.max_choices,

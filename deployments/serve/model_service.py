@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from ray.serve.schema import ApplicationStatus
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
+from rayfin.actors.metrics.ledger import CounterReport
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.flags import read_modules
@@ -66,12 +68,16 @@ class TextSide(NamedTuple):
 
 
 async def model_service(
-    place: int, model: ModelArgs, engines: DeploymentHandle[Any], shared: dict[str, Any]
+    place: int,
+    model: ModelArgs,
+    engines: DeploymentHandle[Any],
+    shared: dict[str, Any],
+    adjust: Callable[[CounterReport], CounterReport] = lambda report: report,
 ) -> OpenAIService:
     """The service of an ingress' model number ``place``, when its first engine is ready.
 
     ``engines`` is the deployment of its engines, ``shared`` the fields of OpenAIService that all
-    models of the ingress have in common.
+    models of the ingress have in common. ``adjust`` changes the reports of its counters.
     """
     server = model.server
     name, context = model.names[0], serve.get_replica_context()
@@ -87,7 +93,9 @@ async def model_service(
     hub = HubSettings(
         engine_prefix(context.app_name, model.deployment), name, server.metrics_alias, port
     )
-    link = HubClient(partial(start_hub, context.app_name, hub), ray.kill, counts.report)
+    link = HubClient(
+        partial(start_hub, context.app_name, hub), ray.kill, lambda: adjust(counts.report())
+    )
     info = await _first_info(client)
     warden = Warden(
         text.tokenizer,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
 from rayfin.deployments.adapters.flags import read_modules
+from rayfin.deployments.batches.folder import FolderLimits
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
@@ -23,6 +25,7 @@ from rayfin.deployments.text.parsing.rows import check_parsers
 
 KEY_VARIABLES = ("RAYFIN_API_KEY", "VLLM_API_KEY")
 ADMIN_KEY_VARIABLES = ("RAYFIN_ADMIN_API_KEY",)
+RETENTION = re.compile(r"([1-9][0-9]{0,4})([hd])")
 ContentFormat = Literal["auto", "string", "openai"]
 MAX_INGRESSES = MAX_CLIENTS // 2  # an update has twice as many for a while
 
@@ -191,6 +194,16 @@ class ServerArgs:
     cold_start_timeout: float = _model_flag(
         300.0, "with --min-engines 0: seconds that a request waits for an engine to start"
     )
+    batch_dir: str | None = _flag(
+        None,
+        "folder for /v1/files and /v1/batches, which all nodes share; the routes are off if unset",
+    )
+    batch_retention: str = _flag("30d", "how long files and ended batches are kept: 12h, 30d")
+    batch_concurrency: int | None = _flag(
+        None, "requests of batches in flight; default: twice --max-decoding-batch, of all engines"
+    )
+    max_batch_lines: int = _flag(50_000, "maximum number of lines of a batch")
+    max_file_bytes: int = _flag(200 * 2**20, "maximum size of an uploaded file in bytes")
     otlp_traces_endpoint: str | None = _flag(
         None, "URL of an OTLP collector for traces of requests"
     )
@@ -251,6 +264,12 @@ class ServerArgs:
                 known = ", ".join(map(repr, get_args(kind)))
                 raise InvalidConfig(f"{name} must be one of {known}, got {value!r}", name)
         self._check_engines()
+        self.batch_limits()
+        if self.batch_concurrency is not None and self.batch_concurrency < 1:
+            raise InvalidConfig(
+                f"batch_concurrency must be at least 1, got {self.batch_concurrency}",
+                "batch_concurrency",
+            )
         for name in (
             *("shutdown_timeout", "engine_timeout", "replay_timeout"),
             *("idle_timeout", "cold_start_timeout"),
@@ -286,6 +305,24 @@ class ServerArgs:
                 f"max_engines must be at least {max(1, least)}, got {self.max_engines}",
                 "max_engines",
             )
+
+    def batch_limits(self) -> FolderLimits:
+        """What tenants may store for batches.
+
+        Raises:
+            InvalidConfig: a limit under 1, or a retention of another form.
+        """
+        for name in ("max_batch_lines", "max_file_bytes"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
+        match = RETENTION.fullmatch(self.batch_retention)
+        if match is None:
+            raise InvalidConfig(
+                f"batch_retention must look like 12h or 30d, got {self.batch_retention!r}",
+                "batch_retention",
+            )
+        seconds = int(match[1]) * (3600.0 if match[2] == "h" else 86400.0)
+        return FolderLimits(self.max_file_bytes, self.max_batch_lines, retention=seconds)
 
     def api_keys(self) -> ApiKeys | None:
         """The keys that clients may use, by their digests; None lets everybody in.

@@ -69,6 +69,7 @@ class Harness:
         guidance: Guidance | None = None,
         repetition: Repetition | None = None,
         pin: Pin | None = None,
+        background: bool = False,
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -94,6 +95,7 @@ class Harness:
             beams=beams,
             deaths=deaths,
             pin=pin,
+            background=background,
         )
         if guidance is not None and not self.executor.grammar_errors.isdisjoint(guidance.grammars):
             self.executor.errors.add((seed, len(output)))  # a step that compiles fails its row
@@ -240,15 +242,21 @@ class Harness:
             group = self._order_group(stream)
             assert self._last_admitted.get(group, -1) < seed, "overtaken in its class"
             self._last_admitted[group] = seed
+            if stream.source.background:
+                continue
             if self.config.policy == "priority" and self.config.priority_aging:
                 rank = self._aged(stream)
                 for other in self._unheard.values():
-                    if other.seed < seed and other.open and not other.waited:
+                    if other.source.background or other.seed > seed or not other.open:
+                        continue
+                    if not other.waited:
                         assert rank <= self._aged(other), "overtaken by too late a request"
         self._num_entered = len(self.executor.entered)
 
     def _order_group(self, stream: Stream) -> Any:
         """Requests of one group are admitted in the order in which they come."""
+        if stream.source.background:
+            return "background"
         match self.config.policy:
             case "priority":
                 return stream.source.priority

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rayfin.actors.messages import STATE_SAVE, NewRequest
 from rayfin.actors.scheduler.core.admission import AdmissionGate
-from rayfin.actors.scheduler.core.cached_prefix import PrefixLookup
+from rayfin.actors.scheduler.core.cached_prefix import CachedPrefix, PrefixLookup
 from rayfin.actors.scheduler.core.preempted_pages import PreemptionPolicy
 from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.queues.lobby import Lobby
@@ -51,10 +51,16 @@ class Lifecycle:
 
         ``spare`` pages must remain free. False while its fork parent computes their prompt.
         """
-        if self.state.running.num_free_slots < request.width:
-            return False
         prefix = self._prefixes.find(request)
-        if prefix is None:
+        return prefix is not None and self._fits(request, prefix, spare)
+
+    def lacks_room(self, request: Request) -> bool:
+        """Whether slots or pages are all that the request waits for."""
+        prefix = self._prefixes.find(request)
+        return prefix is not None and not self._fits(request, prefix, 0)
+
+    def _fits(self, request: Request, prefix: CachedPrefix, spare: int) -> bool:
+        if self.state.running.num_free_slots < request.width:
             return False
         more = 0 if request.source.pooling is not None else 1
         pages = self.state.tables.pages_for(request.num_tokens + more) + request.width - 1

@@ -26,6 +26,8 @@ class DecodeMicrobatcher:
         self._went: Int64Array = np.full(len(running.requests), -turns, np.int64)  # by slot
         self.alternate = False
         """Whether the last step left out rows that could decode."""
+        self.resting: Int64Array = np.zeros(0, np.int64)
+        """Slots that do not decode for now."""
 
     def next_rows(self) -> Int64Array:
         """The slots [N] that decode in the next step.
@@ -34,6 +36,8 @@ class DecodeMicrobatcher:
         """
         running, turns = self._running, self._turns
         slots = running.decodable()
+        if len(self.resting):
+            slots = slots[~np.isin(slots, self.resting)]
         self.alternate = turns > 1 and len(slots) >= turns and not running.lockstep.any()
         if not self.alternate:
             return slots

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 
 from rayfin.actors.config import EngineConfig
+from rayfin.actors.scheduler.queues.background_queue import BackgroundQueue
 from rayfin.actors.scheduler.queues.queue_limits import CompletionRate, QueueLimits
-from rayfin.actors.scheduler.queues.waiting_queue import WaitingQueue, make_queue
+from rayfin.actors.scheduler.queues.waiting_queue import make_queue
 from rayfin.actors.scheduler.state.counters import EngineCounters
 from rayfin.actors.scheduler.state.page_moves import PageMoves
 from rayfin.actors.scheduler.state.repetition import RepetitionWatch
@@ -21,7 +22,7 @@ class SchedulerState:
 
     running: RunningTable
     tables: PageTables
-    waiting: WaitingQueue
+    waiting: BackgroundQueue
     queue_limits: QueueLimits
     counters: EngineCounters
     moves: PageMoves = field(default_factory=PageMoves)

@@ -15,7 +15,6 @@ Source of the idea: poison messages and dead letters of message queues.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import numpy as np
 
@@ -24,24 +23,10 @@ from rayfin.actors.messages import EngineRequest, Int64Array, SchedulerInfo, Ste
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.preemption import make_room
+from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import take_chunk
 from rayfin.actors.scheduler.state.request import Request
 from rayfin.actors.timing import BLOCKED_PROMPT_SECONDS
-
-
-class StepScheduler(Protocol):
-    """Decides a step; owns no request."""
-
-    def schedule(self) -> tuple[Int64Array, list[Chunk]]: ...
-
-    def longest_chunk(self, request: Request) -> int:
-        """Most tokens of the request's prompt in a step that computes nothing else."""
-        ...
-
-    def observe(self, info: SchedulerInfo, result: StepResult) -> None:
-        """A step ran."""
-        ...
-
 
 MAX_BLOCKED = 1024
 """Most prompts of convicted requests that are refused."""

@@ -10,6 +10,8 @@ from rayfin.actors.scheduler.state.request import Request
 class QueueLimits:
     """Counts what waits for its first admission, in requests and in prompt tokens.
 
+    Background requests are not counted: their sender limits them.
+
     Requests that wait again after a preemption or new runners are not counted, since that must not
     refuse new requests.
     """
@@ -43,12 +45,13 @@ class QueueLimits:
             )
 
     def joined(self, request: Request) -> None:
-        self.num_requests += 1
-        self.num_tokens += len(request.source.prompt)
+        if not request.source.background:
+            self.num_requests += 1
+            self.num_tokens += len(request.source.prompt)
 
     def left(self, request: Request) -> None:
         """The request was admitted or ended; ignored if it was admitted before."""
-        if not request.admitted:
+        if not request.admitted and not request.source.background:
             self.num_requests -= 1
             self.num_tokens -= len(request.source.prompt)
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import Int64Array
+from rayfin.actors.scheduler.queues.background_queue import BackgroundQueue
 from rayfin.actors.scheduler.queues.fair_queue import FairQueue
 from rayfin.actors.scheduler.queues.ranked_queue import RankedQueue
 from rayfin.actors.scheduler.state.request import Request
@@ -57,8 +58,12 @@ class WaitingQueue(Protocol):
         ...
 
 
-def make_queue(config: EngineConfig) -> WaitingQueue:
-    """The queue of ``config.policy``."""
+def make_queue(config: EngineConfig) -> BackgroundQueue:
+    """The queue of ``config.policy``, with background requests behind it."""
+    slots = config.limits.max_decoding_batch
+    queue: WaitingQueue
     if config.policy == "fair":
-        return FairQueue(config.limits.max_decoding_batch, config.tenant_weights)
-    return RankedQueue(config.policy == "priority", config.priority_aging)
+        queue = FairQueue(slots, config.tenant_weights)
+    else:
+        queue = RankedQueue(config.policy == "priority", config.priority_aging)
+    return BackgroundQueue(queue, slots)

@@ -154,8 +154,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {
             (s.source.client, s.source.key) for s in self._open()
         } == engine.lifecycle.state.live.keys()
-        if isinstance(lifecycle.state.waiting, FairQueue):
-            assert lifecycle.state.waiting.num_tenants <= 3
+        if isinstance(lifecycle.state.waiting.foreground, FairQueue):
+            assert lifecycle.state.waiting.foreground.num_tenants <= 3
 
     def teardown(self) -> None:
         if hasattr(self, "h"):

@@ -283,7 +283,7 @@ def test_backlogged_tenants_are_served_alike(
         return kinds[tenant][count[tenant] % len(kinds[tenant])]
 
     service = _play(h, draw, 150)
-    queue = h.engine.lifecycle.state.waiting
+    queue = h.engine.lifecycle.state.waiting.foreground
     for tenant, weight in (("x", x), ("y", y)):
         assert queue.counter(tenant) == pytest.approx(service[-1][tenant] / weight)
     bound = max(_bound(x), _bound(y))

@@ -1,0 +1,82 @@
+"""Background requests beside others: who makes room, and who rests.
+
+A request in the foreground that lacks a slot or pages gets those of background requests, which wait
+again. What they have computed stays in the prefix index for as long as no other needs the pages.
+
+Where background requests *rest*, they do nothing while a foreground request runs or waits: those
+that decode keep their slots and pages, those amid their prompts go back to the queue. On a CPU each
+row makes a step longer. Where they *share*, they decode beside the others and only rank behind
+them: on a GPU most of a batch costs nothing.
+"""
+
+import numpy as np
+
+from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.scheduler.core.lifecycle import Lifecycle
+from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
+from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
+from rayfin.actors.scheduler.state.request import Request
+
+NO_SLOTS: Int64Array = np.zeros(0, np.int64)
+
+
+class BackgroundScheduler:
+    """A scheduler around ``scheduler``; without background requests it only passes on.
+
+    Args:
+        rest: background requests rest while others run.
+    """
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        scheduler: StepScheduler,
+        microbatcher: DecodeMicrobatcher,
+        *,
+        rest: bool,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._scheduler = scheduler
+        self._microbatcher = microbatcher
+        self._rest = rest
+
+    def may_admit(self, request: Request) -> bool:
+        """See ``AdmissionGate``: a request that would rest at once waits."""
+        queue = self._lifecycle.state.waiting
+        return not (request.source.background and self._rest and queue.has_foreground)
+
+    def schedule(self) -> tuple[Int64Array, list[Chunk]]:
+        """See ``StepScheduler``."""
+        self._microbatcher.resting = NO_SLOTS
+        queue = self._lifecycle.state.waiting
+        if queue.has_foreground and len(slots := queue.slots):
+            self._make_room()
+            if self._rest:
+                self._stop_prompts(slots)
+                self._microbatcher.resting = queue.slots
+        return self._scheduler.schedule()
+
+    def longest_chunk(self, request: Request) -> int:
+        """See ``StepScheduler``."""
+        return self._scheduler.longest_chunk(request)
+
+    def observe(self, info: SchedulerInfo, result: StepResult) -> None:
+        """See ``StepScheduler``."""
+        self._scheduler.observe(info, result)
+
+    def _make_room(self) -> None:
+        """Preempts background requests until the next foreground request fits."""
+        lifecycle, queue = self._lifecycle, self._lifecycle.state.waiting
+        request = queue.peek()
+        while request is not None and not request.source.background:
+            slots = queue.slots
+            if not len(slots) or not lifecycle.lacks_room(request):
+                return
+            lifecycle.preempt(lifecycle.victim())
+
+    def _stop_prompts(self, slots: Int64Array) -> None:
+        running = self._lifecycle.state.running
+        for slot in slots.tolist():
+            if slot in running.prefilling:
+                self._lifecycle.preempt(slot)

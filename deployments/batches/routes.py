@@ -1,0 +1,218 @@
+"""OpenAI's Files and Batches: https://platform.openai.com/docs/api-reference/batch."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse
+
+from rayfin.actors.errors import InvalidRequest, NotFound
+from rayfin.deployments.batches.folder import BatchFolder
+from rayfin.deployments.batches.lines import ENDPOINTS
+from rayfin.deployments.batches.objects import StoredBatch, StoredFile
+from rayfin.deployments.http.body_limits import UPLOAD_PATH as FILES
+from rayfin.deployments.http.json_body import read_body
+
+T = TypeVar("T", StoredBatch, StoredFile)
+
+FORM_BYTES = 64 * 1024
+"""Of an upload beside its file: boundaries, headers and fields."""
+
+MAX_FIELDS = 8
+MAX_FIELD_BYTES = 4096
+MAX_FILENAME = 255  # characters
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
+EXPIRY_SECONDS = (3600, 2592000)  # OpenAI's bounds of expires_after
+SECONDS = re.compile(r"[0-9]{1,9}")
+MAX_FILES_PAGE, MAX_BATCHES_PAGE = 10_000, 100
+
+
+class BatchRequest(BaseModel):
+    """The body of ``POST /v1/batches``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: dict[str, str] | None = None
+
+    def check(self) -> None:
+        """Raises:
+        InvalidRequest: an endpoint that batches do not have, or too much metadata.
+        """
+        if self.endpoint not in ENDPOINTS:
+            known = ", ".join(ENDPOINTS)
+            raise InvalidRequest(
+                f"endpoint must be one of {known}, got {self.endpoint[:64]!r}.", "endpoint"
+            )
+        given = self.metadata or {}
+        if len(given) > MAX_METADATA:
+            raise InvalidRequest(f"metadata takes at most {MAX_METADATA} keys.", "metadata")
+        for key, value in given.items():
+            if len(key) > MAX_KEY or len(value) > MAX_VALUE:
+                raise InvalidRequest(
+                    f"metadata takes keys of {MAX_KEY} characters and values of {MAX_VALUE}.",
+                    "metadata",
+                )
+
+
+class DeletedFile(BaseModel):
+    """The answer to ``DELETE /v1/files/{id}``."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+def add_batch_routes(app: FastAPI, folder: BatchFolder | None) -> None:
+    """Adds the routes; without a folder each answers that batches are off."""
+    add_file_routes(app, folder)
+
+    @app.post("/v1/batches")
+    async def create_batch(request: Request) -> dict[str, Any]:
+        store = _store(folder)
+        body = await read_body(request, BatchRequest)
+        body.check()
+        batch = await asyncio.to_thread(
+            lambda: store.add_batch(
+                *(_tenant(request), body.input_file_id),
+                endpoint=body.endpoint,
+                window=body.completion_window,
+                metadata=body.metadata,
+            )
+        )
+        return batch.shown()
+
+    @app.get("/v1/batches")
+    async def list_batches(request: Request) -> dict[str, Any]:
+        found = await asyncio.to_thread(_store(folder).batches, _tenant(request))
+        return _page(request, found, MAX_BATCHES_PAGE, 20)
+
+    @app.get("/v1/batches/{batch_id}")
+    async def retrieve_batch(request: Request, batch_id: str) -> dict[str, Any]:
+        found = await asyncio.to_thread(_store(folder).batch, _tenant(request), batch_id)
+        return found.shown()
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(request: Request, batch_id: str) -> dict[str, Any]:
+        found = await asyncio.to_thread(_store(folder).cancel, _tenant(request), batch_id)
+        return found.shown()
+
+
+def add_file_routes(app: FastAPI, folder: BatchFolder | None) -> None:
+    @app.post(FILES)
+    async def upload_file(request: Request) -> dict[str, Any]:
+        store = _store(folder)
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise InvalidRequest("The body must be multipart/form-data.", None, "invalid_type")
+        form_of = request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
+        async with form_of as form:
+            file, seconds = _upload(form, store.limits.max_file_bytes)
+            stored = await asyncio.to_thread(
+                lambda: store.add_file(
+                    *(_tenant(request), file.file),
+                    filename=(file.filename or "upload")[:MAX_FILENAME],
+                    purpose="batch",
+                    expires_after=seconds,
+                )
+            )
+        return stored.shown()
+
+    @app.get(FILES)
+    async def list_files(request: Request) -> dict[str, Any]:
+        found = await asyncio.to_thread(_store(folder).files, _tenant(request))
+        purpose = request.query_params.get("purpose")
+        if purpose is not None:
+            found = [file for file in found if file.purpose == purpose]
+        if request.query_params.get("order", "desc") == "asc":
+            found.reverse()
+        return _page(request, found, MAX_FILES_PAGE, MAX_FILES_PAGE)
+
+    @app.get(FILES + "/{file_id}")
+    async def retrieve_file(request: Request, file_id: str) -> dict[str, Any]:
+        found = await asyncio.to_thread(_store(folder).file, _tenant(request), file_id)
+        return found.shown()
+
+    @app.get(FILES + "/{file_id}/content")
+    async def file_content(request: Request, file_id: str) -> Response:
+        path = await asyncio.to_thread(_store(folder).content, _tenant(request), file_id)
+        return FileResponse(path, media_type="application/octet-stream")
+
+    @app.delete(FILES + "/{file_id}")
+    async def delete_file(request: Request, file_id: str) -> DeletedFile:
+        await asyncio.to_thread(_store(folder).delete_file, _tenant(request), file_id)
+        return DeletedFile(id=file_id)
+
+
+def _store(folder: BatchFolder | None) -> BatchFolder:
+    if folder is None:
+        raise NotFound("Batches are off: the server needs --batch-dir.", None)
+    return folder
+
+
+def _tenant(request: Request) -> str:
+    return getattr(request.state, "tenant", "")
+
+
+def _upload(form: FormData, max_bytes: int) -> tuple[UploadFile, int | None]:
+    """The file of a form and its time to live in seconds.
+
+    Raises:
+        InvalidRequest: a field is missing, unknown or has a bad value.
+        HTTPException: 413 the file is too large.
+    """
+    known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
+    if unknown := [name for name in form if name not in known]:
+        raise InvalidRequest(
+            f"Unknown parameter: {unknown[0][:64]!r}.", unknown[0][:64], "unknown_parameter"
+        )
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise InvalidRequest("file must be a file.", "file", "missing_required_parameter")
+    if purpose != "batch":
+        raise InvalidRequest(f"purpose must be batch, got {str(purpose)[:64]!r}.", "purpose")
+    if (file.size or 0) > max_bytes:
+        raise HTTPException(413, f"The file is larger than {max_bytes} bytes.")
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return file, None
+    if anchor != "created_at":
+        raise InvalidRequest("expires_after.anchor must be created_at.", "expires_after.anchor")
+    low, high = EXPIRY_SECONDS
+    if not isinstance(seconds, str) or not SECONDS.fullmatch(seconds):
+        raise InvalidRequest(
+            "expires_after.seconds must be a whole number.", "expires_after.seconds"
+        )
+    if not low <= int(seconds) <= high:
+        raise InvalidRequest(
+            f"expires_after.seconds must be in [{low}, {high}], got {seconds}.",
+            "expires_after.seconds",
+        )
+    return file, int(seconds)
+
+
+def _page(request: Request, found: Sequence[T], most: int, default: int) -> dict[str, Any]:
+    """A page of a list: ``limit`` objects behind ``after``."""
+    written = request.query_params.get("limit", str(default))
+    if not SECONDS.fullmatch(written) or not 1 <= int(written) <= most:
+        raise InvalidRequest(f"limit must be in [1, {most}], got {written[:16]!r}.", "limit")
+    limit, start = int(written), 0
+    if (after := request.query_params.get("after")) is not None:
+        ids = [each.id for each in found]
+        if after not in ids:
+            raise InvalidRequest(f"There is no object with id {after[:64]!r}.", "after")
+        start = ids.index(after) + 1
+    page = [each.shown() for each in found[start : start + limit]]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + limit < len(found),
+    }

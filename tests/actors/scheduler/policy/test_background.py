@@ -1,0 +1,146 @@
+"""Background requests: behind all others, out of their way, and with their own tokens."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from harness import Harness, make_harness
+from rayfin.actors.errors import Overloaded
+
+POLICIES = ("fcfs", "priority", "fair")
+
+
+def _running(h: Harness) -> list[bool]:
+    """Of each running request, whether it is in the background."""
+    return [own.source.background for own in h.engine.lifecycle.state.running.holders()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_background_requests_wait_behind_later_ones(policy: Any) -> None:
+    h = make_harness(policy=policy, max_decoding_batch=1)
+    background = [h.add(4, background=True, priority=-5) for _ in range(3)]
+    others = [h.add(4, tenant=f"t{i}") for i in range(3)]
+    ends: list[int] = []
+    while h.engine.has_work:
+        h.step()
+        ends += [own.seed for own in h.streams.values() if own.ended and own.seed not in ends]
+    assert ends == [own.seed for own in (*others, *background)]
+    h.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", ["idle", "share"])
+@pytest.mark.parametrize("scheduler", ["v0", "v1"])
+def test_all_get_their_tokens_in_any_mix(policy: Any, mode: Any, scheduler: Any) -> None:
+    """Pages are short, so that background requests are preempted again and again."""
+    h = make_harness(
+        policy=policy, batch_mode=mode, scheduler=scheduler, num_pages=24, max_decoding_batch=4
+    )
+    numbers = itertools.count()
+    for round in range(12):
+        for _ in range(2):
+            h.add(6 + next(numbers) % 7, 9, background=True)
+        if round % 2:
+            h.add(5 + next(numbers) % 5, 6, tenant=f"t{round % 3}")
+        for _ in range(4):
+            h.step()
+    h.run()
+    h.check()
+
+
+def test_resting_requests_do_nothing_and_keep_their_pages() -> None:
+    h = make_harness(steps_in_flight=1)
+    resting = [h.add(4, 20, background=True) for _ in range(2)]
+    for _ in range(4):
+        h.step()
+    lengths = [len(own.tokens) for own in resting]
+    assert all(lengths)
+    other = h.add(4, 6)
+    while other.open:
+        h.step()
+        assert [len(own.tokens) for own in resting] == lengths
+    assert _running(h) == [True, True]
+    h.run()
+    h.check()
+    assert h.engine.stats().preemptions == 0
+
+
+def test_a_prompt_that_is_half_computed_goes_back_to_the_queue() -> None:
+    h = make_harness(steps_in_flight=1, max_batch_tokens=8, max_model_len=200)
+    background = h.add(60, 3, background=True)
+    h.step()
+    other = h.add(3, 3)
+    h.step()
+    assert _running(h) == [False]
+    h.run()
+    h.check()
+    assert background.ended is not None and other.ended is not None
+
+
+def test_sharing_requests_decode_beside_others() -> None:
+    h = make_harness(batch_mode="share", steps_in_flight=1)
+    background = h.add(4, 20, background=True)
+    h.step()
+    other = h.add(4, 6)
+    before = len(background.tokens)
+    while other.open:
+        h.step()
+    assert len(background.tokens) >= before + 5
+    h.run()
+    h.check()
+
+
+@pytest.mark.parametrize("mode", ["idle", "share"])
+def test_a_full_engine_makes_room(mode: Any) -> None:
+    """For want of slots, then for want of pages: the next step has the other request."""
+    for settings in ({"max_decoding_batch": 3}, {"num_pages": 9, "prefix_caching": False}):
+        h = make_harness(batch_mode=mode, steps_in_flight=1, **settings)
+        background = [h.add(8, 12, background=True) for _ in range(3)]
+        for _ in range(3):
+            h.step()
+        held = len(_running(h))
+        assert held >= 2 and all(_running(h))
+        other = h.add(8, 4)
+        h.step()
+        assert len(other.tokens) == 1
+        h.run()
+        h.check()
+        assert all(own.ended for own in background)
+
+
+def test_a_foreground_request_waits_one_step_at_most() -> None:
+    h = make_harness(steps_in_flight=1, max_decoding_batch=4)
+    for _ in range(8):
+        h.add(6, 40, background=True)
+    for _ in range(30):
+        other = h.add(5, 2)
+        h.step()
+        assert len(other.tokens) == 1, "it was not in the next step"
+        h.step()
+        assert not other.open
+    h.run()
+    h.check()
+
+
+def test_background_requests_do_not_fill_the_queue() -> None:
+    h = make_harness(max_waiting_requests=2, max_decoding_batch=1)
+    for _ in range(6):
+        h.add(4, background=True)
+    h.add(4)
+    h.add(4)
+    with pytest.raises(Overloaded):
+        h.add(4)
+    h.add(4, background=True)
+    h.run()
+    h.check()
+
+
+def test_an_aborted_background_request_is_gone() -> None:
+    h = make_harness(max_decoding_batch=1)
+    running, waiting = h.add(4, 20, background=True), h.add(4, background=True)
+    h.step()
+    h.abort(waiting)
+    h.abort(running)
+    h.run()
+    h.check()
