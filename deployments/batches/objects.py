@@ -4,15 +4,14 @@ import re
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 
-Status = Literal[
+STATUSES = (
     *("validating", "in_progress", "finalizing", "completed", "failed"),
     *("expired", "cancelling", "cancelled"),
-]
-STATUSES: tuple[str, ...] = get_args(Status)
+)
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")

@@ -100,7 +100,6 @@ class BatchWorker:
         for lease in found:
             task = asyncio.create_task(self._work(lease))
             self._running[lease.batch.id] = task
-            task.add_done_callback(lambda _, key=lease.batch.id: self._running.pop(key, None))
 
     def _sweep(self) -> list[BatchLease]:
         self._folder.sweep()
@@ -136,6 +135,7 @@ class BatchWorker:
         finally:
             self.counts.running -= 1
             lease.close()
+            self._running.pop(batch.id, None)
 
     def sender(self, batch: str, tenant: str) -> LineSender:
         return LineSender(self._client, batch=batch, headers={TENANT: tenant})

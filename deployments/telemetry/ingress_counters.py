@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from rayfin.actors.histogram import Histogram, one_two_five
 from rayfin.actors.metrics.families import (
+    BATCH_LINES,
     CHOICES_BOUNDS,
     GUIDED_KINDS,
     HANDLERS,
     INGRESS_HEARD,
     ITL_BOUNDS,
     LATENCY_BOUNDS,
+    OPEN_STATUSES,
     REPLAY_REASONS,
     STATUSES,
     TOOL_CHOICES,
@@ -156,11 +158,15 @@ class IngressCounters:
         counters.update({("request_replays", (why,)): n for why, n in self.replays.items()})
         counters.update({("http_requests", labels): n for labels, n in self.answers.items()})
         counters.update(self.output.counters())
+        counters.update({("batch_lines", (result,)): 0 for result in BATCH_LINES})
         gauges: dict[Series, float] = {
             ("http_requests_in_flight", ()): self._in_flight(),
             ("ingress_replicas", ()): 1,
             (INGRESS_HEARD.name, ()): time.time(),
             **self.output.gauges(),
+            **{("batches_open", (status,)): 0 for status in OPEN_STATUSES},  # the worker's
+            ("batch_lines_waiting", ()): 0,
+            ("batch_seconds_behind", ()): 0,
         }
         histograms = {
             "time_to_first_token_seconds": self.ttft,

@@ -112,6 +112,15 @@ OVERVIEW = [
     ),
     Panel("Prompt tokens found in the cache", {"share": HIT_RATIO}, "percentunit"),
     Panel("How requests end", each("request_success_total", "finished_reason"), "reqps"),
+    Panel("Open batches", {"{{status}}": f"sum by (status) (rayfin_batches_open{{{MODEL}}})"}),
+    Panel("Lines of batches that wait", {"lines": total("batch_lines_waiting", MODEL)}),
+    Panel("Lines of batches", each("batch_lines_total", "result", MODEL), "reqps", stacked=True),
+    Panel(
+        "A batch will miss its window by",
+        {"seconds": f"max (rayfin_batch_seconds_behind{{{MODEL}}})"},
+        "s",
+        help="The latest one, at its pace until now; 0 where all end in time.",
+    ),
 ]
 
 PHASES = {

@@ -1,0 +1,145 @@
+"""A batch over HTTP whose worker, engine and ingress are killed while it runs."""
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import ray
+from ray import serve
+
+from rayfin import LLM, SamplingParams
+from rayfin.actors.config import EngineArgs
+from rayfin.deployments.app import bind_app
+from rayfin.deployments.serve.server_args import ServerArgs
+
+LINES = 300
+NAME = f"batches-{os.getpid()}"  # of processes that are killed: no other cluster's
+
+
+@pytest.fixture(scope="module")
+def site(
+    deploy: Callable[..., Any],
+    served: str,
+    settings: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("batches")
+    server = ServerArgs(batch_dir=str(folder), batch_concurrency=4)
+    yield deploy(bind_app(server, EngineArgs(**settings)), NAME, served, "/batches")
+    serve.delete(NAME)
+
+
+@pytest.fixture
+def client(site: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=8) as client:
+        yield client
+
+
+def _submit(client: openai.OpenAI, model: str, count: int, **body: Any) -> Any:
+    lines = [
+        {
+            "custom_id": f"r{i}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": model, "max_tokens": 24, "messages": _messages(i), **body},
+        }
+        for i in range(count)
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+
+
+def _messages(i: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is {i % 90} + {i % 70}?"}]
+
+
+def _pids(deployment: str) -> list[int]:
+    title = f"ray::ServeReplica:{NAME}:{deployment}"
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(title.encode()):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def _texts(client: openai.OpenAI, batch: Any) -> dict[str, str]:
+    values = [
+        json.loads(line)
+        for line in client.files.content(batch.output_file_id).text.split("\n")
+        if line
+    ]
+    assert max(Counter(own["custom_id"] for own in values).values()) == 1
+    return {
+        own["custom_id"]: own["response"]["body"]["choices"][0]["message"]["content"]
+        for own in values
+    }
+
+
+def test_a_batch_survives_the_death_of_each_process(
+    site: Any, client: openai.OpenAI, solo: LLM, eventually: Callable[..., Any]
+) -> None:
+    batch = _submit(client, site.model, LINES, temperature=0)
+
+    def done() -> int:
+        counts = client.batches.retrieve(batch.id).request_counts
+        return 0 if counts is None else counts.completed
+
+    draw = random.Random(1)
+    victims: list[Callable[[], list[int]]] = [
+        lambda: _pids("batches"),
+        lambda: [ray.get(site.scheduler().process.remote()).pid],
+        lambda: _pids("batches"),
+        lambda: [own.pid for own in ray.get(site.scheduler().runners.remote())],
+        lambda: _pids("ingress"),
+        lambda: _pids("batches"),
+    ]
+    for number, victim in enumerate(victims, 1):
+        point = number * LINES // (len(victims) + 2) + draw.randrange(10)
+        eventually(lambda point=point: done() >= point, f"{point} lines are answered")
+        for pid in victim():
+            os.kill(pid, signal.SIGKILL)
+
+    def completed() -> Any:
+        found = client.batches.retrieve(batch.id)
+        assert found.status in ("in_progress", "finalizing", "completed"), found
+        return found if found.status == "completed" else None
+
+    ended = eventually(completed, "the batch completes")
+    assert (ended.request_counts.total, ended.request_counts.completed) == (LINES, LINES)
+    quiet = solo.chat(
+        [_messages(i) for i in range(LINES)],
+        SamplingParams(temperature=0, max_tokens=24),
+        use_tqdm=False,
+    )
+    assert _texts(client, ended) == {f"r{i}": out.outputs[0].text for i, out in enumerate(quiet)}
+
+
+def test_series_and_refusals_of_a_served_batch(
+    site: Any, client: openai.OpenAI, eventually: Callable[..., Any]
+) -> None:
+    batch = _submit(client, "other", 3)
+    failed = eventually(
+        lambda: (own := client.batches.retrieve(batch.id)).status == "failed" and own,
+        "it fails in validation",
+    )
+    assert [own.code for own in failed.errors.data] == ["model_not_found"] * 3
+    with pytest.raises(openai.NotFoundError):
+        client.files.content("file-none")
+    samples = eventually(
+        lambda: (own := site._samples()).get("rayfin_batch_lines_total/ok", 0) > 0 and own,
+        "the worker reports",
+    )
+    assert samples["rayfin_ingress_replicas"] == 1
