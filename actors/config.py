@@ -453,6 +453,11 @@ class EngineConfig:
         return -(-self.max_model_len // self.page_size)
 
 
+def _steps_in_flight(args: EngineArgs) -> int:
+    """One, or one more than there are stages, so that none of them waits for the scheduler."""
+    return 1 if args.steps_in_flight == 1 else args.pipeline_parallel_size + 1
+
+
 def resolve_limits(
     args: EngineArgs, device: str, model_len: int, *, whole_prompts: bool = False
 ) -> BatchLimits:
@@ -587,9 +592,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         itl_target=None if args.itl_target_ms is None else args.itl_target_ms / 1000,
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_tokens=args.max_waiting_tokens,
-        steps_in_flight=args.steps_in_flight
-        if args.steps_in_flight == 1
-        else args.pipeline_parallel_size + 1,
+        steps_in_flight=_steps_in_flight(args),
         prefix_caching=args.prefix_caching and (snapshots > 0 or not recurrent) and not whole,
         whole_prompts=whole,
         num_snapshots=snapshots,

@@ -215,6 +215,7 @@ BATCH_SWEEP_SECONDS = 600.0  # between removals of what is past its time
 HEADER_SECONDS = 10.0
 BODY_SECONDS = 30.0
 UPLOAD_SECONDS = 1800.0  # of a file for batches
+UPLOAD_STALE_SECONDS = 24 * 3600.0  # then what an upload that broke off has left is removed
 CONTINUE_SECONDS = 1.0
 STALLED_SECONDS = 30.0
 SLOW_READER_SECONDS = 0.5  # a message took longer than this: report the bytes read at once

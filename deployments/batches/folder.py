@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest, NotFound, Overloaded, StorageFull
+from rayfin.actors.timing import UPLOAD_STALE_SECONDS
 from rayfin.deployments.batches.answers import sync_folder
 from rayfin.deployments.batches.objects import (
     BATCH_ID,
@@ -35,7 +36,6 @@ from rayfin.deployments.batches.objects import (
 
 COPY_BYTES = 2**20
 TEMPORARY = ".new-"
-STALE_SECONDS = 24 * 3600.0  # of what an upload that broke off has left
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class BatchFolder:
         for folder in (self._files, self._batches):
             for path in folder.glob(f"{TEMPORARY}*"):
                 with suppress(OSError):
-                    if path.stat().st_mtime + STALE_SECONDS < now:
+                    if path.stat().st_mtime + UPLOAD_STALE_SECONDS < now:
                         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -27,8 +27,8 @@ MAX_FIELDS = 8
 MAX_FIELD_BYTES = 4096
 MAX_FILENAME = 255  # characters
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
-EXPIRY_SECONDS = (3600, 2592000)  # OpenAI's bounds of expires_after
-SECONDS = re.compile(r"[0-9]{1,9}")
+MIN_MAX_AGE = (3600, 2592000)  # OpenAI's bounds of expires_after
+DIGITS = re.compile(r"[0-9]{1,9}")
 MAX_FILES_PAGE, MAX_BATCHES_PAGE = 10_000, 100
 
 
@@ -184,8 +184,8 @@ def _upload(form: FormData, max_bytes: int) -> tuple[UploadFile, int | None]:
         return file, None
     if anchor != "created_at":
         raise InvalidRequest("expires_after.anchor must be created_at.", "expires_after.anchor")
-    low, high = EXPIRY_SECONDS
-    if not isinstance(seconds, str) or not SECONDS.fullmatch(seconds):
+    low, high = MIN_MAX_AGE
+    if not isinstance(seconds, str) or not DIGITS.fullmatch(seconds):
         raise InvalidRequest(
             "expires_after.seconds must be a whole number.", "expires_after.seconds"
         )
@@ -200,7 +200,7 @@ def _upload(form: FormData, max_bytes: int) -> tuple[UploadFile, int | None]:
 def _page(request: Request, found: Sequence[T], most: int, default: int) -> dict[str, Any]:
     """A page of a list: ``limit`` objects behind ``after``."""
     written = request.query_params.get("limit", str(default))
-    if not SECONDS.fullmatch(written) or not 1 <= int(written) <= most:
+    if not DIGITS.fullmatch(written) or not 1 <= int(written) <= most:
         raise InvalidRequest(f"limit must be in [1, {most}], got {written[:16]!r}.", "limit")
     limit, start = int(written), 0
     if (after := request.query_params.get("after")) is not None:

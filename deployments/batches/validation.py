@@ -12,24 +12,19 @@ CHECK_EVERY = 1000
 """Lines between two questions whether to go on."""
 
 
-class Abandoned(Exception):
-    """The batch was cancelled while it was validated."""
-
-
 def validate(
     path: Path,
     endpoint: str,
     models: Collection[str],
     max_lines: int,
     abandoned: Callable[[], bool] = lambda: False,
-) -> tuple[int, list[dict[str, Any]]]:
+) -> tuple[int, list[dict[str, Any]]] | None:
     """Returns the number of lines, and OpenAI's errors of bad ones, ``MAX_ERRORS`` at most.
+
+    Returns None when ``abandoned`` says that the batch is cancelled.
 
     Args:
         models: the names that are served; a line without a model is for the first of them.
-
-    Raises:
-        Abandoned: ``abandoned`` says so.
     """
     seen: set[bytes] = set()
     errors: list[dict[str, Any]] = []
@@ -38,7 +33,7 @@ def validate(
         for number, data in LineReader(file):
             total += 1
             if total % CHECK_EVERY == 0 and abandoned():
-                raise Abandoned
+                return None
             if total > max_lines:
                 error = InvalidRequest(
                     f"The file has more than {max_lines} lines.", None, "too_many_lines"

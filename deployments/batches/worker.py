@@ -25,7 +25,7 @@ from rayfin.deployments.batches.folder import BatchFolder, BatchLease
 from rayfin.deployments.batches.line_run import LineRun, finished_thread
 from rayfin.deployments.batches.lines import Line, LineReader, id_hash, parse_line
 from rayfin.deployments.batches.sender import LineSender
-from rayfin.deployments.batches.validation import Abandoned, validate
+from rayfin.deployments.batches.validation import validate
 
 logger = logging.getLogger(__name__)
 
@@ -184,19 +184,16 @@ class BatchRun:
     async def _validated(self) -> bool:
         """Whether the batch goes on; else it has failed or is cancelled."""
         batch, lease = self._batch, self._lease
-        try:
-            batch.total, batch.errors = await asyncio.to_thread(
-                validate,
-                lease.input,
-                batch.endpoint,
-                self._worker.models,
-                self._folder.limits.max_lines,
-                lambda: lease.cancelled,
-            )
-        except Abandoned:
+        found = await asyncio.to_thread(
+            validate,
+            *(lease.input, batch.endpoint, self._worker.models, self._folder.limits.max_lines),
+            lambda: lease.cancelled,
+        )
+        if found is None:
             batch.enter("cancelling")
             await finished_thread(self._finish, "cancelled")
             return False
+        batch.total, batch.errors = found
         if batch.errors:
             batch.enter("failed")
             await finished_thread(lease.save)

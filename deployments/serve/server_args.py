@@ -265,11 +265,6 @@ class ServerArgs:
                 raise InvalidConfig(f"{name} must be one of {known}, got {value!r}", name)
         self._check_engines()
         self.batch_limits()
-        if self.batch_concurrency is not None and self.batch_concurrency < 1:
-            raise InvalidConfig(
-                f"batch_concurrency must be at least 1, got {self.batch_concurrency}",
-                "batch_concurrency",
-            )
         for name in (
             *("shutdown_timeout", "engine_timeout", "replay_timeout"),
             *("idle_timeout", "cold_start_timeout"),
@@ -312,8 +307,8 @@ class ServerArgs:
         Raises:
             InvalidConfig: a limit under 1, or a retention of another form.
         """
-        for name in ("max_batch_lines", "max_file_bytes"):
-            if (value := getattr(self, name)) < 1:
+        for name in ("max_batch_lines", "max_file_bytes", "batch_concurrency"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
         match = RETENTION.fullmatch(self.batch_retention)
         if match is None:

@@ -76,8 +76,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rayfin {__version__}\n"
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()[:4]] == [
-        *("serve", "generate", "chat", "users")
+    assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()[:5]] == [
+        *("serve", "generate", "run-batch", "chat", "users")
     ]
 
 
