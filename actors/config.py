@@ -43,10 +43,7 @@ DECIDE_TOKENS = (
 DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 DEFAULT_BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
-DEFAULT_MEMORY_UTILIZATION = {
-    "cpu": 0.4,
-    "cuda": 0.9,
-}  # a CPU's memory is shared with everything else
+DEFAULT_MEMORY_UTILIZATION = {"cpu": 0.4, "cuda": 0.9}  # a CPU's memory is everything else's too
 
 
 CHOICES: dict[str, Any] = {
@@ -167,11 +164,7 @@ class EngineArgs:
         "which request is next: the earliest, the one with the lowest priority value, or "
         "one of the tenant served least",
     )
-    batch_mode: BatchMode = _flag(
-        "idle",
-        "requests of batches beside others; idle: they rest while others run; share: they run "
-        "beside them, and wait behind them",
-    )
+    batch_mode: BatchMode = _flag("idle", "whether batches rest while other requests run")
     priority_aging: float = _flag(
         30.0, "seconds of waiting that count as one level of priority; 0 for strict levels"
     )
@@ -453,11 +446,6 @@ class EngineConfig:
         return -(-self.max_model_len // self.page_size)
 
 
-def _steps_in_flight(args: EngineArgs) -> int:
-    """One, or one more than there are stages, so that none of them waits for the scheduler."""
-    return 1 if args.steps_in_flight == 1 else args.pipeline_parallel_size + 1
-
-
 def resolve_limits(
     args: EngineArgs, device: str, model_len: int, *, whole_prompts: bool = False
 ) -> BatchLimits:
@@ -592,7 +580,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         itl_target=None if args.itl_target_ms is None else args.itl_target_ms / 1000,
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_tokens=args.max_waiting_tokens,
-        steps_in_flight=_steps_in_flight(args),
+        steps_in_flight=1 if args.steps_in_flight == 1 else args.pipeline_parallel_size + 1,
         prefix_caching=args.prefix_caching and (snapshots > 0 or not recurrent) and not whole,
         whole_prompts=whole,
         num_snapshots=snapshots,

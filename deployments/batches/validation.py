@@ -1,6 +1,6 @@
 """Checks a batch's whole input before anything of it runs: OpenAI's rule."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ CHECK_EVERY = 1000
 def validate(
     path: Path,
     endpoint: str,
-    models: Collection[str],
+    serves: Callable[[str], bool],
     max_lines: int,
     abandoned: Callable[[], bool] = lambda: False,
 ) -> tuple[int, list[dict[str, Any]]] | None:
@@ -24,7 +24,7 @@ def validate(
     Returns None when ``abandoned`` says that the batch is cancelled.
 
     Args:
-        models: the names that are served; a line without a model is for the first of them.
+        serves: whether a model of that name is served; a line may name none.
     """
     seen: set[bytes] = set()
     errors: list[dict[str, Any]] = []
@@ -41,7 +41,7 @@ def validate(
                 return total, [_shown(error, None)]
             try:
                 line = parse_line(number, data)
-                _check(line, endpoint, models)
+                _check(line, endpoint, serves)
                 key = id_hash(line.custom_id)
                 if key in seen:
                     raise InvalidRequest(
@@ -59,13 +59,13 @@ def validate(
     return total, errors
 
 
-def _check(line: Line, endpoint: str, models: Collection[str]) -> None:
+def _check(line: Line, endpoint: str, serves: Callable[[str], bool]) -> None:
     if line.url != endpoint:
         raise InvalidRequest(
             f"url is {line.url}, and the batch's endpoint {endpoint}.", "url", "mismatched_url"
         )
     model = line.body.get("model")
-    if model is not None and model not in models:
+    if model is not None and not (isinstance(model, str) and serves(model)):
         raise InvalidRequest(
             f"The model {str(model)[:128]!r} does not exist.", "body.model", "model_not_found"
         )

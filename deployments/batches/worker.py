@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -55,7 +55,7 @@ class BatchWorker:
 
     Args:
         client: reaches the routes.
-        models: the names that lines may name.
+        serves: whether lines may name a model; called in threads.
         concurrency: lines in flight, of all batches together.
     """
 
@@ -63,13 +63,13 @@ class BatchWorker:
         self,
         folder: BatchFolder,
         client: httpx.AsyncClient,
-        models: Collection[str],
+        serves: Callable[[str], bool],
         concurrency: int,
     ) -> None:
         self.counts = WorkerCounts()
         self._folder = folder
         self._client = client
-        self._models = frozenset(models)
+        self.serves = serves
         self._concurrency = concurrency
         self._in_flight = asyncio.Semaphore(concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -141,10 +141,6 @@ class BatchWorker:
         return LineSender(self._client, batch=batch, headers={TENANT: tenant})
 
     @property
-    def models(self) -> frozenset[str]:
-        return self._models
-
-    @property
     def concurrency(self) -> int:
         return self._concurrency
 
@@ -186,7 +182,7 @@ class BatchRun:
         batch, lease = self._batch, self._lease
         found = await asyncio.to_thread(
             validate,
-            *(lease.input, batch.endpoint, self._worker.models, self._folder.limits.max_lines),
+            *(lease.input, batch.endpoint, self._worker.serves, self._folder.limits.max_lines),
             lambda: lease.cancelled,
         )
         if found is None:

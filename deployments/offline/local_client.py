@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, RayfinError
+from rayfin.actors.errors import EngineUnavailable, InvalidRequest, RayfinError
 from rayfin.actors.messages import (
+    AdapterRef,
     Command,
     Ended,
     EngineInfo,
@@ -95,6 +96,9 @@ class LocalClient:
     async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
         await self._call(lambda engine: engine.carry_out(command))
         return await self.engines()
+
+    async def prepare_adapter(self, adapter: AdapterRef) -> None:
+        raise InvalidRequest("This engine serves no LoRA adapters.", "model")
 
     def latency(self) -> dict[str, tuple[float, int]]:
         return {}

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rayfin.actors.errors import EngineUnavailable
+from rayfin.actors.errors import EngineUnavailable, ModelNotFound
 from rayfin.actors.metrics.ledger import CounterReport
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.logs import set_up
@@ -26,6 +26,7 @@ from rayfin.deployments.batches.lines import MAX_LINE_BYTES
 from rayfin.deployments.batches.sender import NO_TIMEOUT
 from rayfin.deployments.batches.series import add_series
 from rayfin.deployments.batches.worker import TENANT, BatchWorker
+from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.requests.settings import ReplySettings
@@ -55,6 +56,7 @@ class BatchDeployment:
         lower_priority()
         self._folder = open_folder(server)
         self._worker: BatchWorker | None = None
+        self._models = models
         shared: dict[str, Any] = {
             "load": Load(),
             "answers": AnswerStore(),
@@ -73,8 +75,7 @@ class BatchDeployment:
             base_url="http://rayfin",
             timeout=NO_TIMEOUT,
         )
-        names = [name for model in models for name in model.names]
-        self._worker = BatchWorker(self._folder, self._client, names, in_flight)
+        self._worker = BatchWorker(self._folder, self._client, self._serves, in_flight)
         self._task = asyncio.create_task(self._worker.run())
 
     def check_health(self) -> None:
@@ -91,6 +92,17 @@ class BatchDeployment:
         for service in getattr(self, "_services", ()):
             service.client.close()
             service.warden.close()
+            if service.adapters is not None:
+                service.adapters.close()
+
+    def _serves(self, name: str) -> bool:
+        if any(own.server.lora_dir is not None for own in self._models):
+            return True  # an adapter is looked for when a line names it
+        try:
+            ServedModels(self._services).named(name)
+        except ModelNotFound:
+            return False
+        return True
 
     def _report(self, report: CounterReport) -> CounterReport:
         no_ingress(report)

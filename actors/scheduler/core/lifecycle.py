@@ -44,7 +44,11 @@ class Lifecycle:
 
     def can_admit(self, request: Request, spare: int) -> bool:
         """Whether all gates admit the request, and there is room for it."""
-        return all(gate.may_admit(request) for gate in self.gates) and self.has_room(request, spare)
+        return self.passes_gates(request) and self.has_room(request, spare)
+
+    def passes_gates(self, request: Request) -> bool:
+        """Whether all gates admit the request."""
+        return all(gate.may_admit(request) for gate in self.gates)
 
     def has_room(self, request: Request, spare: int) -> bool:
         """Whether there are slots, and pages for the request's tokens and one more per beam.

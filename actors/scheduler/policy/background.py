@@ -69,9 +69,10 @@ class BackgroundScheduler:
         """Preempts background requests until the next foreground request fits."""
         lifecycle, queue = self._lifecycle, self._lifecycle.state.waiting
         request = queue.peek()
-        while request is not None and not request.source.background:
-            slots = queue.slots
-            if not len(slots) or not lifecycle.lacks_room(request):
+        while request is not None and not request.source.background and len(queue.slots):
+            # A gate may hold it back for what runs: background requests that rest would never end.
+            gated = not queue.runs_foreground and not lifecycle.passes_gates(request)
+            if not gated and not lifecycle.lacks_room(request):
                 return
             lifecycle.preempt(lifecycle.victim())
 

@@ -45,6 +45,11 @@ class BackgroundQueue:
         return np.flatnonzero(self._holds)
 
     @property
+    def runs_foreground(self) -> bool:
+        """Whether a request runs that is not in the background."""
+        return self._running > 0
+
+    @property
     def has_foreground(self) -> bool:
         """Whether a request runs or waits that is not in the background."""
         return self._running > 0 or len(self.foreground) > 0

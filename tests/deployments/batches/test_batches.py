@@ -84,7 +84,7 @@ class Site:
     async def working(self, concurrency: int = 8) -> AsyncIterator[BatchWorker]:
         transport = httpx.MockTransport(self.engine)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            running = BatchWorker(BatchFolder(self.path, LIMITS), client, ["m"], concurrency)
+            running = BatchWorker(BatchFolder(self.path, LIMITS), client, "m".__eq__, concurrency)
             task = asyncio.create_task(running.run())
             try:
                 yield running

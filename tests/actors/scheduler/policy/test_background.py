@@ -123,6 +123,31 @@ def test_a_foreground_request_waits_one_step_at_most() -> None:
     h.check()
 
 
+class _Alone:
+    """A gate that admits a request where no other class runs."""
+
+    def __init__(self, h: Harness) -> None:
+        self._h = h
+
+    def may_admit(self, request: Any) -> bool:
+        return all(kind == request.source.background for kind in _running(self._h))
+
+
+@pytest.mark.parametrize("mode", ["idle", "share"])
+def test_a_gate_that_background_requests_keep_shut_opens(mode: Any) -> None:
+    h = make_harness(batch_mode=mode, steps_in_flight=1)
+    h.engine.lifecycle.gates.append(_Alone(h))
+    for _ in range(3):
+        h.add(6, 30, background=True)
+    h.step()
+    other = h.add(5, 4)
+    for _ in range(5):
+        h.step()
+    assert not other.open
+    h.run()
+    h.check()
+
+
 def test_background_requests_do_not_fill_the_queue() -> None:
     h = make_harness(max_waiting_requests=2, max_decoding_batch=1)
     for _ in range(6):
