@@ -339,9 +339,9 @@ class EngineArgs:
             return None
         of_target = ("tokenizer", "revision", "tokenizer_revision", "hf_overrides", "max_model_len")
         drafting = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-        unset = dict.fromkeys((*of_target, *drafting, "max_loras", "max_cpu_loras"))
         plain: dict[str, Any] = {"runner": "generate", "convert": "none", "enable_lora": False}
-        return replace(self, model=speculation.model, **plain, **unset)
+        plain |= dict.fromkeys((*of_target, *drafting, "max_loras", "max_cpu_loras"))
+        return replace(self, model=speculation.model, **plain)
 
     @property
     def identity(self) -> str:

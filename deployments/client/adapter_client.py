@@ -50,9 +50,6 @@ class AdapterClient:
     async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
         return await self._client.manage(command, engine)
 
-    async def prepare_adapter(self, adapter: AdapterRef) -> None:
-        await self._client.prepare_adapter(adapter)
-
     def latency(self) -> dict[str, tuple[float, int]]:
         return self._client.latency()
 

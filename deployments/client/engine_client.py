@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from rayfin.actors.messages import (
-    AdapterRef,
     Command,
     EngineInfo,
     EngineRequest,
@@ -105,14 +104,6 @@ class EngineClient(Protocol):
         Raises:
             NotFound: there is no such engine.
             EngineUnavailable: one has not carried it out.
-        """
-        ...
-
-    async def prepare_adapter(self, adapter: AdapterRef) -> None:
-        """Has every engine read a LoRA adapter.
-
-        Raises:
-            InvalidRequest: it does not fit the model.
         """
         ...
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rayfin.actors.messages import (
-    AdapterRef,
     Command,
     EngineInfo,
     EngineRequest,
@@ -77,9 +76,6 @@ class MeteredEngineClient:
 
     async def manage(self, command: Command, engine: str | None) -> list[EngineReport]:
         return await self._client.manage(command, engine)
-
-    async def prepare_adapter(self, adapter: AdapterRef) -> None:
-        await self._client.prepare_adapter(adapter)
 
     def latency(self) -> dict[str, tuple[float, int]]:
         return self._counts.latency()

@@ -282,7 +282,11 @@ class EnginePool:
         return await self._report(connections)
 
     async def prepare_adapter(self, adapter: AdapterRef) -> None:
-        """See ``EngineClient.prepare_adapter``."""
+        """Has every engine read a LoRA adapter.
+
+        Raises:
+            InvalidRequest: it does not fit the model.
+        """
         await asyncio.gather(*(own.prepare_adapter(adapter) for own in self._native))
 
     async def _report(self, connections: Iterable[EngineConnection]) -> list[EngineReport]:
