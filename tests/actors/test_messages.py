@@ -149,6 +149,7 @@ def test_statuses() -> None:
         "NotOwner": 503,
         "EngineLost": 503,
         "GrammarFailed": 500,
+        "AdapterUnavailable": 503,
         "GrammarTooSlow": 500,
         "TemplateTooSlow": 400,
         "TemplateTooLong": 400,
