@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gpu
+import offline_host
 import pytest
 from gpu_bench import Bench
 from gpu_engine import idle_share, nano_trace
@@ -64,6 +65,16 @@ def test_calls_are_sections_in_the_order_of_the_page() -> None:
             in (page.read_text())
         )
     assert {each for sections in gpu.CALLS.values() for each in sections} == set(gpu.SECTIONS)
+
+
+def test_the_host_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["offline_host.py", "--rows", "3"])
+    monkeypatch.setattr(offline_host, "ROUNDS", 1)
+    offline_host.main()
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("| 3 |") and len(row.split("|")) == 6
 
 
 def make_llm(*, graphs: bool, gpu_model: bool = True) -> Any:
