@@ -40,7 +40,12 @@ from rayfin.actors.runner.pooling.load import (
     require_alone,
 )
 from rayfin.actors.runner.quantized.loader import dequantize, source_config
-from rayfin.actors.runner.quantized.packed import int4_saves, pack_quantized, quantized_parameters
+from rayfin.actors.runner.quantized.packed import (
+    int4_saves,
+    pack_quantized,
+    quantized_parameters,
+    rounds_rows,
+)
 from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.actors.settings.lora_limits import loras_in_memory
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
@@ -180,6 +185,7 @@ def load(
         if kernels and model.dtype in TOLERANCE:
             pack_quantized(model, kernels, round_rows=args.activations == "int8")
     dequantize(model)  # what has no kernel
+    _require_rounding(args, model)
     saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
     try:
         kernel = select_attention(device, model.dtype, args.attention, kernels)
@@ -326,6 +332,16 @@ def on_cpu_kernels(
             f"{name} cannot be quantised: it reads its weights for itself", "quantization"
         )
     return paged
+
+
+def _require_rounding(args: EngineArgs, model: PreTrainedModel) -> None:
+    """Refuses ``activations`` "int8" where no layer rounds its rows."""
+    if args.activations == "int8" and not rounds_rows(model):
+        raise InvalidConfig(
+            "activations 'int8' is for 4-bit weights of a quantized checkpoint on the compiled CPU "
+            f"kernels, and {args.model} has no such layer; plain weights: quantization 'int4'",
+            "activations",
+        )
 
 
 def _require_quantisable(args: EngineArgs, device: torch.device, ranks: int = 1) -> None:

@@ -166,7 +166,9 @@ def _codes_of(weight: Grouped) -> tuple[Codes, torch.Tensor, torch.Tensor | None
         return (Codes.TABLE4, values.contiguous(), None) if simple else None
     if values.dtype == torch.float8_e4m3fn:
         octets = values.contiguous().view(torch.uint8)
-        if weight.zero is not None or bool(((octets & 0x7F) == 0x7F).any()):  # NaN
+        nan = bool(((octets & 0x7F) == 0x7F).any())
+        # A scale is multiplied by 2^120 (codes.h).
+        if weight.zero is not None or nan or bool((weight.scale.abs() >= 128).any()):
             return None
         return Codes.FP8, octets, None
     if values.dtype == torch.int8:

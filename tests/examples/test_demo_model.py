@@ -81,9 +81,9 @@ def test_held_out_prompts_are_answered(kind: str, rates: dict[str, float]) -> No
     assert rates[kind] >= 0.95
 
 
-@pytest.mark.parametrize("quantization, least", [(None, 0.95), ("int8", 0.9)])
+@pytest.mark.parametrize("quantization, least", [(None, 0.95), ("int8", 0.9), ("int4", 0.9)])
 def test_rayfin_serves_the_same_answers(quantization: Any, least: float) -> None:
-    """The whole way: template, paged cache, batching, detokenizer; also with 8-bit weights."""
+    """The whole way: template, paged cache, batching, detokenizer; also with fewer bits."""
     if quantization and try_load() is None:
         pytest.skip("the CPU kernels are not built")
     room: Any = {"kv_cache_memory": 64 * 1024**2, "max_batch_tokens": 200}

@@ -88,6 +88,12 @@ def pack_quantized(model: nn.Module, kernels: CpuKernels, *, round_rows: bool = 
     return size
 
 
+def rounds_rows(model: nn.Module) -> bool:
+    """Whether some layer rounds the rows that it multiplies."""
+    layers = (layer for layer in model.modules() if isinstance(layer, CodedLinear))
+    return any(layer.matrix.rounds_rows for layer in layers)
+
+
 def quantized_parameters(model: nn.Module) -> int:
     """The weights of layers that are still quantised, which are no parameters to torch."""
     return sum(

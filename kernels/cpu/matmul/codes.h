@@ -6,12 +6,13 @@
 
 namespace rayfin {
 
-// One class for each kind of code. `prepare` is applied to words once, `widen<shift>` to each depth step;
-// `shift_of` is where a step's bits lie in a word.
+// One class for each kind of code. `prepare` is applied to words once, `widen` to each depth step; `shift_of` is where a
+// step's bits lie in a word. A number is what `widen` gives times kFactor, a power of two that scales take over.
 //
 // Of eight 4-bit codes the first four are the low halves of the bytes and the others the high halves, so that a mask
 // gives four bytes for products of bytes.
 struct Nibbles {
+  static constexpr float kFactor = 1.0f;
   static constexpr int kSteps = 8;
   static constexpr int shift_of(int step) { return step < 4 ? 8 * step : 8 * (step - 4) + 4; }
 };
@@ -62,6 +63,7 @@ struct Table4 : Nibbles {
 };
 
 struct Bytes {
+  static constexpr float kFactor = 1.0f;
   static constexpr int kSteps = 4;
   static constexpr int shift_of(int step) { return 8 * step; }
   RAYFIN_INLINE VecI prepare(VecI words) const { return words; }
@@ -77,10 +79,10 @@ struct Int8 : Bytes {
 // 8-bit floats, 4 bits of exponent and 3 of mantissa, none of them NaN: shifted to where a float has them they are
 // 2^120 too small, subnormals as well.
 struct Fp8 : Bytes {
+  static constexpr float kFactor = 0x1p120f;
+
   RAYFIN_INLINE Vec widen(VecI words, int shift) const {
-    const VecI upper = words << (24 - shift);
-    const VecI bits = (upper & int32_t(0x80000000)) | ((upper & 0x7f000000) >> 4);
-    return bit_cast<Vec>(bits) * 0x1p120f;
+    return bit_cast<Vec>(((words << (24 - shift)) >> 4) & int32_t(0x87f00000));  // the sign is shifted in four times
   }
 };
 

@@ -68,7 +68,7 @@ RAYFIN_INLINE void codes_tile(const Code& code, const float* x, int64_t x_stride
 #pragma GCC unroll 4
     for (int v = 0; v < 2 * kP; ++v) {
       const int64_t at = v / 2 * panel_scales + g * kPanel + v % 2 * kWidth;
-      scale[v] = load(first.scales + at);
+      scale[v] = load(first.scales + at) * Code::kFactor;
       if constexpr (kZeros) zero[v] = load_zeros(first.zeros + at);
     }
     const int32_t* words = first.words + g * groups.words * kPanel;
@@ -123,7 +123,7 @@ void widen_strip(const Code& code, const Matrix& weight, const Panel& panel, int
     const int32_t* words = panel.words + (g * groups.words + (k - g * groups.size) / Code::kSteps) * kPanel;
     Vec scale[2], zero[2];
     for (int v = 0; v < 2; ++v) {
-      scale[v] = load(panel.scales + g * kPanel + v * kWidth);
+      scale[v] = load(panel.scales + g * kPanel + v * kWidth) * Code::kFactor;
       if constexpr (kZeros) zero[v] = load_zeros(panel.zeros + g * kPanel + v * kWidth);
     }
     for (; k < end; k += Code::kSteps, words += kPanel) {

@@ -21,7 +21,7 @@ float number_of(Storage storage, const float* table, int32_t word, int shift) {
     case kTable4:
       return table[uint32_t(word) >> shift & 15];
     case kFp8:
-      return Fp8().widen(words, shift)[0];
+      return Fp8().widen(words, shift)[0] * Fp8::kFactor;
     default:
       return Int8().widen(words, shift)[0];
   }

@@ -170,6 +170,8 @@ def test_odd_rows_stay_alone(kernels: CpuKernels) -> None:
 def test_codes_that_are_not_read(kernels: CpuKernels) -> None:
     nan = torch.full((4, 8), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert pack_codes(kernels, Grouped(nan, torch.ones(4, 1), 8, 8)) is None
+    ones = torch.ones(4, 8).to(torch.float8_e4m3fn)
+    assert pack_codes(kernels, Grouped(ones, torch.full((4, 1), 200.0), 8, 8)) is None
 
 
 def test_bytes(kernels: CpuKernels) -> None:

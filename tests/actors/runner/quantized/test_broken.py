@@ -118,6 +118,17 @@ def test_broken(case: str, tmp_path: Path, engine_args: Make) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["fp8", None])
+def test_rows_that_are_not_rounded(
+    kind: str | None, tmp_path: Path, engine_args: Make, tiny_model: Make
+) -> None:
+    """Only products with 4-bit numbers round them."""
+    folder = QuantisedModel(kind, "llama", tmp_path).folder if kind else tiny_model("llama").folder
+    with pytest.raises(InvalidConfig, match="has no such layer") as caught:
+        load(engine_args(folder, activations="int8"))
+    assert caught.value.param == "activations"
+
+
 def test_rounding_what_is_quantised(tmp_path: Path, engine_args: Make) -> None:
     written = QuantisedModel("gptq", "llama", tmp_path)
     with pytest.raises(InvalidConfig, match=r"holds quantized ones \(gptq\)") as caught:
