@@ -101,7 +101,7 @@ class Bench:
             model=str(folder),
             load_format="dummy",
             dtype="float32",
-            max_model_len=4096,
+            max_model_len=2048,
             kv_cache_memory=2**30,
         )
         drafting = EngineArgs.from_dict({**_dict(plain), **settings})
