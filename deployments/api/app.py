@@ -75,7 +75,7 @@ def build_api(
     add_batch_routes(app, batches)
     add_status_routes(app, models)
     if service.edge.web:
-        add_web_routes(app, models)
+        add_web_routes(app, models, batches)
     if service.edge.admin_keys is not None:
         add_admin_routes(app, [operated(each) for each in services])
     add_openapi(app, docs=service.edge.docs, root_path=service.edge.root_path)

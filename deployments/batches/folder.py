@@ -59,6 +59,7 @@ class BatchFolder:
     def __init__(self, path: Path, limits: FolderLimits | None = None) -> None:
         self.limits = limits or FolderLimits()
         self._files, self._batches = path / "files", path / "batches"
+        self._ended: dict[str, StoredBatch] = {}  # their records do not change
         try:
             for folder in (self._files, self._batches):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -185,8 +186,13 @@ class BatchFolder:
 
     def batches(self, tenant: str | None = None) -> list[StoredBatch]:
         """The tenant's, or all; the newest first."""
-        found = (self._read_batch(path) for path in _entries(self._batches))
-        own = [each for each in found if each and tenant in (None, each.tenant)]
+        paths, ended, found = _entries(self._batches), self._ended, []
+        for path in paths:
+            batch = ended.get(path.name) or self._read_batch(path)
+            if batch is not None:
+                found.append(batch)
+        self._ended = {batch.id: batch for batch in found if batch.ended}
+        own = [batch for batch in found if tenant in (None, batch.tenant)]
         return sorted(own, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     def cancel(self, tenant: str, batch_id: str) -> StoredBatch:

@@ -1,16 +1,19 @@
 """The page at /ui: a chat and a live view of the engines. Static files, no build step, no CDN."""
 
+import asyncio
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from rayfin import __version__
+from rayfin.deployments.batches.folder import BatchFolder
 from rayfin.deployments.generation.service import ServedModels
 from rayfin.deployments.http.paths import FILES
 
+SHOWN_BATCHES = 8
 FOLDER = Path(__file__).parent / "page"
 HEADERS = {
     "Content-Security-Policy": (
@@ -23,14 +26,20 @@ HEADERS = {
 }
 
 
-def add_web_routes(app: FastAPI, models: ServedModels) -> None:
-    """Adds the page's files, and ``/ui/state``, which the page polls twice a second."""
+def add_web_routes(app: FastAPI, models: ServedModels, folder: BatchFolder | None = None) -> None:
+    """Adds the page's files, and ``/ui/state``, which the page polls twice a second.
+
+    It has the newest batches of the caller's tenant, if there is a ``folder`` of them.
+    """
     contents = {path: (FOLDER / name).read_bytes() for path, (name, _) in FILES.items()}
 
     @app.get("/ui/state")
-    async def state() -> dict[str, Any]:
+    async def state(request: Request) -> dict[str, Any]:
+        tenant = getattr(request.state, "tenant", "")
+        batches = [] if folder is None else await asyncio.to_thread(folder.batches, tenant)
         return {
             "version": __version__,
+            "batches": [batch.shown() for batch in batches[:SHOWN_BATCHES]],
             "models": [
                 {
                     "model": service.model_names[0],

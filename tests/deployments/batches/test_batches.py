@@ -167,6 +167,9 @@ def test_a_batch_from_upload_to_content(tmp_path: Path) -> None:
         errors = await _read(client, batch.error_file_id)
         assert errors["r40"]["response"]["status_code"] == 400
         assert {tenant for tenant, _ in site.engine.seen} == {"a"}
+        for _ in range(2):  # the second is of records that are remembered
+            assert [own.status for own in site.folder.batches("a")] == ["completed"]
+            assert not site.folder.batches("b")
         listed = [own async for own in client.batches.list(limit=1)]
         assert [own.id for own in listed] == [batch.id]
         purposes = sorted([own.purpose async for own in client.files.list()])

@@ -52,6 +52,7 @@ function show(state) {
   at("model").title = `Rayfin ${state.version}`;
   chat.use(model.model);
   live.show(model, state.models);
+  live.batches(state.batches);
   say(model.engines.length ? "serving" : "no engine", model.engines.length ? "good" : "bad");
 }
 

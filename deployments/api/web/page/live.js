@@ -136,6 +136,24 @@ export class Live {
     this.at("requests").tBodies[0].replaceChildren(...rows);
   }
 
+  // The newest batches; the part is there once there is one.
+  batches(batches) {
+    this.at("batches-part").hidden = !batches.length;
+    const open = batches.filter((own) => ["validating", "in_progress", "finalizing", "cancelling"].includes(own.status));
+    this.at("batches-text").textContent = open.length ? `${open.length} open` : "";
+    this.at("batches").tBodies[0].replaceChildren(...batches.map((own) => {
+      const row = document.createElement("tr");
+      const { completed, failed, total } = own.request_counts;
+      const end = new Date(1000 * own.expires_at).toLocaleString();
+      row.append(...[own.id.slice(-8), own.status, completed, failed, total, end].map((value) => {
+        const field = document.createElement("td");
+        field.textContent = value;
+        return field;
+      }));
+      return row;
+    }));
+  }
+
   // Events are what changed since the state before.
   tell(engine, named) {
     const before = this.before.get(engine.name);

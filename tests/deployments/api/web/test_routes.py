@@ -37,6 +37,7 @@ async def test_state(service: Any, engine: Any, shown: EngineSnapshot) -> None:
     engine.shown = [shown]
     async with connect(service) as http:
         state = (await http.get("/ui/state")).json()
+    assert state["batches"] == []
     (model,) = state["models"]
     assert model["model"] == service.model_names[0]
     assert model["latency"] == {"ttft": [0.5, 2], "itl": [0.25, 5]}
