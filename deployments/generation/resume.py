@@ -101,7 +101,8 @@ class Cursor:
         *,
         seeded: bool = False,
     ) -> Receipt:
-        """Keeps the tokens of ``choices`` under ``receipt``; resumes after the last event id.
+        """Keeps the tokens of ``choices`` under ``receipt`` if their events have ids; resumes after
+        the last event id.
 
         Args:
             seeded: the request's body has a seed.
@@ -136,8 +137,9 @@ class Cursor:
         self._has = list(self._had)
         self._taken = [Mark(max(0, mark.tokens)) for mark in self._had]
         self._gathered = {i: TextDelta() for i, mark in enumerate(self._had) if mark.parts}
-        for choice in choices:
-            choice.request.receipt = receipt
+        if self._named:  # nobody can ask for the rest of others
+            for choice in choices:
+                choice.request.receipt = receipt
         return receipt
 
     def begun(self) -> set[int]:

@@ -214,7 +214,7 @@ async def test_an_answer_that_is_no_stream_starts_anew(
 
 @pytest.mark.parametrize("accept", ["*/*", "application/json"])
 async def test_who_asks_for_no_event_stream_gets_data_only(
-    http: httpx.AsyncClient, accept: str
+    http: httpx.AsyncClient, engine: Any, accept: str
 ) -> None:
     """As vLLM's load generator, which takes all behind "data: " for JSON."""
     for path, body in BODIES.values():
@@ -223,6 +223,7 @@ async def test_who_asks_for_no_event_stream_gets_data_only(
         *chunks, done = text.removesuffix("\n\n").split("\n\n")
         assert done == "data: [DONE]"
         assert all(json.loads(chunk.removeprefix("data: ")) for chunk in chunks)
+    assert not engine.logs  # nobody can ask for the rest
 
 
 async def test_openai_package_reads_on_as_before(http: httpx.AsyncClient, openai: Any) -> None:
