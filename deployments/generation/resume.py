@@ -137,7 +137,7 @@ class Cursor:
         self._has = list(self._had)
         self._taken = [Mark(max(0, mark.tokens)) for mark in self._had]
         self._gathered = {i: TextDelta() for i, mark in enumerate(self._had) if mark.parts}
-        if self._named:  # nobody can ask for the rest of others
+        if self._named:  # the rest of others cannot be requested
             for choice in choices:
                 choice.request.receipt = receipt
         return receipt

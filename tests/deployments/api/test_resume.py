@@ -223,7 +223,7 @@ async def test_who_asks_for_no_event_stream_gets_data_only(
         *chunks, done = text.removesuffix("\n\n").split("\n\n")
         assert done == "data: [DONE]"
         assert all(json.loads(chunk.removeprefix("data: ")) for chunk in chunks)
-    assert not engine.logs  # nobody can ask for the rest
+    assert not engine.logs  # the rest cannot be requested
 
 
 async def test_openai_package_reads_on_as_before(http: httpx.AsyncClient, openai: Any) -> None:
