@@ -196,7 +196,7 @@ def load(
     if peers is not None and paged.recurrent is not None:
         name = type(model).__name__
         raise UnsupportedModel(f"{name} cannot be shared: its layers keep states", "model")
-    adapters = _adapter_store(args, paged, fetch) if args.serves_lora else None
+    adapters = _adapter_store(args, paged, fetch, kernels) if args.serves_lora else None
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
     if pools is None and args.attention in ("auto", "triton") and can_use_triton(device):
@@ -218,7 +218,9 @@ def load(
     )
 
 
-def _adapter_store(args: EngineArgs, paged: PagedModel, fetch: Fetch) -> AdapterStore:
+def _adapter_store(
+    args: EngineArgs, paged: PagedModel, fetch: Fetch, kernels: CpuKernels | None
+) -> AdapterStore:
     """No adapters yet; the layers have their sizes still."""
     dtype = paged.dtype if args.lora_dtype == "auto" else getattr(torch, args.lora_dtype)
     return AdapterStore(
@@ -228,6 +230,7 @@ def _adapter_store(args: EngineArgs, paged: PagedModel, fetch: Fetch) -> Adapter
         max_rank=args.max_lora_rank,
         dtype=dtype,
         device=paged.device,
+        kernels=kernels if dtype in TOLERANCE else None,
     )
 
 

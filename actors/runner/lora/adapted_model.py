@@ -1,4 +1,4 @@
-"""Adds each row's adapter to the outputs of linear layers, by torch: the obvious version.
+"""Adds each row's adapter to the outputs of linear layers: the obvious version.
 
 The layers stay as they are, whatever they compute with (packed, 8-bit, on a GPU). Rows are grouped
 by adapter once per step; rows of the base model are not touched.

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from rayfin.actors.adapters.files import WEIGHTS, AdapterFiles, invalid
 from rayfin.actors.adapters.settings import read_settings
 from rayfin.actors.adapters.tensors import Entry, read_pairs
+from rayfin.kernels.cpu.kernels import CpuKernels
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -32,16 +33,26 @@ class LowRank:
         return (x.to(self.a.dtype) @ self.a.T) @ self.b.T * self.scale
 
 
+class PackedLowRank:
+    """The same by the compiled kernels: a row's bits do not depend on the rows beside it."""
+
+    def __init__(self, kernels: CpuKernels, low_rank: LowRank) -> None:
+        self._kernels = kernels
+        self._a, self._b = kernels.pack([low_rank.a]), kernels.pack([low_rank.b])
+        self._scale = low_rank.scale
+
+    def delta(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, inputs] -> [N, outputs] float32."""
+        narrow = self._kernels.matmul(x.float().contiguous(), self._a)
+        return self._kernels.matmul(narrow, self._b, alpha=self._scale)
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """The pairs of one adapter by the path of their module."""
 
     digest: str
-    layers: Mapping[str, LowRank]
-
-    @property
-    def bytes(self) -> int:
-        return sum(own.a.nbytes + own.b.nbytes for own in self.layers.values())
+    layers: Mapping[str, LowRank | PackedLowRank]
 
 
 def layer_sizes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -63,14 +74,15 @@ def read_adapter(
     max_rank: int,
     dtype: torch.dtype,
     device: torch.device,
+    kernels: CpuKernels | None = None,
 ) -> Adapter:
-    """The adapter in ``dtype`` on ``device``.
+    """The adapter in ``dtype`` on ``device``, packed if there are ``kernels``.
 
     Raises:
         InvalidRequest: it cannot be served, or not with this model; the message says where.
     """
     settings = read_settings(files.config, max_rank)
-    layers: dict[str, LowRank] = {}
+    layers: dict[str, LowRank | PackedLowRank] = {}
     for module, pair in read_pairs(files, settings).items():
         if module not in sizes:
             raise invalid(f"{WEIGHTS}: the model has no linear layer {module[:200]!r}.")
@@ -83,7 +95,8 @@ def read_adapter(
         for entry, tensor in ((pair.a, a), (pair.b, b)):
             if not bool(torch.isfinite(tensor).all()):
                 raise invalid(f"{WEIGHTS}: {entry.name} has values that are not finite.")
-        layers[module] = LowRank(a.to(device, dtype), b.to(device, dtype), settings.scale(module))
+        low_rank = LowRank(a.to(device, dtype), b.to(device, dtype), settings.scale(module))
+        layers[module] = low_rank if kernels is None else PackedLowRank(kernels, low_rank)
     return Adapter(files.digest, layers)
 
 

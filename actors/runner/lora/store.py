@@ -12,6 +12,7 @@ from rayfin.actors.errors import AdapterUnavailable, RayfinError
 from rayfin.actors.messages import AdapterRef, Int32Array, SchedulerInfo
 from rayfin.actors.runner.lora.reader import Adapter, LayerSizes, read_adapter
 from rayfin.actors.runner.observers import Observer
+from rayfin.kernels.cpu.kernels import CpuKernels
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class AdapterStore(Observer):
         sizes: of the model's layers.
         fetch: gets an adapter's files.
         most: adapters that are kept beside those of running requests.
+        kernels: multiply by them, with the bits that a row has alone.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class AdapterStore(Observer):
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: CpuKernels | None = None,
     ) -> None:
         self.sizes = sizes
         self._fetch = fetch
@@ -47,6 +50,7 @@ class AdapterStore(Observer):
         self._max_rank = max_rank
         self._dtype = dtype
         self._device = device
+        self._kernels = kernels
         self._lock = threading.Lock()
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # by digest
         self._of_slot: dict[int, AdapterRef] = {}
@@ -110,7 +114,8 @@ class AdapterStore(Observer):
                 self._adapters.move_to_end(ref.digest)
                 return
         files = self._fetch(ref)  # two threads may read the same: it is rare, and both are right
-        adapter = read_adapter(files, self.sizes, self._max_rank, self._dtype, self._device)
+        where = (self._dtype, self._device, self._kernels)
+        adapter = read_adapter(files, self.sizes, self._max_rank, *where)
         with self._lock:
             self._adapters[ref.digest] = adapter
             self._evict()
