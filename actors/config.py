@@ -37,6 +37,7 @@ DECIDE_TOKENS = (
     *("model", "tokenizer", "revision", "dtype", "quantization", "activations"),
     *("kv_cache_dtype", "load_format", "seed", "hf_overrides", "tokenizer_revision"),
     *("runner", "convert", "pooler_config", "lora_dtype"),
+    *("language_model_only", "mm_processor_kwargs"),
 )
 """The settings that decide which tokens are sampled; the others decide when."""
 
@@ -95,12 +96,8 @@ class EngineArgs:
     tokenizer_revision: str | None = _flag(
         None, "branch, tag or commit of the tokenizer; default: --revision"
     )
-    download_dir: str | None = _flag(
-        None, "folder for downloads from Hugging Face; default: its own cache"
-    )
-    hf_overrides: dict[str, Any] | None = _flag(
-        None, "JSON object of changes to the model's config.json"
-    )
+    download_dir: str | None = _flag(None, "folder for downloads; default: Hugging Face's cache")
+    hf_overrides: dict[str, Any] | None = _flag(None, "JSON object of changes to config.json")
     trust_remote_code: bool = _flag(False, "allow Python code from the model repository")
     runner: Runner = _flag(
         "auto", "generate text, or pooling: embeddings, scores, classes; auto: as the folder says"
@@ -147,15 +144,9 @@ class EngineArgs:
         "it differs",
     )
     prefix_caching: bool = _flag(True, "share the pages of common prompt prefixes")
-    memory_utilization: float | None = _flag(
-        None, "fraction of the device's memory to use, between 0 and 1"
-    )
-    kv_cache_memory: int | None = _flag(
-        None, "size of the KV cache in bytes, instead of --memory-utilization"
-    )
-    num_pages: int | None = _flag(
-        None, "number of pages of the KV cache, whatever the memory; default: as many as fit"
-    )
+    memory_utilization: float | None = _flag(None, "share of the device's memory, between 0 and 1")
+    kv_cache_memory: int | None = _flag(None, "bytes of the KV cache, whatever the memory")
+    num_pages: int | None = _flag(None, "pages of the KV cache; default: as many as fit")
     scheduler: SchedulerName = _flag(
         "v1", "v1: token-level with chunked prefill; v0: whole prompts"
     )
@@ -176,17 +167,13 @@ class EngineArgs:
         "when the KV cache is full: recompute (default for v1) or swap to host memory (for v0)",
     )
     swap_space: float = _flag(4.0, "host memory for swapped requests in GiB")
-    long_prefill_token_threshold: int = _flag(
-        0, "maximum number of tokens of one prompt in a step; 0 for no limit"
-    )
+    long_prefill_token_threshold: int = _flag(0, "most tokens of a prompt in a step; 0: no limit")
     itl_target_ms: float | None = _flag(
         None,
         "milliseconds between two tokens of a stream that a step may take: prompts beside streams "
         "get as many tokens as fit; default: what --max-batch-tokens leaves",
     )
-    max_waiting_requests: int = _flag(
-        4096, "maximum number of waiting requests; further ones get a 429"
-    )
+    max_waiting_requests: int = _flag(4096, "maximum number of waiting requests; more get a 429")
     max_waiting_tokens: int | None = _flag(
         None,
         "maximum number of waiting prompt tokens, over which requests get a 429; one prompt "
@@ -235,6 +222,11 @@ class EngineArgs:
     log_level: LogLevel = _flag("info", "minimum level of log messages")
     attention: str = _flag("auto", "attention backend: auto, cpu, triton, torch or reference")
     enforce_eager: bool = _flag(False, "disable CUDA graphs")
+    language_model_only: bool = _flag(False, "serve a vision-language model for text only")
+    mm_processor_kwargs: dict[str, Any] | None = _flag(
+        None, "settings of the image processor, JSON"
+    )
+    mm_encoder_cache_gb: float = _flag(1.0, "memory for the embeddings of images seen last, GiB")
 
     def __post_init__(self) -> None:
         for name, literal in CHOICES.items():
@@ -246,8 +238,9 @@ class EngineArgs:
         for name in POSITIVE:
             value = getattr(self, name)
             _require(value is None or value >= 1, name, f"must be at least 1, got {value}")
-        if not isinstance(self.hf_overrides, dict | None):
-            raise InvalidConfig("hf_overrides must be an object", "hf_overrides")
+        for name in ("hf_overrides", "mm_processor_kwargs"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise InvalidConfig(f"{name} must be an object", name)
         self._check_ranges()
         self._check_combinations()
 
@@ -259,6 +252,8 @@ class EngineArgs:
         in_range = share is None or 0 < share <= 1
         _require(in_range, "memory_utilization", f"must be in (0, 1], got {share}")
         _require(0 <= space < math.inf, "swap_space", f"must be at least 0 GiB, got {space}")
+        cache = self.mm_encoder_cache_gb
+        _require(0 <= cache < math.inf, "mm_encoder_cache_gb", f"must be at least 0, got {cache}")
         _require(0 <= aging < math.inf, "priority_aging", f"must be at least 0 s, got {aging}")
         in_range = gap is None or 0 < gap < math.inf
         _require(in_range, "itl_target_ms", f"must be over 0 ms, got {gap}")
@@ -394,6 +389,7 @@ class ModelFacts:
     whole_prompts: bool = False  # an encoder: it computes prompts whole and keeps nothing
     smaller_pages: tuple[tuple[str, int], ...] = ()  # kv_cache_dtype and bytes of a page
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
+    image_token_id: int | None = None  # of a model that reads images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,6 +431,7 @@ class EngineConfig:
     whole_prompts: bool = False  # a step computes prompts whole; pages are names without memory
     max_loras: int = 0  # adapters in one step; 0: requests have none
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
+    image_token_id: int | None = None  # None: the model reads text only
     # What the cache was made from, for metrics: settings as given.
     kv_cache_dtype: str = "auto"
     memory_utilization: float | None = None
@@ -565,6 +562,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
             "speculative_config cannot be used with recurrent layers, whose state does not go back",
             "speculative_config",
         )
+    host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, most)
     return EngineConfig(
         limits=limits,
         max_model_len=model_len,
@@ -587,9 +585,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         recurrent=recurrent,
         max_lease=args.max_lease,
         max_logprobs=args.max_logprobs,
-        num_host_pages=0
-        if recurrent or whole
-        else resolve_host_pages(args, facts.page_bytes, most),
+        num_host_pages=host_pages,
         kv_cache_dtype=args.kv_cache_dtype,
         memory_utilization=args.memory_utilization,
         kv_cache_memory=args.kv_cache_memory,
@@ -597,4 +593,5 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         num_speculative_tokens=speculation.most_tokens(facts.device) if speculation else 0,
         speculation=speculation,
         max_loras=loras_in_step(args, facts.device),
+        image_token_id=facts.image_token_id,
     )

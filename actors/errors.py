@@ -11,6 +11,7 @@
     │   └── NotFound                   404  not_found                any other named object
     ├── Overloaded                     429  queue_full
     │   └── RateLimited                429  rate_limit_exceeded      the tenant's quota is used up
+    ├── MediaUnavailable               502  media_unavailable        an image's server has failed
     ├── DeadlineExceeded               408  deadline_exceeded        the request's time limit passed
     ├── RequestFailed                  500  engine_error             this request alone failed
     │   ├── NumericalError             500  numerical_error          its logits were not finite
@@ -158,6 +159,14 @@ class RateLimited(Overloaded):
 
 
 # Requests that fail.
+
+
+class MediaUnavailable(RayfinError):
+    """The server of an image that a request names has failed."""
+
+    status = 502
+    type = "server_error"
+    code = "media_unavailable"
 
 
 class DeadlineExceeded(RayfinError):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.histogram import Histogram
+from rayfin.actors.images.image_input import ImageInput
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -180,6 +181,7 @@ class EngineRequest:
     pin: Pin | None = None
     pooling: Pooling | None = None  # a vector instead of tokens; ``max_tokens`` is 0
     background: bool = False  # it runs where nothing else has to wait for it
+    images: tuple[ImageInput, ...] = ()  # in the order of their tokens
     adapter: AdapterRef | None = None  # its ``extra_key`` is among ``extra_keys``
 
     def use(self, adapter: AdapterRef) -> None:
@@ -202,6 +204,7 @@ class NewRequest:
     tenant: str = ""  # EngineRequest.tenant
     pooling: Pooling | None = None  # EngineRequest.pooling
     adapter: AdapterRef | None = None  # EngineRequest.adapter
+    images: tuple[ImageInput, ...] = ()  # EngineRequest.images; then there is a history
 
 
 @dataclass(slots=True)
@@ -463,6 +466,7 @@ class EngineInfo:
     max_logprobs: int = 20  # -1: as many as the vocabulary has tokens
     identity: str = ""  # EngineArgs.identity
     prefix_caching: bool = True
+    image_token_id: int | None = None  # of a model that reads images: their tokens' own id
 
 
 @dataclass(slots=True)

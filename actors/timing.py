@@ -225,6 +225,8 @@ START_SHOWN_SECONDS = 0.25  # between two pictures of a start that a terminal sh
 START_TOLD_SECONDS = 5.0  # for an engine that has just started to say its limits
 RETRY_AFTER_SECONDS = 1  # the Retry-After header, if no better value is known
 
+PIXELS_SECONDS = 10.0  # for an image's arrays to come from the object store of another node
+
 # Chat templates: processor time, and the part of it that the event loop may spend itself.
 
 TEMPLATE_SECONDS = 2.0

@@ -8,8 +8,10 @@ from typing import Any
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.images.processor import model_reads_images
 from rayfin.actors.timing import ENGINE_STOP_SECONDS, INGRESS_DRAIN_SECONDS
 from rayfin.deployments.batches.routes import FORM_BYTES
+from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_IMAGES_BODY_BYTES
 from rayfin.deployments.http.layers import Cors, HttpSettings
 from rayfin.deployments.serve.admin_port import admin_deployment
 from rayfin.deployments.serve.autoscaling import autoscaling
@@ -75,6 +77,10 @@ def bind_models(
         max_surge_percent=ONE_MORE,
         graceful_shutdown_timeout_s=max(drain, INGRESS_DRAIN_SECONDS),
     )
+    if server.max_body_bytes == MAX_BODY_BYTES and any(
+        model_reads_images(located(model.engine)) for model in models
+    ):
+        server = replace(server, max_body_bytes=MAX_IMAGES_BODY_BYTES)
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
     admin = None
     if server.admin_port is not None:

@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT_RAY = {
     "actors/metrics/hub.py",
     "actors/processes/registry.py",
+    "actors/runner/vision/pixels.py",
     "actors/scheduler/runner_group.py",
     "actors/supervision/adoption.py",
     "actors/supervision/placement.py",

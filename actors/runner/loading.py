@@ -3,7 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rayfin.actors.adapters.files import read_ref
 from rayfin.actors.config import EngineArgs, Quantization
 from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
+from rayfin.actors.images.processor import reads_images
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
@@ -28,6 +29,7 @@ from rayfin.actors.runner.models.weights import (
     max_position,
     page_type,
 )
+from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.parallel.groups import ProcessGroups
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import load_share
@@ -47,6 +49,8 @@ from rayfin.actors.runner.quantized.packed import (
     rounds_rows,
 )
 from rayfin.actors.runner.step.state_tensors import StateTensors
+from rayfin.actors.runner.vision.load import VisionParts, load_vision, require_equal_images
+from rayfin.actors.runner.vision.text_view import TextView
 from rayfin.actors.settings.lora_limits import loras_in_memory
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
@@ -82,11 +86,7 @@ class LoadedModel:
     token_layers: int = 0  # layers of the cache that decide tokens; 0: all
     page_types: tuple[torch.dtype, ...] = ()  # that its attention reads
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
-
-    @property
-    def observers(self) -> list[AdapterStore]:
-        """What of it watches the steps."""
-        return [] if self.adapters is None else [self.adapters]
+    vision: VisionParts | None = None  # of a model that reads images
 
     @property
     def state_bytes(self) -> int:
@@ -97,6 +97,23 @@ class LoadedModel:
     def whole_prompts(self) -> bool:
         """Whether it is an encoder."""
         return self.pools is not None and self.pools.recipe.encoder
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The id of an image's tokens, or None if the model reads text only."""
+        return None if self.vision is None else self.vision.processor.image_token_id
+
+    def bytes_beside_pages(self, rows: int) -> int:
+        """Bytes of the states of ``rows`` requests, and of the embeddings of images."""
+        images = 0 if self.vision is None else self.vision.cache_bytes
+        return 2 * rows * self.state_bytes + images
+
+    @property
+    def observers(self) -> list[StepObserver]:
+        """What follows the steps for the model's sake."""
+        if self.vision is not None:
+            return [self.vision.slots]
+        return [] if self.adapters is None else [self.adapters]
 
     @property
     def max_position(self) -> int | None:
@@ -178,13 +195,13 @@ def load(
             return _load_encoder(args, config, recipe, device)
     peers = None if place is None else ProcessGroups(place, device)
     stored = config.dtype
-    model, layers, pools = _load_weights(args, config, device, peers, recipe)
+    model, layers, pools, vision = _load_weights(args, config, device, peers, recipe)
     kernels: CpuKernels | None = None
     if device.type == "cpu":
         kernels = _cpu_kernels(args, _parameters(model), ranks)
         if kernels and model.dtype in TOLERANCE:
             pack_quantized(model, kernels, round_rows=args.activations == "int8")
-    dequantize(model)  # what has no kernel
+    dequantize(model if vision is None else vision.model)  # what has no kernel
     _require_rounding(args, model)
     saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
     try:
@@ -199,7 +216,8 @@ def load(
     adapters = _adapter_store(args, paged, fetch, kernels) if args.serves_lora else None
     step_model: StepModel = paged
     gpu_model: GpuDecoder | None = None
-    if pools is None and args.attention in ("auto", "triton") and can_use_triton(device):
+    plain = pools is None and vision is None
+    if plain and args.attention in ("auto", "triton") and can_use_triton(device):
         whole = not peers and not args.serves_lora
         gpu_model = _on_triton(paged, kernel, args.page_size, whole=whole)
         step_model = gpu_model or paged
@@ -207,14 +225,13 @@ def load(
         pack_linears(paged, kernels)
     if not peers and kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded, fuse=adapters is None)
-    if adapters is not None:
-        step_model = AdaptedModel(paged, adapters)
-    recurrent = paged.recurrent
+    step_model = _with_parts(adapters, vision, paged, step_model, rounded=bool(rounded))
     return LoadedModel(
-        *(device, config, step_model, gpu_model, pages, kernels, peers, recurrent, pools),
+        *(device, config, step_model, gpu_model, pages, kernels, peers, paged.recurrent, pools),
         adapters=adapters,
         page_types=tuple(page_types(kernel)),
         int4_saves=saves,
+        vision=vision,
     )
 
 
@@ -232,6 +249,23 @@ def _adapter_store(
         device=paged.device,
         kernels=kernels if dtype in TOLERANCE else None,
     )
+
+
+def _with_parts(
+    adapters: AdapterStore | None,
+    vision: VisionParts | None,
+    paged: PagedModel,
+    model: StepModel,
+    *,
+    rounded: bool,
+) -> StepModel:
+    """The model with adapters, or with its tower if it gives the logits that transformers gives."""
+    if adapters is not None:
+        return AdaptedModel(paged, adapters)
+    if vision is None:
+        return model
+    require_equal_images(vision, paged, model, rounded=rounded)
+    return vision.around(model)
 
 
 def _parameters(model: PreTrainedModel) -> int:
@@ -269,7 +303,7 @@ def _page(
     """
     try:
         paged = PagedModel(model, kernel, layers)
-        if layers is None and not isinstance(model, HeadlessDecoder):
+        if layers is None and not isinstance(model, HeadlessDecoder | TextView):
             require_equal(paged, page_size)
         return paged
     except (RayfinError, torch.OutOfMemoryError, MemoryError):
@@ -291,19 +325,23 @@ def _load_weights(
     device: torch.device,
     peers: ProcessGroups | None,
     recipe: PoolingRecipe | None,
-) -> tuple[PreTrainedModel, range | None, PoolingParts | None]:
-    """The model, or this rank's share of it and the layers that it has, and what pools."""
+) -> tuple[Any, range | None, PoolingParts | None, VisionParts | None]:
+    """The model, or this rank's share of it and the layers that it has; what pools, what sees."""
     if recipe is not None:
         headless, head = load_decoder(args, config, recipe, device, ATTENTION)
-        return headless, None, PoolingParts(recipe, head)
+        return headless, None, PoolingParts(recipe, head), None
+    if reads_images(config):
+        ranks = 1 if peers is None else peers.place.size
+        view, vision = load_vision(args, config, device, ranks)
+        return view, None, None, vision
     if peers is None:
         keep = args.quantization != "dequantize"
         model = load_model(args, config, device, ATTENTION, keep_quantized=keep)
-        return model, None, None
+        return model, None, None, None
     model = load_share(args, config, device, ATTENTION, peers)
     peers.connect("load", MODEL_LOAD_SECONDS)
     total = config.get_text_config(decoder=True).num_hidden_layers
-    return model, peers.place.layers(total), None
+    return model, peers.place.layers(total), None, None
 
 
 def _on_triton(

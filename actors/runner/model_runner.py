@@ -115,7 +115,7 @@ class ModelRunner:
                 args.memory_utilization,
                 1 if peers is None else peers.place.size,
             ) - self._bytes_of_graphs(limits, model_len)
-            available -= 2 * limits.max_decoding_batch * self._loaded.state_bytes
+            available -= self._loaded.bytes_beside_pages(limits.max_decoding_batch)
         facts = ModelFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
             vocab_size=config.get_text_config(decoder=True).vocab_size,
@@ -127,6 +127,7 @@ class ModelRunner:
             whole_prompts=whole,
             smaller_pages=self._loaded.smaller_pages(args.page_size),
             int4_saves=self._loaded.int4_saves,
+            image_token_id=self._loaded.image_token_id,
         )
         return facts, limits
 

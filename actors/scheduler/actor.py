@@ -351,6 +351,7 @@ class SchedulerActor:
             page_size=config.page_size,
             max_logprobs=config.max_logprobs,
             prefix_caching=config.prefix_caching,
+            image_token_id=config.image_token_id,
             identity=self._started.args.identity,
         )
 

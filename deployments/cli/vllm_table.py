@@ -19,7 +19,7 @@ from rayfin.deployments.cli.vllm_flags import (
 )
 
 LORA = Lacks("such LoRA adapters")
-MEDIA = Lacks("images, audio or video in prompts")
+MEDIA = Lacks("audio or video in prompts, nor this setting for images")
 MAMBA = Lacks("state-space (Mamba) layers")
 EXPERTS = Lacks("expert parallelism")
 CONTEXTS = Lacks("context parallelism", ("1",))
@@ -228,8 +228,8 @@ MODEL: tuple[VllmFlag, ...] = (
     value("--dtype", "type of weights", Alias("dtype", {"half": "float16", "float": "float32"})),
     value("--seed", "random seed", Alias("seed")),
     value("--hf-config-path", "other place of config.json", Lacks("other place of it")),
-    value("--allowed-local-media-path", "folder of media", MEDIA),
-    several("--allowed-media-domains", "hosts of media", MEDIA),
+    value("--allowed-local-media-path", "folder of media", Alias("allowed_local_media_path")),
+    several("--allowed-media-domains", "hosts of media", Alias("allowed_media_domains")),
     value("--revision", "revision of the model", Alias("revision")),
     value("--code-revision", "revision of the code", Lacks("revision of the code alone")),
     value("--tokenizer-revision", "revision of the tokenizer", Alias("tokenizer_revision")),
@@ -301,7 +301,7 @@ MODEL: tuple[VllmFlag, ...] = (
     several("--ignore-patterns", "files not to load", Accepted("only safetensors are loaded")),
     switch("--use-tqdm-on-load", "bar while loading", Accepted("loading prints a line")),
     config("--pt-load-map-location", "device of PyTorch files", Accepted("files are safetensors")),
-    switch("--language-model-only", "text alone", Accepted("prompts are text")),
+    switch("--language-model-only", "text alone", Alias("language_model_only")),
     config("--additional-config", "settings of a platform", Lacks("plugins of platforms", ("{}",))),
     config(
         "--structured-outputs-config",
@@ -337,29 +337,29 @@ MODEL: tuple[VllmFlag, ...] = (
     value("--spec-model", "model that drafts", Alias("spec_model")),
     value("--spec-tokens", "tokens of a draft", Alias("spec_tokens")),
     # Images, audio, video
-    config("--limit-mm-per-prompt", "most media of a prompt", Accepted("prompts are text")),
+    config("--limit-mm-per-prompt", "most media of a prompt", Alias("limit_mm_per_prompt")),
     switch("--enable-mm-embeds", "embeddings of media", MEDIA),
     config("--media-io-kwargs", "reading of media", MEDIA),
-    config("--mm-processor-kwargs", "processor of media", MEDIA),
-    value("--mm-processor-cache-gb", "cache of media", Accepted("prompts are text")),
-    value("--mm-processor-cache-type", "cache of media", Accepted("prompts are text")),
-    value("--mm-hasher-algorithm", "hash of media", Accepted("prompts are text")),
-    value("--mm-shm-cache-max-object-size-mb", "cache of media", Accepted("prompts are text")),
+    config("--mm-processor-kwargs", "processor of media", Alias("mm_processor_kwargs")),
+    value("--mm-processor-cache-gb", "cache of media", Alias("mm_processor_cache_gb")),
+    value("--mm-processor-cache-type", "cache of media", Accepted("Rayfin chooses it")),
+    value("--mm-hasher-algorithm", "hash of media", Accepted("Rayfin chooses it")),
+    value("--mm-shm-cache-max-object-size-mb", "cache of media", Accepted("Rayfin chooses it")),
     switch("--mm-encoder-only", "encoder alone", MEDIA),
-    value("--mm-encoder-tp-mode", "ranks of the encoder", Accepted("prompts are text")),
-    value("--mm-encoder-attn-backend", "attention of the encoder", Accepted("prompts are text")),
-    value("--mm-encoder-attn-dtype", "type of the encoder", Accepted("prompts are text")),
+    value("--mm-encoder-tp-mode", "ranks of the encoder", Accepted("Rayfin chooses it")),
+    value("--mm-encoder-attn-backend", "attention of the encoder", Accepted("Rayfin chooses it")),
+    value("--mm-encoder-attn-dtype", "type of the encoder", Accepted("Rayfin chooses it")),
     value("--mm-encoder-fp8-scale-path", "scales of the encoder", MEDIA),
     value("--mm-encoder-fp8-scale-save-path", "scales of the encoder", MEDIA),
     value("--mm-encoder-fp8-scale-save-margin", "scales of the encoder", MEDIA),
     switch("--interleave-mm-strings", "media between words", MEDIA),
-    switch("--skip-mm-profiling", "profile without media", Accepted("prompts are text")),
+    switch("--skip-mm-profiling", "profile without media", Accepted("Rayfin chooses it")),
     value("--video-pruning-rate", "share of a video", MEDIA),
-    value("--video-pruning-method", "share of a video", Accepted("prompts are text")),
-    value("--mm-tensor-ipc", "media between processes", Accepted("prompts are text")),
-    value("--mm-processor-device", "device of the processor", Accepted("prompts are text")),
-    value("--mm-ipc-gpu-memory-gb", "media between processes", Accepted("prompts are text")),
-    switch("--mm-device-do-normalize", "device of the processor", Accepted("prompts are text")),
+    value("--video-pruning-method", "share of a video", Accepted("Rayfin chooses it")),
+    value("--mm-tensor-ipc", "media between processes", Accepted("Rayfin chooses it")),
+    value("--mm-processor-device", "device of the processor", Accepted("Rayfin chooses it")),
+    value("--mm-ipc-gpu-memory-gb", "media between processes", Accepted("Rayfin chooses it")),
+    switch("--mm-device-do-normalize", "device of the processor", Accepted("Rayfin chooses it")),
     # Mamba
     value("--mamba-backend", "kernels", Accepted("there are no Mamba layers")),
     value("--mamba-ssu-algorithm", "kernels", Accepted("there are no Mamba layers")),
@@ -414,7 +414,7 @@ ENGINE: tuple[VllmFlag, ...] = (
         "a step ahead",
         Rewritten("--steps-in-flight=2", "--steps-in-flight=1"),
     ),
-    switch("--disable-chunked-mm-input", "media in one piece", Accepted("prompts are text")),
+    switch("--disable-chunked-mm-input", "media in one piece", Accepted("Rayfin chooses it")),
     value("--scheduler-cls", "class of the scheduler", OWN_CLASSES),
     switch(
         "--scheduler-reserve-full-isl",
@@ -451,7 +451,7 @@ ENGINE: tuple[VllmFlag, ...] = (
     config("--kv-transfer-config", "KV caches over the network", TRANSFER),
     config("--kv-events-config", "events of pages", Lacks("events of pages")),
     config("--ec-transfer-config", "caches of encoders", TRANSFER),
-    config("--ec-manager-config", "caches of encoders", Accepted("prompts are text")),
+    config("--ec-manager-config", "caches of encoders", Accepted("Rayfin chooses it")),
     # Weights in host memory
     value("--offload-backend", "how weights move", OFFLOAD),
     value("--cpu-offload-gb", "GiB of weights", OFFLOAD),

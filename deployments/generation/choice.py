@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
 from rayfin.deployments.generation.calls import AnswerCall, ParsedAnswer
 from rayfin.deployments.generation.usage import RequestTimes
@@ -17,6 +18,7 @@ class Prompt:
     param: str
     echo: str = ""  # the text that its choices start with
     cache_salt: str | None = None  # pages are shared only among prompts with the same salt
+    images: tuple[ImageInput, ...] = ()
     scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, if requested
 
 

@@ -129,6 +129,7 @@ class Generation:
                     param=prompt.param,
                     tokenizer=service.tokenizer,
                     cache_salt=prompt.cache_salt,
+                    images=prompt.images,
                 )
             )
         _check_prompt_logprobs([request for group in requests for request in group])

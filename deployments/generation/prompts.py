@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest, TemplateTooSlow
+from rayfin.actors.images.processor import ProcessedImage, put_images
 from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.requests.prompts import WrittenPrompt, check_length, prompt_ids
+from rayfin.deployments.text.messages import is_image
 from rayfin.deployments.text.opening import ChatPrompt, render_prompt
 
 
@@ -118,6 +120,8 @@ async def chat_prompt(
             "unsupported_parameter",
         )
 
+    images = await _read_images(service, messages, param, given)
+
     def render(seconds: float) -> ChatPrompt:
         prompt = render_prompt(
             service.tokenizer,
@@ -132,10 +136,11 @@ async def chat_prompt(
             variables=variables,
             seconds=seconds,
             given=given,
+            images=service.media is not None,
         )
-        if given or not add_special_tokens:
-            return prompt
-        return replace(prompt, ids=service.tokenizer.with_special_tokens(prompt.ids))
+        if add_special_tokens and not given:
+            prompt = replace(prompt, ids=service.tokenizer.with_special_tokens(prompt.ids))
+        return _with_images(service, prompt, images, param)
 
     characters = _characters(messages)
     if not (any_length or given):
@@ -151,10 +156,33 @@ async def chat_prompt(
         raise
 
 
+async def _read_images(
+    service: OpenAIService, messages: Any, param: str, given: list[int] | None
+) -> list[ProcessedImage]:
+    if service.media is None:
+        return []
+    images = await service.media.read(messages, param)
+    if images and given is not None:
+        raise InvalidRequest("Token ids of a prompt do not go with images.", param)
+    return images
+
+
+def _with_images(
+    service: OpenAIService, prompt: ChatPrompt, images: list[ProcessedImage], param: str
+) -> ChatPrompt:
+    """The prompt with the tokens of its images in their places."""
+    if service.media is None or not images:
+        return prompt
+    ids, inputs = put_images(prompt.ids, images, service.media.image_token_id, param)
+    return replace(prompt, ids=ids, images=inputs)
+
+
 def _characters(messages: object) -> int:
     """Counts the characters of all texts in unchecked ``messages``."""
     if isinstance(messages, str):
         return len(messages)
+    if is_image(messages):
+        return 0
     if isinstance(messages, dict):
         return sum(map(_characters, messages.values()))
     return sum(map(_characters, messages)) if isinstance(messages, list) else 0

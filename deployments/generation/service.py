@@ -17,6 +17,7 @@ from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
 from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
+from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.telemetry.load import Load
@@ -60,6 +61,7 @@ class OpenAIService:
     formats: Detected = field(default_factory=Detected)  # how the model writes calls and thoughts
     recipe: PoolingRecipe | None = None  # of a model that pools: it generates no text
     adapters: AdapterNames | None = None  # None: requests name no LoRA adapter
+    media: MediaReader | None = None  # of a model that reads images
     warden: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
 
     def __post_init__(self) -> None:

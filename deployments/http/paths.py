@@ -24,7 +24,7 @@ ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 SCRIPT = "text/javascript; charset=utf-8"
 SCRIPTS = (
-    *("app.js", "chat.js", "answer.js", "markdown.js", "code.js"),
+    *("app.js", "chat.js", "answer.js", "markdown.js", "pictures.js", "code.js"),
     *("settings.js", "examples.js", "live.js", "draw.js"),
 )
 FILES = {

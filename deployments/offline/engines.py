@@ -80,6 +80,7 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo]:
         page_size=config.page_size,
         max_logprobs=config.max_logprobs,
         prefix_caching=config.prefix_caching,
+        image_token_id=config.image_token_id,
     )
     return Engine(config, InlineExecutor(runner, config)), info
 

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +32,9 @@ from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan,
 from rayfin.deployments.guidance.fields import read_structured_outputs
 from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import InlineChecker
+from rayfin.deployments.media.settings import MediaSettings, read_limits
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
+from rayfin.deployments.offline.images import OfflineImages, list_prompts
 from rayfin.deployments.offline.lora import LoRARequests, adapters_of, use_adapter
 from rayfin.deployments.offline.metrics import Metric, read_metrics
 from rayfin.deployments.offline.outputs import OfflineChoice, PreparedPrompt, RequestOutput
@@ -47,7 +48,7 @@ from rayfin.deployments.pooling.pairs import ranked
 from rayfin.deployments.requests.beams import BeamSearchOutput, build_search, sequence_of
 from rayfin.deployments.requests.best_of import candidates, request_logprobs
 from rayfin.deployments.requests.build import build_requests, sampling_defaults
-from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, read_prompts, truncated
+from rayfin.deployments.requests.prompts import WrittenPrompt, prompt_ids, truncated
 from rayfin.deployments.serve.preflight import (
     check_generation_config,
     check_model,
@@ -65,7 +66,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or one of vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}."""
+"""A text, token ids, or vLLM's dict of ``prompt`` or ``prompt_token_ids``, and multi_modal_data."""
 
 UNLIMITED = {"max_waiting_requests": sys.maxsize}
 """A queue limit protects a server. Offline, the caller decides the size of a batch."""
@@ -89,6 +90,7 @@ class LLM:
         reasoning_parser: how the model writes its reasoning: the same.
         tool_guidance: arguments of calls with ``tool_choice`` auto are any object ("json"), follow
             the tool's schema ("schema"), or are as the model writes them ("off").
+        limit_mm_per_prompt: the most images of a prompt, such as {"image": 8}.
 
     Raises:
         InvalidConfig: a setting is unknown or invalid, or the model cannot be served.
@@ -107,6 +109,7 @@ class LLM:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         tool_guidance: ToolGuidance = "json",
+        limit_mm_per_prompt: Mapping[str, int] | None = None,
         **settings: Any,
     ) -> None:
         if hf_token:
@@ -119,7 +122,9 @@ class LLM:
             self._tokenizer = Tokenizer.load(
                 tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub
             )
-        self._chat_template = chat_template
+        media = MediaSettings(max_images=read_limits(limit_mm_per_prompt))
+        self._images = OfflineImages(located(args), media, remote=executor == "ray")
+        self._chat_template = chat_template or self._images.template(self._tokenizer)
         self._detect = partial(
             detect,
             tool_parser=tool_call_parser,
@@ -158,9 +163,9 @@ class LLM:
             InvalidRequest: a prompt does not fit, the numbers of prompts and settings differ, or
                 an adapter cannot be served.
         """
-        listed = _listed(prompts)
+        listed = list_prompts(prompts)
         params = self._params_for(listed, sampling_params)
-        tokens = [self._tokens(prompt) for prompt in listed]
+        listed, tokens = self._images.place(listed, [self._tokens(prompt) for prompt in listed])
         made = {id(param): self._plan(param) for param in params}
         plans = [made[id(param)] for param in params]
         prepared = self._prepare(listed, tokens, params, plans, lora_request)
@@ -176,9 +181,9 @@ class LLM:
         Raises:
             InvalidRequest: as ``generate``; then none of the prompts is kept.
         """
-        listed = _listed(prompts)
+        listed = list_prompts(prompts)
         params = self._params_for(listed, sampling_params)
-        tokens = [self._tokens(prompt) for prompt in listed]
+        listed, tokens = self._images.place(listed, [self._tokens(prompt) for prompt in listed])
         prepared = self._prepare(listed, tokens, params, [self._plan(param) for param in params])
         self._enqueued += prepared
         return [each.result.request_id for each in prepared]
@@ -209,7 +214,7 @@ class LLM:
                 eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
                 arrival=time.monotonic(),
             )
-            for prompt in _listed(prompts)
+            for prompt in list_prompts(prompts)
         ]
         hypotheses: dict[int, Sequence[Hypothesis]] = {}
         with tqdm(
@@ -272,15 +277,22 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template=self._chat_template,
                 variables=chat_template_kwargs,
+                images=self._images.media is not None,
             )
             for conversation in conversations
+        ]
+        prompts = [
+            self._images.place_chat(prompt, conversations[i], "messages")
+            for i, prompt in enumerate(prompts)
         ]
         plans = [
             self._plan(param, rules, prompt.opening, count_calls(conversation))
             for param, prompt, conversation in zip(params, prompts, conversations, strict=True)
         ]
         written = [
-            WrittenPrompt(f"messages[{i}]", text=tokenizer.decode(prompt.ids, False))
+            WrittenPrompt(
+                f"messages[{i}]", tokenizer.decode(prompt.ids, False), images=prompt.images
+            )
             for i, prompt in enumerate(prompts)
         ]
         ids = [prompt.ids for prompt in prompts]
@@ -300,7 +312,7 @@ class LLM:
             InvalidRequest: a prompt does not fit, or the model does not embed.
         """
         params = pooling_params or PoolingParams()
-        return self._pooling.embed(_listed(prompts), params, use_tqdm)
+        return self._pooling.embed(list_prompts(prompts), params, use_tqdm)
 
     def classify(
         self,
@@ -315,7 +327,7 @@ class LLM:
             InvalidRequest: a prompt does not fit, or the model does not classify.
         """
         params = pooling_params or PoolingParams()
-        return self._pooling.classify(_listed(prompts), params, use_tqdm)
+        return self._pooling.classify(list_prompts(prompts), params, use_tqdm)
 
     def encode(
         self,
@@ -334,7 +346,7 @@ class LLM:
             InvalidRequest: a prompt does not fit, or the model generates.
         """
         params = pooling_params or PoolingParams()
-        return self._pooling.encode(_listed(prompts), params, pooling_task, use_tqdm)
+        return self._pooling.encode(list_prompts(prompts), params, pooling_task, use_tqdm)
 
     def score(
         self,
@@ -485,7 +497,8 @@ class LLM:
             if len(requests) > param.n:
                 request_logprobs(requests)
             use_adapter(requests, next(adapters))
-            result = RequestOutput(request_id, prompt.text, requests[0].prompt.tolist(), [])
+            shown = self._images.shown(requests[0].prompt)
+            result = RequestOutput(request_id, prompt.text, shown, [])
             choices = []
             for request in requests:
                 choice = OfflineChoice(request, param, self._tokenizer, result, plan)
@@ -525,6 +538,7 @@ class LLM:
             tokenizer=self._tokenizer,
             cache_salt=prompt.cache_salt,
             guidance=guidance,
+            images=prompt.images,
         )
 
     def _plan(
@@ -583,15 +597,3 @@ def _raise_first_error(message: TokenDeltas) -> None:
     for ended in message.ended:
         if ended.error is not None:
             raise ended.error
-
-
-def _listed(prompts: Any) -> list[WrittenPrompt]:
-    """Wraps a single prompt (a text, a dict or token ids) in a list."""
-    items = prompts if isinstance(prompts, str | Mapping) else _plain(prompts)
-    return read_prompts(items, mixed=True) if items != [] else []
-
-
-def _plain(items: Any) -> list[Any]:
-    """Converts arrays of token ids to lists."""
-    listed = items.tolist() if isinstance(items, np.ndarray) else list(items)
-    return [item.tolist() if isinstance(item, np.ndarray) else item for item in listed]

@@ -10,6 +10,8 @@ import numpy as np
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
 from rayfin.actors.guidance import NO_END, Guidance
+from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.images.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.requests.limits import bad_word_ids, check_sampling, runner_sampling
@@ -40,6 +42,7 @@ def build_requests(
     tokenizer: Tokenizer | None = None,
     cache_salt: str | None = None,
     guidance: Guidance | None = None,
+    images: Sequence[ImageInput] = (),
 ) -> list[EngineRequest]:
     """Returns one engine request per choice, with ids ``{request_id}-{i}``, keys and seeds.
 
@@ -48,7 +51,8 @@ def build_requests(
     what the context and the cache leave; None fills them. ``param`` is the caller's name of the
     prompt, for errors; the ``tokenizer`` is needed for bad words. Only prompts of one salt
     share pages. ``guidance`` holds for all choices; its ends and the position from which they may
-    be sampled are set here, from ``min_tokens`` and ``ignore_eos``.
+    be sampled are set here, from ``min_tokens`` and ``ignore_eos``. Tokens of ``images`` get ids of
+    their own.
 
     Raises:
         ContextLengthExceeded: no room for one token, or the prompt needs more pages than exist.
@@ -56,6 +60,8 @@ def build_requests(
             or the engine's own.
     """
     prompt = _prompt(prompt_ids, info, param)
+    if images:
+        prompt = _with_images(prompt, images, info, params, param)
     room = _room(len(prompt), info, param)
     check_sampling(params, info)
     eos = frozenset(eos_token_ids)
@@ -82,6 +88,7 @@ def build_requests(
             arrival=arrival,
             extra_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
             parent_key=first_key if index else None,
+            images=tuple(images),
         )
         for index in range(params.n)
     ]
@@ -141,6 +148,25 @@ def _prompt(prompt_ids: Sequence[int], info: EngineInfo, param: str) -> Int32Arr
             "invalid_token_id",
         )
     return ids.astype(np.int32)
+
+
+def _with_images(
+    prompt: Int32Array,
+    images: Sequence[ImageInput],
+    info: EngineInfo,
+    params: SamplingParams,
+    param: str,
+) -> Int32Array:
+    """The prompt in which each token of an image has an id of its own."""
+    if info.image_token_id is None:
+        raise InvalidRequest(
+            "Images are not supported: this model reads text only.", param, "unsupported_content"
+        )
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs does not go with images.", "prompt_logprobs", "unsupported_parameter"
+        )
+    return put_virtual_ids(prompt, images, info.image_token_id)
 
 
 def _all_int(ids: Sequence[int]) -> bool:

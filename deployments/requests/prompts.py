@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
+from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -23,6 +24,8 @@ class WrittenPrompt:
     text: str | None = None
     ids: list[int] | None = None
     cache_salt: str | None = None
+    pictures: tuple[Any, ...] = ()  # of PIL, for ``LLM``
+    images: tuple[ImageInput, ...] = ()  # the same, when the prompt has their tokens
 
 
 def read_prompts(
@@ -99,12 +102,17 @@ def check_length(characters: int, tokenizer: Tokenizer, max_model_len: int, para
 
 
 def truncated(
-    ids: list[int], params: SamplingParams, max_model_len: int, side: Side = "left"
+    ids: list[int],
+    params: SamplingParams,
+    max_model_len: int,
+    side: Side = "left",
+    *,
+    images: bool = False,
 ) -> list[int]:
     """At most ``truncate_prompt_tokens`` of the ids: the last ones, or with side "right" the first.
 
     Raises:
-        InvalidRequest: it asks for more than the context has.
+        InvalidRequest: it asks for more than the context has, or would cut a prompt with images.
     """
     most = params.truncate_prompt_tokens
     if most is None:
@@ -118,6 +126,9 @@ def truncated(
         )
     if most < 0:
         most = max(1, max_model_len - (params.max_tokens or 1))
+    if images and most < len(ids):
+        name = "truncate_prompt_tokens"
+        raise InvalidRequest("A prompt with images is not truncated.", name)
     return ids[-most:] if side == "left" else ids[:most]
 
 

@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
+from rayfin.actors.images.processor import ImageProcessor
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.actors.metrics.ledger import CounterReport
@@ -28,6 +29,7 @@ from rayfin.deployments.client.pool import EnginePool, Patience
 from rayfin.deployments.client.waiting_room import WaitingRoom, starter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.warden import Warden
+from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import generation_config_path, located, tokenizer_path
@@ -55,6 +57,7 @@ class TextSide(NamedTuple):
     formats: Detected
     defaults: dict[str, Any]  # of sampling
     recipe: PoolingRecipe | None  # of a model that pools
+    media: MediaReader | None = None  # of a model that reads images
 
     def fields(self) -> dict[str, Any]:
         """Its fields of OpenAIService."""
@@ -64,6 +67,7 @@ class TextSide(NamedTuple):
             "formats": self.formats,
             "sampling_defaults": self.defaults,
             "recipe": self.recipe,
+            "media": self.media,
         }
 
 
@@ -204,6 +208,9 @@ def load_text(model: ModelArgs) -> TextSide:
     server, args = model.server, model.engine
     tokenizer = Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
     template = _template(server.chat_template)
+    processor = ImageProcessor.load(located(args))
+    if processor is not None and template is None and not tokenizer.inner.chat_template:
+        template = processor.chat_template
     formats = detect(
         tokenizer,
         template,
@@ -218,7 +225,11 @@ def load_text(model: ModelArgs) -> TextSide:
         server.override_generation_config,
         **args.hub,
     )
-    return TextSide(tokenizer, template, formats, defaults, read_recipe(located(args)))
+    media = None
+    if processor is not None:
+        media = MediaReader(processor, server.media_settings(), ray.put)
+    recipe = read_recipe(located(args))
+    return TextSide(tokenizer, template, formats, defaults, recipe, media)
 
 
 async def _first_info(client: EnginePool) -> EngineInfo:

@@ -18,6 +18,7 @@ from rayfin.deployments.batches.folder import FolderLimits
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES
 from rayfin.deployments.http.keys import ApiKeys
+from rayfin.deployments.media.settings import MediaSettings, read_limits
 from rayfin.deployments.requests.settings import MAX_CHOICES, MAX_PROMPTS, MAX_STOP_STRINGS
 from rayfin.deployments.serve.preflight import check_generation_config
 from rayfin.deployments.text.parsing.format import ReasoningField, ToolGuidance
@@ -83,7 +84,26 @@ class ServerArgs:
     )
     enable_docs: bool = _flag(False, "serve the API's documentation at /docs")
     ui: bool = _flag(True, "serve a page with a chat and the state of the engines at /ui")
-    max_body_bytes: int = _flag(MAX_BODY_BYTES, "maximum size of a request body in bytes")
+    max_body_bytes: int = _flag(
+        MAX_BODY_BYTES,
+        "maximum size of a request body in bytes; images sent in requests may need more",
+    )
+    limit_mm_per_prompt: dict[str, Any] | None = _model_flag(
+        None, 'JSON object of the most images of a prompt; default: {"image": 8}'
+    )
+    allowed_media_domains: list[str] | None = _flag(
+        None, "hosts that images are fetched from; may be repeated; default: all public ones"
+    )
+    no_media_urls: bool = _flag(False, "fetch no images: requests bring them as data: addresses")
+    allowed_local_media_path: str | None = _flag(
+        None, "folder of images that requests may name as file: addresses; default: none"
+    )
+    max_image_pixels: int = _flag(33_000_000, "maximum number of pixels of an image")
+    max_media_bytes: int = _flag(20 * 2**20, "maximum size of an image's file in bytes")
+    media_timeout: float = _flag(5.0, "seconds to fetch an image")
+    mm_processor_cache_gb: float = _flag(
+        1.0, "memory of an HTTP replica for images that were processed last, in GiB"
+    )
     max_grammar_bytes: int = _flag(
         MAX_BYTES,
         "maximum size of the schema or grammar that a request's answer must follow, in bytes",
@@ -281,6 +301,7 @@ class ServerArgs:
             raise InvalidConfig(f"there is no folder {self.lora_dir}", "lora_dir")
 
     def _check_edge(self) -> None:
+        self.media_settings()
         root, longest = self.root_path, self.max_log_len
         if root and (not root.startswith("/") or root.endswith("/")):
             raise InvalidConfig(
@@ -288,6 +309,35 @@ class ServerArgs:
             )
         if longest is not None and longest < 0:
             raise InvalidConfig(f"max_log_len must be at least 0, got {longest}", "max_log_len")
+
+    def media_settings(self) -> MediaSettings:
+        """Where images come from, and how large they may be.
+
+        Raises:
+            InvalidConfig: a limit that is none, or a folder that does not exist.
+        """
+        limits = ("max_image_pixels", "max_media_bytes", "media_timeout")
+        for name in limits:
+            if not (value := getattr(self, name)) > 0:
+                raise InvalidConfig(f"{name} must be over 0, got {value}", name)
+        if self.mm_processor_cache_gb < 0:
+            name = "mm_processor_cache_gb"
+            raise InvalidConfig(f"{name} must not be negative", name)
+        folder = self.allowed_local_media_path or None  # vLLM's default is an empty word
+        if folder is not None and not Path(folder).is_dir():
+            name = "allowed_local_media_path"
+            raise InvalidConfig(f"{name}: there is no folder {folder}", name)
+        domains = words(self.allowed_media_domains, "allowed_media_domains")
+        return MediaSettings(
+            max_images=read_limits(self.limit_mm_per_prompt),
+            max_pixels=self.max_image_pixels,
+            max_bytes=self.max_media_bytes,
+            timeout=self.media_timeout,
+            urls=not self.no_media_urls,
+            domains=tuple(domain.lower().rstrip(".") for domain in domains),
+            folder=folder,
+            cache_bytes=int(self.mm_processor_cache_gb * 2**30),
+        )
 
     def _check_engines(self) -> None:
         least = self.data_parallel_size if self.min_engines is None else self.min_engines

@@ -58,6 +58,7 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     seconds: float = TEMPLATE_SECONDS,
     history: HistoryStyle = OBJECTS,
+    images: bool = False,
 ) -> list[int]:
     """Returns the prompt of a conversation.
 
@@ -73,6 +74,7 @@ def render_chat(
         variables: the template's further variables, from the request; scalars only.
         seconds: of processor time, at most.
         history: how the template takes contents and earlier tool calls.
+        images: the model reads images; each has one token of its place in the ids.
 
     Raises:
         InvalidRequest: invalid messages, an error of the template, no template.
@@ -83,6 +85,7 @@ def render_chat(
         arguments_as_text=history.arguments_as_text,
         id_style=history.ids,
         content=history.content,
+        images=images,
     )
     listed: list[Any] | None = plain_tools(tools) if tools is not None else None
     extras = _variables(variables or {}, tokenizer)

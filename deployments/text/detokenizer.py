@@ -111,7 +111,9 @@ class IncrementalDetokenizer:
             length *= 2
 
     def _has_text(self, token: int) -> bool:
-        return token not in self._skip and self._backend.id_to_token(token) is not None
+        if token < 0 or token in self._skip:  # tokens of images are negative
+            return False
+        return self._backend.id_to_token(token) is not None
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False) if ids else ""

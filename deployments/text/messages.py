@@ -24,7 +24,17 @@ ContentFormat = Literal["string", "openai", "given"]
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # tools of a request, and tool calls of a message
+IMAGE_TYPES = ("image_url", "input_image", "image", "image_pil")
+IMAGE = {"type": "image"}  # what templates get for an image
 EXTRAS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # passed on if present; strings
+
+
+class PlacedPart(dict[str, Any]):
+    """A part that the adapter of another API has moved, with its path as the client sent it."""
+
+    def __init__(self, part: Mapping[str, Any], path: str) -> None:
+        super().__init__(part)
+        self.path = path
 
 
 def plain_messages(
@@ -33,6 +43,7 @@ def plain_messages(
     arguments_as_text: bool = False,
     id_style: IdStyle = "openai",
     content: ContentFormat = "string",
+    images: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns messages with strings as content; text parts are joined by newlines, as in vLLM.
 
@@ -43,20 +54,22 @@ def plain_messages(
         arguments_as_text: the template wants arguments as JSON text.
         id_style: of the ids that the template can print. Others are replaced.
         content: "openai" gives parts in place of strings, "given" keeps the parts of those that
-            have some.
+            have some. A message with images always has parts.
+        images: the model reads images, which ``MediaReader`` has checked; else they are refused.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as messages[0].role.
     """
     listed = as_list(messages, "messages", MAX_MESSAGES)
     plain = [
-        _message(message, f"messages[{i}]", arguments_as_text) for i, message in enumerate(listed)
+        _message(message, f"messages[{i}]", arguments_as_text, images)
+        for i, message in enumerate(listed)
     ]
     for sent, message in zip(listed, plain, strict=True):
         in_parts = isinstance(sent.get("content"), list)
-        if content == "openai" or (content == "given" and in_parts):
-            texts = _texts(sent["content"]) if in_parts else [message["content"]]
-            message["content"] = [{"type": "text", "text": text} for text in texts]
+        shown = in_parts and any(map(is_image, sent["content"]))
+        if shown or content == "openai" or (content == "given" and in_parts):
+            message["content"] = _parts(sent["content"] if in_parts else message["content"])
     if id_style != "openai":
         restyle_ids(plain, id_style)
     return plain
@@ -88,19 +101,31 @@ def plain_tools(tools: object) -> list[dict[str, Any]]:
     return [dict(tool) for tool in listed]
 
 
+def is_image(part: object) -> bool:
+    """Whether a part of a message is an image."""
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text of a plain message's content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
 def count_calls(messages: Sequence[Mapping[str, Any]]) -> int:
     """Returns the number of tool calls in checked messages."""
     assistants = (message for message in messages if message["role"] == "assistant")
     return sum(len(message.get("tool_calls") or ()) for message in assistants)
 
 
-def _message(message: object, path: str, as_text: bool) -> dict[str, Any]:
+def _message(message: object, path: str, as_text: bool, images: bool) -> dict[str, Any]:
     message = as_object(message, path)
     role = as_name(required(message, "role", path), f"{path}.role")  # the template knows which
     calls = message.get("tool_calls")
     plain: dict[str, Any] = {"role": role}
     if message.get("content") is not None:
-        plain["content"] = _content(message["content"], f"{path}.content")
+        plain["content"] = _content(message["content"], f"{path}.content", images)
     elif role == "assistant":
         plain["content"] = ""
     else:
@@ -123,17 +148,20 @@ def _message(message: object, path: str, as_text: bool) -> dict[str, Any]:
     return plain
 
 
-def _content(content: object, path: str) -> str:
+def _content(content: object, path: str, images: bool) -> str:
     if isinstance(content, str):
         return content
     texts = []
     for i, part in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
-        where = f"{path}[{i}]"
+        where = part.path if isinstance(part, PlacedPart) else f"{path}[{i}]"
+        if images and is_image(part):
+            continue
         kind = as_string(required(as_object(part, where), "type", where), f"{where}.type")
         field = {"text": "text", "input_text": "text", "refusal": "refusal"}.get(kind)
         if field is None:
             raise InvalidRequest(
-                f"Content of type {kind[:32]!r} is not supported: this model reads text only.",
+                f"Content of type {kind[:32]!r} is not supported: this model reads "
+                f"{'text and images' if images else 'text'} only.",
                 f"{where}.type",
                 "unsupported_content",
             )
@@ -141,9 +169,15 @@ def _content(content: object, path: str) -> str:
     return "\n".join(texts)
 
 
-def _texts(parts: list[Mapping[str, Any]]) -> list[str]:
-    """The texts of checked parts."""
-    return [part["refusal" if part["type"] == "refusal" else "text"] for part in parts]
+def _parts(content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A checked content as parts."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    plain = []
+    for part in content:
+        field = "refusal" if part["type"] == "refusal" else "text"
+        plain.append(dict(IMAGE) if is_image(part) else {"type": "text", "text": part[field]})
+    return plain
 
 
 def _tool_call(call: object, path: str, as_text: bool) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.chat_template import HistoryStyle, render_chat
-from rayfin.deployments.text.messages import plain_messages
+from rayfin.deployments.text.messages import plain_messages, text_of
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -24,6 +25,7 @@ class ChatPrompt:
     """A rendered conversation."""
 
     ids: list[int]
+    images: tuple[ImageInput, ...] = ()
     opening: str = ""  # what the template puts into the model's mouth, if its thoughts are known
 
 
@@ -39,11 +41,13 @@ def render_prompt(
     variables: Mapping[str, Any] | None = None,
     seconds: float = TEMPLATE_SECONDS,
     given: list[int] | None = None,
+    images: bool = False,
 ) -> ChatPrompt:
     """Returns a conversation as a prompt; otherwise as :func:`render_chat`.
 
     Args:
         given: the prompt's ids: the messages are checked, and not rendered.
+        images: as in :func:`render_chat`.
     """
     render = partial(
         render_chat,
@@ -57,6 +61,7 @@ def render_prompt(
             "openai" if formats.tools is None else formats.tools.id_style,
             formats.content,
         ),
+        images=images,
     )
     if given is None:
         ids = render(
@@ -65,19 +70,21 @@ def render_prompt(
             continue_final_message=continue_final_message,
         )
     else:
-        plain_messages(messages)
+        plain_messages(messages, images=images)
         ids = given
     if formats.reasoning is None or not (add_generation_prompt or continue_final_message):
         return ChatPrompt(ids)
     if continue_final_message:
-        return ChatPrompt(ids, str(plain_messages(messages)[-1]["content"]))
+        last = plain_messages(messages, images=images)[-1]
+        return ChatPrompt(ids, opening=text_of(last["content"]))
     key = repr((chat_template, bool(tools), sorted((variables or {}).items())))
 
     def with_or_without(said: Sequence[Any], added: bool) -> list[int]:
         return render(said, add_generation_prompt=added)
 
     said = messages if given is None else None
-    return ChatPrompt(ids, opening_text(tokenizer, ids, said, with_or_without, key))
+    opening = opening_text(tokenizer, ids, said, with_or_without, key)
+    return ChatPrompt(ids, opening=opening)
 
 
 def opening_text(

@@ -104,7 +104,7 @@ class _Step(ctypes.Structure):
     _fields_ = _fields(
         (
             *("tokens", "positions", "slots", "sampled", "page_tables", "query_start", "kv_len"),
-            *("logits", "workspace"),
+            *("logits", "workspace", "given"),
         ),
         ("count", "sampled_count", "table_stride", "rows", "decoding", "page_size"),
         (),
@@ -169,10 +169,33 @@ class PackedDecoder:
         tokens: torch.Tensor,  # [T] int64
         batch: PagedBatch,
         sampled: torch.Tensor,  # [S] int64, indices in T
+        given: torch.Tensor | None = None,  # [G, hidden] float32
+        tables: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> torch.Tensor:
-        """The logits [S, vocabulary] of the tokens at ``sampled``; the pages get all T tokens."""
+        """The logits [S, vocabulary] of the tokens at ``sampled``; the pages get all T tokens.
+
+        Token -1 - g stands for row g of ``given``, which is taken in place of an embedding.
+        With ``tables`` of this step alone, ``batch.positions`` are their rows.
+        """
+        if tables is not None:
+            common = self._tables
+            self.set_rope_tables(tables)
+            try:
+                return self._run(tokens, batch, sampled, given)
+            finally:
+                self.set_rope_tables(common)
+        assert int(step_lengths(batch)[1].max(initial=0)) <= self.positions
+        return self._run(tokens, batch, sampled, given)
+
+    def _run(
+        self,
+        tokens: torch.Tensor,
+        batch: PagedBatch,
+        sampled: torch.Tensor,
+        given: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert given is None or (given.dtype == torch.float32 and given.is_contiguous())
         starts, lengths = step_lengths(batch)
-        assert int(lengths.max(initial=0)) <= self.positions
         assert batch.page_tables.dtype == torch.int32 and batch.page_tables.stride(1) == 1
         ints = (tokens, batch.positions, batch.slots, sampled)
         assert all(values.dtype == torch.int64 and values.is_contiguous() for values in ints)
@@ -184,7 +207,7 @@ class PackedDecoder:
         addresses = itertools.chain(
             (values.data_ptr() for values in ints),
             (batch.page_tables.data_ptr(), starts.ctypes.data, lengths.ctypes.data),
-            (logits.data_ptr(), self._workspace.data_ptr()),
+            (logits.data_ptr(), self._workspace.data_ptr(), _address(given)),
         )
         step = _Step(
             *addresses,

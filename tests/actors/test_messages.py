@@ -137,6 +137,7 @@ def test_statuses() -> None:
         "RequestQuarantined": 500,
         "Overloaded": 429,
         "RateLimited": 429,
+        "MediaUnavailable": 502,
         "DeadlineExceeded": 408,
         "EngineUnavailable": 503,
         "EngineAsleep": 503,

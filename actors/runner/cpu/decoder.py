@@ -7,7 +7,7 @@ with its exact weights first.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -36,11 +36,12 @@ class CpuDecoder:
         self,
         decoder: PackedDecoder,
         rotate: Callable[[int], Tables],  # number of positions -> rotary tables
+        rotate_at: Callable[[torch.Tensor], Tables],  # positions [3, T] -> rows of such tables
         layouts: list[KVLayout],
         dtype: torch.dtype,
     ) -> None:
         self._decoder = decoder
-        self._rotate = rotate
+        self._rotate, self._rotate_at = rotate, rotate_at
         self.layouts = layouts
         self.dtype = dtype  # of the pages, unless the configuration sets another
 
@@ -55,7 +56,30 @@ class CpuDecoder:
         if longest > self._decoder.positions:
             positions = max(FIRST_POSITIONS, 2 * self._decoder.positions, longest)
             self._decoder.set_rope_tables(self._rotate(positions))
-        return self._decoder.run(inputs.input_ids, inputs.batch, inputs.sampled)
+        if inputs.given is None and inputs.rope_positions is None:
+            return self._decoder.run(inputs.input_ids, inputs.batch, inputs.sampled)
+        return self._run_images(inputs)
+
+    def _run_images(self, inputs: StepInputs) -> torch.Tensor:
+        """A step with parts of images, or with text behind some."""
+        tokens, batch, given = inputs.input_ids, inputs.batch, None
+        if inputs.given is not None:
+            given = inputs.given.states.float().contiguous()
+            tokens = tokens.clone()
+            tokens[inputs.given.index] = -1 - torch.arange(len(given))
+        rope = inputs.rope_positions
+        if rope is None:
+            return self._decoder.run(tokens, batch, inputs.sampled, given)
+        if bool((rope == rope[0]).all()):  # text behind images has positions of the common tables
+            batch = replace(batch, positions=rope[0].contiguous())
+            return self._decoder.run(tokens, batch, inputs.sampled, given)
+        return self._decoder.run(
+            tokens,
+            replace(batch, positions=torch.arange(len(tokens))),
+            inputs.sampled,
+            given,
+            self._rotate_at(rope),
+        )
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -115,6 +139,7 @@ def _build(paged: PagedModel, kernels: CpuKernels, packing: Packing) -> CpuDecod
             head_bias=_float(lm_head.bias),
         ),
         parts.rotate,
+        parts.rotate_at,
         paged.layouts,
         paged.dtype,
     )

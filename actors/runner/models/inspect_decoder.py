@@ -92,6 +92,7 @@ class DecoderSpec:
     attending: list[AttentionSpec]  # of each layer
     rotary: list[int]  # index of the rotary tables, for each layer
     rotate: Callable[[int], Tables]  # number of positions -> tables
+    rotate_at: Callable[[torch.Tensor], Tables]  # positions [3, T] -> rows of such tables
     embedding: nn.Embedding
     head: Linear
     final_norm: torch.Tensor  # [hidden] fp32
@@ -115,7 +116,7 @@ def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
     if activation not in ACTIVATIONS:
         raise UnrecognizedModule(f"activation {activation!r}")
-    kinds, rotate = rotary_tables(decoder.rotary_emb, config, max_position(model.config))
+    kinds, rotate, rotate_at = rotary_tables(decoder.rotary_emb, config, max_position(model.config))
     final_norm = norm_weight(decoder.norm)
     assert final_norm is not None
     first = attending[0]
@@ -138,7 +139,7 @@ def inspect_decoder(paged: PagedModel, experts: type[nn.Module] | None = None) -
     )
     _require_alike(parts, attending, shape)
     return DecoderSpec(
-        shape, parts, attending, kinds, rotate, embedding, model.lm_head, final_norm[0]
+        shape, parts, attending, kinds, rotate, rotate_at, embedding, model.lm_head, final_norm[0]
     )
 
 
@@ -219,9 +220,10 @@ def _require_alike(
 
 def rotary_tables(
     rotary: nn.Module, config: Any, limit: int | None
-) -> tuple[list[int], Callable[[int], Tables]]:
-    """The index of each layer's table, and a function from a number of positions to the tables.
+) -> tuple[list[int], Callable[[int], Tables], Callable[[torch.Tensor], Tables]]:
+    """The index of each layer's table, and functions from positions to the tables.
 
+    One takes a number of positions, the other positions [3, T] of images in time, height and width.
     The cosines and sines come from the model's rotary module, including its scaling. They are never
     computed for more than ``limit`` positions, since some modules change with the longest position.
     """
@@ -231,7 +233,12 @@ def rotary_tables(
     distinct = sorted(set(types), key=str)
 
     def rotate(count: int) -> Tables:
-        positions = torch.arange(count if limit is None else min(count, limit)).unsqueeze(0)
+        return rows(torch.arange(count if limit is None else min(count, limit)).unsqueeze(0))
+
+    def rotate_at(positions: torch.Tensor) -> Tables:
+        return rows(positions.unsqueeze(1))
+
+    def rows(positions: torch.Tensor) -> Tables:
         like = torch.empty(0)
         tables = []
         for kind in distinct:
@@ -241,4 +248,4 @@ def rotary_tables(
             tables.append((cos[0, :, :half].clone(), sin[0, :, :half].clone()))
         return tables
 
-    return [distinct.index(kind) for kind in types], rotate
+    return [distinct.index(kind) for kind in types], rotate, rotate_at

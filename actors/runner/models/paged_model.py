@@ -329,11 +329,19 @@ class PagedModel:
         self._step.inputs = inputs
         for layer in self._shared:
             layer.restart()
+        positions = inputs.batch.positions
+        options: dict[str, torch.Tensor] = {}
+        if inputs.rope_positions is not None:
+            positions = inputs.rope_positions
+        if inputs.given is not None:
+            states = self._model.get_input_embeddings()(inputs.input_ids)
+            states[inputs.given.index] = inputs.given.states.to(states)
+            options["inputs_embeds"] = states.unsqueeze(0)
         complete = False
         if self.recurrent is not None:
             self.recurrent.begin(inputs)
         try:
-            output = self._run(inputs.input_ids, inputs.batch.positions, inputs.sampled)
+            output = self._run(inputs.input_ids, positions, inputs.sampled, **options)
             complete = True
         finally:
             self._step.inputs = None
@@ -348,12 +356,18 @@ class PagedModel:
         sampled: torch.Tensor | None,
         **options: Any,
     ) -> torch.Tensor:
-        """The logits [S, V] of transformers' forward over ``tokens`` [T]."""
+        """The logits [S, V] of transformers' forward over ``tokens`` [T].
+
+        Args:
+            positions: [T], or [3, T] for rotary embeddings of images.
+        """
         if positions is not None and self._takes_positions:
-            options["position_ids"] = positions.unsqueeze(0)
+            options["position_ids"] = positions.unsqueeze(-2)
         if sampled is not None and self._picks_logits:
             options["logits_to_keep"] = sampled
-        output = self._model(input_ids=tokens.unsqueeze(0), **{"use_cache": False, **options})
+        if "inputs_embeds" not in options:
+            options["input_ids"] = tokens.unsqueeze(0)
+        output = self._model(**{"use_cache": False, **options})
         logits: torch.Tensor = output.logits[0]
         return logits if sampled is None or self._picks_logits else logits[sampled]
 

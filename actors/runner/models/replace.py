@@ -107,8 +107,13 @@ def chunked_logits(
     tokens: torch.Tensor,
     cuts: Sequence[int],
     page_size: int = PROBE_PAGE_SIZE,
+    slot: int | None = None,
 ) -> torch.Tensor:
-    """Logits [T, V] fp32 of ``tokens`` [T], computed in chunks that start and end at ``cuts``."""
+    """Logits [T, V] fp32 of ``tokens`` [T], computed in chunks that start and end at ``cuts``.
+
+    Args:
+        slot: of the request that they belong to, where the model keeps something by slot.
+    """
     device = paged.device
     pages = -(-len(tokens) // page_size)
     cache = KVTensors(paged.layouts, pages, page_size, paged.dtype, paged.device)
@@ -131,6 +136,9 @@ def chunked_logits(
             page_size=page_size,
         )
         every = torch.arange(end - start, device=device)
-        logits.append(model.forward(StepInputs(tokens[start:end], batch, every)))
+        inputs = StepInputs(tokens[start:end], batch, every)
+        if slot is not None:
+            inputs.slots = np.array([slot], np.int32)
+        logits.append(model.forward(inputs))
     model.bind(KVTensors(paged.layouts, 0, page_size, paged.dtype, paged.device))
     return torch.cat(logits).float()

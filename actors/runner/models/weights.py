@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rayfin.actors.config import EngineArgs, KVCacheDtype
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.images.processor import reads_images
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.quantized.loader import dequantize, plain, prepare
 from rayfin.kernels.attention.select import page_types
@@ -86,7 +87,7 @@ def load_model(
     args: EngineArgs,
     config: PretrainedConfig,
     device: torch.device,
-    attention: str,
+    attention: str | dict[str, str],
     kind: Any = AutoModelForCausalLM,
     *,
     keep_quantized: bool = False,
@@ -96,6 +97,7 @@ def load_model(
     ``load_format="dummy"`` draws random weights from ``seed`` and reads no file.
 
     Args:
+        attention: its name in transformers' registry, or one for each part of the model.
         kind: the class of transformers that makes it. Of ``AutoModel`` the pooler may be missing.
         keep_quantized: leaves quantised layers as the checkpoint has them (``QuantLinear``).
 
@@ -210,6 +212,8 @@ def max_position(config: PretrainedConfig) -> int | None:
 
 def _refuse_unservable(config: PretrainedConfig) -> None:
     _refuse_unpageable(config)
+    if reads_images(config):
+        return
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         raise UnsupportedModel(_unsupported(config, "it is not a causal language model"), "model")
 

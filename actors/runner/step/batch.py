@@ -17,6 +17,14 @@ from rayfin.kernels.shapes import PagedBatch, SamplingRows
 from rayfin.kernels.staging import to_device
 
 
+@dataclass(slots=True, frozen=True)
+class GivenInputs:
+    """Inputs of G tokens that are no embedded tokens: parts of images."""
+
+    index: torch.Tensor  # [G] int64, in T, rising
+    states: torch.Tensor  # [G, hidden]
+
+
 @dataclass(slots=True)
 class StepInputs:
     """Everything that a model's forward reads."""
@@ -28,6 +36,8 @@ class StepInputs:
     # adapters, positions of images
     token_types: torch.Tensor | None = None  # [T] int64, 1 in the second text of a pair
     first_prompt: int = 0  # the row from which on rows are parts of prompts
+    given: GivenInputs | None = None  # what some tokens have in place of an embedding
+    rope_positions: torch.Tensor | None = None  # [3, T] int64, where they are not the positions
 
 
 @dataclass(slots=True)
@@ -48,7 +58,8 @@ def build_inputs(
     row = np.repeat(np.arange(len(info.ids)), lengths)  # [T]
     positions = np.arange(tokens) + (info.kv_len - info.chunk_idx)[row]
     pages = slots.page_tables[info.ids[row], positions // page_size]
-    input_ids = np.where(info.merge_prompt < 0, slots.last_token[info.ids[row]], info.merge_prompt)
+    sampled_last = info.merge_prompt == SAMPLED_LAST_STEP
+    input_ids = np.where(sampled_last, slots.last_token[info.ids[row]], info.merge_prompt)
     kv_len = info.kv_len + lengths
     query_start = np.append(info.chunk_idx, np.int32(tokens))
     widest = int(info.kv_page_len.max())

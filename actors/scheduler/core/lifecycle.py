@@ -110,6 +110,7 @@ class Lifecycle:
         running, source = self.state.running, self.state.running.request(slot).source
         known = running.tokens[slot, : running.num_known[slot]]
         needs_history = source.sampling.needs_history or self.state.runner_diff.send_history
+        needs_history = needs_history or bool(source.images)
         self.state.runner_diff.enter(
             NewRequest(
                 handle=slot,
@@ -122,6 +123,7 @@ class Lifecycle:
                 tenant=source.tenant,
                 pooling=source.pooling,
                 adapter=source.adapter,
+                images=source.images,
             )
         )
 

@@ -10,6 +10,7 @@ from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
+from rayfin.actors.scheduler.policy.image_budget import ImageBudget
 from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.state.request import Request
 
@@ -41,12 +42,14 @@ class TokenScheduler:
         self._limits = limits
         self._longest_chunk = long_prefill or limits.max_batch_tokens
         self._beside_streams = beside_streams or ChunkBudget(None, limits.max_batch_tokens)
+        self._images = ImageBudget()
         self._budget = limits.max_batch_tokens  # of a step, less after one that ran out of memory
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """Decides the next step: slots that decode, then chunks of prompts."""
         decoding, preempted = make_room(self._lifecycle, self._microbatcher.next_rows())
         budget = self._beside_streams.limit(len(decoding), self._budget - len(decoding))
+        self._images.begin(len(decoding))
         chunks = self._continue_prompts(budget)
         if not preempted:
             self._admit(budget - sum(chunk.length for chunk in chunks), chunks)
@@ -72,8 +75,7 @@ class TokenScheduler:
             if budget <= 0 or len(chunks) == self._limits.max_prefill_batch:
                 break
             if length := self._max_chunk(running.request(slot), budget, chunks):
-                chunks.append(take_chunk(self._lifecycle, slot, length))
-                budget -= chunks[-1].length
+                budget -= self._take(slot, length, chunks)
         return chunks
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
@@ -85,8 +87,20 @@ class TokenScheduler:
                 return
             if not (length := self._max_chunk(request, budget, chunks)):
                 return
-            chunks.append(take_chunk(lifecycle, lifecycle.admit(), length))
-            budget -= chunks[-1].length
+            if not self._images.allows(request):
+                return
+            budget -= self._take(lifecycle.admit(), length, chunks)
+
+    def _take(self, slot: int, length: int, chunks: list[Chunk]) -> int:
+        """Adds a chunk of up to ``length`` tokens of the slot's prompt; returns its tokens."""
+        running = self._lifecycle.state.running
+        request, computed = running.request(slot), int(running.num_computed[slot])
+        length = self._images.cap(request, computed, length)
+        if length <= 0:
+            return 0
+        chunks.append(take_chunk(self._lifecycle, slot, length))
+        self._images.take(request, computed, chunks[-1].length)
+        return chunks[-1].length
 
     def _max_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         """Most tokens of the request's prompt that a step with these ``chunks`` may compute."""

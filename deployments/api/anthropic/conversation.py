@@ -14,11 +14,11 @@ from rayfin.deployments.text.checks import (
     required,
     wrong_type,
 )
-from rayfin.deployments.text.messages import MAX_MESSAGES
+from rayfin.deployments.text.messages import MAX_MESSAGES, PlacedPart, text_of
 
 ROLES = ("user", "assistant", "system")
 BLOCKS = {  # role -> the types of its blocks
-    "user": ("text", "tool_result"),
+    "user": ("text", "tool_result", "image"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
@@ -53,7 +53,7 @@ def chat_messages(messages: object, system: object) -> list[dict[str, Any]]:
                 "A tool_use block must have its tool_result in the next message.",
                 f"messages[{len(listed) - 1}].content",
             )
-        if not last["content"].strip():
+        if not text_of(last["content"]).strip():
             chat.pop()
     return chat
 
@@ -75,7 +75,9 @@ def _append(chat: list[dict[str, Any]], said: dict[str, Any]) -> None:
         return
     for name in ("reasoning_content", "content"):
         texts = [own[name] for own in (last, said) if own.get(name)]
-        if texts:
+        if any(isinstance(text, list) for text in texts):
+            last[name] = [part for text in texts for part in _parts(text)]
+        elif texts:
             last[name] = "\n".join(texts)
     if "tool_calls" in said:
         last.setdefault("tool_calls", []).extend(said["tool_calls"])
@@ -86,14 +88,19 @@ def _messages(role: str, content: object, path: str, called: set[str]) -> list[d
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     parts: dict[str, list[Any]] = {kind: [] for kind in BLOCKS[role]}
+    ordered: list[Any] = []  # texts and images
     for i, written in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
         where = f"{path}[{i}]"
         kind, part = _block(as_object(written, where), where, BLOCKS[role], called)
         parts[kind].append(part)
+        if kind in ("text", "image"):
+            ordered += _parts(part) if kind == "text" else [part]
     results: list[dict[str, Any]] = parts.get("tool_result", [])
-    if results and not parts["text"]:
+    if results and not ordered:
         return results
     said: dict[str, Any] = {"role": role, "content": "\n".join(parts["text"])}
+    if parts.get("image"):
+        said["content"] = ordered
     if parts.get("thinking"):
         said["reasoning_content"] = "\n".join(parts["thinking"])
     if parts.get("tool_use"):
@@ -112,9 +119,15 @@ def _block(
         return kind, _call(block, path, called)
     if kind == "tool_result":
         return kind, _result(block, path, called)
+    if kind == "image":
+        return kind, PlacedPart(block, path)
     if kind == "redacted_thinking":  # of another model: only that one can read it
         return kind, None
     return kind, as_string(required(block, kind, path), f"{path}.{kind}")
+
+
+def _parts(content: str | list[Any]) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _call(block: Mapping[str, Any], path: str, called: set[str]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class MessagesAdapter(GenerationAdapter):
         with rename_error_params(OUR_NAMES):
             generation = await Generation.prepare(
                 self._service,
-                [Prompt(prompt.chat.ids, "messages")],
+                [Prompt(prompt.chat.ids, "messages", images=prompt.chat.images)],
                 params,
                 request_id=self._id,
                 priority=0,

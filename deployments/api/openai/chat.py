@@ -31,7 +31,7 @@ from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import renamed_paths
 from rayfin.deployments.http.sse import event
 from rayfin.deployments.requests.prompts import truncated
-from rayfin.deployments.text.messages import count_calls, plain_messages
+from rayfin.deployments.text.messages import count_calls, plain_messages, text_of
 from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.thought import thought_start
@@ -81,9 +81,11 @@ class ChatAdapter(CompletionAdapter):
                     "Either all or none of the conversations of a batch may end in a thought.", path
                 )
             side = body.truncation_side or "left"
-            ids = truncated(rendered.ids, params, service.max_model_len, side)
+            most, shows = service.max_model_len, bool(rendered.images)
+            ids = truncated(rendered.ids, params, most, side, images=shows)
             param = path if given is None else GIVEN_PROMPT
-            prompts.append(Prompt(ids, param, self._echo(messages), body.cache_salt))
+            echo = self._echo(messages)
+            prompts.append(Prompt(ids, param, echo, body.cache_salt, rendered.images))
         return prompts
 
     def _thinks_at_first(self, opening: str) -> bool:
@@ -109,8 +111,8 @@ class ChatAdapter(CompletionAdapter):
         """The last message, if the answer continues it."""
         if not self._body.echo:
             return ""
-        last = plain_messages(messages)[-1]
-        return str(last["content"]) if last["role"] == self._role(messages) else ""
+        last = plain_messages(messages, images=self._service.media is not None)[-1]
+        return text_of(last["content"]) if last["role"] == self._role(messages) else ""
 
     async def _render(self, messages: Any, param: str, given: list[int] | None) -> ChatPrompt:
         body = self._body

@@ -128,7 +128,7 @@ class ResponseAdapter(GenerationAdapter):
         with rename_error_params(OUR_NAMES):
             generation = await Generation.prepare(
                 service,
-                [Prompt(prompt.ids, "input", cache_salt=body.cache_salt)],
+                [Prompt(prompt.ids, "input", "", body.cache_salt, prompt.images)],
                 params,
                 request_id=self._id,
                 priority=body.priority or 0,

@@ -8,6 +8,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.api.responses.replies import (
     FunctionCallItem,
     FunctionCallOutput,
+    InputImage,
     InputText,
     Item,
     OutputMessage,
@@ -27,7 +28,7 @@ from rayfin.deployments.text.checks import (
     required,
     wrong_type,
 )
-from rayfin.deployments.text.messages import MAX_MESSAGES
+from rayfin.deployments.text.messages import MAX_MESSAGES, PlacedPart
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -93,7 +94,7 @@ def chat_messages(items: Iterable[Item], instructions: str | None) -> list[dict[
             chat.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
         elif isinstance(item, OutputMessage) and item.role != "assistant":
             turn = None
-            chat.append({"role": item.role, "content": "\n".join(texts_of(item))})
+            chat.append({"role": item.role, "content": _content(item)})
         elif not isinstance(item, ReasoningItem) or any(texts_of(item)):
             if turn is None or not _continues(turn, item):
                 turn = {"role": "assistant", "content": ""}
@@ -110,7 +111,26 @@ def texts_of(item: Item) -> list[str]:
         return [item.output]
     if isinstance(item, ReasoningItem) and not item.content:
         return [part.text for part in item.summary]
-    return [part.text for part in item.content]
+    return [part.text for part in item.content if not isinstance(part, InputImage)]
+
+
+def addresses_of(item: Item) -> list[str]:
+    """Returns the addresses of an item's images, data: addresses with all of their bytes."""
+    if not isinstance(item, OutputMessage):
+        return []
+    return [part.image_url for part in item.content if isinstance(part, InputImage)]
+
+
+def _content(item: OutputMessage) -> str | list[dict[str, Any]]:
+    """A message's texts as one, or its parts in order if it has images."""
+    if not any(isinstance(part, InputImage) for part in item.content):
+        return "\n".join(texts_of(item))
+    return [
+        PlacedPart(part.model_dump(), part.path)
+        if isinstance(part, InputImage)
+        else {"type": "text", "text": part.text}
+        for part in item.content
+    ]
 
 
 def _continues(turn: Mapping[str, Any], item: Item) -> bool:
@@ -164,12 +184,20 @@ def _item(written: object, path: str) -> Item:
 
 def _message(item: Mapping[str, Any], path: str) -> OutputMessage:
     role: Any = as_choice(required(item, "role", path), ROLES, f"{path}.role")
-    texts = _texts(required(item, "content", path), f"{path}.content", TEXTS)
-    content: list[InputText | OutputTextPart]
+    written = required(item, "content", path)
+    content: list[InputText | InputImage | OutputTextPart] = []
     if role == "assistant":
-        content = [OutputTextPart(text=text) for text in texts]
+        texts = _texts(written, f"{path}.content", TEXTS)
+        content += [OutputTextPart(text=text) for text in texts]
+    elif isinstance(written, list):
+        for i, part in enumerate(as_list(written, f"{path}.content", MAX_MESSAGES, TEXT_OR_PARTS)):
+            where = f"{path}.content[{i}]"
+            if isinstance(part, Mapping) and part.get("type") == "input_image":
+                content.append(_image(part, where))
+            else:
+                content.append(InputText(text=_part_text(part, where, TEXTS)))
     else:
-        content = [InputText(text=text) for text in texts]
+        content += [InputText(text=text) for text in _texts(written, f"{path}.content", TEXTS)]
     return OutputMessage(id=_id(item, path, "msg"), role=role, content=content)
 
 
@@ -203,14 +231,30 @@ def _texts(content: object, path: str, kinds: Mapping[str, str]) -> list[str]:
         return [content]
     texts = []
     for i, part in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
-        where = f"{path}[{i}]"
-        kind = as_string(required(as_object(part, where), "type", where), f"{where}.type")
-        if kind not in kinds:
-            raise InvalidRequest(
-                f"Content of type {kind[:32]!r} is not supported: this model reads text only.",
-                f"{where}.type",
-                "unsupported_content",
-            )
-        field = kinds[kind]
-        texts.append(as_string(required(part, field, where), f"{where}.{field}"))
+        texts.append(_part_text(part, f"{path}[{i}]", kinds))
     return texts
+
+
+def _part_text(part: object, where: str, kinds: Mapping[str, str]) -> str:
+    part = as_object(part, where)
+    kind = as_string(required(part, "type", where), f"{where}.type")
+    if kind not in kinds:
+        raise InvalidRequest(
+            f"Content of type {kind[:32]!r} is not supported: this model reads text only.",
+            f"{where}.type",
+            "unsupported_content",
+        )
+    field = kinds[kind]
+    return as_string(required(part, field, where), f"{where}.{field}")
+
+
+def _image(part: Mapping[str, Any], where: str) -> InputImage:
+    """An image as it is kept; ``MediaReader`` checks the address itself."""
+    if part.get("file_id") is not None:
+        raise InvalidRequest(
+            "Images by file_id are not supported; send image_url.",
+            f"{where}.file_id",
+            "unsupported_content",
+        )
+    url = as_string(required(part, "image_url", where), f"{where}.image_url")
+    return InputImage.at(where, url, str(part.get("detail") or "auto")[:16])

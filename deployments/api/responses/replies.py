@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PrivateAttr
 
 from rayfin.deployments.generation.logprobs import ChatTokenLogprob
 
@@ -13,6 +13,24 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 class InputText(BaseModel):
     type: Literal["input_text"] = "input_text"
     text: str
+
+
+class InputImage(BaseModel):
+    type: Literal["input_image"] = "input_image"
+    image_url: str
+    detail: str = "auto"
+    _path: str = PrivateAttr("input")  # in the request that has brought it, for errors
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @classmethod
+    def at(cls, path: str, image_url: str, detail: str) -> "InputImage":
+        """An image of the part at ``path``."""
+        image = cls(image_url=image_url, detail=detail)
+        image._path = path
+        return image
 
 
 class OutputTextPart(BaseModel):
@@ -39,7 +57,7 @@ class OutputMessage(BaseModel):
     type: Literal["message"] = "message"
     status: ItemStatus = "completed"
     role: Literal["system", "developer", "user", "assistant"]
-    content: list[InputText | OutputTextPart]
+    content: list[InputText | InputImage | OutputTextPart]
 
 
 class ReasoningItem(BaseModel):

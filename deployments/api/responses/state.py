@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, field
 
 from rayfin.actors.errors import Overloaded
-from rayfin.deployments.api.responses.items import texts_of
+from rayfin.deployments.api.responses.items import addresses_of, texts_of
 from rayfin.deployments.api.responses.output import START, OutputItem, OutputMark, ResponseOutput
 from rayfin.deployments.api.responses.replies import (
     IncompleteDetails,
@@ -200,7 +200,7 @@ class ResponseState:
                 output.append(item.reply(status).model_copy(deep=True))
         for said in output:
             if isinstance(said, OutputMessage):
-                said.content = [OutputTextPart(text=part.text) for part in said.content]
+                said.content = [OutputTextPart(text=text) for text in texts_of(said)]
         return [*self.history, *self.items, *output]
 
     def size(self) -> int:
@@ -208,6 +208,7 @@ class ResponseState:
         items = [*self.history, *self.items]
         texts = [self.created.instructions or ""]
         texts += itertools.chain.from_iterable(map(texts_of, items))
+        texts += itertools.chain.from_iterable(map(addresses_of, items))
         pieces = [piece for item in self.output.items for piece in item.pieces]
         texts += [piece.text for piece in pieces]
         logprobs = sum(1 + len(entry.top_logprobs) for piece in pieces for entry in piece.logprobs)

@@ -39,6 +39,11 @@ void embed(Pool& pool, const Decoder& d, const Step& s, float* x) {
   pool.run((s.count + group - 1) / group, [&](int64_t tile, int) {
     for (int64_t i = tile * group; i < std::min(s.count, (tile + 1) * group); ++i) {
       float* row = x + i * d.hidden;
+      if (s.tokens[i] < 0) {
+        const float* from = s.given + (-1 - s.tokens[i]) * d.hidden;
+        std::copy(from, from + d.hidden, row);
+        continue;
+      }
       d.embedding->read_row(s.tokens[i], row);
       if (d.embedding_scale != 1.0f)
         for (int64_t k = 0; k < d.hidden; ++k) row[k] *= d.embedding_scale;

@@ -37,11 +37,12 @@ struct Decoder {
 };
 
 struct Step {
-  const int64_t *tokens, *positions, *slots;  // [T]
+  const int64_t *tokens, *positions, *slots;  // [T]; token -1 - g stands for row g of `given`
   const int64_t* sampled;                     // [S], indices in T
   const int32_t *page_tables, *query_start, *kv_len;
   float* logits;     // [S, vocabulary]
   float* workspace;  // workspace_floats floats
+  const float* given;  // [G, hidden] inputs that are no embedded tokens (images), or null
   int64_t count, sampled_count;
   int64_t table_stride, rows, decoding, page_size;
 };

@@ -34,6 +34,7 @@ class Penalties:
         prompt = request.history[: request.prompt_len]
         # Only the repetition penalty looks at the prompt.
         counted = prompt if sampling.repetition_penalty != 1 else prompt[:0]
+        counted = counted[counted >= 0]  # no token of an image is ever sampled
         used = TokenCounts(counted, request.history[request.prompt_len :])
         self._slots[slot] = _Penalized(sampling, used)
         return True

@@ -1,6 +1,7 @@
 // A conversation over /v1/chat/completions, streamed, with what the drawer says.
 import { Answer } from "/ui/answer.js";
 import { examples } from "/ui/examples.js";
+import { Pictures, content, split, thumbnail } from "/ui/pictures.js";
 import { WEATHER } from "/ui/settings.js";
 
 const NEAR = 60; // pixels from the end within which a reader follows it
@@ -15,6 +16,7 @@ export class Chat {
     this.messages = [];
     this.aborter = null;
     this.welcome = at("welcome");
+    this.pictures = new Pictures(at("pictures"), at("chat"), at("prompt"));
     at("chat-form").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
     at("prompt").addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -75,16 +77,16 @@ export class Chat {
 
   async send() {
     const text = this.at("prompt").value.trim();
-    if (!text || this.aborter) return;
+    if (!(text || this.pictures.count) || this.aborter) return;
     this.at("prompt").value = "";
     this.grow();
-    await this.say(text);
+    await this.say(text, this.pictures.take());
   }
 
-  async say(text) {
+  async say(text, urls = []) {
     if (this.aborter) return;
-    this.messages.push({ role: "user", content: text });
-    this.bubble("user", text);
+    this.messages.push({ role: "user", content: content(text, urls) });
+    this.bubble("user", text).append(...urls.map(thumbnail));
     await this.reply();
   }
 
@@ -118,8 +120,9 @@ export class Chat {
   takeBack(messages, turn) {
     turn.remove();
     if (messages.at(-1).role !== "user") return;
-    const { content } = messages.pop();
-    this.at("prompt").value ||= content;
+    const { text, urls } = split(messages.pop().content);
+    this.at("prompt").value ||= text;
+    this.pictures.put(urls);
     this.grow();
   }
 

@@ -1,0 +1,218 @@
+"""An image as its model's encoder reads it, and the tokens that stand for it in a prompt.
+
+Both come from transformers' processor of the model, on its path without torchvision. An image is
+processed alone, so what its encoder gets never depends on the images beside it.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL.Image import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+from transformers.models.auto.processing_auto import processor_class_from_name
+from transformers.processing_utils import ProcessorMixin
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig, InvalidRequest
+from rayfin.actors.images.image_input import ImageInput
+
+logger = logging.getLogger(__name__)
+
+Pixels: TypeAlias = dict[str, npt.NDArray[Any]]
+GRID = "image_grid_thw"
+FOR_PROMPTS = {"num_patches", "rows", "cols", "num_crops"}
+"""What image processors give for the sake of the prompt alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """What a prompt and an encoder need of an image."""
+
+    digest: bytes
+    pixels: Any  # Pixels, or a Ray reference to them
+    ids: list[int]  # tokens in place of the one that a template has for an image
+    grid: tuple[int, ...] = ()
+    num_bytes: int = 0  # of the pixels
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    """Whether transformers has the model as one that reads images, and as no other.
+
+    A model that it has as a plain language model too is served as that one.
+    """
+    kind = config.model_type
+    reads = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return reads and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def model_reads_images(args: EngineArgs) -> bool:
+    """Whether the model of these settings reads images."""
+    if args.language_model_only:
+        return False
+    try:
+        config = AutoConfig.from_pretrained(
+            args.model, trust_remote_code=args.trust_remote_code, **args.hub
+        )
+    except (OSError, ValueError):
+        return False  # the runner, which loads the model, says why
+    return reads_images(config)
+
+
+class ImageProcessor:
+    """The image side of a model's processor; threads may share it."""
+
+    def __init__(self, processor: Any, settings: Mapping[str, Any]) -> None:
+        self._processor = processor
+        tokenizer = self._processor.tokenizer
+        merged = self._processor._merge_kwargs(
+            tokenizer_init_kwargs=tokenizer.init_kwargs, **settings
+        )
+        self._options = {**merged["images_kwargs"], "return_tensors": "np"}
+        self.image_token = str(self._processor.image_token)
+        self.image_token_id = int(tokenizer.convert_tokens_to_ids(self.image_token))
+        self._for_prompts = FOR_PROMPTS | set(self._processor.unused_input_names)
+        self._ids: dict[str, list[int]] = {}  # of texts in place of images
+
+    @classmethod
+    def load(cls, args: EngineArgs) -> "ImageProcessor | None":
+        """The processor of the model's folder, or None if the model reads text only.
+
+        Raises:
+            InvalidConfig: a file is missing, or transformers does not make a processor of it.
+        """
+        if not model_reads_images(args):
+            return None
+        try:
+            return cls(_load_processor(args), args.mm_processor_kwargs or {})
+        except (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise InvalidConfig(
+                f"{args.model} reads images, and its processor cannot be loaded: {reason[0]}. "
+                "Give its files, or language_model_only",
+                "model",
+            ) from error
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of older folders, which is in a file of the processor's."""
+        template = getattr(self._processor, "chat_template", None)
+        return template if isinstance(template, str) else None
+
+    def process(self, image: Image) -> ProcessedImage:
+        """Scales and cuts an RGB image; takes milliseconds to seconds of a core.
+
+        Raises:
+            InvalidRequest: the model's processor refuses it.
+        """
+        inner = self._processor
+        try:
+            laid_out, *_ = inner.prepare_inputs_layout(images=[image], text=[self.image_token])
+            made, (text,) = inner._process_images(laid_out, **self._options)
+        except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InvalidRequest(
+                f"This model's processor refuses the image: {reason}", "image", "invalid_image"
+            ) from error
+        pixels = {
+            name: np.ascontiguousarray(value)
+            for name, value in made.items()
+            if name not in self._for_prompts
+        }
+        grid = tuple(pixels[GRID][0].tolist()) if GRID in pixels else ()
+        return ProcessedImage(
+            digest(pixels), pixels, self._tokens(text), grid, sum(a.nbytes for a in pixels.values())
+        )
+
+    def _tokens(self, text: str) -> list[int]:
+        ids = self._ids.get(text)
+        if ids is None:
+            ids = list(self._processor.tokenizer.encode(text, add_special_tokens=False))
+            if len(self._ids) >= 256:
+                self._ids.clear()
+            self._ids[text] = ids
+        return ids
+
+
+def _load_processor(args: EngineArgs) -> ProcessorMixin:
+    """The class of processor that the folder names, without what is for videos and sound."""
+    from transformers import AutoProcessor  # noqa: F401  registers the classes
+
+    folder = args.model
+    hub: Any = {"trust_remote_code": args.trust_remote_code, **args.hub}
+    auto: Any = AutoImageProcessor
+    images = auto.from_pretrained(folder, backend="pil", **hub)
+    tokenizer = AutoTokenizer.from_pretrained(
+        args.tokenizer or folder, trust_remote_code=args.trust_remote_code, **args.tokenizer_hub
+    )
+    settings, _ = ProcessorMixin.get_processor_dict(folder, **args.hub)
+    kind = settings.pop("processor_class", None) or tokenizer.init_kwargs.get("processor_class")
+    made = processor_class_from_name(kind) if kind else None
+    if made is None:
+        raise ValueError(f"it names no processor that transformers knows ({kind})")
+    for name in ("auto_map", "image_processor", "tokenizer", "video_processor"):
+        settings.pop(name, None)
+    return _make(made, images, tokenizer, settings)
+
+
+def _make(kind: Any, images: Any, tokenizer: Any, settings: dict[str, Any]) -> ProcessorMixin:
+    class OfImages(kind):  # type: ignore[misc]
+        """The model's processor without its checks for parts that no image needs."""
+
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            return type(argument)
+
+    parts = {name: None for name in kind.get_attributes()}
+    parts |= {"image_processor": images, "tokenizer": tokenizer}
+    return OfImages(**parts, **settings)
+
+
+def digest(pixels: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """SHA-256 of what an encoder reads: names, types, shapes and bytes."""
+    whole = hashlib.sha256()
+    for name in sorted(pixels):
+        array = pixels[name]
+        whole.update(f"{name} {array.dtype.str} {array.shape}\0".encode())
+        whole.update(array.data if array.nbytes else b"")
+    return whole.digest()
+
+
+def put_images(
+    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int, param: str
+) -> tuple[list[int], tuple[ImageInput, ...]]:
+    """Replaces the n-th image token of a prompt by the tokens of the n-th image.
+
+    The ids are those that users see: ``put_virtual_ids`` makes those that engines get.
+
+    Raises:
+        InvalidRequest: the prompt has another number of image tokens than images.
+    """
+    count = sum(token == image_token_id for token in ids)
+    if count != len(images):
+        raise InvalidRequest(
+            f"The prompt has places for {count} images, and {len(images)} are given.",
+            param,
+            "invalid_image_count",
+        )
+    whole: list[int] = []
+    inputs: list[ImageInput] = []
+    rest = iter(images)
+    for token in ids:
+        if token != image_token_id:
+            whole.append(token)
+            continue
+        image = next(rest)
+        first = image.ids.index(image_token_id)
+        length = len(image.ids) - image.ids[::-1].index(image_token_id) - first
+        start = len(whole) + first
+        inputs.append(ImageInput(image.digest, start, length, image.pixels, image.grid))
+        whole += image.ids
+    return whole, tuple(inputs)

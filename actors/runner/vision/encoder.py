@@ -1,0 +1,79 @@
+"""Runs a model's vision tower once for each image, and keeps the embeddings of the last ones."""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayfin.actors.errors import RequestFailed, UnsupportedModel
+from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.runner.vision.pixels import fetch
+
+
+class ImageEncoder:
+    """Embeddings of images by their digests: the least recently used ones go first.
+
+    Args:
+        model: the base model of transformers, with ``get_image_features``.
+        max_bytes: of the embeddings that are kept.
+    """
+
+    def __init__(self, model: Any, max_bytes: int) -> None:
+        self._model = model
+        self._accepts = inspect.signature(model.get_image_features).parameters
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self.num_bytes = 0  # of the embeddings kept
+        self.num_encoded = 0  # images that were computed
+
+    def embeddings(self, image: ImageInput, count: int) -> torch.Tensor:
+        """The embeddings [count, hidden] of an image.
+
+        Raises:
+            RequestFailed: its pixels are gone, or its encoder gives another number.
+        """
+        kept = self._kept.get(image.digest)
+        if kept is not None:
+            self._kept.move_to_end(image.digest)
+        else:
+            kept = self.encode(fetch(image.pixels))
+            self._keep(image.digest, kept)
+        if len(kept) != count:
+            raise RequestFailed(f"an image has {len(kept)} embeddings for {count} tokens")
+        return kept
+
+    @torch.inference_mode()
+    def encode(self, pixels: Mapping[str, np.ndarray]) -> torch.Tensor:
+        """The embeddings [N, hidden] of an image, by transformers' own code."""
+        model = self._model
+        fields = {
+            name: torch.from_numpy(np.array(array)).to(model.device)
+            for name, array in pixels.items()
+            if name in self._accepts
+        }
+        fields["pixel_values"] = fields["pixel_values"].to(model.dtype)
+        output = model.get_image_features(**fields, return_dict=True)
+        if getattr(output, "deepstack_features", None) is not None:
+            name = type(model).__name__
+            raise UnsupportedModel(
+                f"{name} cannot be served: its images enter several layers", "model"
+            )
+        found = output.pooler_output
+        parts = [found] if isinstance(found, torch.Tensor) else list(found)
+        self.num_encoded += 1
+        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+    def clear(self) -> None:
+        """Drops all embeddings."""
+        self._kept.clear()
+        self.num_bytes = 0
+
+    def _keep(self, digest: bytes, embeddings: torch.Tensor) -> None:
+        self._kept[digest] = embeddings
+        self.num_bytes += embeddings.nbytes
+        while self.num_bytes > self._max_bytes and self._kept:
+            _, oldest = self._kept.popitem(last=False)
+            self.num_bytes -= oldest.nbytes

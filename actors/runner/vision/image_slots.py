@@ -1,0 +1,102 @@
+"""The images of the running requests, by slot, and the positions of the tokens around them."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from rayfin.actors.images.image_input import VIRTUAL_TOKENS, ImageInput
+from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
+from rayfin.actors.runner.observers import Observer
+
+
+class Placed(NamedTuple):
+    """An image and the positions [N] of the tokens that stand for its embeddings, rising."""
+
+    image: ImageInput
+    at: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class SlotImages:
+    """The images of one request."""
+
+    placed: tuple[Placed, ...]
+    rope: Int64Array | None  # [3, P] of the prompt's tokens, in time, height and width
+    delta: int = 0  # from a position behind the prompt to that of its rotary embedding
+
+    def rope_positions(self, start: int, count: int) -> Int64Array:
+        """Rotary positions [3, count] of the tokens from position ``start`` on."""
+        assert self.rope is not None
+        behind = np.arange(start, start + count) + self.delta
+        whole = np.broadcast_to(behind, (3, count)).copy()
+        known = self.rope[:, start : start + count]
+        whole[:, : known.shape[1]] = known
+        return whole
+
+
+class RopeIndex(Protocol):
+    """Gives the rotary positions [3, P] of a prompt [P] with ``images``."""
+
+    def __call__(self, prompt: Int32Array, images: tuple[ImageInput, ...]) -> Int64Array: ...
+
+
+class ImageSlots(Observer):
+    """Mirrors which running requests have images, by the diffs of steps."""
+
+    def __init__(self, rope_index: RopeIndex | None) -> None:
+        self._rope_index = rope_index
+        self._slots: dict[int, SlotImages] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def get(self, slot: int) -> SlotImages | None:
+        """The images of the slot's request, if it has any."""
+        return self._slots.get(slot)
+
+    def before(self, info: SchedulerInfo) -> None:
+        for slot in info.finished:
+            self._slots.pop(slot, None)
+        for new in info.new_requests:
+            self.enter(new)
+
+    def enter(self, new: NewRequest) -> None:
+        """Takes a request into its slot."""
+        self._slots.pop(new.handle, None)
+        if new.images:
+            self._slots[new.handle] = self._read(new)
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def _read(self, new: NewRequest) -> SlotImages:
+        assert new.history is not None
+        prompt = new.history[: new.prompt_len]
+        placed = []
+        for image in new.images:
+            own = prompt[image.start : image.start + image.length]
+            placed.append(Placed(image, image.start + np.flatnonzero(own < VIRTUAL_TOKENS)))
+        if self._rope_index is None:
+            return SlotImages(tuple(placed), None)
+        rope = self._rope_index(prompt, new.images)
+        return SlotImages(tuple(placed), rope, int(rope.max()) + 1 - len(prompt))
+
+
+class ModelRope:
+    """``RopeIndex`` by the model's own ``get_rope_index``."""
+
+    def __init__(self, model: Any, image_token_id: int) -> None:
+        self._model, self._image_token_id = model, image_token_id
+
+    def __call__(self, prompt: Int32Array, images: tuple[ImageInput, ...]) -> Int64Array:
+        virtual = prompt < VIRTUAL_TOKENS
+        ids = torch.from_numpy(np.where(virtual, self._image_token_id, prompt).astype(np.int64))
+        positions, _ = self._model.get_rope_index(
+            input_ids=ids.unsqueeze(0),
+            mm_token_type_ids=torch.from_numpy(virtual.astype(np.int32)).unsqueeze(0),
+            image_grid_thw=torch.tensor([image.grid for image in images]),
+        )
+        rope: Int64Array = positions[:, 0].numpy()
+        return rope

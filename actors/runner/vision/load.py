@@ -1,0 +1,180 @@
+"""Loads a vision-language model: its language model over pages, its tower as it is.
+
+A model is admitted by a probe, not by its name: one image, cut by chunks, must give the logits that
+the model's own forward gives.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, PretrainedConfig
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import UnsupportedModel
+from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.images.processor import (
+    GRID,
+    ImageProcessor,
+    ProcessedImage,
+    put_images,
+)
+from rayfin.actors.images.virtual_ids import put_virtual_ids
+from rayfin.actors.messages import NewRequest, Sampling
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel, set_attention
+from rayfin.actors.runner.models.replace import chunked_logits
+from rayfin.actors.runner.models.weights import load_model
+from rayfin.actors.runner.vision.encoder import ImageEncoder
+from rayfin.actors.runner.vision.image_slots import ImageSlots, ModelRope
+from rayfin.actors.runner.vision.text_view import TextView
+from rayfin.actors.runner.vision.vision_model import VisionModel
+
+PROBE_SIZE = (70, 50)
+PROBE_SLOT = 0
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Largest difference of logits, as a share of the largest one."""
+
+ROUNDED = 0.5
+"""The same where weights have fewer bits: a wrong place of an image differs more."""
+
+
+@dataclass(slots=True)
+class VisionParts:
+    """What a vision-language model has beside its language model."""
+
+    model: Any  # transformers' whole model, as long as it is compared
+    text: TextView | None
+    processor: ImageProcessor
+    encoder: ImageEncoder
+    slots: ImageSlots
+    cache_bytes: int  # of embeddings
+
+    def around(self, text: StepModel) -> VisionModel:
+        """The model whose language model is ``text``."""
+        return VisionModel(text, self.encoder, self.slots, self.processor.image_token_id)
+
+    def release(self) -> None:
+        """Frees the language model's modules; the tower stays."""
+        decoder = self.model.get_decoder()
+        for owner in list(self.model.modules()):
+            for name, child in list(owner.named_children()):
+                if child is decoder:
+                    setattr(owner, name, torch.nn.Identity())
+        self.model = self.text = None
+
+
+def load_vision(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, ranks: int
+) -> tuple[TextView, VisionParts | None]:
+    """The language model, and the parts that read images unless it is to be served alone.
+
+    ``require_equal_images`` is the caller's next step.
+
+    Raises:
+        InvalidConfig: a file is missing or wrong.
+        UnsupportedModel: the model has no decoder apart from its tower, or several ranks share it.
+    """
+    name = ", ".join(config.architectures or [type(config).__name__])
+    if ranks > 1:
+        raise UnsupportedModel(f"{name} cannot be shared by several devices", "model")
+    if args.serves_lora:
+        raise UnsupportedModel(f"{name} cannot be served with LoRA adapters", "enable_lora")
+    processor = ImageProcessor.load(args)
+    attention = {"text_config": ATTENTION, "vision_config": "sdpa", "": "sdpa"}
+    whole = load_model(args, config, device, attention, AutoModelForImageTextToText)
+    text = TextView(whole)
+    set_attention(text, ATTENTION)  # type: ignore[arg-type]
+    if processor is None:
+        return text, None
+    base: Any = getattr(whole, "model", whole)
+    if not hasattr(base, "get_image_features"):
+        raise UnsupportedModel(f"{name} cannot be served: it has no image features", "model")
+    rope = None
+    if hasattr(base, "get_rope_index"):
+        rope = ModelRope(base, processor.image_token_id)
+    cache_bytes = int(args.mm_encoder_cache_gb * 2**30)
+    encoder = ImageEncoder(base, cache_bytes)
+    return text, VisionParts(whole, text, processor, encoder, ImageSlots(rope), cache_bytes)
+
+
+def require_equal_images(
+    parts: VisionParts, paged: PagedModel, text: StepModel, *, rounded: bool = False
+) -> None:
+    """Compares a prompt with an image, cut inside it, with the model's own forward.
+
+    Then the language model's modules are freed, unless ``text`` runs them.
+
+    Args:
+        rounded: ``text`` has weights of fewer bits.
+
+    Raises:
+        UnsupportedModel: the logits differ.
+    """
+    name = type(parts.model).__name__
+    image = parts.processor.process(probe_image())
+    token = parts.processor.image_token_id
+    ids, images = put_images([5, 6, token, 7, 8, 9], [image], token, "model")
+    expected = _own_logits(parts, torch.tensor(ids, device=paged.device), image)
+    virtual = put_virtual_ids(np.array(ids, np.int32), images, token)
+    logits = _paged_logits(parts, paged, text, virtual, images)
+    difference = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not difference <= (ROUNDED if rounded else TOLERANCE.get(paged.dtype, 0.1)):
+        raise UnsupportedModel(
+            f"{name} cannot be served with images: over pages its logits differ from its own "
+            f"forward by {difference:.1e} of the largest one (language_model_only serves its text)",
+            "model",
+        )
+    if text is not paged:
+        parts.release()
+
+
+def probe_image() -> Image.Image:
+    """A small image in which no two places are alike."""
+    width, height = PROBE_SIZE
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    colors = np.stack([3 * x, 5 * y, (7 * x + 11 * y) % 256], axis=-1)
+    return Image.fromarray((colors % 256).astype(np.uint8), "RGB")
+
+
+@torch.inference_mode()
+def _own_logits(parts: VisionParts, ids: torch.Tensor, image: ProcessedImage) -> torch.Tensor:
+    """Logits [T, V] of transformers' forward of the whole model."""
+    fields = {
+        name: torch.from_numpy(np.array(array)).to(ids.device)
+        for name, array in image.pixels.items()
+    }
+    fields["pixel_values"] = fields["pixel_values"].to(parts.model.dtype)
+    if GRID in fields:
+        types = (ids == parts.processor.image_token_id).to(torch.int32)
+        fields["mm_token_type_ids"] = types.unsqueeze(0)
+    set_attention(parts.text, "eager")  # type: ignore[arg-type]
+    try:
+        output = parts.model(input_ids=ids.unsqueeze(0), use_cache=False, **fields)
+    finally:
+        set_attention(parts.text, ATTENTION)  # type: ignore[arg-type]
+    logits: torch.Tensor = output.logits[0].float()
+    return logits
+
+
+def _paged_logits(
+    parts: VisionParts,
+    paged: PagedModel,
+    text: StepModel,
+    ids: np.ndarray,
+    images: tuple[ImageInput, ...],
+) -> torch.Tensor:
+    request = NewRequest(
+        PROBE_SLOT, Sampling(), len(ids), history=ids, prompt_len=len(ids), images=images
+    )
+    parts.slots.enter(request)
+    middle = images[0].start + images[0].length // 2
+    cuts = sorted({0, 1, middle, len(ids) - 1, len(ids)})
+    tokens = torch.from_numpy(ids.astype(np.int64)).to(paged.device)
+    try:
+        model = parts.around(text)
+        return chunked_logits(model, paged, tokens, cuts, slot=PROBE_SLOT)
+    finally:
+        parts.slots.close()
+        parts.encoder.clear()

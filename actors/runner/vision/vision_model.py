@@ -1,0 +1,85 @@
+"""A ``StepModel`` whose steps may hold parts of images."""
+
+import numpy as np
+import torch
+
+from rayfin.actors.images.image_input import VIRTUAL_TOKENS
+from rayfin.actors.messages import Int64Array
+from rayfin.actors.runner.models.paged_model import StepModel
+from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
+from rayfin.actors.runner.vision.encoder import ImageEncoder
+from rayfin.actors.runner.vision.image_slots import ImageSlots
+from rayfin.cache.kv_tensors import KVLayout, KVTensors
+
+
+class VisionModel:
+    """Puts the embeddings of images into a step, then runs the language model over it.
+
+    A step without them runs as that of a text model.
+    """
+
+    def __init__(
+        self, text: StepModel, encoder: ImageEncoder, slots: ImageSlots, image_token_id: int
+    ) -> None:
+        self.text, self.encoder, self.slots = text, encoder, slots
+        self._image_token_id = image_token_id
+
+    @property
+    def layouts(self) -> list[KVLayout]:
+        return self.text.layouts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.text.dtype
+
+    def bind(self, cache: KVTensors) -> None:
+        """Makes the layers keep their keys and values in ``cache``."""
+        self.text.bind(cache)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
+        if len(self.slots) and inputs.slots is not None:
+            self._put_images(inputs)
+        # Also without images: a draft may be copied from an earlier prompt that had some.
+        virtual = inputs.input_ids < VIRTUAL_TOKENS
+        inputs.input_ids = inputs.input_ids.masked_fill(virtual, self._image_token_id)
+        return self.text.forward(inputs)
+
+    def _put_images(self, inputs: StepInputs) -> None:
+        assert inputs.slots is not None
+        starts = np.asarray(inputs.batch.query_start_cpu, np.int64)
+        ends = np.asarray(inputs.batch.kv_len_cpu, np.int64)
+        index: list[Int64Array] = []
+        states: list[torch.Tensor] = []
+        rope: Int64Array | None = None
+        for row, slot in enumerate(inputs.slots.tolist()):
+            own = self.slots.get(slot)
+            if own is None:
+                continue
+            first, count = int(starts[row]), int(starts[row + 1] - starts[row])
+            start = int(ends[row]) - count
+            for image, at in own.placed:
+                low, high = np.searchsorted(at, (start, start + count)).tolist()
+                if low < high:
+                    embeddings = self.encoder.embeddings(image, len(at))
+                    index.append(at[low:high] - start + first)
+                    states.append(embeddings[low:high])
+            if own.rope is not None:
+                if rope is None:
+                    plain = _positions(starts, ends)
+                    rope = np.broadcast_to(plain, (3, len(plain))).copy()
+                rope[:, first : first + count] = own.rope_positions(start, count)
+        device = inputs.input_ids.device
+        if index:
+            places = torch.from_numpy(np.concatenate(index)).to(device)
+            inputs.given = GivenInputs(places, torch.cat(states))
+        if rope is not None:
+            inputs.rope_positions = torch.from_numpy(rope).to(device)
+
+
+def _positions(starts: Int64Array, ends: Int64Array) -> Int64Array:
+    """Positions [T] of all tokens of a step."""
+    counts = np.diff(starts)
+    offsets = np.repeat(ends - counts - starts[:-1], counts)
+    return np.arange(int(counts.sum())) + offsets

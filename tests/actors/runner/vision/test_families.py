@@ -1,0 +1,184 @@
+"""Greedy tokens of prompts with images are transformers' own, for each family and on every way."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayfin.actors.errors import UnsupportedModel
+from rayfin.actors.runner.loading import load
+from vision_models import EOS, FAMILIES, VisionModel, picture
+
+Make = Callable[..., Any]
+
+BEFORE, BETWEEN, AFTER = [60, 61, 62, 63, 64], [65, 66], [70, 71, 72]
+OUTPUT = 6
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
+    return VisionModel(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
+    return VisionModel("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
+    return VisionModel("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
+
+
+def _request(request_of: Make, key: int, prompt: tuple[Any, Any], output: int = OUTPUT) -> Any:
+    ids, images = prompt
+    made = request_of(key, ids, output, eos=(EOS,))
+    made.images = images
+    return made
+
+
+def test_tokens_are_transformers_own(family: VisionModel, served: Make, request_of: Make) -> None:
+    """Two images of two sizes and text without any, in one batch, cut by chunks of 16."""
+    prompts = [
+        family.prompt(BEFORE, picture(1), AFTER),
+        family.prompt(picture(2, 30, 60), AFTER),
+        family.prompt(BEFORE, AFTER),
+        family.prompt(BEFORE, picture(1), BETWEEN, picture(3), AFTER),
+    ]
+    engine = served(family.folder, max_batch_tokens=16)
+    tokens = engine.run(*(_request(request_of, key, own) for key, own in enumerate(prompts)))
+    assert tokens == {key: family.greedy(*own, OUTPUT) for key, own in enumerate(prompts)}
+    assert len({tuple(own) for own in tokens.values()}) > 1, "the images change nothing"
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 64])
+@pytest.mark.parametrize("model", ["llava", "qwen"])
+def test_chunks_cut_images(
+    chunk: int, model: str, request: pytest.FixtureRequest, served: Make, request_of: Make
+) -> None:
+    tiny: VisionModel = request.getfixturevalue(model)
+    prompt = tiny.prompt(BEFORE, picture(1), BETWEEN, picture(1), AFTER)
+    engine = served(tiny.folder, max_batch_tokens=chunk, max_decoding_batch=1)
+    assert engine.run(_request(request_of, 0, prompt))[0] == tiny.greedy(*prompt, OUTPUT)
+    assert engine.runner._loaded.vision.encoder.num_encoded == 2, "the probe's, and the image once"
+
+
+@pytest.mark.parametrize("model", ["llava", "qwen"])
+def test_prefix_hits_never_encode(
+    model: str, request: pytest.FixtureRequest, served: Make, request_of: Make
+) -> None:
+    """A second question about the same image starts behind it; another image is another prompt."""
+    tiny: VisionModel = request.getfixturevalue(model)
+    engine = served(tiny.folder, mm_encoder_cache_gb=0.0)
+    encoder = engine.runner._loaded.vision.encoder
+    first = tiny.prompt(BEFORE, picture(1), AFTER)
+    second = tiny.prompt(BEFORE, picture(1), [80, 81])
+    other = tiny.prompt(BEFORE, picture(2), [80, 81])
+    engine.run(_request(request_of, 0, first))
+    encoded = encoder.num_encoded
+    assert engine.run(_request(request_of, 1, second))[1] == tiny.greedy(*second, OUTPUT)
+    assert engine.cached[1] > first[1][0].start + 8 and encoder.num_encoded <= encoded + 1
+    assert engine.run(_request(request_of, 2, other))[2] == tiny.greedy(*other, OUTPUT)
+    assert engine.cached[2] <= len(BEFORE), "pages of another image were taken"
+
+
+@pytest.mark.parametrize("model", ["llava", "qwen"])
+def test_preempted_inside_an_image(
+    model: str, request: pytest.FixtureRequest, served: Make, request_of: Make
+) -> None:
+    tiny: VisionModel = request.getfixturevalue(model)
+    prompts = [tiny.prompt(BEFORE, picture(seed), AFTER) for seed in range(4)]
+    pages = -(-(max(len(ids) for ids, _ in prompts) + 24) // 4) + 6
+    engine = served(tiny.folder, num_pages=pages, max_batch_tokens=8, max_model_len=4 * (pages - 1))
+    tokens = engine.run(
+        *(_request(request_of, key, own, 20) for key, own in enumerate(prompts)), stagger=1
+    )
+    assert tokens == {key: tiny.greedy(*own, 20) for key, own in enumerate(prompts)}
+    assert engine.engine.stats().preemptions > 0
+
+
+def test_a_step_beside_streams_begins_one_image(
+    llava: VisionModel, served: Make, request_of: Make
+) -> None:
+    engine = served(llava.folder, max_batch_tokens=64)
+    text = llava.prompt(BEFORE, AFTER)
+    prompts = {
+        key: llava.prompt(BEFORE, picture(key), BETWEEN, picture(key + 10), AFTER)
+        for key in range(1, 4)
+    }
+    stream = request_of(0, text[0], 40)
+    tokens = engine.run(
+        stream, *(_request(request_of, key, own) for key, own in prompts.items()), stagger=2
+    )
+    assert {key: tokens[key] for key in prompts} == {
+        key: llava.greedy(*own, OUTPUT) for key, own in prompts.items()
+    }
+    begun = []
+    for step in engine.steps:
+        if step.decoding_batch:
+            rows = range(step.decoding_batch, len(step.ids))
+            begun.append(sum(_images_begun(step.chunk_prompt(row), llava) for row in rows))
+    assert max(begun) == 1 and sum(begun) >= 5
+
+
+def _images_begun(chunk: Any, tiny: VisionModel) -> int:
+    """Images whose first token is in a chunk of the prompts above."""
+    firsts = {
+        int(tiny.prompt(picture(seed))[0][0]) for key in range(1, 4) for seed in (key, key + 10)
+    }
+    return sum(token in firsts for token in chunk.tolist())
+
+
+def test_an_image_is_encoded_once(llava: VisionModel, served: Make, request_of: Make) -> None:
+    """Also without pages to share; the cache is bounded in bytes, the oldest leave it."""
+    engine = served(llava.folder, prefix_caching=False)
+    encoder = engine.runner._loaded.vision.encoder
+    for key in range(3):
+        engine.run(_request(request_of, key, llava.prompt(BEFORE, picture(1), AFTER)))
+    assert encoder.num_encoded == 2
+    encoder._max_bytes = encoder.num_bytes
+    for key, seed in enumerate((1, 2, 2, 1), start=3):
+        engine.run(_request(request_of, key, llava.prompt(BEFORE, picture(seed), AFTER)))
+    assert encoder.num_encoded == 4 and encoder.num_bytes <= encoder._max_bytes
+
+
+def test_lost_pixels_fail_one_request(llava: VisionModel, served: Make, request_of: Make) -> None:
+    engine = served(llava.folder)
+    lost = llava.prompt(BEFORE, picture(5), AFTER)
+    from dataclasses import replace
+
+    broken = (replace(lost[1][0], pixels={"pixel_values": lost[1][0].pixels["pixel_values"][0]}),)
+    good = llava.prompt(AFTER, picture(6))
+    tokens = engine.run(_request(request_of, 0, (lost[0], broken)), _request(request_of, 1, good))
+    assert engine.reasons[0] == "error" and tokens[1] == llava.greedy(*good, OUTPUT)
+
+
+def test_text_only_on_request(llava: VisionModel, served: Make, request_of: Make) -> None:
+    engine = served(llava.folder, language_model_only=True)
+    assert engine.config.image_token_id is None
+    prompt = llava.prompt(BEFORE, AFTER)
+    assert engine.run(_request(request_of, 0, prompt))[0] == llava.greedy(*prompt, OUTPUT)
+
+
+def test_a_model_that_differs_is_refused(
+    llava: VisionModel, engine_args: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rayfin.actors.runner.vision import vision_model
+
+    monkeypatch.setattr(vision_model.VisionModel, "_put_images", lambda self, inputs: None)
+    with pytest.raises(UnsupportedModel, match="logits differ"):
+        load(engine_args(llava.folder))
+
+
+def test_missing_processor(llava: VisionModel, engine_args: Make, tmp_path: Path) -> None:
+    import shutil
+
+    from rayfin.actors.errors import InvalidConfig
+
+    folder = tmp_path / "copy"
+    shutil.copytree(llava.folder, folder)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(InvalidConfig, match="processor cannot be loaded"):
+        load(engine_args(folder))
