@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.errors import UnsupportedModel
+from rayfin.actors.errors import RunnerGroupFailed, UnsupportedModel
 from rayfin.actors.runner.loading import load
 from vision_models import EOS, FAMILIES, VisionModel, picture
 
@@ -120,6 +120,30 @@ def test_a_step_beside_streams_begins_one_image(
             rows = range(step.decoding_batch, len(step.ids))
             begun.append(sum(_images_begun(step.chunk_prompt(row), llava) for row in rows))
     assert max(begun) == 1 and sum(begun) >= 5
+
+
+@pytest.mark.parametrize("model", ["llava", "qwen"])
+def test_replaced_runners_keep_images(
+    model: str, request: pytest.FixtureRequest, served: Make, request_of: Make
+) -> None:
+    """In the middle of an image, and in the middle of the answers."""
+    tiny: VisionModel = request.getfixturevalue(model)
+    engine = served(tiny.folder, max_batch_tokens=8)
+    prompts = [tiny.prompt(BEFORE, picture(seed), AFTER) for seed in (1, 2)]
+    step, count = engine.engine.step, 0
+
+    def step_and_die() -> Any:
+        nonlocal count
+        count += 1
+        if count in (2, 9):
+            engine.engine.replace_runners(RunnerGroupFailed("planted"))
+            engine.runner._loaded.vision.encoder.clear()
+        return step()
+
+    engine.engine.step = step_and_die
+    tokens = engine.run(*(_request(request_of, key, own) for key, own in enumerate(prompts)))
+    assert tokens == {key: tiny.greedy(*own, OUTPUT) for key, own in enumerate(prompts)}
+    assert count > 9, "all was over before the second death"
 
 
 def _images_begun(chunk: Any, tiny: VisionModel) -> int:
