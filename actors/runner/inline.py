@@ -38,7 +38,7 @@ class InlineExecutor:
     """Runs each step when its result is asked for, in the order of submission.
 
     A GPU gets steps before: it computes one while the scheduler reads the one before. On a CPU
-    the scheduler and the model would compute on the same cores, and nothing is gained.
+    scheduler and model take turns on the same cores.
 
     An exception of a step is the caller's: there is no process to restart.
     """

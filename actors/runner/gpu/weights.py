@@ -4,13 +4,14 @@
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from rayfin.actors.runner.models.inspect_decoder import AttentionSpec
-from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, norm_weight
+from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
 
 LARGEST_FLOAT16 = 65504.0
 LARGEST_ROW = 4096.0
@@ -111,8 +112,10 @@ def _gain(weight: torch.Tensor, norm: torch.Tensor) -> float:
     )
 
 
-def _project(linears: list[nn.Linear], norm: torch.Tensor | None) -> Projection:
-    return Projection(_merge(linears), _merge_biases(linears), norm)
+def _project(linears: Sequence[Linear], norm: torch.Tensor | None) -> Projection:
+    plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
+    assert len(plain) == len(linears), "weights of codes are a CPU's"
+    return Projection(_merge(plain), _merge_biases(plain), norm)
 
 
 def _merge_mlp(mlp: GatedParts | nn.Module, norm: torch.Tensor | None) -> GatedMlp | nn.Module:
