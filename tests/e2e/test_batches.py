@@ -131,6 +131,8 @@ def test_a_batch_survives_the_death_of_each_process(
 def test_series_and_refusals_of_a_served_batch(
     site: Any, client: openai.OpenAI, eventually: Callable[..., Any]
 ) -> None:
+    good = _submit(client, site.model, 2)
+    eventually(lambda: client.batches.retrieve(good.id).status == "completed", "it completes")
     batch = _submit(client, "other", 3)
     failed = eventually(
         lambda: (own := client.batches.retrieve(batch.id)).status == "failed" and own,
