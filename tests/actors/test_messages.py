@@ -151,6 +151,7 @@ def test_statuses() -> None:
         "EngineLost": 503,
         "GrammarFailed": 500,
         "AdapterUnavailable": 503,
+        "StorageFull": 507,
         "GrammarTooSlow": 500,
         "TemplateTooSlow": 400,
         "TemplateTooLong": 400,

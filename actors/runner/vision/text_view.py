@@ -50,7 +50,8 @@ class TextView(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         """The head."""
-        return self.lm_head
+        head: nn.Module = self.lm_head
+        return head
 
     def num_parameters(self) -> int:
         count: int = self.model.num_parameters()
