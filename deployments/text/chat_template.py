@@ -32,7 +32,7 @@ MAX_OWN_TEXT = 2**17  # ... and in addition to those
 def reserved_names(kind: type) -> frozenset[str]:
     """Names that no variable of a request may have: those of a tokenizer's class and of jinja."""
     rendering: Any = getattr(kind, "apply_chat_template", None)
-    return OWN_NAMES | inspect.signature(rendering).parameters.keys()
+    return frozenset(OWN_NAMES | inspect.signature(rendering).parameters.keys())
 
 
 @dataclass(slots=True, frozen=True)
@@ -149,7 +149,8 @@ def _template(tokenizer: Tokenizer, override: str | None, has_tools: bool) -> st
 
 def _variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     path = "chat_template_kwargs"
-    reserved = reserved_names(type(tokenizer.inner))
+    kind: Any = type(tokenizer.inner)
+    reserved = reserved_names(kind)
     for name, value in variables.items():
         if name in reserved or name in tokenizer.inner.special_tokens_map:
             raise InvalidRequest(
