@@ -69,7 +69,9 @@ PREPARE_SECONDS = 10.0
 LOBBY_TICK_SECONDS = 0.05
 
 # The content of an adapter on its way from the actor that holds it to a runner.
+# Where that actor is missing, a runner asks again after the pause.
 ADAPTER_FETCH_SECONDS = 8.0
+ADAPTER_FETCH_PAUSE_SECONDS = 0.25
 # An ingress asks the registry of adapters for changes, which answers a change at once, else after
 # ADAPTER_POLL_SECONDS. A name that --lora-dir does not have is looked for again after the retry
 # time. A registry that no ingress asks exits.

@@ -8,7 +8,6 @@ from typing import Any
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.images.processor import model_reads_images
 from rayfin.actors.timing import ENGINE_STOP_SECONDS, INGRESS_DRAIN_SECONDS
 from rayfin.deployments.batches.routes import FORM_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_IMAGES_BODY_BYTES
@@ -77,6 +76,9 @@ def bind_models(
         max_surge_percent=ONE_MORE,
         graceful_shutdown_timeout_s=max(drain, INGRESS_DRAIN_SECONDS),
     )
+    # It imports transformers, which the command has no use for until Ray has started.
+    from rayfin.actors.images.processor import model_reads_images
+
     if server.max_body_bytes == MAX_BODY_BYTES and any(
         model_reads_images(located(model.engine)) for model in models
     ):

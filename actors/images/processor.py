@@ -8,22 +8,19 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from PIL.Image import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
-from transformers.models.auto.processing_auto import processor_class_from_name
-from transformers.processing_utils import ProcessorMixin
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, InvalidRequest
 from rayfin.actors.images.image_input import ImageInput
+
+if TYPE_CHECKING:  # transformers takes seconds, and a server without images needs none of this
+    from transformers import PretrainedConfig
+    from transformers.processing_utils import ProcessorMixin
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +41,16 @@ class ProcessedImage:
     num_bytes: int = 0  # of the pixels
 
 
-def reads_images(config: PretrainedConfig) -> bool:
+def reads_images(config: "PretrainedConfig") -> bool:
     """Whether transformers has the model as one that reads images, and as no other.
 
     A model that it has as a plain language model too is served as that one.
     """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
     kind = config.model_type
     reads = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return reads and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -58,6 +60,8 @@ def model_reads_images(args: EngineArgs) -> bool:
     """Whether the model of these settings reads images."""
     if args.language_model_only:
         return False
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(
             args.model, trust_remote_code=args.trust_remote_code, **args.hub
@@ -142,9 +146,11 @@ class ImageProcessor:
         return ids
 
 
-def _load_processor(args: EngineArgs) -> ProcessorMixin:
+def _load_processor(args: EngineArgs) -> "ProcessorMixin":
     """The class of processor that the folder names, without what is for videos and sound."""
-    from transformers import AutoProcessor  # noqa: F401  registers the classes
+    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # noqa: F401
+    from transformers.models.auto.processing_auto import processor_class_from_name
+    from transformers.processing_utils import ProcessorMixin
 
     folder = args.model
     hub: Any = {"trust_remote_code": args.trust_remote_code, **args.hub}
@@ -163,7 +169,7 @@ def _load_processor(args: EngineArgs) -> ProcessorMixin:
     return _make(made, images, tokenizer, settings)
 
 
-def _make(kind: Any, images: Any, tokenizer: Any, settings: dict[str, Any]) -> ProcessorMixin:
+def _make(kind: Any, images: Any, tokenizer: Any, settings: dict[str, Any]) -> "ProcessorMixin":
     class OfImages(kind):  # type: ignore[misc]
         """The model's processor without its checks for parts that no image needs."""
 

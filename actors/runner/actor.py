@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from rayfin.actors.runner.parallel.rank import Address, ParallelRank
 from rayfin.actors.runner.result_cache import StepResultCache
 from rayfin.actors.runner.step_turns import StepTurns
 from rayfin.actors.timing import (
+    ADAPTER_FETCH_PAUSE_SECONDS,
     ADAPTER_FETCH_SECONDS,
     RUNNER_LEASE_SECONDS,
     STEP_OVERTAKEN_SECONDS,
@@ -193,18 +195,29 @@ class ModelRunnerActor:
 
 
 def _fetch(ref: AdapterRef) -> AdapterFiles:
-    """The files of an adapter, from the actor that holds them."""
+    """The files of an adapter, from the actor that holds them.
+
+    That actor may just have died: an ingress starts it again, and tells it what it held.
+
+    Raises:
+        AdapterUnavailable: no actor has given them within ADAPTER_FETCH_SECONDS.
+    """
     if not ref.store:
         return read_ref(ref)
-    try:
-        store = ray.get_actor(ref.store, namespace=NAMESPACE)
-        call: Any = store.fetch.remote(ref.digest)
-        files: AdapterFiles | None = ray.get(call, timeout=ADAPTER_FETCH_SECONDS)
-    except (RayError, ValueError) as error:
-        raise AdapterUnavailable(f"The adapter {ref.name!r} cannot be fetched: {error}") from error
-    if files is None:
-        raise AdapterUnavailable(f"The content of adapter {ref.name!r} is gone.", "model")
-    return files
+    until = time.monotonic() + ADAPTER_FETCH_SECONDS
+    while True:
+        why = "its content is gone"
+        try:
+            store = ray.get_actor(ref.store, namespace=NAMESPACE)
+            call: Any = store.fetch.remote(ref.digest)
+            files: AdapterFiles | None = ray.get(call, timeout=until - time.monotonic())
+            if files is not None:
+                return files
+        except (RayError, ValueError) as error:
+            why = str(error)
+        if time.monotonic() + ADAPTER_FETCH_PAUSE_SECONDS > until:
+            raise AdapterUnavailable(f"The adapter {ref.name!r} cannot be fetched: {why}", "model")
+        time.sleep(ADAPTER_FETCH_PAUSE_SECONDS)
 
 
 def _host() -> str:

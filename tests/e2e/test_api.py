@@ -206,9 +206,10 @@ def test_stop_string_is_no_disconnect(app: Any, client: openai.OpenAI, completio
 
 
 def test_event_stream_on_the_wire(app: Any, http: httpx.Client) -> None:
-    """What curl -N shows."""
+    """What curl -N shows to a client that asks for an event stream: events with ids."""
     body = {"model": app.model, "prompt": PROMPT, "stream": True, **WHOLE, **EXACT}
-    with http.stream("POST", "/v1/completions", json=body) as response:
+    accept = {"Accept": "text/event-stream"}
+    with http.stream("POST", "/v1/completions", json=body, headers=accept) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"

@@ -184,7 +184,7 @@ def test_production_is_watched() -> None:
     ]
     assert len([rule for rule in rules if "alert" in rule]) > 5
     labels = [own["metadata"].get("labels", {}) for own in of_kind(objects, "ConfigMap")]
-    assert len([own for own in labels if own.get("grafana_dashboard") == "1"]) == 7
+    assert len([own for own in labels if own.get("grafana_dashboard") == "1"]) == 8
     assert len(of_kind(objects, "PodMonitor")) == 2
 
 

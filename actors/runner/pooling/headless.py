@@ -47,6 +47,11 @@ class HeadlessDecoder(nn.Module):
         count: int = self.model.num_parameters()
         return count
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The head."""
+        head: nn.Module = self.lm_head
+        return head
+
     def forward(
         self,
         input_ids: torch.Tensor,
