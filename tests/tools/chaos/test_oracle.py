@@ -1,6 +1,7 @@
 """The oracle and the hash runner say the same, and the runner notices a history that is wrong."""
 
 import importlib.util
+import inspect
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from rayfin.actors.config import EngineArgs, resolve
 from rayfin.actors.errors import NumericalError, RequestFailed
 from rayfin.actors.failpoints import Failpoints
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
+from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.engine import Engine
 
 
@@ -143,3 +145,11 @@ def test_asks_are_the_same_for_the_same_seed() -> None:
     assert [first.stream() for _ in range(20)] == [second.stream() for _ in range(20)]
     kinds = {Asks(seed).stream().name.split("-")[0] for seed in range(60)}
     assert kinds == {"greedy", "seeded", "penalties", "stop", "two"}
+
+
+def test_the_fake_runner_takes_what_the_real_one_takes(hash_runner: ModuleType) -> None:
+    """Its constructor and methods accept the arguments of the ModelRunner that it replaces."""
+    for name in ("__init__", "profile", "start", "prepare", "execute"):
+        real = inspect.signature(getattr(ModelRunner, name)).parameters
+        fake = inspect.signature(getattr(hash_runner.ModelRunner, name)).parameters
+        assert list(fake) == list(real), name

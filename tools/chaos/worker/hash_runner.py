@@ -89,7 +89,7 @@ def allocate_activations() -> None:
 class ModelRunner:
     """Replaces actors/runner/model_runner.py's ModelRunner, with the same interface."""
 
-    def __init__(self, args: EngineArgs, place: None = None) -> None:
+    def __init__(self, args: EngineArgs, place: None = None, plugins: object = None) -> None:
         self._args = args
         self._executor: FakeExecutor | None = None
 
