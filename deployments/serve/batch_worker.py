@@ -34,6 +34,7 @@ from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.model_service import model_service
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 SLOTS = 64  # of an engine whose settings do not say
 
@@ -63,6 +64,7 @@ class BatchDeployment:
             "edge": HttpSettings(max_body_bytes=2 * MAX_LINE_BYTES, web=False),
             "replies": replies,
         }
+        await asyncio.to_thread(Tokenizer.prepare)  # the services load theirs side by side
         self._services = await asyncio.gather(
             *(
                 model_service(place, model, own, shared, self._report if place == 0 else no_ingress)

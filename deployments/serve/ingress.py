@@ -29,6 +29,7 @@ from rayfin.deployments.serve.model_service import model_service
 from rayfin.deployments.serve.response_store import store_calls
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 
 @serve.deployment(
@@ -71,6 +72,7 @@ class IngressDeployment:
         calls = None if keeper is None else store_calls(keeper)
         self._responses = ResponseStoreClient(replica, calls)
         self._batches = None if server.batch_dir is None else open_folder(server)
+        await asyncio.to_thread(Tokenizer.prepare)  # the services load theirs side by side
         self._services = await asyncio.gather(
             *(
                 model_service(place, model, own, shared)

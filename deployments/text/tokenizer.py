@@ -54,6 +54,15 @@ class Tokenizer:
         inner.chat_control_tokens = self._control_tokens()
         self.vocab_size = len(inner)  # added tokens included; the model's may be larger (padding)
 
+    @staticmethod
+    def prepare() -> None:
+        """Imports what ``load`` needs; to be called once before several threads call ``load``.
+
+        A package that replaces itself in ``sys.modules``, as transformers does, is not safe to
+        import first in two threads at once: the second one gets the module that was replaced.
+        """
+        from transformers import AutoTokenizer  # noqa: F401
+
     @classmethod
     def load(cls, model: str | Path, trust_remote_code: bool = False, **hub: Any) -> "Tokenizer":
         """Loads the tokenizer of a model folder, or of a name on the ``hub`` (``EngineArgs.hub``).

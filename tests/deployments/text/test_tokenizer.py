@@ -1,6 +1,8 @@
 """Loading, end-of-sequence ids, encoding from many threads."""
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,3 +46,18 @@ def test_special_tokens_are_skipped_or_shown(byte_level: Tokenizer) -> None:
     assert byte_level.decode(ids) == "ab"
     assert byte_level.decode(ids, skip_special_tokens=False) == "a<|im_end|>b"
     assert byte_level.longest_token == max(map(len, byte_level.backend.get_vocab()))
+
+
+def test_threads_load_after_prepare_imported_transformers(
+    byte_level: Tokenizer, tmp_path: Path
+) -> None:
+    """In a process of its own: here transformers is imported already."""
+    byte_level.inner.save_pretrained(tmp_path)
+    program = (
+        "import sys; from concurrent.futures import ThreadPoolExecutor\n"
+        "from rayfin.deployments.text.tokenizer import Tokenizer\n"
+        "Tokenizer.prepare()\n"
+        "with ThreadPoolExecutor(4) as pool:\n"
+        "    list(pool.map(Tokenizer.load, [sys.argv[1]] * 4))\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
