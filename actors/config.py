@@ -9,29 +9,32 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from rayfin.actors.code_version import code_version, grammar_version
 from rayfin.actors.errors import InvalidConfig
+from rayfin.actors.settings.choices import (
+    CHOICES,
+    OPTIONAL_CHOICES,
+    Activations,
+    BatchMode,
+    Convert,
+    Device,
+    Dtype,
+    KVCacheDtype,
+    LoadFormat,
+    LogFormat,
+    LogLevel,
+    LoraDtype,
+    Policy,
+    Preemption,
+    Quantization,
+    Runner,
+    SchedulerName,
+)
 from rayfin.actors.settings.lora_limits import loras_in_step, require_one_device
 from rayfin.actors.settings.tenant_weights import parse_weights
 from rayfin.actors.speculation import SpeculativeConfig, read_speculation
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
-LoadFormat = Literal["auto", "dummy"]
-SchedulerName = Literal["v1", "v0"]
-Policy = Literal["fcfs", "priority", "fair"]
-BatchMode = Literal["idle", "share"]
-Preemption = Literal["recompute", "swap"]
-Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["int8", "int4", "dequantize"]
-Activations = Literal["exact", "int8"]
-Runner = Literal["auto", "generate", "pooling"]
-Convert = Literal["auto", "none", "embed", "classify"]
-LoraDtype = Literal["auto", "float32", "bfloat16", "float16"]
-LogFormat = Literal["text", "json"]
-LogLevel = Literal["debug", "info", "warning"]
 
 DECIDE_TOKENS = (
     *("model", "tokenizer", "revision", "dtype", "quantization", "activations"),
@@ -46,25 +49,6 @@ DEFAULT_BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
 DEFAULT_MEMORY_UTILIZATION = {"cpu": 0.4, "cuda": 0.9}  # a CPU's memory is everything else's too
 
-
-CHOICES: dict[str, Any] = {
-    "dtype": Dtype,
-    "kv_cache_dtype": KVCacheDtype,
-    "load_format": LoadFormat,
-    "runner": Runner,
-    "convert": Convert,
-    "scheduler": SchedulerName,
-    "policy": Policy,
-    "batch_mode": BatchMode,
-    "device": Device,
-    "log_format": LogFormat,
-    "log_level": LogLevel,
-    "preemption": Preemption,
-    "lora_dtype": LoraDtype,
-    "quantization": Quantization,
-    "activations": Activations,
-}
-OPTIONAL_CHOICES = ("preemption", "quantization")
 POSITIVE = (  # or None
     *("max_model_len", "max_batch_tokens", "max_decoding_batch", "max_prefill_batch"),
     *("page_size", "kv_cache_memory", "num_pages", "max_waiting_requests", "max_waiting_tokens"),

@@ -114,11 +114,14 @@ def bind_models(
 def bind_engines(model: ModelArgs, drain: float) -> Application:
     """The engines of one model, which get ``drain`` seconds to finish when they are to go."""
     engine_class: Any = EngineDeployment
+    number = number_of_engines(model.server)
+    # The autoscaler's number is not known here; more engines than these start one by one.
+    least = number["num_replicas"] or model.server.min_engines or 0
     bound: Application = engine_class.options(
         **serve_logs(model.engine),
-        **number_of_engines(model.server),
+        **number,
         name=model.deployment,
-        max_surge_percent=ONE_MORE if has_room(model.engine) else 0,
+        max_surge_percent=ONE_MORE if has_room(model.engine, model.deployment, least) else 0,
         graceful_shutdown_timeout_s=drain + ENGINE_STOP_SECONDS,
     ).bind(located(model.engine), drain)
     return bound

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayfin.actors.adapters.files import read_ref
-from rayfin.actors.config import EngineArgs, Quantization
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
 from rayfin.actors.images.processor import reads_images
 from rayfin.actors.pooling.folder import read_recipe
@@ -51,6 +51,7 @@ from rayfin.actors.runner.quantized.packed import (
 from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.actors.runner.vision.load import VisionParts, load_vision, require_equal_images
 from rayfin.actors.runner.vision.text_view import TextView
+from rayfin.actors.settings.choices import Quantization
 from rayfin.actors.settings.lora_limits import loras_in_memory
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.cache.kv_tensors import KVTensors, page_bytes

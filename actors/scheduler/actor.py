@@ -39,11 +39,11 @@ from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
-    EngineSnapshot,
     EngineStats,
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline

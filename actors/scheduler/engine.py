@@ -22,7 +22,6 @@ from rayfin.actors.messages import (
     Command,
     Ended,
     EngineRequest,
-    EngineSnapshot,
     EngineStats,
     Float32Array,
     Hypothesis,
@@ -34,6 +33,7 @@ from rayfin.actors.messages import (
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.scheduler.beam_groups import BeamGroups, as_it_runs
 from rayfin.actors.scheduler.core.adapter_gate import AdapterGate
 from rayfin.actors.scheduler.core.cached_prefix import find_fork_parent

@@ -7,19 +7,18 @@ from typing import Any
 import numpy as np
 
 from rayfin.actors.config import EngineConfig
-from rayfin.actors.messages import (
+from rayfin.actors.messages import EngineStats, SchedulerInfo
+from rayfin.actors.metrics.families import CACHE_LABELS
+from rayfin.actors.metrics.snapshot import (
     FREE,
     KEPT,
     SHARED,
     EngineSnapshot,
-    EngineStats,
     PagesView,
     RunningView,
-    SchedulerInfo,
     StepView,
     WaitingView,
 )
-from rayfin.actors.metrics.families import CACHE_LABELS
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.scheduler_state import SchedulerState
 from rayfin.actors.scheduler.state.request import Request

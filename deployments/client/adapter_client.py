@@ -7,10 +7,10 @@ from rayfin.actors.messages import (
     Command,
     EngineInfo,
     EngineRequest,
-    EngineSnapshot,
     TokenDelta,
     TokenLog,
 )
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.deployments.client.engine_client import EngineClient, EngineReport
 
 

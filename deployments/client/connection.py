@@ -16,12 +16,12 @@ from rayfin.actors.messages import (
     Command,
     EngineInfo,
     EngineRequest,
-    EngineSnapshot,
     EngineStats,
     TokenDelta,
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.scheduler.subscriptions import MESSAGES_PER_CALL
 from rayfin.actors.timing import (
     CLIENT_ANSWER_SECONDS,

@@ -8,11 +8,11 @@ from rayfin.actors.messages import (
     Command,
     EngineInfo,
     EngineRequest,
-    EngineSnapshot,
     EngineStats,
     TokenDelta,
     TokenLog,
 )
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 
 # The report of one engine to an operator.
 

@@ -10,12 +10,12 @@ from rayfin.actors.messages import (
     Command,
     EngineInfo,
     EngineRequest,
-    EngineSnapshot,
     TokenDelta,
     TokenLog,
 )
 from rayfin.actors.metrics.ledger import Ledger, engine_report
 from rayfin.actors.metrics.render import render
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.client.pool import EnginePool
 from rayfin.deployments.telemetry.hub_client import HubClient

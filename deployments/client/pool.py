@@ -30,11 +30,11 @@ from rayfin.actors.messages import (
     Command,
     EngineInfo,
     EngineRequest,
-    EngineSnapshot,
     EngineStats,
     TokenDelta,
     TokenLog,
 )
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.supervision.supervisor import check_progress
 from rayfin.actors.timing import (
     APPLICATION_END_SECONDS,

@@ -14,11 +14,11 @@ from rayfin.actors.messages import (
     Ended,
     EngineInfo,
     EngineRequest,
-    EngineSnapshot,
     TokenDelta,
     TokenDeltas,
     TokenLog,
 )
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.inbox import EngineCall
 from rayfin.actors.timing import LOBBY_TICK_SECONDS

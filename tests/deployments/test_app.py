@@ -21,7 +21,7 @@ def deployments(server: ServerArgs, engine: EngineArgs) -> tuple[Any, Any]:
 def test_a_new_one_comes_before_an_old_one_goes(
     monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    monkeypatch.setattr(app, "has_room", lambda args: room)
+    monkeypatch.setattr(app, "has_room", lambda args, deployment, wanted: room)
     ingress, engine = deployments(ServerArgs(), EngineArgs())
     assert ingress._deployment_config.max_surge_percent == app.ONE_MORE
     assert engine._deployment_config.max_surge_percent == (app.ONE_MORE if room else 0)

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from rayfin.actors.config import Quantization
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, Tables, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
@@ -21,6 +20,7 @@ from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import verified_replacement
 from rayfin.actors.runner.quantized.packed import CodedLinear, merged
 from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.settings.choices import Quantization
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.codes import pack_int4
 from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder

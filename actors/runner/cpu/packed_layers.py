@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from rayfin.actors.config import Quantization
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, Packing, packing
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.inspect_layers import is_experts
 from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
+from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.cpu.experts import PackedExperts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
 

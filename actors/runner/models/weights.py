@@ -16,11 +16,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from rayfin.actors.config import EngineArgs, KVCacheDtype
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.images.processor import reads_images
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.quantized.loader import dequantize, plain, prepare
+from rayfin.actors.settings.choices import KVCacheDtype
 from rayfin.kernels.attention.select import page_types
 from rayfin.kernels.shapes import PagedAttention
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rayfin.actors.config import Dtype, EngineArgs
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.runner.loading import LoadedModel, load
@@ -21,6 +21,7 @@ from rayfin.actors.runner.models.weights import DTYPES
 from rayfin.actors.runner.proposers.interface import Drafts, TokenTable
 from rayfin.actors.runner.step.batch import StepInputs, build_inputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.settings.choices import Dtype
 from rayfin.actors.step_cost import StepCost
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.shapes import PagedBatch

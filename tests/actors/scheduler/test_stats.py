@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.messages import FREE, KEPT, SHARED, EngineSnapshot
 from rayfin.actors.metrics.families import CACHE_LABELS
+from rayfin.actors.metrics.snapshot import FREE, KEPT, SHARED, EngineSnapshot
 from rayfin.actors.scheduler.inbox import EngineCall
 from rayfin.actors.scheduler.stats import MOST_SHOWN
 

@@ -19,12 +19,12 @@ from rayfin.actors.messages import (
     Command,
     EngineInfo,
     EngineRequest,
-    EngineSnapshot,
     Hypothesis,
     TokenDelta,
     TokenLog,
     TokenLogprob,
 )
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.store import ResponseStore
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient

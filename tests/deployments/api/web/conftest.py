@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from rayfin.actors.messages import (
+from rayfin.actors.metrics.snapshot import (
     FREE,
     KEPT,
     SHARED,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rayfin.actors.messages import FREE, EngineInfo, EngineSnapshot, PagesView
+from rayfin.actors.messages import EngineInfo
+from rayfin.actors.metrics.snapshot import FREE, EngineSnapshot, PagesView
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 from rayfin.deployments.text.parsing.detect import Detected

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rayfin.actors.messages import EngineSnapshot
+from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.http.keys import ApiKeys
 from rayfin.deployments.http.paths import FILES
