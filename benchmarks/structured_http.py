@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,18 +131,24 @@ async def neighbours(api: httpx.AsyncClient, seconds: float) -> tuple[list[float
 
 
 async def send(
-    api: httpx.AsyncClient, rate: float, schema: Callable[[], dict[str, Any]] | None
+    api: httpx.AsyncClient,
+    rate: float,
+    schema: Callable[[], dict[str, Any]] | None,
+    counts: Counter[int],
 ) -> None:
-    """Sends requests for one token until it is cancelled.
+    """Sends requests for one token until it is cancelled; counts the answers by their status.
 
     Raises:
-        httpx.HTTPStatusError: One was refused.
+        httpx.HTTPStatusError: One failed. 429 is an answer: too many grammars wait.
     """
 
     async def one() -> None:
         form = {} if schema is None else {"structured_outputs": {"json": schema()}}
         body = {"prompt": "x", "max_tokens": 1, **form}
-        (await api.post("/completions", json=body)).raise_for_status()
+        reply = await api.post("/completions", json=body)
+        if reply.status_code != 429:
+            reply.raise_for_status()
+        counts[reply.status_code] += 1
 
     async with asyncio.TaskGroup() as group:
         while True:
@@ -151,16 +158,21 @@ async def send(
 
 async def disturbed(api: httpx.AsyncClient, seconds: float, rate: float) -> None:
     await neighbours(api, 3)
-    print("\n| neighbours, ms | TTFT p50 | TTFT p99 | ITL p50 | ITL p99 |\n|---|---|---|---|---|")
+    print(
+        "\n| neighbours, ms | TTFT p50 | TTFT p99 | ITL p50 | ITL p99 | "
+        "beside them: answered | refused |\n|---|---|---|---|---|---|---|"
+    )
     for name, schema in (("alone", None), ("free requests", None), ("new schemas", hard_schema)):
-        sender = None if name == "alone" else asyncio.create_task(send(api, rate, schema))
+        counts: Counter[int] = Counter()
+        sender = None if name == "alone" else asyncio.create_task(send(api, rate, schema, counts))
         measured = await neighbours(api, seconds)
         if sender is not None:
             assert not sender.done(), sender.exception()
             sender.cancel()
             await asyncio.wait([sender])
         row = [percentile(values, share) for values in measured for share in (0.5, 0.99)]
-        print(f"| {name} | " + " | ".join(f"{value:.1f}" for value in row) + " |")
+        figures = " | ".join(f"{value:.1f}" for value in row)
+        print(f"| {name} | {figures} | {counts[200]} | {counts[429]} |")
 
 
 async def measure(url: str, options: argparse.Namespace) -> None:

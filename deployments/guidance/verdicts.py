@@ -42,6 +42,10 @@ WALK_TOKENS = 16  # sampled after the first mask
 PLAIN_BYTES = 4096  # of a schema that compiles without a fork
 HARD_WORDS = frozenset({"pattern", "patternProperties", "allOf", "lark_grammar", "propertyNames"})
 """Keywords whose compilation may take long."""
+LITERAL = r"(?:[A-Za-z0-9 _/:,;@#%&=<>~-]|\\[dwDWsS]|\\[^A-Za-z0-9]|\[(?:[^\]\\]|\\.)+\])"
+FIXED_PATTERN = re.compile(rf"\^(?P<parts>(?:{LITERAL}(?:\{{[0-9]{{1,2}}\}})?)*)\$")
+"""A pattern of characters and classes, each as often as it says: a code, a date, a number."""
+FIXED_CHARACTERS = 64  # of what such a pattern matches
 CHOICE = re.compile(r'start: "(?:[^"\\]|\\.)*"(?: \| "(?:[^"\\]|\\.)*")*')
 
 TOO_COMPLEX = ("LexerTooComplex", "ParserTooComplex", "MaxTokensTotal", "MaxTokensParser")
@@ -238,7 +242,8 @@ def reason(error: str) -> str:
 def is_plain(text: str) -> bool:
     """Whether a grammar compiles fast, whatever it says: texts to choose from, or a small schema.
 
-    A plain schema has no pattern but of dates, no ``allOf`` but of names, and no recursion.
+    A plain schema has no pattern but of dates and of one short length, no ``allOf`` but of names,
+    and no recursion.
     """
     if len(text) > PLAIN_BYTES:
         return False
@@ -261,7 +266,7 @@ def _walk_schema(value: Any, place: str, refs: dict[str, set[str]]) -> Iterator[
         for name, item in value.items():
             if name == "allOf" and isinstance(item, list) and all(map(closes_names, item)):
                 continue
-            if name == "pattern" and isinstance(item, str) and item in DATE_PATTERNS:
+            if name == "pattern" and isinstance(item, str) and _is_fixed(item):
                 continue
             yield name not in HARD_WORDS or item is None
             yield name != "whitespace_pattern" or item == WHITESPACE
@@ -274,6 +279,16 @@ def _walk_schema(value: Any, place: str, refs: dict[str, set[str]]) -> Iterator[
                     yield from _walk_schema(definition, own, refs)
             else:
                 yield from _walk_schema(item, place, refs)
+
+
+def _is_fixed(pattern: str) -> bool:
+    """Whether a pattern is a date's, or matches texts of one short length: an automaton of it has
+    one state for each character."""
+    found = FIXED_PATTERN.fullmatch(pattern)
+    if found is None:
+        return pattern in DATE_PATTERNS
+    repeats = re.findall(rf"{LITERAL}(?:\{{([0-9]+)\}})?", found["parts"])
+    return sum(int(count or 1) for count in repeats) <= FIXED_CHARACTERS
 
 
 def _recurs(refs: dict[str, set[str]]) -> bool:
