@@ -26,6 +26,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 128,
         },
     ),
+    "hybrid": (  # three of four layers keep a state: gated delta rule
+        "qwen3_5_text",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+        },
+    ),
     "8b": (
         "llama",
         {

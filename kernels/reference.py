@@ -25,6 +25,7 @@ __all__ = [
     "adjusted",
     "allowed_only",
     "combine_partials",
+    "delta_rule",
     "e4m3",
     "experts",
     "gelu_mul",
@@ -45,8 +46,10 @@ __all__ = [
     "round_int4",
     "rotary",
     "sample",
+    "short_conv",
     "silu_mul",
     "split_and_write_kv",
+    "ssd",
     "top_k_filter",
     "top_p_filter",
     "uniform",
@@ -265,6 +268,69 @@ def round_int4(weight: torch.Tensor, group: int) -> Grouped:
             codes[output, part] = best.to(torch.uint8)
     zero = torch.full(scales.shape, 8, dtype=torch.int32)
     return Grouped(codes, scales, group, 4, zero)
+
+
+# --- layers that keep a state ---------------------------------------------------------------------
+
+
+def short_conv(
+    x: torch.Tensor,  # [T, C]
+    weight: torch.Tensor,  # [K, C]
+    bias: torch.Tensor | None,  # [C]
+    state: torch.Tensor,  # [C, W], the inputs before x
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A depthwise causal convolution: [T, C] and the state behind x."""
+    inputs = torch.cat([state.T, x])
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        last = token + state.shape[1] + 1
+        out[token] = (inputs[last - len(weight) : last] * weight).sum(dim=0)
+    return out if bias is None else out + bias, inputs[len(x) :].T
+
+
+def delta_rule(
+    q: torch.Tensor,  # [T, Hk, Dk]
+    k: torch.Tensor,  # [T, Hk, Dk]
+    v: torch.Tensor,  # [T, Hv, Dv]
+    g: torch.Tensor,  # [T, Hv]
+    beta: torch.Tensor,  # [T, Hv]
+    state: torch.Tensor,  # [Hv, Dk, Dv]
+    *,
+    normalize: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated delta rule (Yang et al., 2024), token by token: [T, Hv, Dv] and the last state."""
+    if normalize:
+        q, k = (x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (q, k))
+    out, shared = torch.zeros_like(v), v.shape[1] // k.shape[1]
+    for token in range(len(q)):
+        query, key = (x[token].repeat_interleave(shared, dim=0) for x in (q, k))
+        state = state * g[token].exp()[:, None, None]
+        known = torch.einsum("hkv,hk->hv", state, key)
+        change = (v[token] - known) * beta[token][:, None]
+        state = state + key[:, :, None] * change[:, None, :]
+        out[token] = torch.einsum("hkv,hk->hv", state, query) / math.sqrt(q.shape[-1])
+    return out, state
+
+
+def ssd(
+    x: torch.Tensor,  # [T, H, P]
+    dt: torch.Tensor,  # [T, H]
+    a: torch.Tensor,  # [H]
+    b: torch.Tensor,  # [T, G, N]
+    c: torch.Tensor,  # [T, G, N]
+    d: torch.Tensor | None,  # [H]
+    state: torch.Tensor,  # [H, P, N]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mamba 2's recurrence (Dao and Gu, 2024), token by token: [T, H, P] and the last state."""
+    out, shared = torch.zeros_like(x), x.shape[1] // b.shape[1]
+    for token in range(len(x)):
+        key, query = (y[token].repeat_interleave(shared, dim=0) for y in (b, c))
+        change = torch.einsum("hp,hn->hpn", x[token] * dt[token][:, None], key)
+        state = state * (dt[token] * a).exp()[:, None, None] + change
+        out[token] = torch.einsum("hpn,hn->hp", state, query)
+        if d is not None:
+            out[token] += d[:, None] * x[token]
+    return out, state
 
 
 # --- sampling -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
 from rayfin.actors.runner.lora.adapted_model import AdaptedModel
 from rayfin.actors.runner.lora.reader import layer_sizes
 from rayfin.actors.runner.lora.store import AdapterStore, Fetch
@@ -367,6 +368,7 @@ def on_cpu_kernels(
     if fuse and (decoder := build_cpu_decoder(paged, kernels, quantization)):
         torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
         return decoder
+    fuse_recurrent(paged, kernels)
     packed = pack_linears(paged, kernels, quantization)
     if quantization and not packed:
         name = type(paged.transformer).__name__

@@ -14,6 +14,7 @@
 #include "matmul/measure.h"
 #include "matmul/round_int4.h"
 #include "layers/norms.h"
+#include "recurrent/states.h"
 
 using namespace rayfin;
 
@@ -169,6 +170,21 @@ RAYFIN_API void rayfin_experts_run(Pool* pool, const Experts* experts, const Rou
                                    float* workspace, float* y) {
   Turn turn(pool);
   run_experts(*pool, *experts, *routing, x, workspace, y);
+}
+
+RAYFIN_API void rayfin_short_conv(Pool* pool, const StateRows* rows, const ShortConv* conv) {
+  Turn turn(pool);
+  short_conv(*pool, *rows, *conv);
+}
+
+RAYFIN_API void rayfin_delta_rule(Pool* pool, const StateRows* rows, const DeltaRule* rule) {
+  Turn turn(pool);
+  delta_rule(*pool, *rows, *rule);
+}
+
+RAYFIN_API void rayfin_ssd(Pool* pool, const StateRows* rows, const Ssd* scan) {
+  Turn turn(pool);
+  ssd(*pool, *rows, *scan);
 }
 
 RAYFIN_API float rayfin_read_all(Pool* pool, const Matrix* data) {

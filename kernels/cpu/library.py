@@ -51,6 +51,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rayfin_decoder_run": (None, (_P, _P, _P)),
     "rayfin_experts_workspace": (_I64, (_P, _I64, _I64)),
     "rayfin_experts_run": (None, (_P, _P, _P, _P, _P, _P)),
+    "rayfin_short_conv": (None, (_P, _P, _P)),
+    "rayfin_delta_rule": (None, (_P, _P, _P)),
+    "rayfin_ssd": (None, (_P, _P, _P)),
     "rayfin_read_all": (_F32, (_P, _P)),
     "rayfin_multiply_all": (ctypes.c_double, (_P, _P)),
 }

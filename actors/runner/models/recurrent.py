@@ -9,8 +9,8 @@ for states in a forward; their names do not matter.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from rayfin.actors.runner.step.batch import StepInputs
-from rayfin.actors.runner.step.state_tensors import StateLayout, StateRows, StateTensors
+from rayfin.actors.runner.step.state_tensors import Rows, StateLayout, StateRows, StateTensors
 
 Key = tuple[str, int]
 """A state of a module: its kind (``conv``, ``recurrent``, ``linear``) and number."""
@@ -156,10 +156,11 @@ class _RowCache:
 
 
 @dataclass(slots=True)
-class _Plan:
+class StepPlan:
     """How a step's tokens are cut, the same for all of its layers."""
 
     rows: StateRows
+    starts: Rows  # [R + 1], the rows' first tokens
     single: torch.Tensor  # [N] int64, tokens of rows with a past and one new token
     single_read: torch.Tensor  # [N]
     single_write: torch.Tensor  # [N]
@@ -175,19 +176,33 @@ class RecurrentLayers:
 
     def __init__(self, modules: list[StatefulModule]) -> None:
         self.layouts = [layout for own in modules for layout in own.states.values()]
+        self.modules: list[RowByRow] = []
         self.stepwise = False
         self._states: StateTensors | None = None
-        self._plan: _Plan | None = None
+        self._plan: StepPlan | None = None
         first = 0
         for own in modules:
             keys = {key: first + number for number, key in enumerate(own.states)}
             first += len(keys)
-            own.module.forward = _RowByRow(self, own, keys, own.module.forward)
+            self.modules.append(RowByRow(self, own, keys, own.module.forward))
+            own.module.forward = self.modules[-1]
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes of one request's states, held twice for each slot."""
         return sum(layout.bytes for layout in self.layouts)
+
+    def fuse(self, fused: "list[FusedForward | None]") -> None:
+        """From now on each module computes by its ``fused`` forward, if it has one.
+
+        States of such modules are float32.
+        """
+        for layer, forward in zip(self.modules, fused, strict=True):
+            layer.fused = forward
+            for key, number in layer.numbers.items():
+                own = layer.own.states[key]
+                kept = own if forward is None else replace(own, dtype=torch.float32)
+                self.layouts[number] = kept
 
     def bind(self, states: StateTensors) -> None:
         """The layers keep their states in ``states`` from now on."""
@@ -208,8 +223,9 @@ class RecurrentLayers:
         single = (lengths == 1) & (rows.before > 0)
         others = np.flatnonzero(~single).tolist()
         device = inputs.input_ids.device
-        self._plan = _Plan(
+        self._plan = StepPlan(
             rows,
+            starts,
             torch.from_numpy(starts[:-1][single]).to(device),
             torch.from_numpy(rows.read[single]).to(device),
             torch.from_numpy(rows.write[single]).to(device),
@@ -232,7 +248,7 @@ class RecurrentLayers:
         self._plan = None
 
     @property
-    def plan(self) -> _Plan | None:
+    def plan(self) -> StepPlan | None:
         """How the step under way is cut; None outside of one."""
         return self._plan
 
@@ -242,8 +258,23 @@ class RecurrentLayers:
         return self._states.tensors[number]
 
 
-class _RowByRow:
-    """The forward of one stateful module: its own one, for each row or batch of rows."""
+class FusedForward(Protocol):
+    """Computes all rows of a step at once."""
+
+    def __call__(
+        self,
+        plan: StepPlan,
+        states: dict[Key, torch.Tensor],  # [rows, *shape] float32, changed in place
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any: ...
+
+
+class RowByRow:
+    """The forward of one stateful module: its own one, for each row or batch of rows.
+
+    A ``fused`` forward takes its place where there is one.
+    """
 
     def __init__(
         self,
@@ -252,16 +283,19 @@ class _RowByRow:
         keys: dict[Key, int],
         forward: Callable[..., Any],
     ) -> None:
+        self.own = own
+        self.numbers = keys
+        self.fused: FusedForward | None = None
         self._layers = layers
-        self._argument = own.argument
-        self._widths = own.states
-        self._keys = keys
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan = self._layers.plan
         if plan is None:
             return self._forward(*args, **kwargs)
+        if self.fused is not None:
+            states = {key: self._layers.tensor(number) for key, number in self.numbers.items()}
+            return self.fused(plan, states, args, kwargs)
         tokens = _num_tokens(args, kwargs)
         parts: list[tuple[torch.Tensor | slice, Any]] = []
         if len(plan.single):
@@ -290,11 +324,11 @@ class _RowByRow:
         args, kwargs = cut
         states: dict[Key, torch.Tensor] = {}
         if read is not None:
-            for key, number in self._keys.items():
+            for key, number in self.numbers.items():
                 states[key] = self._layers.tensor(number).index_select(0, read)
-        cache = _RowCache(states, self._widths)
-        output = self._forward(*args, **{**kwargs, self._argument: cache})
-        for key, number in self._keys.items():
+        cache = _RowCache(states, self.own.states)
+        output = self._forward(*args, **{**kwargs, self.own.argument: cache})
+        for key, number in self.numbers.items():
             kept = self._layers.tensor(number)
             kept.index_copy_(0, write, cache.states[key].to(kept.dtype))
         return output

@@ -1,0 +1,180 @@
+"""Layers that keep a state per request: short convolutions, the gated delta rule, SSD.
+
+Each is one call for all rows of a step (kernels/cpu/recurrent/states.h). A row's result and its new
+state do not depend on the other rows, nor on how its tokens are cut into steps, to the last bit.
+Tensors are float32.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+
+MAX_TAPS = 16
+"""The most taps of a short convolution (kTaps in states.h)."""
+
+_P, _I64 = ctypes.c_void_p, ctypes.c_int64
+
+
+def _fields(pointers: str, integers: str) -> list[tuple[str, type]]:
+    return [(name, _P) for name in pointers.split()] + [(name, _I64) for name in integers.split()]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = _fields("starts read write past", "rows")
+
+
+class _ShortConv(ctypes.Structure):
+    _fields_ = _fields("x weight bias states y", "x_stride channels taps width activation")
+
+
+class _DeltaRule(ctypes.Structure):
+    _fields_ = _fields(
+        "q k v g beta states y",
+        "q_stride k_stride v_stride key_heads value_heads key_dim value_dim normalize",
+    )
+
+
+class _Ssd(ctypes.Structure):
+    _fields_ = _fields(
+        "x dt a b c d states y",
+        "x_stride b_stride c_stride heads groups head_dim state_dim",
+    )
+
+
+Numbers = npt.NDArray[np.int64]
+
+
+class RecurrentRows:
+    """The rows of a step: which state each continues, and where its new one goes.
+
+    No row may write a state that another one reads or writes, or that it reads itself.
+    """
+
+    def __init__(
+        self,
+        starts: Numbers,  # [R + 1], first tokens
+        read: Numbers,  # [R], states; not used without a past
+        write: Numbers,  # [R]
+        past: Numbers,  # [R], 0 where a state of zeros is continued
+    ) -> None:
+        arrays = (starts, read, write, past)
+        self._arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
+        self.tokens = int(starts[-1])
+        self.struct = _Rows(*(array.ctypes.data for array in self._arrays), len(write))
+
+
+class RecurrentKernels:
+    """The compiled recurrent layers, on the threads of ``kernels``."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+
+    def short_conv(
+        self,
+        rows: RecurrentRows,
+        x: torch.Tensor,  # [T, C], rows dense
+        weight: torch.Tensor,  # [K, C]: the tap of the oldest input first
+        bias: torch.Tensor | None,  # [C]
+        states: torch.Tensor,  # [slots, C, W], W >= K - 1: the last inputs
+        activation: Activation,
+    ) -> torch.Tensor:
+        """act(bias + the depthwise causal convolution of x): [T, C]."""
+        taps, channels = weight.shape
+        _check(x, (channels,))
+        assert weight.is_contiguous() and states.is_contiguous() and 0 < taps <= MAX_TAPS
+        assert states.shape[1] == channels and states.shape[2] >= taps - 1
+        assert bias is None or (bias.is_contiguous() and len(bias) == channels)
+        y = x.new_empty(x.shape)
+        call = _ShortConv(
+            *(x.data_ptr(), weight.data_ptr(), _address(bias), states.data_ptr(), y.data_ptr()),
+            *(x.stride(0), channels, taps, states.shape[2], activation),
+        )
+        self._run(self._kernels.library.rayfin_short_conv, rows, call, len(x))
+        return y
+
+    def delta_rule(
+        self,
+        rows: RecurrentRows,
+        q: torch.Tensor,  # [T, Hk, Dk], heads dense
+        k: torch.Tensor,  # [T, Hk, Dk], heads dense
+        v: torch.Tensor,  # [T, Hv, Dv], heads dense; Hv a multiple of Hk
+        g: torch.Tensor,  # [T, Hv], the logarithm of the decay
+        beta: torch.Tensor,  # [T, Hv]
+        states: torch.Tensor,  # [slots, Hv, Dk, Dv]
+        *,
+        normalize: bool,
+    ) -> torch.Tensor:
+        """The gated delta rule (``reference.delta_rule``): [T, Hv, Dv].
+
+        Queries are divided by the root of Dk; ``normalize`` first gives q and k the length 1.
+        """
+        _, key_heads, key_dim = q.shape
+        tokens, value_heads, value_dim = v.shape
+        _check(q, (key_heads, key_dim))
+        _check(k, (key_heads, key_dim))
+        _check(v, (value_heads, value_dim))
+        assert g.shape == beta.shape == (tokens, value_heads) and value_heads % key_heads == 0
+        assert states.shape[1:] == (value_heads, key_dim, value_dim) and states.is_contiguous()
+        g, beta = g.contiguous(), beta.contiguous()
+        y = v.new_empty(v.shape)
+        call = _DeltaRule(
+            *(tensor.data_ptr() for tensor in (q, k, v, g, beta, states, y)),
+            *(q.stride(0), k.stride(0), v.stride(0)),
+            *(key_heads, value_heads, key_dim, value_dim, normalize),
+        )
+        self._run(self._kernels.library.rayfin_delta_rule, rows, call, tokens)
+        return y
+
+    def ssd(
+        self,
+        rows: RecurrentRows,
+        x: torch.Tensor,  # [T, H, P], heads dense
+        dt: torch.Tensor,  # [T, H]
+        a: torch.Tensor,  # [H]
+        b: torch.Tensor,  # [T, G, N], groups dense; H a multiple of G
+        c: torch.Tensor,  # [T, G, N], groups dense
+        d: torch.Tensor | None,  # [H]
+        states: torch.Tensor,  # [slots, H, P, N]
+    ) -> torch.Tensor:
+        """Mamba 2's state space recurrence (``reference.ssd``): [T, H, P]."""
+        tokens, heads, head_dim = x.shape
+        _, groups, state_dim = b.shape
+        _check(x, (heads, head_dim))
+        _check(b, (groups, state_dim))
+        _check(c, (groups, state_dim))
+        assert dt.shape == (tokens, heads) and a.shape == (heads,) and heads % groups == 0
+        assert states.shape[1:] == (heads, head_dim, state_dim) and states.is_contiguous()
+        assert d is None or (d.shape == (heads,) and d.is_contiguous())
+        dt, a = dt.contiguous(), a.contiguous()
+        y = x.new_empty(x.shape)
+        call = _Ssd(
+            *(x.data_ptr(), dt.data_ptr(), a.data_ptr(), b.data_ptr(), c.data_ptr()),
+            *(_address(d), states.data_ptr(), y.data_ptr()),
+            *(x.stride(0), b.stride(0), c.stride(0), heads, groups, head_dim, state_dim),
+        )
+        self._run(self._kernels.library.rayfin_ssd, rows, call, tokens)
+        return y
+
+    def _run(
+        self, function: Callable[..., None], rows: RecurrentRows, call: object, tokens: int
+    ) -> None:
+        assert rows.tokens == tokens, "rows of other tokens"
+        function(self._kernels.pool, ctypes.byref(rows.struct), ctypes.byref(call))
+
+
+def _check(tensor: torch.Tensor, row: tuple[int, ...]) -> None:
+    """Asserts float32 [T, *row] whose rows are dense."""
+    assert tensor.dtype == torch.float32 and tensor.shape[1:] == row, tensor.shape
+    stride = 1
+    for size, step in zip(reversed(row), reversed(tensor.stride()[1:]), strict=True):
+        assert step == stride or size == 1, tensor.stride()
+        stride *= size
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,195 @@
+"""The compiled recurrent layers against the reference and transformers' own functions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from rayfin.kernels import reference
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+from rayfin.kernels.cpu.recurrent_rows import RecurrentKernels, RecurrentRows
+
+Row = tuple[int, bool]
+"""The number of a row's tokens, and whether it has a past."""
+
+Call = Callable[[RecurrentRows, slice, torch.Tensor], torch.Tensor]
+"""Computes the tokens of a slice from and to states."""
+
+some_rows = st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=5)
+
+
+def rows_of(lengths: Sequence[int], past: Sequence[bool]) -> RecurrentRows:
+    """Row r reads state 2 r and writes state 2 r + 1."""
+    read = 2 * np.arange(len(lengths))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return RecurrentRows(starts, read, read + 1, np.array(past))
+
+
+def check(rows: list[Row], states: torch.Tensor, run: Call, expect: Any) -> None:
+    """Compares all rows with ``expect``, and their bits with each row's alone, token by token."""
+    lengths = [length for length, _ in rows]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    kept = states.clone()
+    out = run(rows_of(lengths, [past for _, past in rows]), slice(None), kept)
+    assert torch.equal(kept[::2], states[::2]), "a state that is read has changed"
+    for row, (length, past) in enumerate(rows):
+        part = slice(int(starts[row]), int(starts[row]) + length)
+        before = states[2 * row] if past else torch.zeros_like(states[0])
+        want, after = expect(part, before.double())
+        torch.testing.assert_close(out[part].double(), want, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(kept[2 * row + 1].double(), after, rtol=2e-4, atol=2e-5)
+        own = torch.stack([states[2 * row], states[2 * row]])
+        for token in range(part.start, part.stop):
+            one = slice(token, token + 1)
+            has_past = past or token > part.start
+            assert torch.equal(run(rows_of([1], [has_past]), one, own), out[one]), "other bits"
+            own = own.flip(0).contiguous()
+        if length:
+            assert torch.equal(own[0], kept[2 * row + 1]), "another state"
+
+
+def doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.double() for tensor in tensors]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=some_rows, channels=st.integers(1, 300), taps=st.integers(1, 5), seed=st.integers(0, 99)
+)
+def test_short_conv(
+    kernels: CpuKernels, rows: list[Row], channels: int, taps: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(sum(length for length, _ in rows), channels + 3)[:, 1 : channels + 1]
+    weight, bias = torch.randn(taps, channels), torch.randn(channels)
+    states = torch.randn(2 * len(rows), channels, taps)
+    own = RecurrentKernels(kernels)
+
+    def run(rows: RecurrentRows, part: slice, states: torch.Tensor) -> torch.Tensor:
+        return own.short_conv(rows, x[part], weight, bias, states, Activation.NONE)
+
+    check(rows, states, run, lambda part, state: reference.short_conv(
+        *doubles(x[part], weight, bias), state))  # fmt: skip
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=some_rows,
+    heads=st.sampled_from([(1, 1), (2, 4), (3, 3)]),
+    dims=st.tuples(st.integers(1, 40), st.integers(1, 70)),
+    normalize=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_delta_rule(
+    kernels: CpuKernels,
+    rows: list[Row],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    normalize: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    tokens = sum(length for length, _ in rows)
+    q, k = torch.randn(2, tokens, heads[0], dims[0]) / (1 if normalize else dims[0] ** 0.5)
+    v, g = torch.randn(tokens, heads[1], dims[1]), -torch.rand(tokens, heads[1])
+    beta, states = torch.rand(tokens, heads[1]), torch.randn(2 * len(rows), heads[1], *dims)
+    own = RecurrentKernels(kernels)
+
+    def run(rows: RecurrentRows, part: slice, states: torch.Tensor) -> torch.Tensor:
+        inputs = (x[part] for x in (q, k, v, g, beta))
+        return own.delta_rule(rows, *inputs, states, normalize=normalize)
+
+    def expect(part: slice, state: torch.Tensor) -> Any:
+        inputs = doubles(*(x[part] for x in (q, k, v, g, beta)))
+        return reference.delta_rule(*inputs, state, normalize=normalize)
+
+    check(rows, states, run, expect)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=some_rows,
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 3)]),
+    dims=st.tuples(st.integers(1, 40), st.integers(1, 70)),
+    has_skip=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_ssd(
+    kernels: CpuKernels,
+    rows: list[Row],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    has_skip: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    tokens = sum(length for length, _ in rows)
+    x, dt = torch.randn(tokens, heads[0], dims[0]), torch.rand(tokens, heads[0])
+    b, c = torch.randn(2, tokens, heads[1], dims[1])
+    a, d = -torch.rand(heads[0]), torch.randn(heads[0]) if has_skip else None
+    states = torch.randn(2 * len(rows), heads[0], *dims)
+    own = RecurrentKernels(kernels)
+
+    def run(rows: RecurrentRows, part: slice, states: torch.Tensor) -> torch.Tensor:
+        return own.ssd(rows, x[part], dt[part], a, b[part], c[part], d, states)
+
+    def expect(part: slice, state: torch.Tensor) -> Any:
+        skip = None if d is None else d.double()
+        return reference.ssd(*doubles(x[part], dt[part], a, b[part], c[part]), skip, state)
+
+    check(rows, states, run, expect)
+
+
+def test_nan_stays_in_its_row(kernels: CpuKernels) -> None:
+    own, rows = RecurrentKernels(kernels), rows_of([2, 2, 2], [True, False, True])
+    q, k, v = torch.randn(3, 6, 2, 8)
+    g, beta, states = -torch.rand(6, 2), torch.rand(6, 2), torch.randn(6, 2, 8, 8)
+    v[3, 0, 5] = float("nan")
+    out = own.delta_rule(rows, q, k, v, g, beta, states, normalize=True)
+    assert (~out.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 130])
+def test_transformers_delta_rule(kernels: CpuKernels, tokens: int) -> None:
+    """The chunked form of transformers gives the same outputs and state."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, tokens, 2, 32)
+    v = torch.cat([v, v.flip(1)], dim=2)
+    g, beta = -torch.rand(1, tokens, 4), torch.rand(1, tokens, 4)
+    state = torch.randn(1, 4, 32, 32)
+    want, after = modeling_qwen3_5.torch_chunk_gated_delta_rule(
+        *(q, k, v, g, beta),
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    states = torch.cat([state, state])
+    inputs = (x[0] for x in (q, k, v, g, beta))
+    out = RecurrentKernels(kernels).delta_rule(
+        rows_of([tokens], [True]), *inputs, states, normalize=True
+    )
+    torch.testing.assert_close(out, want[0], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(states[1:], after, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_transformers_ssd(kernels: CpuKernels, tokens: int) -> None:
+    """The chunked form of transformers gives the same outputs and state."""
+    torch.manual_seed(0)
+    x, dt = torch.randn(1, tokens, 4, 16), torch.rand(1, tokens, 4)
+    b, c = torch.randn(2, 1, tokens, 2, 24)
+    a, d, state = -torch.rand(4), torch.randn(4), torch.randn(1, 4, 16, 24)
+    want, after = modeling_mamba2.mamba2_chunk_scan(
+        *(x, dt, a, b, c), chunk_size=16, D=d, initial_states=state, return_final_states=True
+    )
+    states = torch.cat([state, state])
+    inputs = (x[0], dt[0], a, b[0], c[0], d)
+    out = RecurrentKernels(kernels).ssd(rows_of([tokens], [True]), *inputs, states)
+    torch.testing.assert_close(out, want[0], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(states[1:], after, rtol=1e-3, atol=1e-5)
