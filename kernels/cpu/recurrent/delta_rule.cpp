@@ -31,10 +31,11 @@ struct Change {  // S = decay S + k delta^T
 __attribute__((noinline)) void pass(float* block, int64_t key_dim, const Change& change, const Token& token, Vec* with_k,
                                     Vec* with_q) {
   const Vec d0 = change.delta[0], d1 = change.delta[1], decay = broadcast(change.decay);
+  const float *changed = change.k, *keys = token.k, *query = token.q;
   Vec k0{}, k1{}, q0{}, q1{};
   for (int64_t i = 0; i < key_dim; ++i) {
     float* s = block + i * kBlock;
-    const float was = change.k[i], k = token.k[i], q = token.q[i];
+    const float was = changed[i], k = keys[i], q = query[i];
     const Vec s0 = load(s) * decay + d0 * was, s1 = load(s + kWidth) * decay + d1 * was;
     store(s, s0);
     store(s + kWidth, s1);
@@ -111,9 +112,11 @@ void run_block(const StateRows& rows, const DeltaRule& s, int64_t row, int64_t h
     change.k = key;
     for (int half = 0; half < 2; ++half) {
       const int lanes = int(std::clamp<int64_t>(count - half * kWidth, 0, kWidth));
-      const Vec v = load_some(value + half * kWidth, lanes);
+      const bool whole = lanes == kWidth;
+      const Vec v = whole ? load(value + half * kWidth) : load_some(value + half * kWidth, lanes);
       change.delta[half] = (v - with_k[half] * decay) * s.beta[place];
-      store_some(y + half * kWidth, with_q[half] * decay + change.delta[half] * now.kq, lanes);
+      const Vec out = with_q[half] * decay + change.delta[half] * now.kq;
+      whole ? store(y + half * kWidth, out) : store_some(y + half * kWidth, out, lanes);
     }
   }
   pass(block, s.key_dim, change, Token{change.k, change.k, 0.0f}, with_k, with_q);
