@@ -161,7 +161,11 @@ class RecurrentKernels:
         return y
 
     def _run(
-        self, function: Callable[..., None], rows: RecurrentRows, call: object, tokens: int
+        self,
+        function: Callable[..., None],
+        rows: RecurrentRows,
+        call: ctypes.Structure,
+        tokens: int,
     ) -> None:
         assert rows.tokens == tokens, "rows of other tokens"
         function(self._kernels.pool, ctypes.byref(rows.struct), ctypes.byref(call))
