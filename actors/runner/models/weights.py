@@ -20,6 +20,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.images.processor import reads_images
 from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.runner.models.progress import logged_load
 from rayfin.actors.runner.quantized.loader import dequantize, plain, prepare
 from rayfin.actors.settings.choices import KVCacheDtype
 from rayfin.kernels.attention.select import page_types
@@ -140,16 +141,17 @@ def _load(
                 )
         else:
             require_safetensors(args.model)
-            loaded: Any = kind.from_pretrained(
-                args.model,
-                config=config,
-                trust_remote_code=args.trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                **args.hub,
-                **options,
-            )
+            with logged_load(args.model):
+                loaded: Any = kind.from_pretrained(
+                    args.model,
+                    config=config,
+                    trust_remote_code=args.trust_remote_code,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # refused below, by name
+                    **args.hub,
+                    **options,
+                )
             model, report = loaded
             if kind is AutoModel:
                 missing = report["missing_keys"]
