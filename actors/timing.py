@@ -94,6 +94,7 @@ RUNNER_LEASE_SECONDS = 20.0
 
 WAIT_SLICE_SECONDS = 1.0  # one turn of waiting for runners; the loop ticks in between
 MODEL_LOAD_SECONDS = 1800.0  # a model that loads, or a node that the cluster has yet to start
+LOAD_LOG_SECONDS = 5.0  # a line about a load that goes on
 RUNNER_PROCESS_SECONDS = 60.0  # a replacement's process; on a full disk Ray may report no failure
 RUNNER_ADOPTION_SECONDS = 15.0  # a runner finishes its last step before it is adopted
 PROCESS_KILL_SECONDS = 10.0  # from SIGKILL until the process is gone

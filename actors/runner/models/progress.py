@@ -1,7 +1,7 @@
 """Logs how far a load is: tensors, bytes and seconds.
 
 transformers reads tensors by several threads and reports to a progress bar. A server's log gets
-lines instead, at most one in ``EVERY_SECONDS``, so a slow disk or a large model shows.
+lines instead, at most one in ``LOAD_LOG_SECONDS``, so a slow disk or a large model shows.
 """
 
 import logging
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-logger = logging.getLogger(__name__)
+from rayfin.actors.timing import LOAD_LOG_SECONDS
 
-EVERY_SECONDS = 5.0
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -65,7 +65,7 @@ class _Progress:
         for item in items:
             yield item
             self._done += 1
-            if self._clock() - self._logged >= EVERY_SECONDS:
+            if self._clock() - self._logged >= LOAD_LOG_SECONDS:
                 self._logged = self._clock()
                 self.log("reading,")
 
