@@ -84,7 +84,7 @@ def test_package_is_its_links() -> None:
     links = {path.name: path.resolve() for path in package.iterdir() if path.is_symlink()}
     assert links == {folder: ROOT / folder for folder in MAY_IMPORT}
     files = {path.name for path in package.iterdir() if not path.is_symlink()}
-    assert files - {"__pycache__"} == {"__init__.py", "py.typed"}
+    assert files - {"__pycache__"} == {"__init__.py", "data.py", "py.typed"}
 
 
 def test_linked_folders_are_no_packages() -> None:
@@ -132,7 +132,7 @@ def test_an_inline_engine_needs_no_ray() -> None:
 
 
 def test_files_are_short() -> None:
-    for path in [*_paths(*MAY_IMPORT, "tests"), ROOT / "src" / "rayfin" / "__init__.py"]:
+    for path in [*_paths(*MAY_IMPORT, "tests"), *(ROOT / "src" / "rayfin").glob("*.py")]:
         lines = len(path.read_text().splitlines())
         assert lines <= MAX_LINES, f"{_name(path)} has {lines} lines"
 

@@ -33,6 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 import rayfin
+from rayfin import data
 from rayfin.actors import errors, failpoints
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineStats
@@ -93,7 +94,7 @@ def words_of(hint: Any) -> str:
 def is_internal(kind: Any) -> bool:
     """Whether it is a class of Rayfin's that has no public name."""
     ours = inspect.isclass(kind) and kind.__module__.split(".")[0] == rayfin.__name__
-    return ours and kind.__name__ not in rayfin.__all__
+    return ours and kind.__name__ not in (*rayfin.__all__, *data.__all__)
 
 
 def internal_classes(hint: Any) -> list[type]:
@@ -170,6 +171,10 @@ def python() -> Json:
         value = getattr(rayfin, name)
         is_class = inspect.isclass(value)
         entry[name] = members(value) if is_class else type(value).__name__
+    entry["rayfin.data"] = {"names": sorted(data.__all__)}
+    for name in data.__all__:
+        value = getattr(data, name)
+        entry["rayfin.data"][name] = members(value) if inspect.isclass(value) else parameters(value)
     entry["settings of LLM()"] = sorted(own.name for own in dataclasses.fields(EngineArgs))
     return entry
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import faults
+from batch import batch_under_kills
 from cluster import Layout
 from history import Record
 from load import Ask
@@ -29,6 +30,7 @@ MODEL_NODES = replace(NODES, runner="model")
 CHECKED = Layout(runner="model", engine=(("check_pages", True),))
 RANKS = Layout(runner="model", ranks=2)
 CLOCK = Layout(variables=(("CHAOS_CLOCK", "1"),))
+BATCHES = Layout(batches=True, server=(("batch_concurrency", 8), ("batch_mode", "share")))
 BREAKS_OFF = ("broken",)
 REFUSED = ("engine_unavailable", "rate_limit_exceeded", "queue_full", "unavailable")
 
@@ -94,6 +96,21 @@ def with_a_node(
         resumes=True,
         after=10,
         renews=True,
+    )
+
+
+def with_batch(name: str, lines: int, kills: int) -> Case:
+    """A batch beside a few streams: each line has one answer, and it is the oracle's."""
+    return Case(
+        name,
+        "54",
+        f"worker, ingress, scheduler or runner killed at {kills} points of a batch of {lines}",
+        batch_under_kills(lines, kills),
+        BATCHES,
+        BREAKS_OFF + REFUSED,
+        streams=2,
+        rate=1,
+        long=kills > 10,
     )
 
 
@@ -384,6 +401,8 @@ CASES = [
         streams=8,
         rate=2,
     ),
+    with_batch("batch", lines=200, kills=6),
+    with_batch("batch-long", lines=500, kills=20),
     with_forms("runner", "runner killed", faults.kill_runner),
     with_forms("runner-often", "runner killed every 5 s", faults.kill_runner_every_five_seconds),
     with_forms("scheduler", "scheduler killed", faults.kill_scheduler),

@@ -48,6 +48,7 @@ CLASSES = {
     "engine": f"ServeReplica:{APP}:engine",
     "controller": "ServeController",
     "proxy": "ProxyActor",
+    "batches": f"ServeReplica:{APP}:batches",
 }
 """Kinds of actors -> the names of their classes in Ray's table."""
 
@@ -66,6 +67,7 @@ class Layout:
     driver_apart: bool = False  # this process connects to the last worker's node, not to the head
     runner: str = "hash"  # or "model": the demo model, or a similar one for ranks
     redis: bool = False  # GCS fault tolerance
+    batches: bool = False  # /v1/files and /v1/batches, on a folder of the cluster's
     pages: int | None = None  # in an engine's cache
     engine: tuple[tuple[str, Any], ...] = ()  # further engine arguments
     server: tuple[tuple[str, Any], ...] = ()  # further server arguments
@@ -141,6 +143,8 @@ class Cluster:
         engine: dict[str, Any] = {"model": self.weights, "threads": 1, **dict(layout.engine)}
         server: dict[str, Any] = {"ingress_replicas": layout.ingresses, **dict(layout.server)}
         server.setdefault("served_model_name", self.model)
+        if layout.batches:
+            server["batch_dir"] = str(Path(self.folder, "batches"))
         if (number := engines or layout.engines) > 1:
             server["data_parallel_size"] = number
         engine.setdefault("tensor_parallel_size", layout.ranks)

@@ -158,6 +158,11 @@ class Asks:
             "short", self._random.randint(1, 12), stream=False, settings={"temperature": 0}
         )
 
+    def line(self) -> Ask:
+        """A line of a batch: greedy or sampled."""
+        settings = {"temperature": self._random.choice([0, 0.9])}
+        return self._ask("line", self._random.randint(16, 64), stream=False, settings=settings)
+
     def long_prompt(self, tokens: int) -> Ask:
         """A request whose prompt takes several steps."""
         prompt = tuple(self._random.choices(VOCABULARY, k=tokens))
@@ -311,7 +316,7 @@ class Load:
         record.bytes_at.append(time.monotonic())
         record.status, record.done = reply.status_code, True
         answer = parsed(reply.text)
-        _add_events(record, answer)
+        add_events(record, answer)
         if reply.status_code != 200:
             record.error = error_code(answer)
 
@@ -333,7 +338,7 @@ class Load:
                 elif (data := event_data(line)) == DONE:
                     record.done = True
                 elif data is not None:
-                    _add_events(record, parsed(data))
+                    add_events(record, parsed(data))
         if not record.done and record.error is None:
             record.broken = "the stream ended without [DONE]"
 
@@ -353,7 +358,7 @@ def error_code(answer: dict[str, Any]) -> str | None:
     return str(error.get("code") or error.get("type")) if isinstance(error, dict) else None
 
 
-def _add_events(record: Record, answer: dict[str, Any]) -> None:
+def add_events(record: Record, answer: dict[str, Any]) -> None:
     now = time.monotonic()
     if "error" in answer:
         record.error = error_code(answer)

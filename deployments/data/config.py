@@ -1,0 +1,103 @@
+"""What ``rayfin.data`` runs: a model and its task, in a pool of actors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.client.engine_names import ENGINE
+from rayfin.deployments.serve.model_args import ModelArgs, several_models
+from rayfin.deployments.serve.server_args import ServerArgs
+
+Task = Literal["generate", "embed", "classify", "score"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayfinConfig:
+    """A model over the rows of a dataset. Its shape is that of ``ray.data.llm``'s configs.
+
+    Args:
+        model: a local folder, a Hugging Face name, or "demo"; of a server or an application, the
+            name that it serves.
+        engine: settings of the engine and its templates, as ``LLM`` takes them.
+        task: what is asked of each row.
+        concurrency: actors, each with an engine; a pair is the least and the most.
+        batch_size: rows that an actor gets together.
+        concurrent_batches: batches that an actor works on at once, so that a long row of one does
+            not hold up the others.
+        num_cpus: of each actor, 1 by default; without a GPU, its threads.
+        num_gpus: of each actor.
+        sampling_params: fields of the body of every row; those of a row win.
+        seed: of rows that are sampled and give no seed; a row computed again has the same text.
+        row_id: a column that tells equal rows apart, for their seeds.
+        url: a running server answers, and the actors hold no engine.
+        api_key: of that server.
+        application: the name of a running application with ``--batch-dir`` answers, in the
+            background of its other requests.
+
+    Raises:
+        InvalidConfig: a value is unknown or out of its range.
+    """
+
+    model: str = "demo"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    task: Task = "generate"
+    concurrency: int | tuple[int, int] = 1
+    batch_size: int = 64
+    concurrent_batches: int = 4
+    num_cpus: float | None = None
+    num_gpus: float = 0.0
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    row_id: str | None = None
+    url: str | None = None
+    api_key: str | None = None
+    application: str | None = None
+
+    def __post_init__(self) -> None:
+        tasks = get_args(Task)
+        if self.task not in tasks:
+            raise InvalidConfig(f"task must be one of {', '.join(tasks)}, got {self.task}", "task")
+        for name in ("batch_size", "concurrent_batches"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name} must be at least 1", name)
+        least, most = self.actors
+        if not 1 <= least <= most:
+            rule = "concurrency must be at least 1, and the least at most the most"
+            raise InvalidConfig(rule, "concurrency")
+        if self.url and self.application:
+            raise InvalidConfig("url and application exclude each other", "application")
+        if self.remote and self.engine:
+            raise InvalidConfig("engine has no meaning where another one answers", "engine")
+        self.model_args()
+
+    @property
+    def actors(self) -> tuple[int, int]:
+        """The least and the most."""
+        count = self.concurrency
+        return (count, count) if isinstance(count, int) else (count[0], count[1])
+
+    @property
+    def remote(self) -> bool:
+        """Whether the engine is elsewhere."""
+        return bool(self.url or self.application)
+
+    @property
+    def cpus(self) -> float:
+        """Of each actor."""
+        if self.num_cpus is not None:
+            return self.num_cpus
+        return 0.1 if self.remote else 1.0
+
+    def model_args(self) -> ModelArgs:
+        """The engine of one actor.
+
+        Raises:
+            InvalidConfig: a setting is unknown or of the wrong type.
+        """
+        settings = {"model": self.model, **self.engine}
+        if not self.num_gpus:
+            settings.setdefault("threads", max(1, int(self.cpus)))
+        (made,) = several_models(ServerArgs(), EngineArgs(), [settings])
+        return ModelArgs(made.server, made.engine, ENGINE)
