@@ -23,6 +23,18 @@ from rayfin.deployments.api.openai.scoring import Scores, ScoringRequest
 from rayfin.deployments.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from rayfin.deployments.api.responses.bodies import ResponsePromptBody, ResponseRequest
 from rayfin.deployments.api.responses.replies import Response
+from rayfin.deployments.batches.routes import MAX_BATCHES_PAGE, MAX_FILES_PAGE, BatchRequest
+from rayfin.deployments.batches.schemas import (
+    AFTER,
+    ORDER,
+    PURPOSE,
+    UPLOAD,
+    BatchList,
+    BatchObject,
+    FileList,
+    FileObject,
+    limit,
+)
 from rayfin.deployments.pooling.bodies import (
     ClassificationRequest,
     CohereEmbedRequest,
@@ -30,6 +42,14 @@ from rayfin.deployments.pooling.bodies import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+)
+from rayfin.deployments.pooling.replies import (
+    ClassificationReply,
+    CohereEmbedReply,
+    EmbeddingReply,
+    PoolingReply,
+    RerankReply,
+    ScoreReply,
 )
 
 BODIES: dict[str, type[BaseModel]] = {
@@ -53,14 +73,36 @@ BODIES: dict[str, type[BaseModel]] = {
     "/rerank": RerankRequest,
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
+    "/v1/batches": BatchRequest,
 }
 REPLIES: dict[str, type[BaseModel]] = {  # of handlers that write their reply
-    "/v1/completions": Completion,
-    "/v1/chat/completions": ChatCompletion,
-    "/v1/chat/completions/batch": ChatCompletion,
-    "/generative_scoring": Scores,
-    "/v1/responses": Response,
-    "/v1/messages": AnthropicMessage,
+    "POST /v1/completions": Completion,
+    "POST /v1/chat/completions": ChatCompletion,
+    "POST /v1/chat/completions/batch": ChatCompletion,
+    "POST /generative_scoring": Scores,
+    "POST /v1/responses": Response,
+    "POST /v1/messages": AnthropicMessage,
+    "POST /v1/embeddings": EmbeddingReply,
+    "POST /v2/embed": CohereEmbedReply,
+    "POST /classify": ClassificationReply,
+    "POST /pooling": PoolingReply,
+    "POST /score": ScoreReply,
+    "POST /v1/score": ScoreReply,
+    "POST /rerank": RerankReply,
+    "POST /v1/rerank": RerankReply,
+    "POST /v2/rerank": RerankReply,
+    "POST /v1/files": FileObject,
+    "GET /v1/files": FileList,
+    "GET /v1/files/{file_id}": FileObject,
+    "POST /v1/batches": BatchObject,
+    "GET /v1/batches": BatchList,
+    "GET /v1/batches/{batch_id}": BatchObject,
+    "POST /v1/batches/{batch_id}/cancel": BatchObject,
+}
+FORMS: dict[str, dict[str, Any]] = {"/v1/files": UPLOAD}
+QUERIES: dict[str, list[dict[str, Any]]] = {  # parameters, which handlers read
+    "GET /v1/files": [limit(MAX_FILES_PAGE), AFTER, ORDER, PURPOSE],
+    "GET /v1/batches": [limit(MAX_BATCHES_PAGE), AFTER],
 }
 STREAMED = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations"),
@@ -68,6 +110,7 @@ STREAMED = (
 NEVER_STREAMED = ("/v1/messages/count_tokens", "/v1/chat/completions/batch")
 BODILESS = ("/health", "/live", "/ping")
 TEXTS = ("/metrics",)
+BINARY = ("/v1/files/{file_id}/content",)
 FAILURES = {
     400: "The request is wrong; param and code say where and how.",
     401: "There is no API key, or a wrong one.",
@@ -111,6 +154,8 @@ NEEDED: dict[str, dict[str, Any]] = {  # required fields, which handlers check
     "/v1/messages": {"messages": MESSAGES},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
 }
+STORES = ("POST /v1/files", "POST /v1/batches", "POST /v1/batches/{batch_id}/cancel")
+STORAGE_FULL = "The disk of files and batches is full."
 TEXT_OR_NULL = {"type": ["string", "null"]}
 OPENAI_ERROR = {
     "type": "object",
@@ -175,21 +220,31 @@ def description(app: FastAPI) -> dict[str, Any]:
 def _describe(operation: dict[str, Any], path: str, method: str, schemas: dict[str, Any]) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
+    name = f"{method.upper()} {path}"
     if method == "post" and path in BODIES:
         body = {"schema": _reference(BODIES[path], schemas, NEEDED.get(path))}
         operation["requestBody"] = {"required": True, "content": {"application/json": body}}
+    elif method == "post" and path in FORMS:
+        form = {"multipart/form-data": {"schema": FORMS[path]}}
+        operation["requestBody"] = {"required": True, "content": form}
+    if name in QUERIES:
+        operation["parameters"] = [*operation.get("parameters", ()), *QUERIES[name]]
     answer = responses["200"]
     if path in BODILESS:
         answer.pop("content", None)
     elif path in TEXTS:
         answer["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    elif method == "post" and path in REPLIES:
-        answer["content"] = {"application/json": {"schema": _reference(REPLIES[path], schemas)}}
+    elif path in BINARY:
+        binary = {"type": "string", "format": "binary"}
+        answer["content"] = {"application/octet-stream": {"schema": binary}}
+    elif name in REPLIES:
+        answer["content"] = {"application/json": {"schema": _reference(REPLIES[name], schemas)}}
     if path.startswith(STREAMED) and path not in NEVER_STREAMED:
         events = {"schema": {"type": "string"}}
         answer.setdefault("content", {})["text/event-stream"] = events
     failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    for status, reason in FAILURES.items():
+    full = {507: STORAGE_FULL} if name in STORES else {}
+    for status, reason in {**FAILURES, **full}.items():
         responses[str(status)] = {"description": reason, "content": failure}
 
 

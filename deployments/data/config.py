@@ -62,42 +62,38 @@ class RayfinConfig:
         for name in ("batch_size", "concurrent_batches"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name} must be at least 1", name)
-        least, most = self.actors
+        least, most = pool_size(self)
         if not 1 <= least <= most:
             rule = "concurrency must be at least 1, and the least at most the most"
             raise InvalidConfig(rule, "concurrency")
         if self.url and self.application:
             raise InvalidConfig("url and application exclude each other", "application")
-        if self.remote and self.engine:
+        if self.engine and (self.url or self.application):
             raise InvalidConfig("engine has no meaning where another one answers", "engine")
-        self.model_args()
+        model_args(self)
 
-    @property
-    def actors(self) -> tuple[int, int]:
-        """The least and the most."""
-        count = self.concurrency
-        return (count, count) if isinstance(count, int) else (count[0], count[1])
 
-    @property
-    def remote(self) -> bool:
-        """Whether the engine is elsewhere."""
-        return bool(self.url or self.application)
+def pool_size(config: RayfinConfig) -> tuple[int, int]:
+    """The least and the most actors."""
+    count = config.concurrency
+    return (count, count) if isinstance(count, int) else (count[0], count[1])
 
-    @property
-    def cpus(self) -> float:
-        """Of each actor."""
-        if self.num_cpus is not None:
-            return self.num_cpus
-        return 0.1 if self.remote else 1.0
 
-    def model_args(self) -> ModelArgs:
-        """The engine of one actor.
+def actor_cpus(config: RayfinConfig) -> float:
+    """CPUs of each actor; those that hold no engine wait most of the time."""
+    if config.num_cpus is not None:
+        return config.num_cpus
+    return 0.1 if config.url or config.application else 1.0
 
-        Raises:
-            InvalidConfig: a setting is unknown or of the wrong type.
-        """
-        settings = {"model": self.model, **self.engine}
-        if not self.num_gpus:
-            settings.setdefault("threads", max(1, int(self.cpus)))
-        (made,) = several_models(ServerArgs(), EngineArgs(), [settings])
-        return ModelArgs(made.server, made.engine, ENGINE)
+
+def model_args(config: RayfinConfig) -> ModelArgs:
+    """The engine of one actor.
+
+    Raises:
+        InvalidConfig: a setting is unknown or of the wrong type.
+    """
+    settings = {"model": config.model, **config.engine}
+    if not config.num_gpus:
+        settings.setdefault("threads", max(1, int(actor_cpus(config))))
+    (made,) = several_models(ServerArgs(), EngineArgs(), [settings])
+    return ModelArgs(made.server, made.engine, ENGINE)

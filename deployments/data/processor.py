@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.deployments.data.config import RayfinConfig
+from rayfin.deployments.data.config import RayfinConfig, actor_cpus, pool_size
 from rayfin.deployments.data.row_engine import RowEngine
 from rayfin.deployments.data.rows import OUTPUTS, Row
 
@@ -67,7 +67,7 @@ class Processor:
         config = self.config
         if self._preprocess is not None:
             dataset = dataset.map(_beside(self._preprocess))
-        least, most = config.actors
+        least, most = pool_size(config)
         dataset = dataset.map_batches(
             RayfinRows,  # type: ignore[arg-type]  # a class, which Ray makes in each actor
             fn_constructor_kwargs={"config": config},
@@ -78,7 +78,7 @@ class Processor:
                 max_size=most,
                 max_concurrent_calls_per_actor=config.concurrent_batches,
             ),
-            num_cpus=config.cpus,
+            num_cpus=actor_cpus(config),
             num_gpus=config.num_gpus or None,
             udf_modifying_row_count=False,
         )

@@ -11,7 +11,7 @@ from rayfin.actors.timing import BATCH_PATIENCE_SECONDS, BATCH_PAUSE_SECONDS
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
 from rayfin.deployments.batches.sender import NO_TIMEOUT, LineSender
-from rayfin.deployments.data.config import RayfinConfig
+from rayfin.deployments.data.config import RayfinConfig, model_args
 from rayfin.deployments.data.rows import Row, RowReader
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ async def _connection(config: RayfinConfig) -> AsyncIterator[Send]:
         return
     from rayfin.deployments.offline.local_app import LocalApp
 
-    async with LocalApp(config.model_args()) as local:
+    async with LocalApp(model_args(config)) as local:
         transport = httpx.ASGITransport(local.app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://rayfin", timeout=NO_TIMEOUT

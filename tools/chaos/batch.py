@@ -34,7 +34,7 @@ def batch_under_kills(lines: int, kills: int) -> Callable[[Nemesis], Awaitable[N
                 await kill_one(nemesis, victims[number % len(VICTIMS)])
             ended = await client.reach(batch, lines)
             answers = await client.answers(ended)
-        nemesis.complaints += told_once(asks, ended, answers)
+        nemesis.complaints += answered_once(asks, ended, answers)
         by_name = {answer["custom_id"]: answer for answer in answers}
         for ask in asks:
             nemesis.load.records.append((ask, record_of(ask, by_name.get(ask.name))))
@@ -109,7 +109,9 @@ def line_of(ask: Ask, model: str) -> dict[str, Any]:
     return {"custom_id": ask.name, "method": "POST", "url": ENDPOINT, "body": body}
 
 
-def told_once(asks: list[Ask], batch: dict[str, Any], answers: list[dict[str, Any]]) -> list[str]:
+def answered_once(
+    asks: list[Ask], batch: dict[str, Any], answers: list[dict[str, Any]]
+) -> list[str]:
     """What contradicts: each line has one answer, and the counts say so."""
     found = []
     if batch["status"] != "completed":
@@ -118,9 +120,9 @@ def told_once(asks: list[Ask], batch: dict[str, Any], answers: list[dict[str, An
     found += [f"{ask.name}: {counts[ask.name]} answers" for ask in asks if counts[ask.name] != 1]
     if strangers := sorted(set(counts) - {ask.name for ask in asks}):
         found.append(f"answers of no line: {strangers[:4]}")
-    told = batch["request_counts"]
-    if (told["total"], told["completed"] + told["failed"]) != (len(asks), len(answers)):
-        found.append(f"the counts say {told}, the files have {len(answers)} answers")
+    shown = batch["request_counts"]
+    if (shown["total"], shown["completed"] + shown["failed"]) != (len(asks), len(answers)):
+        found.append(f"the counts say {shown}, the files have {len(answers)} answers")
     return found
 
 

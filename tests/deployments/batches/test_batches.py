@@ -15,6 +15,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from described import Description
+from rayfin.deployments.api.openapi import description
 from rayfin.deployments.batches import line_run, worker
 from rayfin.deployments.batches.folder import BatchFolder, FolderLimits
 from rayfin.deployments.batches.objects import StoredBatch
@@ -79,6 +81,14 @@ class Site:
         return openai.AsyncOpenAI(
             api_key=key, base_url="http://x/v1", http_client=http, max_retries=0
         )
+
+    def description(self) -> Description:
+        return Description(description(self._app))
+
+    def http(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self._app)
+        key = {"Authorization": "Bearer key-a"}
+        return httpx.AsyncClient(transport=transport, base_url="http://x", headers=key)
 
     @asynccontextmanager
     async def working(self, concurrency: int = 8) -> AsyncIterator[BatchWorker]:
@@ -178,6 +188,42 @@ def test_a_batch_from_upload_to_content(tmp_path: Path) -> None:
         assert deleted.deleted
         with pytest.raises(openai.NotFoundError):
             await client.files.content(str(batch.output_file_id))
+
+    _run(run)
+
+
+def test_objects_are_as_the_api_describes_them(tmp_path: Path) -> None:
+    async def run() -> None:
+        site = Site(tmp_path)
+        client, http, description = site.client(), site.http(), site.description()
+        uploaded = await http.post(
+            "/v1/files",
+            files={"file": ("in.jsonl", _lines(3) + _line("r3", "bad").encode())},
+            data={"purpose": "batch"},
+        )
+        description.check("/v1/files", uploaded)
+        body = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions"}
+        made = await http.post("/v1/batches", json=body)
+        description.check("/v1/batches", made)
+        bad = await _submit(client, b'{"custom_id": "a", "url": 3}\n')
+        left = await http.post("/v1/batches", json=body)
+        path = "/v1/batches/{batch_id}"
+        description.check(
+            f"{path}/cancel", await http.post(f"/v1/batches/{left.json()['id']}/cancel")
+        )
+        async with site.working():
+            for name in (made.json()["id"], bad.id):
+                await _until(client, await client.batches.retrieve(name), "completed", "failed")
+        for name, status in ((made.json()["id"], "completed"), (bad.id, "failed")):
+            response = await http.get(f"/v1/batches/{name}")
+            assert response.json()["status"] == status
+            description.check(path, response)
+        description.check("/v1/batches", await http.get("/v1/batches", params={"limit": 2}))
+        description.check("/v1/files", await http.get("/v1/files", params={"order": "asc"}))
+        file = f"/v1/files/{made.json()['output_file_id'] or uploaded.json()['id']}"
+        description.check("/v1/files/{file_id}", await http.get(file))
+        description.check("/v1/files/{file_id}", await http.delete(file))
+        description.check(path, await http.get("/v1/batches/none"))
 
     _run(run)
 

@@ -10,7 +10,7 @@ import pytest
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
-from rayfin.deployments.data.config import RayfinConfig
+from rayfin.deployments.data.config import RayfinConfig, model_args
 from rayfin.deployments.data.rows import OUTPUTS, RowReader
 
 
@@ -135,7 +135,7 @@ def test_bad_settings_are_refused_before_anything_runs(
 
 
 def test_an_engine_on_a_cpu_has_the_threads_that_ray_gives_it() -> None:
-    assert RayfinConfig().model_args().engine.threads == 1
-    assert RayfinConfig(num_cpus=4).model_args().engine.threads == 4
-    assert RayfinConfig(num_cpus=4, engine={"threads": 2}).model_args().engine.threads == 2
-    assert RayfinConfig(num_gpus=1).model_args().engine.threads is None
+    assert model_args(RayfinConfig()).engine.threads == 1
+    assert model_args(RayfinConfig(num_cpus=4)).engine.threads == 4
+    assert model_args(RayfinConfig(num_cpus=4, engine={"threads": 2})).engine.threads == 2
+    assert model_args(RayfinConfig(num_gpus=1)).engine.threads is None

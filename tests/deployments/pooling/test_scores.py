@@ -8,6 +8,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
+from described import Description
 from pooling_models import SIZE, TEXTS, add_modules, make_encoder
 from pooling_server import make_service, serve
 
@@ -110,3 +111,29 @@ async def test_bad_bodies(
     answer = await serve(*services).post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (status, code), error
+
+
+async def test_answers_are_as_the_api_describes_them(services: list[Any]) -> None:
+    http = serve(*services)
+    description = await Description.of(http)
+    pair = {"model": "score", "text_1": TEXTS[0], "text_2": TEXTS[1:3]}
+    order = {"model": "score", "query": TEXTS[0], "documents": TEXTS[1:3]}
+    inputs = {"model": "embed", "input": TEXTS[:2]}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        *((path, pair) for path in ("/score", "/v1/score")),
+        *((path, order) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        ("/rerank", order | {"return_documents": False}),
+        ("/classify", {"model": "classes", "input": TEXTS[:2]}),
+        *((path, inputs) for path in ("/v1/embeddings", "/pooling")),
+        *(
+            (path, inputs | {"encoding_format": "base64"})
+            for path in ("/v1/embeddings", "/pooling")
+        ),
+        ("/pooling", inputs | {"task": "token_embed"}),
+        ("/v2/embed", {"model": "embed", "texts": TEXTS[:2]}),
+        ("/v1/embeddings", {"model": "embed"}),
+    ]
+    for path, body in asked:
+        response = await http.post(path, json=body)
+        assert response.status_code == (200 if len(body) > 1 else 400), response.text
+        description.check(path, response)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from batch import line_of, record_of, told_once
+from batch import line_of, record_of, answered_once
 from history import check
 from load import Ask, Asks
 from oracle import HashOracle
@@ -33,18 +33,20 @@ def test_a_line_is_the_request_of_its_ask() -> None:
 
 
 def test_whole_files_say_nothing() -> None:
-    assert told_once(ASKS, _batch(), [_answer(ask) for ask in ASKS]) == []
+    assert answered_once(ASKS, _batch(), [_answer(ask) for ask in ASKS]) == []
 
 
 def test_lost_doubled_and_strange_answers_are_seen() -> None:
     first, second = (_answer(ask) for ask in ASKS)
-    assert told_once(ASKS, _batch(1), [first]) == [f"{ASKS[1].name}: 0 answers"]
-    assert told_once(ASKS, _batch(3), [first, first, second]) == [f"{ASKS[0].name}: 2 answers"]
+    assert answered_once(ASKS, _batch(1), [first]) == [f"{ASKS[1].name}: 0 answers"]
+    assert answered_once(ASKS, _batch(3), [first, first, second]) == [f"{ASKS[0].name}: 2 answers"]
     strange = {**first, "custom_id": "who"}
-    assert told_once(ASKS, _batch(3), [first, second, strange]) == ["answers of no line: ['who']"]
-    assert "2 answers" in told_once(ASKS, _batch(1), [first, second])[0]
+    assert answered_once(ASKS, _batch(3), [first, second, strange]) == [
+        "answers of no line: ['who']"
+    ]
+    assert "2 answers" in answered_once(ASKS, _batch(1), [first, second])[0]
     failed = _batch(status="failed")
-    assert told_once(ASKS, failed, [first, second]) == ["the batch is failed"]
+    assert answered_once(ASKS, failed, [first, second]) == ["the batch is failed"]
 
 
 def test_texts_are_held_to_the_oracle() -> None:
