@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
 from rayfin.deployments.data.config import RayfinConfig, Task
@@ -39,10 +40,6 @@ FIXED = frozenset({"model", "messages", "prompt", "input", "stream", "stream_opt
 """Members of a body that ``sampling_params`` cannot set."""
 
 
-class BadRow(ValueError):
-    """A row is no request."""
-
-
 class RowReader:
     """Makes lines of rows and columns of answers, for one config."""
 
@@ -70,8 +67,8 @@ class RowReader:
             try:
                 url, body = self._body(row)
                 made.append(Line(place + 1, name, url, body))
-            except BadRow as error:
-                made.append(LineAnswer(name, place + 1, error={"message": str(error)}))
+            except InvalidRequest as error:
+                made.append(LineAnswer(name, place + 1, error={"message": error.message}))
         return made
 
     def outputs(self, answers: Iterable[LineAnswer]) -> list[Row]:
@@ -82,16 +79,17 @@ class RowReader:
         config = self._config
         asked = {**config.sampling_params, **_settings(row)}
         if fixed := FIXED & asked.keys():
-            raise BadRow(f"sampling_params must not have {', '.join(sorted(fixed))}")
+            names = ", ".join(sorted(fixed))
+            raise InvalidRequest(f"sampling_params must not have {names}", "sampling_params")
         if asked.get("n", 1) != 1:
-            raise BadRow("sampling_params: n must be 1, a row has one text")
+            raise InvalidRequest("sampling_params: n must be 1, a row has one text", "n")
         body = {**asked, "model": row.get("lora", config.model)}
         if config.task == "score":
             return "/score", body | {name: _needed(row, name) for name in ("text_1", "text_2")}
         field = next((name for name in INPUTS[config.task] if name in row), None)
         if field is None or field in SETTINGS:
             names = [name for name in INPUTS[config.task] if name not in SETTINGS]
-            raise BadRow(f"the row needs one of {', '.join(names)}")
+            raise InvalidRequest(f"the row needs one of {', '.join(names)}")
         value = row[field]
         if config.task == "classify":
             return "/classify", body | {"input": value}
@@ -141,13 +139,13 @@ def without_nulls(value: Any) -> Any:
 def _settings(row: Row) -> Row:
     settings = row.get("sampling_params", {})
     if not isinstance(settings, dict):
-        raise BadRow("sampling_params must be an object")
+        raise InvalidRequest("sampling_params must be an object", "sampling_params")
     return settings
 
 
 def _needed(row: Row, name: str) -> Any:
     if name not in row:
-        raise BadRow(f"the row has no {name}")
+        raise InvalidRequest(f"the row has no {name}", name)
     return row[name]
 
 
