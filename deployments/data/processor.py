@@ -1,7 +1,7 @@
 """``build_processor``: a stage of a Ray Dataset whose actors run a model over its rows."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.data.config import RayfinConfig, actor_cpus, pool_size
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pyarrow
     import ray.data
 
-RowFunction = Callable[[Row], Mapping[str, Any]]
+RowFunction = Callable[[Row], Row]
 
 NO_RAY_DATA = "rayfin.data needs some packages: pip install -e '.[data]'"
 
@@ -69,7 +69,7 @@ class Processor:
             dataset = dataset.map(_beside(self._preprocess))
         least, most = pool_size(config)
         dataset = dataset.map_batches(
-            RayfinRows,  # type: ignore[arg-type]  # a class, which Ray makes in each actor
+            RayfinRows,
             fn_constructor_kwargs={"config": config},
             batch_size=config.batch_size,
             batch_format="pyarrow",

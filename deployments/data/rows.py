@@ -79,8 +79,8 @@ class RowReader:
         config = self._config
         asked = {**config.sampling_params, **_settings(row)}
         if fixed := FIXED & asked.keys():
-            names = ", ".join(sorted(fixed))
-            raise InvalidRequest(f"sampling_params must not have {names}", "sampling_params")
+            shown = ", ".join(sorted(fixed))
+            raise InvalidRequest(f"sampling_params must not have {shown}", "sampling_params")
         if asked.get("n", 1) != 1:
             raise InvalidRequest("sampling_params: n must be 1, a row has one text", "n")
         body = {**asked, "model": row.get("lora", config.model)}

@@ -16,6 +16,7 @@ from rayfin.actors.messages import (
 )
 from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.scheduler.state.executor import Executor
 
 
 class OfflineEngine(Protocol):
@@ -51,7 +52,7 @@ class OfflineEngine(Protocol):
         ...
 
 
-def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo]:
+def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
     """Loads the scheduler and the model runner into this process, without Ray.
 
     Raises:
@@ -82,14 +83,15 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo]:
         prefix_caching=config.prefix_caching,
         image_token_id=config.image_token_id,
     )
-    return Engine(config, InlineExecutor(runner, config)), info
+    executor = InlineExecutor(runner, config)
+    return Engine(config, executor), info, executor
 
 
 class InlineEngine:
     """The scheduler and the model runner in this process, without Ray."""
 
     def __init__(self, args: EngineArgs) -> None:
-        self._engine, self.info = load_engine(args)
+        self._engine, self.info, _ = load_engine(args)
 
     def run(self, requests: list[EngineRequest]) -> Iterator[TokenDeltas]:
         engine = self._engine

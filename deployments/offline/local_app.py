@@ -7,6 +7,7 @@ from types import TracebackType
 from fastapi import FastAPI
 
 from rayfin.actors.errors import InvalidConfig
+from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.layers import HttpSettings
@@ -14,7 +15,7 @@ from rayfin.deployments.offline.llm import UNLIMITED
 from rayfin.deployments.offline.local_client import LocalClient
 from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.model_service import load_text
+from rayfin.deployments.serve.model_service import adapter_names, load_text
 from rayfin.deployments.serve.preflight import check_model, located
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -31,6 +32,7 @@ class LocalApp:
         engine = replace(model.engine, **UNLIMITED)  # type: ignore[arg-type]
         self._model = replace(model, engine=engine)
         self._client: LocalClient | None = None
+        self._names: AdapterNames | None = None
         self.app: FastAPI
 
     async def __aenter__(self) -> "LocalApp":
@@ -45,6 +47,7 @@ class LocalApp:
         info = await self._client.info()
         service = OpenAIService(
             client=self._client,
+            adapters=await self._adapters(self._client),
             model_names=model.names,
             max_model_len=info.max_model_len,
             **text.fields(),
@@ -58,11 +61,24 @@ class LocalApp:
         self.app = build_api(service)
         return self
 
+    async def _adapters(self, client: LocalClient) -> AdapterNames | None:
+        """The adapters by name, which are read from their folders; None if none is served."""
+        engine, root = self._model.engine, self._model.server.lora_dir
+        if not engine.serves_lora:
+            return None
+        from rayfin.deployments.adapters.registry import AdapterContents  # imports Ray
+
+        contents = AdapterContents(max_rank=engine.max_lora_rank, root=root)
+        self._names = await adapter_names(self._model.server, contents, client.prepare_adapter)
+        return self._names
+
     async def __aexit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._names is not None:
+            self._names.close()
         if self._client is not None:
             self._client.close()

@@ -21,6 +21,7 @@ from rayfin.actors.messages import (
 from rayfin.actors.metrics.snapshot import EngineSnapshot
 from rayfin.actors.scheduler.engine import Engine
 from rayfin.actors.scheduler.inbox import EngineCall
+from rayfin.actors.scheduler.state.executor import Executor
 from rayfin.actors.timing import LOBBY_TICK_SECONDS
 from rayfin.deployments.client.deltas import split_deltas
 from rayfin.deployments.client.engine_client import EngineReport
@@ -33,9 +34,10 @@ NAME = "inline"
 class LocalClient:
     """The ``EngineClient`` of an engine in this process; made in the event loop that uses it."""
 
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, executor: Executor) -> None:
         self._engine = engine
         self._info = info
+        self._executor = executor
         self._inbox: queue.SimpleQueue[EngineCall | None] = queue.SimpleQueue()
         self._streams: dict[int, asyncio.Queue[TokenDelta | RayfinError]] = {}
         self._names: dict[int, str] = {}  # request ids, by key
@@ -98,7 +100,11 @@ class LocalClient:
         return await self.engines()
 
     async def prepare_adapter(self, adapter: AdapterRef) -> None:
-        raise InvalidRequest("This engine serves no LoRA adapters.", "model")
+        if not self._engine.config.max_loras:
+            raise InvalidRequest("This engine has no adapters: it needs --enable-lora.", "model")
+        prepared = await self._call(lambda engine: self._executor.prepare((), (adapter,)))
+        if (error := prepared.error()) is not None:
+            raise InvalidRequest(error, "model") if isinstance(error, str) else error
 
     def latency(self) -> dict[str, tuple[float, int]]:
         return {}

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,13 +15,13 @@ from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, InvalidRequest
 from rayfin.actors.images.processor import ImageProcessor
-from rayfin.actors.messages import EngineInfo
+from rayfin.actors.messages import AdapterRef, EngineInfo
 from rayfin.actors.metrics.hub import HubSettings, start_hub
 from rayfin.actors.metrics.ledger import CounterReport
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.flags import read_modules
-from rayfin.deployments.adapters.names import AdapterNames
+from rayfin.deployments.adapters.names import AdapterNames, Registry
 from rayfin.deployments.adapters.registry import RegistryClient
 from rayfin.deployments.client.engine_names import engine_prefix, find_engines
 from rayfin.deployments.client.metered import MeteredEngineClient
@@ -141,10 +141,20 @@ async def _adapters(app: str, model: ModelArgs, client: EnginePool) -> AdapterNa
     """
     if not model.engine.serves_lora:
         return None
-    server = model.server
     name = f"{app}/{model.deployment}-adapters"
-    registry = RegistryClient(name, model.engine.max_lora_rank, server.lora_dir)
-    names = AdapterNames(registry, client.prepare_adapter, resolves=server.lora_dir is not None)
+    registry = RegistryClient(name, model.engine.max_lora_rank, model.server.lora_dir)
+    return await adapter_names(model.server, registry, client.prepare_adapter)
+
+
+async def adapter_names(
+    server: ServerArgs, registry: Registry, check: Callable[[AdapterRef], Awaitable[None]]
+) -> AdapterNames:
+    """The adapters of a registry, with those of --lora-modules; ``check`` asks the engines.
+
+    Raises:
+        InvalidConfig: one of them cannot be served.
+    """
+    names = AdapterNames(registry, check, resolves=server.lora_dir is not None)
     await names.start()
     try:
         for own, path in read_modules(server.lora_modules).items():

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from peft_adapters import generate, make_adapter
 from rayfin.deployments.cli.main import main
+from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 COMMAND = "import sys; from rayfin.deployments.cli.main import main; sys.exit(main())"
 
@@ -64,6 +66,30 @@ def test_lines_of_several_routes_are_answered(
     assert main(_arguments(tmp_path)) == 0  # nothing is left, and no model is loaded
     assert "All 7 lines are answered" in capsys.readouterr().err
     assert _answers(tmp_path / "out") == answers
+
+
+def test_lines_name_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of --lora-modules, one that is found in --lora-dir; with peft's tokens."""
+    prompt, ask = [300, 301, 302, 303, 304], {"temperature": 0, "max_tokens": 6}
+    folders = {
+        "own": make_adapter(DEMO_FOLDER, tmp_path / "own", seed=1),
+        "found": make_adapter(DEMO_FOLDER, tmp_path / "more" / "found", seed=2),
+    }
+    more = {"prompt": prompt, "return_token_ids": True, "ignore_eos": True, **ask}
+    names = ("demo", "own", "found", "none")
+    lines = [_line(name, "/v1/completions", **more, model=name) for name in names]
+    (tmp_path / "in").write_text("".join(lines))
+    flags = ["--lora-modules", f"own={folders['own']}", "--lora-dir", str(tmp_path / "more")]
+    assert main(_arguments(tmp_path, "--max-loras", "2", *flags)) == 0
+    answers = _answers(tmp_path / "out")
+    assert answers["none"]["response"]["status_code"] == 404
+    for name in names[:3]:
+        (choice,) = answers[name]["response"]["body"]["choices"]
+        assert choice["token_ids"] == generate(DEMO_FOLDER, folders.get(name), prompt, 6), name
+    flags = ["--lora-modules", f"own={tmp_path / 'more'}"]
+    (tmp_path / "out").unlink()
+    assert main(_arguments(tmp_path, *flags)) == 2
+    assert "lora" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

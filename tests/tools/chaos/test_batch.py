@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from batch import line_of, record_of, answered_once
+from batch import answered_once, line_of, record_of
 from history import check
 from load import Ask, Asks
 from oracle import HashOracle
