@@ -8,6 +8,7 @@ import torch
 from rayfin.kernels.shapes import PagedBatch
 from rayfin.kernels.staging import to_device
 from rayfin.kernels.triton.device.attention_kernels import attend_tiles
+from rayfin.kernels.triton.pdl import launch_options
 from rayfin.kernels.triton.tile_map import TileMap, make_tile_map
 
 PROGRAMS_PER_CORE = 4  # target of each launch: some more than fit on a multiprocessor
@@ -41,6 +42,7 @@ class Launch:
     part_out: torch.Tensor  # [parts, Hkv, rows, Dv] fp32
     part_lse: torch.Tensor  # [parts, Hkv, rows] fp32
     arrived: torch.Tensor  # [parts, Hkv] int32, zeros
+    pdl: bool = False  # items and page tables are complete before the kernel before it starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ class TritonAttention:
                 PARTS_AHEAD=shape.parts_ahead,
                 num_warps=shape.warps,
                 num_stages=shape.stages,
+                **launch_options(launch.pdl),
             )
         return out
 

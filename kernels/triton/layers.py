@@ -8,6 +8,7 @@ import triton
 
 from rayfin.kernels.triton.device import layer_kernels as kernels
 from rayfin.kernels.triton.device.activation import ACTIVATIONS
+from rayfin.kernels.triton.pdl import launch_options
 
 HEADS_AT_ONCE = 8
 COLUMNS_AT_ONCE = 1024
@@ -37,6 +38,7 @@ def add_and_norm(
     *,
     out_weight: torch.Tensor | None = None,  # [D] fp32
     residual_scale: float = 1.0,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Adds a block's output to the residual stream in place and returns the next block's input.
 
@@ -46,14 +48,16 @@ def add_and_norm(
         [T, D] the norm of the stream, or the stream itself where ``weight`` is None.
     """
     out = hidden if weight is None else torch.empty_like(hidden)
-    _launch_norm(x, hidden, out_weight, weight, out, eps, residual_scale, add=True)
+    _launch_norm(x, hidden, out_weight, weight, out, eps, residual_scale, add=True, pdl=pdl)
     return out
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False
+) -> torch.Tensor:
     """`reference.rms_norm` of rows [T, D], which may be a slice of wider rows."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, x, None, weight, out, eps, 1.0, add=False)
+    _launch_norm(x, x, None, weight, out, eps, 1.0, add=False, pdl=pdl)
     return out
 
 
@@ -67,6 +71,7 @@ def _launch_norm(
     residual_scale: float,
     *,
     add: bool,
+    pdl: bool,
 ) -> None:
     rows, size = x.shape
     width = triton.next_power_of_2(size)
@@ -85,6 +90,7 @@ def _launch_norm(
         OUT_NORM=out_weight is not None,
         NORM=weight is not None,
         num_warps=min(max(width // 512, 1), 16),
+        **launch_options(pdl),
     )
 
 
@@ -101,6 +107,7 @@ def rope_and_write_kv(
     heads: int,
     eps: float,
     behind: Behind | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Norms heads, applies rotary embedding and writes pages in one launch (HPC-Ops, 2026).
 
@@ -137,6 +144,7 @@ def rope_and_write_kv(
         KEY_NORM=key_norm is not None,
         num_warps=4,
         **_end(qkv, behind),
+        **launch_options(pdl),
     )
     return query
 

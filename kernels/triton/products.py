@@ -1,7 +1,7 @@
 """Matrix products of few rows, fused with the operations around them.
 
 They are for decode rows, where a launch costs as much as a small product. For many rows torch's
-product is faster, and the next kernel does the rest (`layers`).
+product is faster, and the next kernel does the rest (`layers`). ``pdl`` is `pdl.launch_options`'.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import triton
 
 from rayfin.kernels.triton.device import product_kernels as kernels
 from rayfin.kernels.triton.device.activation import ACTIVATIONS
+from rayfin.kernels.triton.pdl import launch_options
 
 FEW_ROWS = 64
 """Rows that one tile holds: each weight is read once. Not measured on a GPU yet."""
@@ -23,10 +24,11 @@ def product(
     *,
     gain: float | None = None,
     eps: float = 0.0,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """y W^T + b: [T, N]. With a ``gain`` y = gain * x / rms(x), a norm without weights."""
     out = x.new_empty(len(x), len(weight))
-    _launch(x, weight, bias, out, gain, eps, 1.0, add=False)
+    _launch(x, weight, bias, out, gain, eps, 1.0, add=False, pdl=pdl)
     return out
 
 
@@ -37,9 +39,10 @@ def add_product(
     hidden: torch.Tensor,  # [T, N]
     *,
     residual_scale: float = 1.0,
+    pdl: bool = False,
 ) -> None:
     """hidden += residual_scale * (x W^T + b), in place."""
-    _launch(x, weight, bias, hidden, None, 0.0, residual_scale, add=True)
+    _launch(x, weight, bias, hidden, None, 0.0, residual_scale, add=True, pdl=pdl)
 
 
 def gated_product(
@@ -50,6 +53,7 @@ def gated_product(
     *,
     gain: float | None = None,
     eps: float = 0.0,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """activation(gate) * up of y [gate | up]^T + b, by a name of `ACTIVATIONS`: [T, F].
 
@@ -73,6 +77,7 @@ def gated_product(
         NORM=gain is not None,
         BIAS=bias is not None,
         **launch,
+        **launch_options(pdl),
     )
     return out
 
@@ -87,6 +92,7 @@ def _launch(
     scale: float,
     *,
     add: bool,
+    pdl: bool,
 ) -> None:
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     grid, launch = _tiles(len(x), len(weight), x.dtype)
@@ -105,6 +111,7 @@ def _launch(
         BIAS=bias is not None,
         ADD=add,
         **launch,
+        **launch_options(pdl),
     )
 
 

@@ -1,18 +1,27 @@
 """Samples on a GPU in three launches without a sort."""
 
+from typing import Any
+
 import torch
 import triton
 
 from rayfin.kernels.shapes import SamplingRows
 from rayfin.kernels.triton.device.sample_kernels import draw_rows, find_highest, weigh_blocks
+from rayfin.kernels.triton.pdl import launch_options
 
 BLOCK = 4096
 TOP = 32
 """Top tokens of each block, among which top-k and top-p are searched first."""
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """`rayfin.kernels.sampling.sample.sample` for a GPU: [S, V] any float dtype -> [S] int64.
+def sample(
+    logits: torch.Tensor,  # [S, V] any float dtype
+    rows: SamplingRows,
+    *,
+    out: torch.Tensor | None = None,  # [S] int64
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`rayfin.kernels.sampling.sample.sample` for a GPU: [S] int64, which is ``out`` if given.
 
     The draws are the same. Where a token's weight differs from the CPU's in the last bit of an
     exponential, about one draw in 2**22 gives a neighbouring token. A row that cannot be
@@ -20,7 +29,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """
     count, vocabulary = logits.shape
     device = logits.device
-    tokens = torch.empty(count, dtype=torch.int64, device=device)
+    tokens = torch.empty(count, dtype=torch.int64, device=device) if out is None else out
     if not count:
         return tokens
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -31,8 +40,9 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     filters = (rows.temperature, rows.top_k, rows.top_p)
     sizes = (logits.stride(0), vocabulary, blocks)
     width = triton.next_power_of_2(blocks)
+    options: dict[str, Any] = {"BLOCK": BLOCK, **launch_options(pdl)}
     find_highest[(count, blocks)](
-        logits, *filters, highest, likeliest, keys, *sizes, TOP=TOP, BLOCK=BLOCK, num_warps=8
+        logits, *filters, highest, likeliest, keys, *sizes, TOP=TOP, num_warps=8, **options
     )
     weigh_blocks[(count, blocks)](
         logits,
@@ -42,9 +52,9 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         highest,
         weights,
         *sizes,
-        BLOCK=BLOCK,
         BLOCKS=width,
         num_warps=8,
+        **options,
     )
     draw_rows[(count,)](
         logits,
@@ -59,8 +69,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         tokens,
         *sizes,
         TOP=TOP,
-        BLOCK=BLOCK,
         BLOCKS=width,
-        num_warps=16,  # fewer would spill registers,
+        num_warps=16,  # fewer would spill registers
+        **options,
     )
     return tokens

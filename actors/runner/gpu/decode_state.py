@@ -25,6 +25,7 @@ from rayfin.kernels.triton.device.decode_kernels import (
     place_items,
     prepare_rows,
 )
+from rayfin.kernels.triton.pdl import launch_options
 from rayfin.kernels.triton.tile_map import ITEM_FIELDS, MIN_PART, TileMap
 
 ON_DEVICE = -1
@@ -68,8 +69,9 @@ class _GraphLaunch:
 class GraphLaunches:
     """Attention launches at fixed addresses, whose tile map each multi-step call fills in."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, pdl: bool) -> None:
         self._max_rows = max_rows
+        self._pdl = pdl
         self._graph_launches: dict[Sizes, _GraphLaunch] = {}
 
     def __call__(self, attention: TritonAttention, batch: PagedBatch, sizes: Sizes) -> list[Launch]:
@@ -107,8 +109,7 @@ class GraphLaunches:
             items = self._for_rows(graph_launch, rows).items
             place_items[(len(items),)](items, positions)
 
-    @staticmethod
-    def _for_rows(graph_launch: _GraphLaunch, rows: int) -> Launch:
+    def _for_rows(self, graph_launch: _GraphLaunch, rows: int) -> Launch:
         whole = graph_launch.launch
         return Launch(
             graph_launch.shape,
@@ -116,6 +117,7 @@ class GraphLaunches:
             whole.part_out,
             whole.part_lse,
             whole.arrived,
+            self._pdl,
         )
 
 
@@ -129,6 +131,7 @@ class DecodeState:
         pages_per_request: int,
         page_size: int,
         device: torch.device,
+        pdl: bool = False,
     ) -> None:
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape or (max_rows,), dtype=dtype, device=device)
@@ -136,7 +139,8 @@ class DecodeState:
         self._page_size = page_size
         self._slots = slots
         self._on_device = DeviceSlots(slots, pages_per_request, device)
-        self.launches = GraphLaunches(max_rows)
+        self.launches = GraphLaunches(max_rows, pdl)
+        self._pdl = pdl
         self._new_rows = zeros(torch.int64, 4, max_rows)  # input of enter_rows
         self.tokens, self.positions = zeros(torch.int64), zeros(torch.int64)
         self._integers = zeros(torch.int64, 2, max_rows)
@@ -223,6 +227,7 @@ class DecodeState:
             self.positions,
             self.remaining,
             self._on_device.last_tokens,
+            **launch_options(self._pdl),
         )
 
     def batch(self, bucket: int) -> PagedBatch:

@@ -23,6 +23,7 @@ from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, rope_and_write_kv
+from rayfin.kernels.triton.pdl import can_use_pdl
 from rayfin.kernels.triton.products import FEW_ROWS, add_product, gated_product, product
 
 
@@ -45,6 +46,11 @@ class GpuDecoder:
     adds the bias of 1; a kernel between 5 and 6 divides gate and up and multiplies them.
 
     An MLP may be a mixture of experts: the model's router around `GroupedExperts`.
+
+    With ``pdl`` the kernels of a layer start while the ones before them end
+    (`rayfin.kernels.triton.pdl`). The embedding is torch's and is launched without it: whatever a
+    step's inputs are copied or computed by is complete when the first layer starts. So is the
+    norm before the head, whose neighbours are torch's.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class GpuDecoder:
         self.layouts = layouts
         self.dtype = dtype
         self.few_rows = FEW_ROWS
+        self.pdl = False
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
@@ -112,11 +119,10 @@ class GpuDecoder:
         batch: PagedBatch,
     ) -> None:
         """One layer of few rows; ``hidden`` [T, hidden] in place."""
-        eps, qkv, mlp = self._shape.eps, layer.qkv, layer.mlp
+        eps, qkv, mlp, pdl = self._shape.eps, layer.qkv, layer.mlp, self.pdl
         x = self._normed(qkv.norm, hidden)
-        heads = self._attend(
-            layer, pages, product(x, qkv.weight, qkv.bias, gain=qkv.gain, eps=eps), None, batch
-        )
+        x = product(x, qkv.weight, qkv.bias, gain=qkv.gain, eps=eps, pdl=pdl)
+        heads = self._attend(layer, pages, x, None, batch)
         out, out_bias = layer.attention_out, layer.attention_out_bias
         self._add(heads, out, out_bias, layer.attention_out_norm, hidden)
         if not isinstance(mlp, GatedMlp):
@@ -124,7 +130,7 @@ class GpuDecoder:
             return
         both, activation = mlp.gate_up, NAMES[self._shape.activation]
         x = self._normed(both.norm, hidden)
-        x = gated_product(x, both.weight, both.bias, activation, gain=both.gain, eps=eps)
+        x = gated_product(x, both.weight, both.bias, activation, gain=both.gain, eps=eps, pdl=pdl)
         self._add(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
 
     def _run_many(
@@ -157,7 +163,7 @@ class GpuDecoder:
         return F.linear(hidden, projection.weight), left
 
     def _normed(self, norm: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden if norm is None else rms_norm(hidden, norm, self._shape.eps)
+        return hidden if norm is None else rms_norm(hidden, norm, self._shape.eps, pdl=self.pdl)
 
     def _add(
         self,
@@ -170,9 +176,9 @@ class GpuDecoder:
         """Adds few rows' product to the residual stream; an ``out_norm`` takes another launch."""
         if out_norm is None:
             scale = self._shape.residual_scale
-            add_product(x, weight, bias, hidden, residual_scale=scale)
+            add_product(x, weight, bias, hidden, residual_scale=scale, pdl=self.pdl)
         else:
-            self._add_normed(product(x, weight, bias), out_norm, hidden)
+            self._add_normed(product(x, weight, bias, pdl=self.pdl), out_norm, hidden)
 
     def _add_many(
         self,
@@ -197,7 +203,7 @@ class GpuDecoder:
         self, x: torch.Tensor, out_norm: torch.Tensor | None, hidden: torch.Tensor
     ) -> None:
         eps, scale = self._shape.eps, self._shape.residual_scale
-        add_and_norm(x, hidden, None, eps, out_weight=out_norm, residual_scale=scale)
+        add_and_norm(x, hidden, None, eps, out_weight=out_norm, residual_scale=scale, pdl=self.pdl)
 
     def _attend(
         self,
@@ -215,8 +221,8 @@ class GpuDecoder:
             sizes = [len(query_norm), len(key_norm)]
             query, key, value = torch.split(qkv, [*sizes, qkv.shape[1] - sum(sizes)], dim=1)
             normed = [
-                rms_norm(query, query_norm, shape.eps),
-                rms_norm(key, key_norm, shape.eps),
+                rms_norm(query, query_norm, shape.eps, pdl=self.pdl),
+                rms_norm(key, key_norm, shape.eps, pdl=self.pdl),
             ]
             qkv, query_norm, key_norm = torch.cat([*normed, value], dim=1), None, None
         query = rope_and_write_kv(
@@ -230,6 +236,7 @@ class GpuDecoder:
             heads=shape.heads,
             eps=shape.eps,
             behind=behind,
+            pdl=self.pdl,
         )
         spec = layer.spec
         out = self._attention(
@@ -266,5 +273,8 @@ def build_gpu_decoder(
         yield decoder
         decoder.few_rows = FEW_ROWS
         yield decoder
+        if can_use_pdl(paged.device):
+            decoder.pdl = True
+            yield decoder
 
     return verified_replacement(paged, build, TOLERANCE[paged.dtype], page_size)

@@ -114,7 +114,7 @@ class DecodeGraphs:
         self._page_size = page_size
         self._sizes = bucket_sizes(rows)
         max_rows = self._sizes[-1]
-        self._state = DecodeState(slots, max_rows, pages_per_request, page_size, device)
+        self._state = DecodeState(slots, max_rows, pages_per_request, page_size, device, model.pdl)
         self._extras = GraphExtras(max_rows, max_num_steps, device)
         self._rows = torch.arange(max_rows, device=device)
         on_gpu = device.type == "cuda"
@@ -230,7 +230,7 @@ class DecodeGraphs:
             state.prepare(bucket)
             logits = self._model.forward(StepInputs(state.tokens[:bucket], batch, rows))
             changed = self._extras.adjust(logits, state.drawn[:bucket]) if extras else logits
-            state.sampled[:bucket].copy_(sample(changed, sampling))
+            sample(changed, sampling, out=state.sampled[:bucket], pdl=self._model.pdl)
             if extras:
                 sampled, remaining = state.sampled[:bucket], state.remaining[:bucket]
                 self._extras.record_logprobs(logits, sampled, remaining)

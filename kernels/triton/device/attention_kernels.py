@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -78,6 +79,7 @@ def attend_tiles(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     PARTS_AHEAD: tl.constexpr,  # of `merge_parts`
+    PDL: tl.constexpr = False,
 ):
     """One tile of queries with all heads of one group, over one part of the keys.
 
@@ -85,7 +87,13 @@ def attend_tiles(
     group: each key is read once for all of them. Softmax online and in base 2 (FlashAttention-2).
     The program that finishes the last part of a tile merges all parts, always in their order (like
     the last block of a reduction in CUDA's threadFenceReduction sample).
+
+    With PDL, items and page tables have to be complete before the kernel before this one starts:
+    they are read before the wait. Every program waits, so that a kernel that waits for this one
+    waits for those before it too.
     """
+    if PDL:
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 10
     queries = tl.load(item + 2)  # all fields at once: one round trip
@@ -98,6 +106,8 @@ def attend_tiles(
     first = tl.load(item + 8).to(tl.int64)
     parts = tl.load(item + 9)
     if queries == 0:
+        if PDL:
+            gdc_wait()
         return
 
     m = tl.arange(0, ROWS)
@@ -107,6 +117,13 @@ def attend_tiles(
     positions = position + m // GROUP
     dk = tl.arange(0, KEY_WIDTH)
     dv = tl.arange(0, VALUE_WIDTH)
+    # The pages of a block are read while the block before it is computed. A read of them within the
+    # block would keep its keys and values from being read ahead.
+    table = tables + row * table_stride
+    ahead = first_key + tl.arange(0, KEYS)
+    page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
+    if PDL:
+        gdc_wait()
     q = tl.load(
         query + tokens[:, None] * query_stride + head[:, None] * KEY_DIM + dk[None, :],
         mask=valid[:, None] & (dk[None, :] < KEY_DIM),
@@ -120,11 +137,6 @@ def attend_tiles(
             highest = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
     summed = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
-    # The pages of a block are read while the block before it is computed. A read of them within the
-    # block would keep its keys and values from being read ahead.
-    table = tables + row * table_stride
-    ahead = first_key + tl.arange(0, KEYS)
-    page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
     for start in range(first_key, end_key, KEYS):
         key = start + tl.arange(0, KEYS)
         inside = key < end_key

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(do_not_specialize=["rows", "slot_count", "slot_stride", "table_stride", "widest"])
@@ -146,8 +147,12 @@ def finish_rows(
     positions,  # [B] int64, written
     remaining,  # [B] int32, written
     last_tokens,  # [S] int64, written: the input of the next call's first step
+    PDL: tl.constexpr = False,
 ):
     """Program (row). A row without steps left does not change."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     left = tl.load(remaining + row)
     if left > 0:

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rayfin.kernels.triton.device.activation import activated
 from rayfin.kernels.triton.device.pages import to_page
@@ -22,6 +23,7 @@ def add_and_norm(
     ADD: tl.constexpr,
     OUT_NORM: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """hidden += scale * norm(x), then out = norm(hidden); each step is optional.
 
@@ -30,10 +32,19 @@ def add_and_norm(
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < SIZE
+    if PDL:
+        gdc_launch_dependents()
+    # Weights are no kernel's output, so they are read before the wait.
+    if OUT_NORM:
+        out_gain = tl.load(out_weight + d, mask=inside, other=0.0)
+    if NORM:
+        gain = tl.load(weight + d, mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
     value = tl.load(x + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
     if OUT_NORM:
         factor = tl.rsqrt(tl.sum(value * value) / SIZE + eps)
-        scaled = value * factor * tl.load(out_weight + d, mask=inside, other=0.0)
+        scaled = value * factor * out_gain
         value = scaled.to(x.dtype.element_ty).to(tl.float32)
     if ADD:
         old = tl.load(hidden + row * SIZE + d, mask=inside, other=0.0).to(tl.float32)
@@ -42,7 +53,7 @@ def add_and_norm(
         value = added.to(tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(value * value) / SIZE + eps)
-        scaled = value * factor * tl.load(weight + d, mask=inside, other=0.0)
+        scaled = value * factor * gain
         tl.store(out + row * SIZE + d, scaled.to(out.dtype.element_ty), mask=inside)
 
 
@@ -84,12 +95,16 @@ def rope_and_write_kv(
     AT_ONCE: tl.constexpr,  # heads of a program
     QUERY_NORM: tl.constexpr,
     KEY_NORM: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Norms query and key heads, applies rotary embedding, and writes keys and values to pages.
 
     Program (token, some heads). Pair i of a head is (x[i], x[i + HALF]). First, with NORM
-    qkv is multiplied by gain / rms(stream), and with BIAS the bias is added.
+    qkv is multiplied by gain / rms(stream), and with BIAS the bias is added. Positions, slots and
+    tables are complete when a step's first layer starts, so they are read before PDL's wait.
     """
+    if PDL:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     d = tl.arange(0, WIDTH)
@@ -100,10 +115,18 @@ def rope_and_write_kv(
     size = tl.where(is_value, VALUE_DIM, KEY_DIM)
     start = tl.where(is_value, (HEADS + KV_HEADS) * KEY_DIM + kv_head * VALUE_DIM, head * KEY_DIM)
     inside = exists[:, None] & (d[None, :] < size[:, None])
+    turned = d < 2 * HALF
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token)
+    pair = tl.where(d < HALF, d, d - HALF)
+    cos = tl.load(cosines + position * HALF + pair, mask=turned, other=1.0)
+    sin = tl.load(sines + position * HALF + pair, mask=turned, other=0.0)
+    sin = tl.where(d < HALF, -sin, sin)
+
+    if PDL:
+        gdc_wait()
     source = qkv + token * qkv_stride + start[:, None]
     x = tl.load(source + d[None, :], mask=inside, other=0.0).to(tl.float32)
-
-    turned = d < 2 * HALF
     other = tl.where(d < HALF, d + HALF, tl.where(turned, d - HALF, d))
     has_partner = inside & turned[None, :] & (is_value == 0)[:, None]
     partner = tl.load(source + other[None, :], mask=has_partner, other=0.0).to(tl.float32)
@@ -131,17 +154,11 @@ def rope_and_write_kv(
             x = tl.where(is_key[:, None], x * factor * weight[None, :], x)
             partner = tl.where(is_key[:, None], partner * factor * partner_weight[None, :], partner)
 
-    position = tl.load(positions + token)
-    pair = tl.where(d < HALF, d, d - HALF)
-    cos = tl.load(cosines + position * HALF + pair, mask=turned, other=1.0)
-    sin = tl.load(sines + position * HALF + pair, mask=turned, other=0.0)
-    sin = tl.where(d < HALF, -sin, sin)
     rotated = x * cos[None, :] + partner * sin[None, :]
     x = tl.where(is_value[:, None], x, rotated)
 
     target = query + (token * HEADS + head[:, None]) * KEY_DIM + d[None, :]
     tl.store(target, x.to(query.dtype.element_ty), mask=inside & is_query[:, None])
-    slot = tl.load(slots + token)
     stored = inside & (is_query == 0)[:, None] & (slot >= 0)
     cell = slot * KV_HEADS + kv_head[:, None]
     paged = to_page(x, k_pages)

@@ -4,12 +4,35 @@ A step of few rows reads every weight once and computes little, so launches are 
 Each program therefore computes the norm of its input rows itself, and applies what follows a
 product before it stores the result. The norm's weights are folded into the product's; what remains
 is one number per row, which divides the sums in float32.
+
+With PDL (`rayfin.kernels.triton.pdl`) a program starts while the kernel before it computes. It then
+has the first weights brought to the L2 cache before it waits for its inputs.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rayfin.kernels.triton.device.activation import activated
+
+LINE = tl.constexpr(128)  # bytes of a cache line
+AHEAD = tl.constexpr(256)  # lines that a program prefetches from one matrix: 32 KiB
+
+
+@triton.jit
+def prefetch(weight, n, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Has the first columns of the rows ``n`` of a weight [OUTPUTS, INPUTS] brought to L2."""
+    step: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
+    k = tl.minimum(tl.arange(0, AHEAD // COLUMNS) * step, INPUTS - 1)
+    lines = weight + tl.minimum(n, OUTPUTS - 1)[:, None] * INPUTS + k[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0",
+        "=r,l",
+        [lines.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -41,6 +64,7 @@ def product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # of K at once
+    PDL: tl.constexpr = False,
 ):
     """y = gain * x / rms(x) W^T + b, and out = y, or out += scale * y.
 
@@ -51,6 +75,10 @@ def product(
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     written = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
     target = out + m[:, None] * OUTPUTS + n[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        prefetch(weight, n, OUTPUTS, INPUTS, COLUMNS)
+        gdc_wait()
     if ADD:  # before the loop, which hides the round trip
         residual = tl.load(target, mask=written, other=0.0).to(tl.float32)
     summed = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -88,6 +116,7 @@ def gated_product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # of K at once
+    PDL: tl.constexpr = False,
 ):
     """activation(gate) * up of gain * x / rms(x) [gate | up]^T + b.
 
@@ -95,6 +124,11 @@ def gated_product(
     """
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if PDL:
+        gdc_launch_dependents()
+        prefetch(weight, n, OUTPUTS, INPUTS, COLUMNS)
+        prefetch(weight + OUTPUTS * INPUTS, n, OUTPUTS, INPUTS, COLUMNS)
+        gdc_wait()
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)

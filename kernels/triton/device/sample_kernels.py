@@ -16,6 +16,7 @@ both it depends on nothing else in the batch, and it is the draw of the CPU.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOWEST = tl.constexpr(-28.0)  # exp(-28) * 2**40 < 1: smaller logits have no weight
 NONE = tl.constexpr(2147483647)
@@ -135,8 +136,12 @@ def find_highest(
     blocks,
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Program (row, block)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     number = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = index < vocabulary
@@ -173,8 +178,12 @@ def weigh_blocks(
     blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks up to a power of two
+    PDL: tl.constexpr = False,
 ):
     """Program (row, block). Rows that are greedy or have a top_k need no weights."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     number = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + number)
     if (temperature > 0) & (has_top_k(tl.load(top_ks + number), vocabulary) == 0):
@@ -208,8 +217,12 @@ def draw_rows(
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks up to a power of two
+    PDL: tl.constexpr = False,
 ):
     """`rayfin.kernels.sampling.sample`. Program (row); -1 for a row that cannot be sampled."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     block = tl.arange(0, BLOCKS)

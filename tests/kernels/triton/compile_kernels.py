@@ -1,6 +1,6 @@
 """Compiles every kernel for a GPU that need not be there, and prints a line of JSON for each.
 
-    python tests/kernels/triton/compile_kernels.py [--arch 90]
+    python tests/kernels/triton/compile_kernels.py [--arch 90] [--pdl]
 
 The interpreter takes much that the compiler does not. Run by test_compile.py.
 """
@@ -247,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--only", help="kernels with this in their name")
+    parser.add_argument("--pdl", action="store_true", help="kernels that start early, with PTX")
     parser.add_argument("--dump", action="store_true", help="print PTX")
     args = parser.parse_args()
     for name, function, types, constants, options in [
@@ -258,6 +259,11 @@ def main() -> None:
         *decoding(),
     ]:
         if args.only and args.only not in name:
+            continue
+        if "PDL" in function.arg_names:
+            constants = {"PDL": args.pdl, **constants}
+            options = {**options, "launch_pdl": args.pdl}
+        elif args.pdl:
             continue
         signature = {
             arg: "constexpr" if arg in constants else types[arg] for arg in function.arg_names
@@ -273,7 +279,12 @@ def main() -> None:
         target = GPUTarget("cuda", args.arch, 32)
         compiled = triton.compile(source, target=target, options=options)
         facts = {"shared": compiled.metadata.shared} | registers_of(compiled.asm["cubin"])
-        print(json.dumps({"name": name} | facts | loads_of(compiled.asm["ttgir"])), flush=True)
+        facts |= loads_of(compiled.asm["ttgir"])
+        if args.pdl:
+            passed = [arg for arg, kind in signature.items() if kind != "constexpr"]
+            pointers = [arg if signature[arg][0] == "*" else None for arg in passed]
+            facts |= {"pointers": pointers, "ptx": compiled.asm["ptx"]}
+        print(json.dumps({"name": name} | facts), flush=True)
         if args.dump:
             print(compiled.asm["ptx"])
 

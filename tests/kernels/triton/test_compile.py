@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
+from ptx_waits import before_wait
+
 SHARED_BYTES = 227 << 10
 REGISTERS = 65536  # of a multiprocessor
 
@@ -31,31 +34,94 @@ HELD = {
     "enter": ([], 128, 16),
     "finish": ([], 128, 16),
 }
+EARLY = {  # what kernels read before they wait for the kernel before them; all others read nothing
+    "decode": {"items", "tables"},
+    "prefill": {"items", "tables"},
+    "norm": {"out_weight", "weight"},
+    "turn and write": {"cosines", "sines", "positions", "slots"},
+}
 FP32_STACK = 32
 """Bytes that a kernel of fp32 may spill, which is not what a GPU serves."""
 
 
-def test_kernels_compile_and_fit(tmp_path: Path) -> None:
-    """In a process of its own: here Triton may be an interpreter."""
+def compile_kernels(cache: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """Facts of each kernel, from a process of its own: here Triton may be an interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment |= {"TRITON_CACHE_DIR": str(cache)}
     source = Path(__file__).resolve().parents[3] / "src"
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(source), environment.get("PYTHONPATH")))
     )
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment
+        [sys.executable, str(script), *options], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    kernels = {facts["name"]: facts for facts in map(json.loads, done.stdout.splitlines())}
-    assert HELD.keys() <= kernels.keys()
+    return {facts["name"]: facts for facts in map(json.loads, done.stdout.splitlines())}
+
+
+def check_sizes(kernels: dict[str, dict[str, Any]]) -> None:
     for name, facts in kernels.items():
         assert facts["shared"] <= SHARED_BYTES, f"{name} wants {facts['shared']} bytes of it"
         assert facts["registers"] <= 255
         assert facts["stack"] <= FP32_STACK * ("fp32" in name), f"{name} spills registers"
-    for name, (in_flight, threads, programs) in HELD.items():
+    for name in HELD.keys() & kernels.keys():
+        in_flight, threads, programs = HELD[name]
         facts = kernels[name]
         assert facts["in_flight"] == in_flight, f"{name} waits for loads: {facts}"
         assert facts["shared"] * programs <= SHARED_BYTES, f"{name} takes too much: {facts}"
         assert facts["registers"] * threads * programs <= REGISTERS, f"{name}: {facts}"
+
+
+def test_kernels_compile_and_fit(tmp_path: Path) -> None:
+    kernels = compile_kernels(tmp_path)
+    assert HELD.keys() <= kernels.keys()
+    check_sizes(kernels)
+
+
+def test_kernels_that_start_early_wait_before_they_read(tmp_path: Path) -> None:
+    """A read before the wait, of what a kernel of the same layer writes, is a race."""
+    kernels = compile_kernels(tmp_path, "--pdl")
+    assert {"norm", "finish", "sample: draw_rows", "decode bf16 128, pages bf16"} <= kernels.keys()
+    check_sizes(kernels)
+    for name, facts in kernels.items():
+        found = before_wait(facts["ptx"], facts["pointers"])
+        early = next((EARLY[kind] for kind in EARLY if name.startswith(kind)), set())
+        assert found.reads == early, f"{name} reads before it waits"
+        assert not found.writes, f"{name} writes before it waits"
+        assert not found.ends, f"{name} has a path without a wait"
+        assert found.launches, f"{name} does not let the next kernel start"
+        assert found.prefetches == ({"weight"} if "product" in name else set()), name
+
+
+FAULTY = """
+.visible .entry kernel(.param .u64 kernel_param_0, .param .u64 kernel_param_1)
+{
+    ld.param.b64 %rd1, [kernel_param_0];
+    ld.param.b64 %rd2, [kernel_param_1];
+    add.s64 %rd3, %rd1, 16;
+    @%p1 bra $L__BB0_2;
+    ld.global.b32 { %r1 }, [ %rd3 + 0 ];
+    griddepcontrol.wait; // dummy %r2
+    st.global.b32 [ %rd2 + 0 ], { %r1 };
+    {after_wait}
+$L__BB0_2:
+    ld.global.b32 %r4, [%rd2];
+    ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("after_wait", "reads"),
+    [("ret;", {"x", "y"}), ("bra.uni $L__BB0_2;", {"x", "y"}), ("mov.b32 %r3, 0;", {"x", "y"})],
+)
+def test_a_read_before_the_wait_is_found(after_wait: str, reads: set[str]) -> None:
+    found = before_wait(FAULTY.replace("{after_wait}", after_wait), ["x", "y"])
+    assert found.reads == reads and found.ends and not found.writes
+
+
+def test_what_follows_the_wait_is_not_early() -> None:
+    ptx = FAULTY.replace("{after_wait}", "").replace("@%p1 bra $L__BB0_2;", "")
+    found = before_wait(ptx, ["x", "y"])
+    assert found.reads == {"x"} and not found.ends and not found.writes

@@ -1,0 +1,112 @@
+"""Which kernels of a recorded decode step start early, and what stands before them.
+
+In Triton's interpreter, where the instructions themselves do nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from rayfin.actors.runner import loading
+from rayfin.kernels.attention import select as attention_select
+from rayfin.kernels.sampling import select as sampling_select
+
+pytest.importorskip("triton")
+from rayfin.actors.runner.gpu import decoder
+from rayfin.kernels.triton.device import (
+    attention_kernels,
+    decode_kernels,
+    layer_kernels,
+    product_kernels,
+    sample_kernels,
+)
+
+Make = Callable[..., Any]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the interpreter")
+
+LAYER = ["product", "rope_and_write_kv", "attend_tiles", "product", "gated_product", "product"]
+NORMED_LAYER = [
+    *("product", "rope_and_write_kv", "attend_tiles", "product", "add_and_norm"),
+    *("gated_product", "product", "add_and_norm"),
+]
+SAMPLE = ["find_highest", "weigh_blocks", "draw_rows"]
+
+
+class Launches(TorchDispatchMode):
+    """What is launched, in order: torch's operators, and Triton's kernels with how they start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[tuple[str, bool]] = []  # name, starts early
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.__name__:
+            self.kernels.append((func.__name__, False))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """A device that can start kernels early, and what ``with launches`` launches."""
+    from triton.runtime.interpreter import GridExecutor
+
+    counting, own_call = Launches(), GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counting.kernels.append((self.fn.__name__, bool(kwargs.get("launch_pdl"))))
+        assert bool(kwargs.get("PDL")) == bool(kwargs.get("launch_pdl"))
+        with _disable_current_modes():
+            return own_call(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", call)
+    monkeypatch.setattr(decoder, "can_use_pdl", lambda device: True)
+    for module in (loading, attention_select, sampling_select):
+        monkeypatch.setattr(module, "can_use_triton", lambda device: True)
+    kernels = (attention_kernels, decode_kernels, layer_kernels, product_kernels, sample_kernels)
+    for module in kernels:
+        for name in ("gdc_wait", "gdc_launch_dependents"):
+            monkeypatch.setattr(module, name, lambda: None)
+    monkeypatch.setattr(product_kernels, "prefetch", lambda *args: None)
+    return counting
+
+
+@pytest.mark.parametrize(("family", "layer"), [("qwen3", LAYER), ("gemma3_text", NORMED_LAYER)])
+def test_a_recorded_step_is_a_chain(
+    family: str, layer: list[str], tiny_model: Make, served: Make, launches: Launches
+) -> None:
+    """An early kernel reads the step's inputs before it waits, so a launch that is not early stands
+    between them. It follows a kernel, not a copy, whose edge in a graph would be another one."""
+    engine = served(
+        tiny_model(family).folder, attention="triton", max_lease=2, max_decoding_batch=2
+    )
+    graphs = engine.runner._graphs
+    assert graphs is not None and engine.runner._loaded.gpu_model.pdl
+    launches.kernels.clear()
+    with launches:
+        graphs._replays[2, False]()
+    names = [name for name, _ in launches.kernels]
+    early = [name for name, is_early in launches.kernels if is_early]
+    layers = early[: early.index("find_highest")]
+    assert layers == layer * (len(layers) // len(layer)) and len(layers) >= 2 * len(layer)
+    assert early[len(layers) :] == [*SAMPLE, "finish_rows"]
+    assert names[-4:] == [*SAMPLE, "finish_rows"]
+    first = names.index("product")
+    assert {"prepare_rows", "place_items"} <= set(names[:first])
+    assert names[first - 1].startswith(("embedding", "mul")) and early[0] == "product"
+    for (before, _), (name, is_early) in zip(launches.kernels, launches.kernels[1:], strict=False):
+        assert not (is_early and before.startswith(("copy_", "zero_", "fill_"))), (before, name)
+
+
+def test_eager_attention_is_not_early(
+    tiny_model: Make, served: Make, request_of: Make, launches: Launches
+) -> None:
+    """Its items are copied to the device just before it."""
+    engine = served(tiny_model("qwen3").folder, attention="triton", enforce_eager=True)
+    launches.kernels.clear()
+    with launches:
+        assert engine.run(request_of(0, [5, 6, 7], 2))
+    assert {is_early for name, is_early in launches.kernels if name == "attend_tiles"} == {False}
+    assert {is_early for name, is_early in launches.kernels if name == "product"} == {True}
