@@ -106,6 +106,10 @@ class EngineArgs:
         "exact", "int8: rounds the rows of products with a checkpoint's 4-bit weights, on a CPU"
     )
     load_format: LoadFormat = _flag("auto", "auto: safetensors; dummy: random weights")
+    weights_cache: str | None = _flag(
+        None, "folder of packed weights, on a CPU: starts that find theirs map them; default: none"
+    )
+    weights_cache_gb: float = _flag(64.0, "most that folder holds, GiB; what is unused goes first")
     device: Device = _flag("auto", "auto uses a GPU if there is one")
     seed: int = _flag(0, "random seed of dummy weights")
     max_model_len: int | None = _flag(
@@ -239,6 +243,8 @@ class EngineArgs:
         cache = self.mm_encoder_cache_gb
         _require(0 <= cache < math.inf, "mm_encoder_cache_gb", f"must be at least 0, got {cache}")
         _require(0 <= aging < math.inf, "priority_aging", f"must be at least 0 s, got {aging}")
+        most = self.weights_cache_gb
+        _require(0 < most < math.inf, "weights_cache_gb", f"must be over 0, got {most}")
         in_range = gap is None or 0 < gap < math.inf
         _require(in_range, "itl_target_ms", f"must be over 0 ms, got {gap}")
         _require(chunk >= 0, "long_prefill_token_threshold", f"must be at least 0, got {chunk}")

@@ -37,6 +37,7 @@
 
     outside of it, because no caller may take them for an error of a request:
     UnrecognizedModule (Exception)      a module that no fast implementation fits
+    BrokenFile (Exception)              a file of arrays that is not as it was written
     ClientGone (Exception)              the HTTP client has left
     PageCorrupted (RuntimeError)        a page has changed in memory
     InjectedFault (RuntimeError)        a failpoint's ``raise``
@@ -337,6 +338,10 @@ class PeerFailed(RayfinError):
 
 class UnrecognizedModule(Exception):
     """A module does not have the form that can be fused; the message names it."""
+
+
+class BrokenFile(Exception):
+    """A file is not as it was written; the message says why."""
 
 
 class ClientGone(Exception):

@@ -103,6 +103,11 @@ PROCESS_GONE_SECONDS = 20.0  # the same on another node, and until Ray frees an 
 NAME_POLL_SECONDS = 0.05
 LIFELINE_POLL_SECONDS = 0.5  # how often a process looks at its own lease
 
+# A folder of packed weights (--weights-cache). An unfinished file of this age was left by a process
+# that has died. One that has just changed may change again within the same tick of its clock.
+UNFINISHED_FILE_SECONDS = 3600.0
+FILE_SETTLED_SECONDS = 2.0
+
 # A signal that repeats the first within this time is one with it (deployments/serve/serving.py).
 SIGNAL_REPEATS = 1.0
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from rayfin.actors.images.processor import reads_images
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
+from rayfin.actors.runner.cpu.decoder_cache import DecoderCache, Facts
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
 from rayfin.actors.runner.lora.adapted_model import AdaptedModel
@@ -89,6 +90,7 @@ class LoadedModel:
     page_types: tuple[torch.dtype, ...] = ()  # that its attention reads
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
     vision: VisionParts | None = None  # of a model that reads images
+    parameters: int = 0  # of the checkpoint
 
     @property
     def state_bytes(self) -> int:
@@ -195,12 +197,31 @@ def load(
         require_alone(ranks, lora=args.serves_lora)
         if recipe.encoder:
             return _load_encoder(args, config, recipe, device)
+    cache = DecoderCache.of(args, config, device) if recipe is None and ranks == 1 else None
+    if cache is None:
+        return _load(args, config, device, place, recipe, fetch)
+    found = _find(args, config, device, cache)
+    return found or _keep(cache, _load(args, config, device, place, recipe, fetch))
+
+
+def _load(
+    args: EngineArgs,
+    config: PretrainedConfig,
+    device: torch.device,
+    place: ParallelRank | None,
+    recipe: PoolingRecipe | None,
+    fetch: Fetch,
+) -> LoadedModel:
+    """Reads the checkpoint, and puts the model on its kernels."""
+    ranks = 1 if place is None else place.size
+    rounded = None if args.quantization == "dequantize" else args.quantization
     peers = None if place is None else ProcessGroups(place, device)
     stored = config.dtype
     model, layers, pools, vision = _load_weights(args, config, device, peers, recipe)
     kernels: CpuKernels | None = None
+    parameters = _parameters(model)
     if device.type == "cpu":
-        kernels = _cpu_kernels(args, _parameters(model), ranks)
+        kernels = _cpu_kernels(args, parameters, ranks)
         if kernels and model.dtype in TOLERANCE:
             pack_quantized(model, kernels, round_rows=args.activations == "int8")
     dequantize(model if vision is None else vision.model)  # what has no kernel
@@ -234,7 +255,37 @@ def load(
         page_types=tuple(page_types(kernel)),
         int4_saves=saves,
         vision=vision,
+        parameters=parameters,
     )
+
+
+def _find(
+    args: EngineArgs, config: PretrainedConfig, device: torch.device, cache: DecoderCache
+) -> LoadedModel | None:
+    """The model from the cache, as it was when it had been loaded and compared; or None."""
+    found = cache.find(lambda parameters: _cpu_kernels(args, parameters))
+    if found is None:
+        return None
+    decoder, kernels, facts = found
+    torch.set_num_threads(1)
+    kernel = select_attention(device, decoder.dtype, args.attention, kernels)
+    pages = page_type(args.kv_cache_dtype, decoder.dtype, kernel)
+    return LoadedModel(
+        *(device, config, decoder, None, pages, kernels, None),
+        page_types=tuple(page_types(kernel)),
+        int4_saves=facts.int4_saves,
+        parameters=facts.parameters,
+    )
+
+
+def _keep(cache: DecoderCache, loaded: LoadedModel) -> LoadedModel:
+    """The same, over weights that other processes can share if the cache can keep them."""
+    facts = Facts(loaded.parameters, loaded.int4_saves)
+    kernels = loaded.kernels
+    if kernels is None:
+        return loaded
+    model = cache.keep(loaded.model, kernels, facts, max_position(loaded.config))
+    return replace(loaded, model=model)
 
 
 def _adapter_store(

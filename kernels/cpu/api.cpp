@@ -45,15 +45,21 @@ RAYFIN_API void rayfin_pool_use_vnni(Pool* pool, int use) {
   pool->vnni = use && has_vnni();
 }
 
-RAYFIN_API Matrix* rayfin_matrix_create(int64_t outputs, int64_t inputs, int storage, int paired) {
+// Without `parts` of another matrix, which must outlive this one, it is zeroed (rayfin_matrix_parts).
+RAYFIN_API Matrix* rayfin_matrix_create(int64_t outputs, int64_t inputs, int storage, int paired, void* const* parts) {
   try {
-    return new Matrix(outputs, inputs, Storage(storage), paired != 0);
+    return new Matrix(outputs, inputs, Storage(storage), paired != 0, 0, false, parts);
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
 }
 
 RAYFIN_API void rayfin_matrix_destroy(Matrix* matrix) { delete matrix; }
+
+// The blocks of memory that hold a weight, and their sizes: [Matrix::kParts] each.
+RAYFIN_API void rayfin_matrix_parts(const Matrix* matrix, void** memory, int64_t* bytes) {
+  matrix->parts(memory, bytes);
+}
 
 RAYFIN_API void rayfin_matrix_fill(Matrix* matrix, int64_t first, int64_t count, const void* weights, int64_t stride,
                                    int storage) {
@@ -66,9 +72,10 @@ RAYFIN_API void rayfin_matrix_fill(Matrix* matrix, int64_t first, int64_t count,
 
 // A weight of codes (Storage): `group` inputs share a scale. kInt4 may round rows to 8 bits. `order` [inputs] and `table` [16] may be null.
 RAYFIN_API Matrix* rayfin_codes_create(int64_t outputs, int64_t inputs, int storage, int paired, int64_t group,
-                                       int zeros, int rounds_rows, const int32_t* order, const float* table) {
+                                       int zeros, int rounds_rows, const int32_t* order, const float* table,
+                                       void* const* parts) {
   try {
-    auto matrix = std::make_unique<Matrix>(outputs, inputs, Storage(storage), paired != 0, group, zeros != 0);
+    auto matrix = std::make_unique<Matrix>(outputs, inputs, Storage(storage), paired != 0, group, zeros != 0, parts);
     matrix->rounds_rows = rounds_rows != 0;
     if (order) matrix->set_order(order);
     if (table) matrix->set_table(table);

@@ -5,7 +5,7 @@ from enum import IntEnum
 
 import torch
 
-from rayfin.kernels.cpu.kernels import CpuKernels, Matrix
+from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, Parts, addresses
 from rayfin.kernels.grouped import Grouped
 
 MAX_INPUTS = 2**31 - 1
@@ -40,18 +40,20 @@ class CodedMatrix(Matrix):
         order: torch.Tensor | None,  # [inputs] int64
         table: torch.Tensor | None,  # [16] float32
         rounds_rows: bool = False,  # to 8 bits, as int8 does; of INT4
+        parts: Parts | None = None,
     ) -> None:
         self.outputs, self.inputs, self.paired = outputs, inputs, paired
         self.codes, self.group, self.zeros = codes, group, zeros
         self.order, self.table = order, table
         self.rounds_rows = rounds_rows
-        self._kernels, self._library = kernels, kernels.library
+        self._kernels, self._library, self._parts = kernels, kernels.library, parts
         places = None if order is None else order.int().contiguous()
         numbers = None if table is None else table.float().contiguous()
         handle = self._library.rayfin_codes_create(
             *(outputs, inputs, codes, paired, group, zeros, rounds_rows),
             None if places is None else places.data_ptr(),
             None if numbers is None else numbers.data_ptr(),
+            addresses(parts),
         )
         if not handle:
             raise MemoryError(f"no memory for a weight of {outputs} x {inputs}")

@@ -126,8 +126,8 @@ class PackedDecoder:
         head_bias: torch.Tensor | None = None,
     ) -> None:
         self._kernels = kernels
-        self._kept = (layers, head, final_norm, head_bias)  # the structs hold addresses
-        self.embedding = embedding
+        self.layers, self.head = layers, head  # kept: the structs hold addresses
+        self.embedding, self.final_norm, self.head_bias = embedding, final_norm, head_bias
         self._rotary = [layer.rotary for layer in layers]
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._pages: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])

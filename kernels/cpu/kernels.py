@@ -6,9 +6,12 @@ rows, and float32 unless documented otherwise.
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rayfin.kernels.cpu.library import LibraryUnavailable, load, try_load
@@ -196,19 +199,44 @@ def _places(x: torch.Tensor, allowed: TokenBits) -> tuple[torch.Tensor, torch.Te
     return place, words
 
 
+PARTS = 4
+"""Blocks of memory of a matrix: weights, scales, offsets, zero points (Matrix::parts)."""
+
+Part = npt.NDArray[np.uint8]
+Parts = Sequence[Part]  # [PARTS] blocks; those that a storage has not are empty
+
+
+def addresses(parts: Parts | None) -> Any:
+    """The blocks as an argument of C."""
+    if parts is None:
+        return None
+    assert len(parts) == PARTS and all(part.ctypes.data % 64 == 0 for part in parts if part.size)
+    return (ctypes.c_void_p * PARTS)(*(part.ctypes.data if part.size else None for part in parts))
+
+
 class Matrix:
     """A weight [outputs, inputs] packed for ``CpuKernels.matmul``, which owns its memory.
+
+    ``parts`` of another such matrix stay where they are, and this one keeps them (stored.py).
 
     Raises:
         MemoryError: The allocation fails.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, outputs: int, inputs: int, storage: torch.dtype, paired: bool
+        self,
+        library: ctypes.CDLL,
+        outputs: int,
+        inputs: int,
+        storage: torch.dtype,
+        paired: bool,
+        parts: "Parts | None" = None,
     ) -> None:
         self.outputs, self.inputs, self.storage, self.paired = outputs, inputs, storage, paired
-        self._library = library
-        handle = library.rayfin_matrix_create(outputs, inputs, STORAGES[storage], paired)
+        self._library, self._parts = library, parts
+        handle = library.rayfin_matrix_create(
+            outputs, inputs, STORAGES[storage], paired, addresses(parts)
+        )
         if not handle:
             raise MemoryError(f"no memory for a weight of {outputs} x {inputs}")
         self.handle: int = handle
@@ -221,6 +249,7 @@ class Matrix:
 
     def fill(self, first: int, weight: torch.Tensor) -> None:
         """Packs weight [n, inputs] as the outputs from index ``first``."""
+        assert self._parts is None, "the memory is shared"
         if weight.dtype not in (torch.float32, torch.bfloat16):
             weight = weight.float()
         assert weight.shape[1] == self.inputs and first + len(weight) <= self.outputs
@@ -229,6 +258,17 @@ class Matrix:
         self._library.rayfin_matrix_fill(
             self.handle, first, len(weight), weight.data_ptr(), weight.stride(0), storage
         )
+
+    def parts(self) -> list[Part]:
+        """Its blocks of memory, which this matrix keeps: the caller does too while it reads."""
+        memory, sizes = (ctypes.c_void_p * PARTS)(), (ctypes.c_int64 * PARTS)()
+        self._library.rayfin_matrix_parts(self.handle, memory, sizes)
+        return [
+            np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(place or 0))
+            if size
+            else np.zeros(0, np.uint8)
+            for place, size in zip(memory, sizes, strict=True)
+        ]
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """The stored weights of some outputs [n] int64: [n, inputs] float32."""

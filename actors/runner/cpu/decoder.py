@@ -40,24 +40,24 @@ class CpuDecoder:
         layouts: list[KVLayout],
         dtype: torch.dtype,
     ) -> None:
-        self._decoder = decoder
-        self._rotate, self._rotate_at = rotate, rotate_at
+        self.packed = decoder
+        self.rotate, self._rotate_at = rotate, rotate_at
         self.layouts = layouts
         self.dtype = dtype  # of the pages, unless the configuration sets another
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
-        self._decoder.bind(cache.keys, cache.values)
+        self.packed.bind(cache.keys, cache.values)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         longest = int(max(inputs.batch.kv_len_cpu, default=0))
-        if longest > self._decoder.positions:
-            positions = max(FIRST_POSITIONS, 2 * self._decoder.positions, longest)
-            self._decoder.set_rope_tables(self._rotate(positions))
+        if longest > self.packed.positions:
+            positions = max(FIRST_POSITIONS, 2 * self.packed.positions, longest)
+            self.packed.set_rope_tables(self.rotate(positions))
         if inputs.given is None and inputs.rope_positions is None:
-            return self._decoder.run(inputs.input_ids, inputs.batch, inputs.sampled)
+            return self.packed.run(inputs.input_ids, inputs.batch, inputs.sampled)
         return self._run_images(inputs)
 
     def _run_images(self, inputs: StepInputs) -> torch.Tensor:
@@ -69,11 +69,11 @@ class CpuDecoder:
             tokens[inputs.given.index] = -1 - torch.arange(len(given))
         rope = inputs.rope_positions
         if rope is None:
-            return self._decoder.run(tokens, batch, inputs.sampled, given)
+            return self.packed.run(tokens, batch, inputs.sampled, given)
         if bool((rope == rope[0]).all()):  # text behind images has positions of the common tables
             batch = replace(batch, positions=rope[0].contiguous())
-            return self._decoder.run(tokens, batch, inputs.sampled, given)
-        return self._decoder.run(
+            return self.packed.run(tokens, batch, inputs.sampled, given)
+        return self.packed.run(
             tokens,
             replace(batch, positions=torch.arange(len(tokens))),
             inputs.sampled,

@@ -11,20 +11,23 @@ namespace rayfin {
 void* allocate(size_t bytes);  // zeroed, 64-byte aligned; throws std::bad_alloc
 void release(void* memory, size_t bytes);
 
-// Owns a block of memory.
+// Owns a block of memory, or shows one that somebody else keeps.
 class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(size_t bytes) : bytes_(bytes), memory_(bytes ? allocate(bytes) : nullptr) {}
+  // A block of others, 64-byte aligned, that outlives this; it may be read-only.
+  Buffer(void* memory, size_t bytes) : bytes_(bytes), memory_(memory), owned_(false) {}
   Buffer(Buffer&& other) noexcept
-      : bytes_(std::exchange(other.bytes_, 0)), memory_(std::exchange(other.memory_, nullptr)) {}
+      : bytes_(std::exchange(other.bytes_, 0)), memory_(std::exchange(other.memory_, nullptr)), owned_(other.owned_) {}
   Buffer& operator=(Buffer&& other) noexcept {
     std::swap(bytes_, other.bytes_);
     std::swap(memory_, other.memory_);
+    std::swap(owned_, other.owned_);
     return *this;
   }
   ~Buffer() {
-    if (memory_) release(memory_, bytes_);
+    if (memory_ && owned_) release(memory_, bytes_);
   }
 
   // Returns at least `bytes` of memory; the content is lost when it grows.
@@ -42,6 +45,7 @@ class Buffer {
  private:
   size_t bytes_ = 0;
   void* memory_ = nullptr;
+  bool owned_ = true;
 };
 
 }  // namespace rayfin

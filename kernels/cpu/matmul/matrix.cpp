@@ -42,7 +42,8 @@ int64_t tile_row(int lane, int64_t k) { return (k / kStep * 2 + lane / kWidth) *
 
 }  // namespace
 
-Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, int64_t group, bool zeros)
+Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, int64_t group, bool zeros,
+               void* const* parts)
     : outputs(outputs),
       inputs(inputs),
       depth(depth_of(inputs, storage)),
@@ -50,16 +51,28 @@ Matrix::Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, in
       paired(paired),
       panels(panels_of(outputs, paired)),
       groups(groups_of(inputs, storage, group)) {
+  auto block = [parts](int part, int64_t count, size_t size) {
+    const size_t bytes = size_t(count) * size;
+    return parts ? Buffer(parts[part], bytes) : Buffer(bytes);
+  };
   if (has_codes(storage)) {
-    data_ = Buffer(size_t(panels * panel_words()) * sizeof(int32_t));
-    scales_ = Buffer(size_t(panels * groups.count * kPanel) * sizeof(float));
-    if (zeros) zeros_ = Buffer(size_t(panels * groups.count * kPanel) * sizeof(int16_t));
+    data_ = block(0, panels * panel_words(), sizeof(int32_t));
+    scales_ = block(1, panels * groups.count * kPanel, sizeof(float));
+    if (zeros) zeros_ = block(3, panels * groups.count * kPanel, sizeof(int16_t));
     return;
   }
-  data_ = Buffer(size_t(panels * panel_size()) * element_size(storage));
+  data_ = block(0, panels * panel_size(), element_size(storage));
   if (storage != kInt8) return;
-  scales_ = Buffer(size_t(panels * kPanel) * sizeof(float));
-  offsets_ = Buffer(size_t(panels * kPanel) * sizeof(int32_t));
+  scales_ = block(1, panels * kPanel, sizeof(float));
+  offsets_ = block(2, panels * kPanel, sizeof(int32_t));
+}
+
+void Matrix::parts(void** memory, int64_t* bytes) const {
+  const Buffer* blocks[kParts] = {&data_, &scales_, &offsets_, &zeros_};
+  for (int part = 0; part < kParts; ++part) {
+    memory[part] = blocks[part]->as<void>();
+    bytes[part] = int64_t(blocks[part]->bytes());
+  }
 }
 
 Matrix::Place Matrix::place(int64_t output) const {

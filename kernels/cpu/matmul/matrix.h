@@ -38,8 +38,14 @@ struct Groups {
 
 class Matrix {
  public:
-  // `group` inputs share a scale, if the weight is of codes; with `zeros` a zero point too.
-  Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, int64_t group = 0, bool zeros = false);
+  // `group` inputs share a scale, if the weight is of codes; with `zeros` a zero point too. `parts` [kParts] is the
+  // content of another such matrix, which stays where it is.
+  Matrix(int64_t outputs, int64_t inputs, Storage storage, bool paired, int64_t group = 0, bool zeros = false,
+         void* const* parts = nullptr);
+
+  // The blocks of memory that hold the weights; `bytes` is 0 for those that the storage has not.
+  static constexpr int kParts = 4;
+  void parts(void** memory, int64_t* bytes) const;
 
   // Fills outputs first .. first + count - 1 from the rows of `weights`, `stride` elements apart.
   template <class T>

@@ -240,7 +240,7 @@ def poison_token(engine: Any, token: int) -> None:
     """From now on the token's embedding is NaN, on transformers' modules or on fused ones."""
     model = engine.runner._model
     if isinstance(model, CpuDecoder):
-        embedding = model._decoder.embedding
+        embedding = model.packed.embedding
         embedding.fill(token, torch.full((1, embedding.inputs), float("nan")))
     else:
         model.transformer.get_input_embeddings().weight[token] = float("nan")

@@ -47,7 +47,7 @@ def test_the_demo_model_stays_near(kernels: CpuKernels) -> None:
     paged = load(MODEL_DIR)
     expected = probe_logits(paged, paged)
     fused = build_cpu_decoder(paged, kernels, "int8")
-    assert fused is not None and fused._decoder.embedding.storage == torch.int8
+    assert fused is not None and fused.packed.embedding.storage == torch.int8
     logits = probe_logits(fused, paged)
     assert 0.005 < error(logits, expected) < 0.05
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8
@@ -57,7 +57,7 @@ def test_the_demo_model_in_4_bits(kernels: CpuKernels) -> None:
     paged = load(MODEL_DIR)
     expected = probe_logits(paged, paged)
     fused = build_cpu_decoder(paged, kernels, "int4")
-    assert fused is not None and fused._decoder.embedding.storage == torch.int8
+    assert fused is not None and fused.packed.embedding.storage == torch.int8
     logits = probe_logits(fused, paged)
     assert 0.01 < error(logits, expected) < 0.25  # 21 % once measured
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.5

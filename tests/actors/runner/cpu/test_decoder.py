@@ -181,7 +181,7 @@ def test_rotary_tables_grow(tiny_model: Make, served: Make, request_of: Make) ->
     model = engine.runner._model
     if not isinstance(model, CpuDecoder):
         pytest.skip("the CPU kernels are not built")
-    model._decoder.set_rope_tables(model._rotate(5))
+    model.packed.set_rope_tables(model.rotate(5))
     prompt = [3 + i % 100 for i in range(40)]
     assert engine.run(request_of(0, prompt, 12))[0] == tiny.greedy(prompt, 12)
-    assert model._decoder.positions >= 52
+    assert model.packed.positions >= 52

@@ -1,0 +1,144 @@
+"""The decoder of one engine's settings in a cache of weights (``--weights-cache``).
+
+What is kept has been compared with transformers when it was made, and its key has all that it
+follows from. So a start that finds it reads no checkpoint, makes no transformers model, packs
+nothing and compares nothing; it gives the same bits.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from transformers import PretrainedConfig
+
+from rayfin.actors.code_version import code_version
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.images.processor import reads_images
+from rayfin.actors.runner.cpu.array_file import Array
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
+from rayfin.actors.runner.cpu.stored_decoder import restored, store
+from rayfin.actors.runner.cpu.weights_cache import WeightsCache
+from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.cpu.stored import layout
+
+logger = logging.getLogger(__name__)
+
+DECIDE_WEIGHTS = ("dtype", "quantization", "activations", "attention", "language_model_only")
+"""The settings that decide what a decoder is made of, beside the model's files and its config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What loading has found out about a model, beside its decoder."""
+
+    parameters: int
+    int4_saves: int  # bytes of weights that quantization "int4" would free
+
+
+class DecoderCache:
+    """The place of one decoder among packed weights."""
+
+    def __init__(self, weights: WeightsCache, key: str) -> None:
+        self._weights, self._key = weights, key
+
+    @classmethod
+    def of(
+        cls, args: EngineArgs, config: PretrainedConfig, device: torch.device
+    ) -> "DecoderCache | None":
+        """The place of what these settings load; None, with a line, where it is not kept."""
+        if args.weights_cache is None:
+            return None
+        why, kernels, folder = _why_not(args, config, device), layout(), _folder(args)
+        if why is None and kernels is None:
+            why = "without compiled kernels none are packed"
+        if why is not None or folder is None:
+            logger.info("no weights are cached: %s", why or f"{args.model} is not on this disk yet")
+            return None
+        weights = WeightsCache(
+            Path(args.weights_cache).expanduser(), int(args.weights_cache_gb * 2**30)
+        )
+        depends = {
+            "kernels": kernels,
+            "code": code_version(),
+            "libraries": [torch.__version__, transformers.__version__],
+            "settings": [str(getattr(args, name)) for name in DECIDE_WEIGHTS],
+            "config": config.to_dict() | {"_name_or_path": None},
+        }
+        try:
+            return cls(weights, weights.key(_files(folder), depends))
+        except OSError as error:
+            logger.warning("no weights are cached: %s", error)
+            return None
+
+    def find(
+        self, make_kernels: Callable[[int], CpuKernels | None]
+    ) -> tuple[CpuDecoder, CpuKernels, Facts] | None:
+        """The decoder over mapped weights, or None; ``make_kernels`` is given its parameters."""
+        found = self._weights.find(self._key)
+        return None if found is None else self._restored(found, make_kernels)
+
+    def keep(self, model: Any, kernels: CpuKernels, facts: Facts, positions: int | None) -> Any:
+        """Keeps a decoder of ``positions``, and gives it over the file, which processes share.
+
+        Any other model, or one that cannot be kept, stays as it is.
+        """
+        stored = store(model, positions) if isinstance(model, CpuDecoder) else None
+        if stored is None:
+            logger.info("no weights are cached: the model is not fused as a whole, or without end")
+            return model
+        meta, arrays = stored
+        if not self._weights.keep(self._key, {"decoder": meta, "facts": asdict(facts)}, arrays):
+            return model
+        found = self.find(lambda _: kernels)
+        return model if found is None else found[0]
+
+    def _restored(
+        self,
+        found: tuple[dict[str, Any], list[Array]],
+        make_kernels: Callable[[int], CpuKernels | None],
+    ) -> tuple[CpuDecoder, CpuKernels, Facts] | None:
+        meta, arrays = found
+        try:
+            facts = Facts(**meta["facts"])
+            kernels = make_kernels(facts.parameters)
+            if kernels is None:
+                return None
+            return restored(kernels, (meta["decoder"], arrays)), kernels, facts
+        except (KeyError, TypeError, ValueError) as error:
+            self._weights.drop(self._key, f"it holds no decoder ({error})")
+            return None
+
+
+def _why_not(args: EngineArgs, config: PretrainedConfig, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"the device is {device.type!r}"
+    if args.load_format == "dummy":
+        return "they are drawn at random"
+    if args.serves_lora:
+        return "adapters need their layers one by one"
+    if reads_images(config):
+        return "the model reads images"
+    if args.trust_remote_code:
+        return "code of the model's own may change them"
+    return None
+
+
+def _folder(args: EngineArgs) -> Path | None:
+    """Where the model's files are on this disk."""
+    if Path(args.model).is_dir():
+        return Path(args.model)
+    try:
+        found = snapshot_download(args.model, local_files_only=True, **args.hub)
+    except (OSError, ValueError):  # HFValidationError is a ValueError
+        return None
+    return Path(found)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a checkpoint's weights."""
+    return [path for end in ("*.safetensors", "*.index.json") for path in folder.glob(end)]

@@ -1,0 +1,145 @@
+"""--weights-cache: a start that finds its weights reads no checkpoint, and gives the same bits."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rayfin.actors.runner import loading
+from rayfin.actors.runner.cpu.weights_cache import SUFFIX
+from rayfin.kernels.cpu.kernels import try_kernels
+
+Make = Callable[..., Any]
+PROMPT = [3 + 7 * i % 100 for i in range(30)]
+MORE = 24
+"""Tokens after the prompt, over several doublings of small rotary tables."""
+
+pytestmark = pytest.mark.skipif(try_kernels(1) is None, reason="the CPU kernels are not built")
+
+
+@pytest.fixture
+def checkpoints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that have been read from now on."""
+    read: list[str] = []
+    real = loading.load_model
+
+    def load(args: Any, *others: Any, **options: Any) -> Any:
+        read.append(args.model)
+        return real(args, *others, **options)
+
+    monkeypatch.setattr(loading, "load_model", load)
+    return read
+
+
+def answers(engine: Any, request_of: Make) -> tuple[list[int], list[torch.Tensor]]:
+    """Its tokens, and the logits that they were drawn from."""
+    tokens = engine.run(request_of(0, PROMPT, MORE))[0]
+    return tokens, [engine.sampled[0][len(PROMPT) + i] for i in range(MORE)]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"dtype": "bfloat16"}),
+        ("llama", {"quantization": "int8"}),
+        ("qwen2", {"quantization": "int4"}),
+        ("gemma3_text", {}),
+        ("olmo2", {}),
+        ("granite", {}),
+        ("phi3", {}),
+    ],
+)
+def test_the_second_start_gives_the_same_bits(
+    family: str,
+    settings: dict[str, Any],
+    tiny_model: Make,
+    served: Make,
+    request_of: Make,
+    tmp_path: Path,
+    checkpoints: list[str],
+) -> None:
+    tiny = tiny_model(family)
+    expected, logits = answers(served(tiny.folder, **settings), request_of)
+    if not settings:
+        assert expected == tiny.greedy(PROMPT, MORE)
+    for start in range(3):
+        checkpoints.clear()
+        engine = served(tiny.folder, weights_cache=str(tmp_path / "cache"), **settings)
+        assert bool(checkpoints) == (start == 0), "it reads the checkpoint once"
+        tokens, own = answers(engine, request_of)
+        assert tokens == expected
+        assert all(torch.equal(one, other) for one, other in zip(own, logits, strict=True))
+
+
+def copy_of(tiny: Any, tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder, folder)
+    return folder
+
+
+def test_other_weights_are_noticed(
+    tiny_model: Make, served: Make, request_of: Make, tmp_path: Path, checkpoints: list[str]
+) -> None:
+    folder, cache = copy_of(tiny_model("llama"), tmp_path), str(tmp_path / "cache")
+    before = answers(served(folder, weights_cache=cache), request_of)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 1.5
+    save_file(weights, path, {"format": "pt"})
+    checkpoints.clear()
+    after = answers(served(folder, weights_cache=cache), request_of)
+    assert checkpoints and not torch.equal(after[1][0], before[1][0])
+
+
+def test_a_torn_file_is_made_again(
+    tiny_model: Make,
+    served: Make,
+    request_of: Make,
+    tmp_path: Path,
+    checkpoints: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, cache = tiny_model("llama").folder, tmp_path / "cache"
+    expected = answers(served(folder, weights_cache=str(cache)), request_of)[0]
+    (path,) = cache.glob(f"*{SUFFIX}")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    for reads in (True, False):
+        checkpoints.clear()
+        again = answers(served(folder, weights_cache=str(cache)), request_of)[0]
+        assert again == expected and bool(checkpoints) == reads
+    assert caplog.text.count("is ignored: it has") == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("gpt2", {}, "the model is not fused as a whole"),
+        ("llama", {"enable_lora": True}, "adapters need their layers"),
+        ("llama", {"load_format": "dummy"}, "they are drawn at random"),
+    ],
+)
+def test_what_is_not_cached_says_so(
+    family: str,
+    settings: dict[str, Any],
+    why: str,
+    tiny_model: Make,
+    served: Make,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    served(tiny_model(family).folder, weights_cache=str(tmp_path / "cache"), **settings)
+    assert f"no weights are cached: {why}" in caplog.text
+    assert not list(tmp_path.glob(f"cache/*{SUFFIX}"))
+
+
+def test_what_decides_tokens_is_the_same_with_and_without(engine_args: Make) -> None:
+    """So that ingresses and engines of both find each other."""
+    with_cache = engine_args("m", weights_cache="here", weights_cache_gb=1.0)
+    assert with_cache.identity == engine_args("m").identity
