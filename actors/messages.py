@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rayfin.actors.adapters.usage import AdapterStats, AdapterUsage
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.histogram import Histogram
@@ -352,6 +353,7 @@ class StepResult:
     # prompt position [1, P) of the token
     grammars: GrammarUsage | None = None  # None if it did nothing with any
     drafts: DraftUsage | None = None  # None if there were none
+    adapters: AdapterUsage | None = None  # None if nothing has changed
     vectors: dict[int, Float32Array] = field(default_factory=dict)  # by row: [D], or [P, D] of a
     # task for each token; of rows whose prompt ends here
 
@@ -520,6 +522,7 @@ class EngineStats:
     spec_accepted_by_position: dict[str, int] = field(default_factory=dict)  # ... by place, from 0
     histograms: dict[str, Histogram] = field(default_factory=dict)  # name in families.py -> it
     cache_config: tuple[str, ...] = ()  # values of families.CACHE_LABELS
+    adapters: AdapterStats = field(default_factory=AdapterStats)
 
 
 class Command(StrEnum):

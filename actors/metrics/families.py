@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from rayfin.actors.adapters.usage import LOAD_RESULTS
 from rayfin.actors.histogram import Bounds
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.speculation import MOST_TOKENS
@@ -220,6 +221,14 @@ ENGINE_GAUGES = (
     ),
     _gauge("quarantine_suspects", "Requests on trial for a runner's death.", lambda s: s.suspects),
     _gauge("grammars_loaded", "Compiled grammars in the runner.", lambda s: s.grammars_loaded),
+    _gauge("adapters_resident", "LoRA adapters in the runner.", lambda s: len(s.adapters.resident)),
+    _gauge("adapter_bytes", "Memory of those adapters.", lambda s: s.adapters.bytes),
+    _gauge("adapters_loading", "Adapters that requests wait for.", lambda s: s.adapters.loading),
+    _gauge(
+        "num_requests_waiting_for_adapters",
+        "Those requests; they are among the deferred ones.",
+        lambda s: s.adapters.requests_waiting,
+    ),
 )
 
 ENGINE_COUNTERS = (
@@ -323,6 +332,18 @@ ENGINE_COUNTERS = (
         GRAMMAR_FAILURES,
     ),
     _counter(
+        "adapter_loads",
+        "LoRA adapters that the runner read.",
+        lambda s: s.adapters.loads,
+        "result",
+        LOAD_RESULTS,
+    ),
+    _counter(
+        "adapter_evictions",
+        "Adapters that left the runner's memory for others.",
+        lambda s: s.adapters.evicted,
+    ),
+    _counter(
         "spec_decode_num_drafts",
         "Drafts of requests that were verified in a step.",
         lambda s: s.spec_drafts,
@@ -369,11 +390,14 @@ ENGINE_ALIASES = tuple(
     )
 )
 LORA_INFO = replace(
-    _gauge("lora_requests_info", "No adapters; the time of the report.", alias=True),
+    _gauge(
+        "lora_requests_info",
+        "The time of the report; the labels name adapters of running and of waiting requests.",
+        alias=True,
+    ),
     labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     alias_only=True,
 )
-NO_LORA = ("0", "", "")
 
 ENGINE_HISTOGRAMS = (
     _histogram("request_prompt_tokens", "Prompt tokens of the requests that ended."),
@@ -419,6 +443,7 @@ ENGINE_HISTOGRAMS = (
         "grammar_wait_seconds", "Of a request, for its grammar, before the queue.", alias=False
     ),
     _histogram("grammar_mask_seconds", "Of a step's masks, in the runner.", alias=False),
+    _histogram("adapter_load_seconds", "Of a LoRA adapter, until the runner has it.", alias=False),
 )
 
 

@@ -8,6 +8,7 @@ ingresses, and the next hub starts from one of them.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from rayfin.actors.adapters.usage import AdapterStats
 from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import EngineStats
 from rayfin.actors.metrics.families import (
@@ -20,7 +21,6 @@ from rayfin.actors.metrics.families import (
     ENGINE_RESTARTS,
     INGRESS_HEARD,
     LORA_INFO,
-    NO_LORA,
     Family,
     Value,
 )
@@ -157,7 +157,7 @@ def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
     report = CounterReport(stats.incarnation, engine, {(ENGINE_ASKED.name, ()): at})
     for family in ENGINE_GAUGES:
         report.gauges.update(_read(family, stats))
-    report.gauges[LORA_INFO.name, NO_LORA] = at
+    report.gauges[LORA_INFO.name, lora_labels(stats.adapters)] = at
     for family in (*ENGINE_COUNTERS, *ENGINE_ALIASES):
         report.counters.update(_read(family, stats))
     if stats.cache_config:
@@ -166,6 +166,11 @@ def engine_report(engine: str, stats: EngineStats, at: float) -> CounterReport:
         if family.name in stats.histograms:
             report.histograms[family.name, ()] = stats.histograms[family.name]
     return report
+
+
+def lora_labels(adapters: AdapterStats) -> tuple[str, ...]:
+    """The labels of vLLM's ``lora_requests_info``: the most adapters of a step, and names."""
+    return str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting)
 
 
 def _read(family: Family, stats: EngineStats) -> dict[Series, float]:

@@ -403,6 +403,8 @@ class Engine:
             self.lifecycle.state.counters.drafts(result.drafts)
         if result.grammars is not None:
             self.lifecycle.state.counters.grammars(result.grammars)
+        if result.adapters is not None:
+            self.lifecycle.state.counters.adapters.observe(result.adapters)
         self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0

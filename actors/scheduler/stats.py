@@ -45,6 +45,12 @@ def take_stats(
         suspects=suspects,
         histograms=counters.histograms(),
         cache_config=cache_config(config),
+        adapters=counters.adapters.stats(
+            config.max_loras,
+            list(state.live.values()),
+            loading=lifecycle.lobby.adapters_loading,
+            requests_waiting=lifecycle.lobby.waiting_for_adapters,
+        ),
         **counters.totals(),
         **of_engine,
     )

@@ -347,6 +347,22 @@ STRUCTURED_OUTPUT = [
     Panel("Spent budgets", {"thoughts": rate("thinking_budgets_spent_total", MODEL)}, "ops"),
 ]
 
+ADAPTERS = [
+    Panel("Adapters in the runners", {BY_ENGINE: f"rayfin_adapters_resident{{{ENGINE}}}"}),
+    Panel("Memory of adapters", {BY_ENGINE: f"rayfin_adapter_bytes{{{ENGINE}}}"}, "bytes"),
+    Panel("Evicted", {BY_ENGINE: rate("adapter_evictions_total", by="engine")}, "ops"),
+    Panel("Loads", each("adapter_loads_total", "result"), "ops", stacked=True),
+    Panel("Load of an adapter", quantiles("adapter_load_seconds"), "s"),
+    Panel(
+        "Waiting for adapters",
+        {
+            "adapters": total("adapters_loading"),
+            "requests": total("num_requests_waiting_for_adapters"),
+        },
+        help="Adapters that are being read, and the requests that wait for them beside the queue.",
+    ),
+]
+
 OF_MODEL = "{{model_name}}"
 PER_MODEL = [
     Panel("Answers", {OF_MODEL: rate("http_requests_total", MODEL, "model_name")}, "reqps"),
@@ -385,6 +401,7 @@ DASHBOARDS = {
     "speculation": SPECULATION,
     "reliability": RELIABILITY,
     "structured-output": STRUCTURED_OUTPUT,
+    "adapters": ADAPTERS,
     "per-model": PER_MODEL,
 }
 

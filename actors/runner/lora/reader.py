@@ -32,6 +32,11 @@ class LowRank:
         """[N, inputs] -> [N, outputs], in the dtype of A."""
         return (x.to(self.a.dtype) @ self.a.T) @ self.b.T * self.scale
 
+    @property
+    def bytes(self) -> int:
+        """Memory of A and B."""
+        return self.a.nbytes + self.b.nbytes
+
 
 class PackedLowRank:
     """The same by the compiled kernels: a row's bits do not depend on the rows beside it."""
@@ -40,6 +45,12 @@ class PackedLowRank:
         self._kernels = kernels
         self._a, self._b = kernels.pack([low_rank.a]), kernels.pack([low_rank.b])
         self._scale = low_rank.scale
+
+    @property
+    def bytes(self) -> int:
+        """Memory of A and B, without the padding of the packed form."""
+        matrices = (self._a, self._b)
+        return sum(own.outputs * own.inputs * own.storage.itemsize for own in matrices)
 
     def delta(self, x: torch.Tensor) -> torch.Tensor:
         """[N, inputs] -> [N, outputs] float32."""
@@ -53,6 +64,11 @@ class Adapter:
 
     digest: str
     layers: Mapping[str, LowRank | PackedLowRank]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(own.bytes for own in self.layers.values())
 
 
 def layer_sizes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:

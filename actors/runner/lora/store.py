@@ -2,14 +2,17 @@
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 
 from rayfin.actors.adapters.files import AdapterFiles
+from rayfin.actors.adapters.usage import AdapterUsage, short
 from rayfin.actors.errors import AdapterUnavailable, RayfinError
-from rayfin.actors.messages import AdapterRef, Int32Array, SchedulerInfo
+from rayfin.actors.messages import AdapterRef, Int32Array, SchedulerInfo, StepResult
 from rayfin.actors.runner.lora.reader import Adapter, LayerSizes, read_adapter
 from rayfin.actors.runner.observers import Observer
 from rayfin.kernels.cpu.kernels import CpuKernels
@@ -17,6 +20,16 @@ from rayfin.kernels.cpu.kernels import CpuKernels
 logger = logging.getLogger(__name__)
 
 Fetch = Callable[[AdapterRef], AdapterFiles]
+
+
+@dataclass(slots=True)
+class _News:
+    """What the next result tells."""
+
+    changed: bool = False
+    seconds: list[float] = field(default_factory=list)
+    failed: int = 0
+    evicted: int = 0
 
 
 class AdapterStore(Observer):
@@ -55,6 +68,7 @@ class AdapterStore(Observer):
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # by digest
         self._of_slot: dict[int, AdapterRef] = {}
         self._failures: dict[str, RayfinError] = {}  # of adapters that running requests wait for
+        self._news = _News()
 
     def __len__(self) -> int:
         return len(self._adapters)
@@ -87,9 +101,21 @@ class AdapterStore(Observer):
                     logger.error("adapter %r cannot be read: %s", new.adapter.name, error)
                     self._failures[new.adapter.digest] = error
 
+    def after(self, info: SchedulerInfo, result: StepResult) -> None:
+        """Adds to the result what has changed since the last one."""
+        with self._lock:
+            news, self._news = self._news, _News()
+            if news.changed:
+                total = sum(own.bytes for own in self._adapters.values())
+                resident = tuple(map(short, self._adapters))
+                result.adapters = AdapterUsage(
+                    resident, total, tuple(news.seconds), news.failed, news.evicted
+                )
+
     def close(self) -> None:
-        """A start empties all slots."""
+        """A start empties all slots; a new scheduler hears what is here."""
         self._of_slot.clear()
+        self._news = _News(changed=bool(self._adapters))
 
     def of_rows(self, slots: Int32Array | None) -> list[Adapter | None]:
         """Each row's adapter, None for the base model; empty if no slot has any.
@@ -113,11 +139,20 @@ class AdapterStore(Observer):
             if ref.digest in self._adapters:
                 self._adapters.move_to_end(ref.digest)
                 return
-        files = self._fetch(ref)  # two threads may read the same: it is rare, and both are right
-        where = (self._dtype, self._device, self._kernels)
-        adapter = read_adapter(files, self.sizes, self._max_rank, *where)
+        started = time.perf_counter()
+        try:
+            files = self._fetch(ref)  # two threads may read the same: rare, and both are right
+            where = (self._dtype, self._device, self._kernels)
+            adapter = read_adapter(files, self.sizes, self._max_rank, *where)
+        except RayfinError:
+            with self._lock:
+                self._news.failed += 1
+                self._news.changed = True
+            raise
         with self._lock:
             self._adapters[ref.digest] = adapter
+            self._news.seconds.append(time.perf_counter() - started)
+            self._news.changed = True
             self._evict()
 
     def _evict(self) -> None:
@@ -126,3 +161,4 @@ class AdapterStore(Observer):
         for digest in idle[: max(len(self._adapters) - self._most, 0)]:
             if digest != next(reversed(self._adapters)):  # what was just read is about to be used
                 del self._adapters[digest]
+                self._news.evicted += 1

@@ -209,6 +209,7 @@ class Lifecycle:
         for request in self.lobby.restart():
             self.state.waiting.push(request)
         self.forget_prefixes()
+        self.state.counters.adapters.restart()
         self.state.runner_diff.clear()
         self.state.moves.clear()
         self.preemption.clear()

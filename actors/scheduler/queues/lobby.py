@@ -30,6 +30,7 @@ class _Preparation:
     """A grammar or adapter on its way to the runners, and the requests that wait for it."""
 
     pending: PendingPrepare
+    adapter: bool
     requests: dict[Request, None] = field(default_factory=dict)
 
 
@@ -52,6 +53,16 @@ class Lobby:
 
     def __len__(self) -> int:
         return len(self._missing)
+
+    @property
+    def adapters_loading(self) -> int:
+        """Adapters that are being read; any thread may ask."""
+        return sum(own.adapter for own in list(self._preparing.values()))
+
+    @property
+    def waiting_for_adapters(self) -> int:
+        """Requests that wait for one."""
+        return sum(len(own.requests) for own in list(self._preparing.values()) if own.adapter)
 
     def keeps(self, request: Request) -> bool:
         """Takes the request in if its grammars or its adapter are not known to be ready.
@@ -122,9 +133,11 @@ class Lobby:
 
     def _prepare_adapter(self, adapter: AdapterRef) -> bytes | None:
         digest = bytes.fromhex(adapter.digest)
-        return self._prepare(digest, lambda: self._executor.prepare([], [adapter]))
+        return self._prepare(digest, lambda: self._executor.prepare([], [adapter]), adapter=True)
 
-    def _prepare(self, digest: bytes, send: Callable[[], PendingPrepare]) -> bytes | None:
+    def _prepare(
+        self, digest: bytes, send: Callable[[], PendingPrepare], *, adapter: bool = False
+    ) -> bytes | None:
         """Sends it to the runners unless they have it; returns the digest if it is waited for."""
         if digest in self._known:
             self._known.move_to_end(digest)
@@ -136,7 +149,7 @@ class Lobby:
             if pending.done() and pending.error() is None:
                 self._remember(digest)
                 return None
-            self._preparing[digest] = _Preparation(pending)
+            self._preparing[digest] = _Preparation(pending, adapter)
         return digest
 
     def _remember(self, digest: bytes) -> None:

@@ -28,6 +28,7 @@ from rayfin.actors.metrics.families import (
     MASK_BOUNDS,
     PREEMPTION_BOUNDS,
 )
+from rayfin.actors.scheduler.state.adapter_counters import AdapterCounters
 from rayfin.actors.scheduler.state.request import Request
 
 REFUSALS: dict[type[RayfinError], str] = {
@@ -143,6 +144,7 @@ class EngineCounters:
 
     def __post_init__(self, max_model_len: int) -> None:
         self.observed = RequestHistograms(max_model_len)
+        self.adapters = AdapterCounters()
 
     def totals(self) -> dict[str, Any]:
         """The counters by name, copied; safe to call from another thread."""
@@ -154,7 +156,7 @@ class EngineCounters:
 
     def histograms(self) -> dict[str, Histogram]:
         """Copies by name; safe to call from another thread."""
-        return self.observed.copies()
+        return {**self.observed.copies(), "adapter_load_seconds": self.adapters.load.copy()}
 
     def admitted(self, request: Request) -> None:
         """The request was admitted for the first time."""

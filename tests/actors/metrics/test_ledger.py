@@ -17,7 +17,6 @@ from rayfin.actors.metrics.families import (
     INGRESS_FAMILIES,
     INGRESS_HEARD,
     LORA_INFO,
-    NO_LORA,
 )
 from rayfin.actors.metrics.ledger import INGRESSES, MOST_KNOWN, CounterReport, Ledger, engine_report
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
@@ -151,7 +150,7 @@ def test_an_engine_reports_every_series_though_it_is_zero() -> None:
         for family in (*ENGINE_GAUGES, *ENGINE_COUNTERS, *ENGINE_ALIASES)
         for value in family.values or ("",)
     }
-    config, lora = (CACHE_CONFIG.name, ("4", "8")), (LORA_INFO.name, NO_LORA)
+    config, lora = (CACHE_CONFIG.name, ("4", "8")), (LORA_INFO.name, ("0", "", ""))
     asked = (ENGINE_ASKED.name, ())
     assert {*report.gauges, *report.counters} == {*expected, config, asked, lora}
     assert report.gauges[asked] == 7.5

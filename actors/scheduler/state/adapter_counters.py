@@ -1,0 +1,53 @@
+"""What an engine knows and counts of the LoRA adapters in its runner and in its requests."""
+
+from collections.abc import Iterable
+
+from rayfin.actors.adapters.usage import AdapterStats, AdapterUsage
+from rayfin.actors.histogram import Histogram
+from rayfin.actors.metrics.families import LATENCY_BOUNDS
+from rayfin.actors.scheduler.state.request import Request
+
+
+class AdapterCounters:
+    """Counters from zero, and what is resident. One thread writes, any may read."""
+
+    def __init__(self) -> None:
+        self.load = Histogram(LATENCY_BOUNDS)
+        self._usage = AdapterUsage()
+        self._failed = self._evicted = 0
+
+    def observe(self, usage: AdapterUsage) -> None:
+        """A step's result has news of adapters."""
+        self._usage = usage
+        self._failed += usage.failed
+        self._evicted += usage.evicted
+        for seconds in usage.load_seconds:
+            self.load.observe(seconds)
+
+    def restart(self) -> None:
+        """The runners are new and hold none."""
+        self._usage = AdapterUsage()
+
+    def stats(
+        self, max_loras: int, requests: Iterable[Request], *, loading: int, requests_waiting: int
+    ) -> AdapterStats:
+        """The report of an engine with ``requests``, which nobody changes meanwhile."""
+        if not max_loras:
+            return AdapterStats()
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for request in requests:
+            if request.source.adapter is not None:
+                names = waiting if request.slot is None else running
+                names.add(request.source.adapter.name)
+        return AdapterStats(
+            max_loras,
+            tuple(sorted(running)),
+            tuple(sorted(waiting)),
+            frozenset(self._usage.resident),
+            self._usage.bytes,
+            loading,
+            requests_waiting,
+            {"ok": self.load.count, "failed": self._failed},
+            self._evicted,
+        )
