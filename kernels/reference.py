@@ -5,7 +5,7 @@ first design (V0, V1), which this module exports as well.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -32,6 +32,7 @@ __all__ = [
     "int8_rows",
     "last_token_index",
     "logprobs",
+    "low_rank",
     "matmul_grouped",
     "matmul_int4",
     "matmul_int8",
@@ -196,6 +197,22 @@ def experts(
             if 0 <= expert < len(down):
                 inner = silu_mul(gate_up[expert] @ x[row])
                 out[row] += weight * (down[expert] @ inner)
+    return out
+
+
+def low_rank(
+    x: torch.Tensor,  # [T, K]
+    adapters: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None],  # A, B, scale; or nothing
+    of_row: Sequence[int],  # [T] which adapter, or -1
+    outputs: int,
+) -> torch.Tensor:
+    """What LoRA adapters (Hu et al., 2021) add to a linear layer: scale * B (A x), [T, outputs]."""
+    out = torch.zeros(len(x), outputs)
+    for row, number in enumerate(of_row):
+        own = adapters[number] if number >= 0 else None
+        if own is not None:
+            a, b, scale = own
+            out[row] = scale * (b.float() @ (a.float() @ x[row]))
     return out
 
 

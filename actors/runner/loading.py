@@ -18,6 +18,7 @@ from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_de
 from rayfin.actors.runner.cpu.decoder_cache import DecoderCache, Facts
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
+from rayfin.actors.runner.lora.adapted_decoder import AdaptedDecoder, can_adapt
 from rayfin.actors.runner.lora.adapted_model import AdaptedModel
 from rayfin.actors.runner.lora.reader import layer_sizes
 from rayfin.actors.runner.lora.store import AdapterStore, Fetch
@@ -247,7 +248,7 @@ def _load(
     elif peers and kernels and model.dtype in TOLERANCE:
         pack_linears(paged, kernels)
     if not peers and kernels and model.dtype in TOLERANCE:
-        step_model = on_cpu_kernels(paged, kernels, rounded, fuse=adapters is None)
+        step_model = on_cpu_kernels(paged, kernels, rounded, adapters)
     step_model = _with_parts(adapters, vision, paged, step_model, rounded=bool(rounded))
     return LoadedModel(
         *(device, config, step_model, gpu_model, pages, kernels, peers, paged.recurrent, pools),
@@ -314,7 +315,8 @@ def _with_parts(
 ) -> StepModel:
     """The model with adapters, or with its tower if it gives the logits that transformers gives."""
     if adapters is not None:
-        return AdaptedModel(paged, adapters)
+        whole = isinstance(model, CpuDecoder)
+        return AdaptedDecoder(model, adapters) if whole else AdaptedModel(paged, adapters)
     if vision is None:
         return model
     require_equal_images(vision, paged, model, rounded=rounded)
@@ -412,13 +414,15 @@ def on_cpu_kernels(
     paged: PagedModel,
     kernels: CpuKernels,
     quantization: Quantization | None,
-    *,
-    fuse: bool = True,
+    adapters: AdapterStore | None = None,
 ) -> PagedModel | CpuDecoder:
-    """The model with all of it, if it may ``fuse``, or its linear layers, on compiled kernels."""
-    if fuse and (decoder := build_cpu_decoder(paged, kernels, quantization)):
-        torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
-        return decoder
+    """The model with all of it, or its linear layers, on compiled kernels."""
+    if adapters is None or adapters.packs:
+        decoder = build_cpu_decoder(paged, kernels, quantization)
+        if decoder and (adapters is None or can_adapt(decoder, adapters)):
+            torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
+            return decoder
+        del decoder
     fuse_recurrent(paged, kernels)
     packed = pack_linears(paged, kernels, quantization)
     if quantization and not packed:

@@ -8,6 +8,7 @@
 #include "layers/experts.h"
 #include "layers/heads.h"
 #include "layers/highest.h"
+#include "layers/lora.h"
 #include "common/isa.h"
 #include "matmul/matmul.h"
 #include "matmul/matmul_int8.h"
@@ -160,8 +161,18 @@ RAYFIN_API void rayfin_prepare_heads(Pool* pool, const Heads* heads) {
   prepare_heads(*pool, *heads);
 }
 
-RAYFIN_API int64_t rayfin_decoder_workspace(const Decoder* decoder, int64_t tokens, int64_t sampled) {
-  return workspace_floats(*decoder, tokens, sampled);
+RAYFIN_API int64_t rayfin_lora_workspace(const LoraRows* rows, int64_t inputs, int64_t outputs) {
+  return lora_workspace_floats(*rows, inputs, outputs);
+}
+
+RAYFIN_API void rayfin_lora_rows(Pool* pool, const LoraRows* rows, int64_t index, int64_t parts, const float* x,
+                                 int64_t inputs, int64_t outputs, float* workspace, float* before) {
+  Turn turn(pool);
+  lora_rows(*pool, *rows, index, parts, x, inputs, outputs, workspace, before);
+}
+
+RAYFIN_API int64_t rayfin_decoder_workspace(const Decoder* decoder, const Step* step) {
+  return workspace_floats(*decoder, *step);
 }
 
 RAYFIN_API void rayfin_decoder_run(Pool* pool, const Decoder* decoder, const Step* step) {

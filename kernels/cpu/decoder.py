@@ -12,6 +12,7 @@ import torch
 
 from rayfin.kernels.cpu.attention import step_lengths
 from rayfin.kernels.cpu.kernels import STORAGES, Activation, CpuKernels, Matrix
+from rayfin.kernels.cpu.lora import AdapterRows
 from rayfin.kernels.shapes import PagedBatch
 
 
@@ -104,7 +105,7 @@ class _Step(ctypes.Structure):
     _fields_ = _fields(
         (
             *("tokens", "positions", "slots", "sampled", "page_tables", "query_start", "kv_len"),
-            *("logits", "workspace", "given"),
+            *("logits", "workspace", "given", "adapters", "sampled_adapters"),
         ),
         ("count", "sampled_count", "table_stride", "rows", "decoding", "page_size"),
         (),
@@ -171,6 +172,7 @@ class PackedDecoder:
         sampled: torch.Tensor,  # [S] int64, indices in T
         given: torch.Tensor | None = None,  # [G, hidden] float32
         tables: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        adapters: "StepAdapters | None" = None,
     ) -> torch.Tensor:
         """The logits [S, vocabulary] of the tokens at ``sampled``; the pages get all T tokens.
 
@@ -181,11 +183,11 @@ class PackedDecoder:
             common = self._tables
             self.set_rope_tables(tables)
             try:
-                return self._run(tokens, batch, sampled, given)
+                return self._run(tokens, batch, sampled, given, adapters)
             finally:
                 self.set_rope_tables(common)
         assert int(step_lengths(batch)[1].max(initial=0)) <= self.positions
-        return self._run(tokens, batch, sampled, given)
+        return self._run(tokens, batch, sampled, given, adapters)
 
     def _run(
         self,
@@ -193,6 +195,7 @@ class PackedDecoder:
         batch: PagedBatch,
         sampled: torch.Tensor,
         given: torch.Tensor | None,
+        adapters: "StepAdapters | None",
     ) -> torch.Tensor:
         assert given is None or (given.dtype == torch.float32 and given.is_contiguous())
         starts, lengths = step_lengths(batch)
@@ -200,14 +203,11 @@ class PackedDecoder:
         ints = (tokens, batch.positions, batch.slots, sampled)
         assert all(values.dtype == torch.int64 and values.is_contiguous() for values in ints)
         logits = torch.empty(len(sampled), self.shape.vocabulary)
-        library, decoder = self._kernels.library, ctypes.byref(self._decoder)
-        needed = library.rayfin_decoder_workspace(decoder, len(tokens), len(sampled))
-        if needed > len(self._workspace):
-            self._workspace = torch.empty(needed)
         addresses = itertools.chain(
             (values.data_ptr() for values in ints),
             (batch.page_tables.data_ptr(), starts.ctypes.data, lengths.ctypes.data),
-            (logits.data_ptr(), self._workspace.data_ptr(), _address(given)),
+            (logits.data_ptr(), None, _address(given)),
+            (None, None) if adapters is None else adapters.addresses(len(tokens), len(sampled)),
         )
         step = _Step(
             *addresses,
@@ -218,8 +218,26 @@ class PackedDecoder:
             batch.decoding,
             batch.page_size,
         )
+        library, decoder = self._kernels.library, ctypes.byref(self._decoder)
+        needed = library.rayfin_decoder_workspace(decoder, ctypes.byref(step))
+        if needed > len(self._workspace):
+            self._workspace = torch.empty(needed)
+        step.workspace = self._workspace.data_ptr()
         library.rayfin_decoder_run(self._kernels.pool, decoder, ctypes.byref(step))
         return logits
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The adapters of a step's tokens, and of those at ``sampled``."""
+
+    tokens: AdapterRows
+    sampled: AdapterRows
+
+    def addresses(self, tokens: int, sampled: int) -> tuple[int, int]:
+        """Of both structs."""
+        assert (self.tokens.count, self.sampled.count) == (tokens, sampled)
+        return self.tokens.address, self.sampled.address
 
 
 def _layer_struct(layer: DecoderLayer) -> _Layer:

@@ -23,8 +23,9 @@ from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.settings.choices import Quantization
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.codes import pack_int4
-from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder
+from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder, StepAdapters
 from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, Pack
+from rayfin.kernels.cpu.lora import Place, Places
 
 FIRST_POSITIONS = 2048
 
@@ -39,10 +40,12 @@ class CpuDecoder:
         rotate_at: Callable[[torch.Tensor], Tables],  # positions [3, T] -> rows of such tables
         layouts: list[KVLayout],
         dtype: torch.dtype,
+        places: Places,
     ) -> None:
         self.packed = decoder
         self.rotate, self._rotate_at = rotate, rotate_at
         self.layouts = layouts
+        self.places = places  # of the linear layers, for adapters
         self.dtype = dtype  # of the pages, unless the configuration sets another
 
     def bind(self, cache: KVTensors) -> None:
@@ -50,14 +53,15 @@ class CpuDecoder:
         self.packed.bind(cache.keys, cache.values)
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, adapters: StepAdapters | None = None) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         longest = int(max(inputs.batch.kv_len_cpu, default=0))
         if longest > self.packed.positions:
             positions = max(FIRST_POSITIONS, 2 * self.packed.positions, longest)
             self.packed.set_rope_tables(self.rotate(positions))
         if inputs.given is None and inputs.rope_positions is None:
-            return self.packed.run(inputs.input_ids, inputs.batch, inputs.sampled)
+            tokens, sampled = inputs.input_ids, inputs.sampled
+            return self.packed.run(tokens, inputs.batch, sampled, adapters=adapters)
         return self._run_images(inputs)
 
     def _run_images(self, inputs: StepInputs) -> torch.Tensor:
@@ -142,7 +146,24 @@ def _build(paged: PagedModel, kernels: CpuKernels, packing: Packing) -> CpuDecod
         parts.rotate_at,
         paged.layouts,
         paged.dtype,
+        _places(paged.transformer, parts.layers),
     )
+
+
+def _places(model: nn.Module, layers: list[LayerParts]) -> Places:
+    """Where the linear layers lie in the merged projections, in the kernels' order."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    places: list[list[Place]] = []
+    for layer in layers:
+        assert isinstance(layer.mlp, GatedParts)
+        gate_up, down = layer.mlp.gate_up, [layer.mlp.down]
+        for linears in (layer.query_key_value, [layer.attention_out], gate_up, down):
+            first, merged = 0, []
+            for linear in linears:
+                merged.append(Place(paths[id(linear)], first, linear.out_features))
+                first += linear.out_features
+            places.append(merged)
+    return places
 
 
 def _pack_layer(

@@ -13,6 +13,7 @@ from rayfin.actors.adapters.files import WEIGHTS, AdapterFiles, invalid
 from rayfin.actors.adapters.settings import read_settings
 from rayfin.actors.adapters.tensors import Entry, read_pairs
 from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.cpu.lora import PackedLowRank
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -36,26 +37,6 @@ class LowRank:
     def bytes(self) -> int:
         """Memory of A and B."""
         return self.a.nbytes + self.b.nbytes
-
-
-class PackedLowRank:
-    """The same by the compiled kernels: a row's bits do not depend on the rows beside it."""
-
-    def __init__(self, kernels: CpuKernels, low_rank: LowRank) -> None:
-        self._kernels = kernels
-        self._a, self._b = kernels.pack([low_rank.a]), kernels.pack([low_rank.b])
-        self._scale = low_rank.scale
-
-    @property
-    def bytes(self) -> int:
-        """Memory of A and B, without the padding of the packed form."""
-        matrices = (self._a, self._b)
-        return sum(own.outputs * own.inputs * own.storage.itemsize for own in matrices)
-
-    def delta(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, inputs] -> [N, outputs] float32."""
-        narrow = self._kernels.matmul(x.float().contiguous(), self._a)
-        return self._kernels.matmul(narrow, self._b, alpha=self._scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +92,10 @@ def read_adapter(
         for entry, tensor in ((pair.a, a), (pair.b, b)):
             if not bool(torch.isfinite(tensor).all()):
                 raise invalid(f"{WEIGHTS}: {entry.name} has values that are not finite.")
-        low_rank = LowRank(a.to(device, dtype), b.to(device, dtype), settings.scale(module))
-        layers[module] = low_rank if kernels is None else PackedLowRank(kernels, low_rank)
+        a, b, scale = a.to(device, dtype), b.to(device, dtype), settings.scale(module)
+        layers[module] = (
+            LowRank(a, b, scale) if kernels is None else PackedLowRank(kernels, a, b, scale)
+        )
     return Adapter(files.digest, layers)
 
 

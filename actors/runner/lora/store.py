@@ -70,6 +70,11 @@ class AdapterStore(Observer):
         self._failures: dict[str, RayfinError] = {}  # of adapters that running requests wait for
         self._news = _News()
 
+    @property
+    def packs(self) -> bool:
+        """Whether its adapters are packed for the compiled kernels."""
+        return self._kernels is not None
+
     def __len__(self) -> int:
         return len(self._adapters)
 

@@ -150,13 +150,12 @@ void multiply_rows(Pool& pool, const Matrix& weight, const float* x, int64_t x_s
     const int64_t start = first * rows.per_block, n = std::min(last * rows.per_block, rows.count) - start;
     float* out = pool.scratch<float>(thread, (last - first) * rows.per_block * kWide + cut_size / 2);
     BFloat16* cut = reinterpret_cast<BFloat16*>(out + (last - first) * rows.per_block * kWide);
-    const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
     for (int64_t panel = panels.first; panel < panels.last; panel += kSide) {
       const int64_t side = std::min(kSide, panels.last - panel);
       multiply_side(weight, panel, side, rows, parts + first * rows.block_size(), last - first, cut, out);
       for (int64_t p = 0; p < side; ++p)
-        finish_panel(weight, panel + p, out + p * kPanel, kWide, n, residual, y + start * y_stride, y_stride,
-                     epilogue);
+        finish_panel(weight, panel + p, out + p * kPanel, kWide, n, y + start * y_stride, y_stride,
+                     epilogue.from(start));
     }
   });
 }
@@ -167,10 +166,8 @@ void matmul_tiles(Pool& pool, const Matrix& weight, const float* x, int64_t x_st
                   int64_t y_stride, const Epilogue& epilogue) {
   if (rows <= kFewRows) return matmul_few(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
   for (int64_t start = 0; start < rows; start += kMaxRows) {
-    Epilogue part = epilogue;
-    if (part.residual) part.residual += start * part.residual_stride;
     multiply_rows(pool, weight, x + start * x_stride, x_stride, std::min(kMaxRows, rows - start),
-                  y + start * y_stride, y_stride, part);
+                  y + start * y_stride, y_stride, epilogue.from(start));
   }
 }
 

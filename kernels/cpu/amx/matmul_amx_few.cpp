@@ -146,7 +146,7 @@ void multiply_panels(const Matrix& weight, int64_t panel, int64_t last, const fl
   for (; panel + kP <= last; panel += kP) {
     some_panels<kM, kP, Weight>(weight, panel, x, out);
     for (int p = 0; p < kP; ++p)
-      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
+      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, y, y_stride, epilogue);
   }
   if constexpr (kP > 1) multiply_panels<kM, kP / 2, Weight>(weight, panel, last, x, y, y_stride, epilogue);
 }

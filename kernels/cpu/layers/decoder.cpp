@@ -12,10 +12,11 @@ int64_t qkv_size(const Decoder& d) { return (d.heads + d.kv_heads) * d.key_dim +
 
 // A step's activations, laid out in its workspace.
 struct Activations {
-  float *x, *normed, *qkv, *attended, *gated, *sampled_x, *sampled_attended;
+  float *x, *normed, *qkv, *attended, *gated, *sampled_x, *sampled_attended, *before, *adapted;
   int64_t floats;
 
-  Activations(const Decoder& d, int64_t tokens, int64_t sampled, float* memory) {
+  Activations(const Decoder& d, const Step& s, float* memory) {
+    const int64_t tokens = s.count, sampled = s.sampled_count;
     const int64_t rows = std::max(tokens, sampled), attended_size = d.heads * d.value_dim;
     float* at = memory;
     auto allocate = [&](int64_t count) {
@@ -30,6 +31,13 @@ struct Activations {
     gated = allocate(rows * d.intermediate);
     sampled_x = allocate(sampled * d.hidden);
     sampled_attended = allocate(sampled * attended_size);
+    before = adapted = nullptr;
+    if (s.adapters) {
+      const int64_t widest = std::max(qkv_size(d), 2 * d.intermediate), deepest = std::max(widest, attended_size);
+      before = allocate(rows * std::max(widest, d.hidden));
+      adapted = allocate(std::max(lora_workspace_floats(*s.adapters, deepest, widest),
+                                  lora_workspace_floats(*s.sampled_adapters, deepest, widest)));
+    }
     floats = at - memory;
   }
 };
@@ -58,10 +66,27 @@ const float* norm_in(Pool& pool, const Decoder& d, const float* x, int64_t rows,
   return normed;
 }
 
+// What the rows' adapters add to the projections of a layer.
+struct Adapted {
+  const LoraRows* rows;  // null: nothing
+  int64_t layer;
+  const Activations& a;
+
+  // `parts` linear layers share the projection.
+  Epilogue epilogue(Pool& pool, Projection projection, int64_t parts, const Matrix& weight, const float* input) const {
+    Epilogue made;
+    if (!rows) return made;
+    lora_rows(pool, *rows, layer * kProjections + projection, parts, input, weight.inputs, weight.outputs, a.adapted,
+              a.before);
+    made.before = a.before;
+    made.before_stride = weight.outputs;
+    return made;
+  }
+};
+
 // x += residual_scale * out_norm(input W^T + bias), in one pass if there is no out_norm.
 void add_projection(Pool& pool, const Decoder& d, const Matrix& weight, const float* bias, const float* out_norm,
-                    const float* input, int64_t rows, float* x, float* normed) {
-  Epilogue epilogue;
+                    const float* input, int64_t rows, float* x, float* normed, Epilogue epilogue) {
   epilogue.bias = bias;
   if (!out_norm) {
     epilogue.residual = x;
@@ -74,10 +99,11 @@ void add_projection(Pool& pool, const Decoder& d, const Matrix& weight, const fl
   rms_norm(pool, normed, d.hidden, rows, d.hidden, out_norm, d.eps, x, d.hidden, d.residual_scale, x, d.hidden);
 }
 
-void attend(Pool& pool, const Decoder& d, const Layer& layer, const Step& s, const Activations& a) {
-  Epilogue epilogue;
-  epilogue.bias = layer.qkv_bias;
+void attend(Pool& pool, const Decoder& d, const Layer& layer, const Step& s, const Activations& a,
+            const Adapted& adapted) {
   const float* input = norm_in(pool, d, a.x, s.count, layer.attention_norm, a.normed);
+  Epilogue epilogue = adapted.epilogue(pool, kQkv, 3, *layer.qkv, input);
+  epilogue.bias = layer.qkv_bias;
   const int64_t stride = qkv_size(d);
   matmul(pool, *layer.qkv, input, d.hidden, s.count, a.qkv, stride, epilogue);
   prepare_heads(pool, {a.qkv, layer.query_norm, layer.key_norm, layer.cos, layer.sin, s.positions, s.slots,
@@ -130,31 +156,32 @@ void compute_logits(Pool& pool, const Decoder& d, const Step& s, const float* x,
 
 }  // namespace
 
-int64_t workspace_floats(const Decoder& d, int64_t tokens, int64_t sampled) {
-  return Activations(d, tokens, sampled, nullptr).floats;
-}
+int64_t workspace_floats(const Decoder& d, const Step& s) { return Activations(d, s, nullptr).floats; }
 
 void run_decoder(Pool& pool, const Decoder& d, const Step& s) {
-  const Activations a(d, s.count, s.sampled_count, s.workspace);
+  const Activations a(d, s, s.workspace);
   embed(pool, d, s, a.x);
   float *x = a.x, *attended = a.attended;
   int64_t rows = s.count;
   for (int64_t i = 0; i < d.layer_count; ++i) {
     const Layer& layer = d.layers[i];
-    attend(pool, d, layer, s, a);
+    Adapted adapted{s.adapters, i, a};
+    attend(pool, d, layer, s, a, adapted);
     if (i + 1 == d.layer_count) {  // no later layer reads the other tokens
       gather(x, d.hidden, s.sampled, s.sampled_count, a.sampled_x);
       gather(attended, d.heads * d.value_dim, s.sampled, s.sampled_count, a.sampled_attended);
       x = a.sampled_x, attended = a.sampled_attended, rows = s.sampled_count;
+      adapted.rows = s.sampled_adapters;
     }
     add_projection(pool, d, *layer.attention_out, layer.attention_out_bias, layer.attention_out_norm, attended, rows, x,
-                   a.normed);
-    Epilogue epilogue;
+                   a.normed, adapted.epilogue(pool, kAttentionOut, 1, *layer.attention_out, attended));
+    const float* input = norm_in(pool, d, x, rows, layer.mlp_norm, a.normed);
+    Epilogue epilogue = adapted.epilogue(pool, kGateUp, 2, *layer.gate_up, input);
     epilogue.bias = layer.gate_up_bias;
     epilogue.activation = int(d.activation);
-    const float* input = norm_in(pool, d, x, rows, layer.mlp_norm, a.normed);
     matmul(pool, *layer.gate_up, input, d.hidden, rows, a.gated, d.intermediate, epilogue);
-    add_projection(pool, d, *layer.down, layer.down_bias, layer.mlp_out_norm, a.gated, rows, x, a.normed);
+    add_projection(pool, d, *layer.down, layer.down_bias, layer.mlp_out_norm, a.gated, rows, x, a.normed,
+                   adapted.epilogue(pool, kDown, 1, *layer.down, a.gated));
   }
   compute_logits(pool, d, s, x, a.normed);
 }

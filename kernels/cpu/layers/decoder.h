@@ -11,6 +11,7 @@
 
 #include "paged_attention/attention.h"
 #include "layers/heads.h"
+#include "layers/lora.h"
 #include "matmul/matmul.h"
 
 namespace rayfin {
@@ -43,11 +44,15 @@ struct Step {
   float* logits;     // [S, vocabulary]
   float* workspace;  // workspace_floats floats
   const float* given;  // [G, hidden] inputs that are no embedded tokens (images), or null
+  const LoraRows *adapters, *sampled_adapters;  // of the tokens, and of those at `sampled`; null: of none
   int64_t count, sampled_count;
   int64_t table_stride, rows, decoding, page_size;
 };
 
-int64_t workspace_floats(const Decoder& d, int64_t tokens, int64_t sampled);
+// The projections of a layer, in the order of an adapter's parts.
+enum Projection { kQkv, kAttentionOut, kGateUp, kDown, kProjections };
+
+int64_t workspace_floats(const Decoder& d, const Step& s);
 void run_decoder(Pool& pool, const Decoder& d, const Step& s);
 
 }  // namespace rayfin

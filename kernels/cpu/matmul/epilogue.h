@@ -20,7 +20,7 @@ RAYFIN_INLINE void store_part(float* p, Vec v, int64_t count) {
 
 // Writes one panel's sums [rows, kPanel], rows `stride` apart, to rows of y (which points at the first row).
 inline void finish_panel(const Matrix& weight, int64_t panel, const float* panel_sums, int64_t stride, int64_t rows,
-                         const float* residual, float* y, int64_t y_stride, const Epilogue& epilogue) {
+                         float* y, int64_t y_stride, const Epilogue& epilogue) {
   if (weight.paired) {
     const int64_t half = weight.outputs / 2, column = panel * kWidth, count = half - column;
     Vec gate_bias{}, up_bias{};
@@ -29,8 +29,14 @@ inline void finish_panel(const Matrix& weight, int64_t panel, const float* panel
       up_bias = load_part(epilogue.bias + half + column, count);
     }
     for (int64_t m = 0; m < rows; ++m) {
-      Vec gate = load(panel_sums + m * stride) + gate_bias;
-      Vec up = load(panel_sums + m * stride + kWidth) + up_bias;
+      Vec gate = load(panel_sums + m * stride), up = load(panel_sums + m * stride + kWidth);
+      if (epilogue.before) {
+        const float* before = epilogue.before + m * epilogue.before_stride + column;
+        gate += load_part(before, count);
+        up += load_part(before + half, count);
+      }
+      gate += gate_bias;
+      up += up_bias;
       store_part(y + m * y_stride + column, activate(gate, epilogue.activation) * up, count);
     }
     return;
@@ -40,9 +46,10 @@ inline void finish_panel(const Matrix& weight, int64_t panel, const float* panel
     if (count <= 0) return;
     const Vec bias = epilogue.bias ? load_part(epilogue.bias + column, count) : Vec{};
     for (int64_t m = 0; m < rows; ++m) {
-      Vec value = activate(load(panel_sums + m * stride + half * kWidth) + bias, epilogue.activation);
-      value = value * epilogue.alpha;
-      if (residual) value = value + load_part(residual + m * epilogue.residual_stride + column, count);
+      Vec value = load(panel_sums + m * stride + half * kWidth);
+      if (epilogue.before) value += load_part(epilogue.before + m * epilogue.before_stride + column, count);
+      value = activate(value + bias, epilogue.activation) * epilogue.alpha;
+      if (epilogue.residual) value += load_part(epilogue.residual + m * epilogue.residual_stride + column, count);
       store_part(y + m * y_stride + column, value, count);
     }
   }

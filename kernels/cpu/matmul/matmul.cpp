@@ -38,7 +38,7 @@ void few_rows(const Matrix& weight, const float* x, int64_t x_stride, int64_t pa
     register_tile<kM, kP, true, false>(x, x_stride, weight.panel<Weight>(panel), weight.panel_size(), weight.inputs,
                                        out, kP * kPanel, false);
     for (int p = 0; p < kP; ++p)
-      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
+      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, y, y_stride, epilogue);
   }
   if constexpr (kP > 1) few_rows<kM, kP / 2, Weight>(weight, x, x_stride, panel, last, y, y_stride, epilogue);
 }
@@ -47,7 +47,7 @@ void few_rows(const Matrix& weight, const float* x, int64_t x_stride, int64_t pa
 // wait for weights, so each block of rows prefetches a share of the next block of weights.
 template <class Weight>
 void many_rows(int64_t rows, const Matrix& weight, const float* x, int64_t x_stride, int64_t first, int64_t last,
-               float* out, const float* residual, float* y, int64_t y_stride, const Epilogue& epilogue) {
+               float* out, float* y, int64_t y_stride, const Epilogue& epilogue) {
   const int64_t blocks = (rows + kRows - 1) / kRows;
   const int64_t share = kDepth * kPanel * int64_t(sizeof(Weight)) / blocks;  // bytes prefetched by a block of rows
   for (int64_t panel = first; panel < last; ++panel) {
@@ -66,7 +66,7 @@ void many_rows(int64_t rows, const Matrix& weight, const float* x, int64_t x_str
         }
       }
     }
-    finish_panel(weight, panel, out, kPanel, rows, residual, y, y_stride, epilogue);
+    finish_panel(weight, panel, out, kPanel, rows, y, y_stride, epilogue);
   }
 }
 
@@ -95,7 +95,6 @@ void matmul_as(Pool& pool, const Matrix& weight, const float* x, int64_t x_strid
   pool.run(chunks * tiles.count(), [&](int64_t tile, int thread) {
     const int64_t start = tile / tiles.count() * chunk, count = std::min(chunk, rows - start);
     const PanelTiles::Range panels = tiles[tile % tiles.count()];
-    const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
     if (rows <= kRows) {
       with_rows(rows, [&](auto m) {
         few_rows<m.value, panels_at_once(m.value), Weight>(weight, x, x_stride, panels.first, panels.last, y, y_stride,
@@ -104,7 +103,7 @@ void matmul_as(Pool& pool, const Matrix& weight, const float* x, int64_t x_strid
     } else {
       float* out = pool.scratch<float>(thread, count * kPanel);
       many_rows<Weight>(count, weight, x + start * x_stride, x_stride, panels.first, panels.last, out,
-                        residual, y + start * y_stride, y_stride, epilogue);
+                        y + start * y_stride, y_stride, epilogue.from(start));
     }
   });
 }

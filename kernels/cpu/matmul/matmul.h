@@ -6,13 +6,23 @@
 
 namespace rayfin {
 
-// y = residual + alpha * (x W^T + bias), or for a paired matrix act(gate) * up with bias inside.
+// y = residual + alpha * (x W^T + before + bias), or for a paired matrix act(gate) * up with both inside.
 struct Epilogue {
+  const float* before = nullptr;    // [M, outputs], the halves of a paired matrix one after the other
+  int64_t before_stride = 0;
   const float* bias = nullptr;      // [outputs]
   const float* residual = nullptr;  // [M, outputs], may be y itself
   int64_t residual_stride = 0;
   float alpha = 1.0f;
   int activation = 0;  // Activation in vmath.h
+
+  // That of the rows from `row` on.
+  Epilogue from(int64_t row) const {
+    Epilogue rest = *this;
+    if (before) rest.before += row * before_stride;
+    if (residual) rest.residual += row * residual_stride;
+    return rest;
+  }
 };
 
 // x [M, inputs] and y [M, outputs] (outputs / 2 if paired), rows `x_stride`, `y_stride` apart.

@@ -109,7 +109,7 @@ void few_rows(const Code& code, const Matrix& weight, const float* x, int64_t x_
   for (; panel + kP <= last; panel += kP) {
     codes_tile<Code, kZeros, kM, kP>(code, x, x_stride, weight, panel, out);
     for (int p = 0; p < kP; ++p)
-      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
+      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, y, y_stride, epilogue);
   }
   if constexpr (kP > 1) few_rows<Code, kZeros, kM, kP / 2>(code, weight, x, x_stride, panel, last, y, y_stride, epilogue);
 }
@@ -145,8 +145,7 @@ void widen_strip(const Code& code, const Matrix& weight, const Panel& panel, int
 // Multiplies rows of x by panels first .. last - 1; all rows use each strip of a panel.
 template <class Code, bool kZeros>
 void many_rows(const Code& code, int64_t rows, const Matrix& weight, const float* x, int64_t x_stride, int64_t first,
-               int64_t last, float* scratch, const float* residual, float* y, int64_t y_stride,
-               const Epilogue& epilogue) {
+               int64_t last, float* scratch, float* y, int64_t y_stride, const Epilogue& epilogue) {
   float *strip = scratch, *out = scratch + kStrip * kPanel;
   const int64_t blocks = (rows + kRows - 1) / kRows, group = weight.groups.size;
   for (int64_t panel = first; panel < last; ++panel) {
@@ -160,7 +159,7 @@ void many_rows(const Code& code, int64_t rows, const Matrix& weight, const float
         rows_by_panel<false>(count, x + row * x_stride + k, x_stride, strip, end - k, out + row * kPanel, kPanel, k > 0);
       }
     }
-    finish_panel(weight, panel, out, kPanel, rows, residual, y, y_stride, epilogue);
+    finish_panel(weight, panel, out, kPanel, rows, y, y_stride, epilogue);
   }
 }
 
@@ -190,10 +189,9 @@ void matmul_by(const Code& code, Pool& pool, const Matrix& weight, const float* 
       });
       return;
     }
-    const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
     float* scratch = pool.scratch<float>(thread, (kStrip + count) * kPanel);
     many_rows<Code, kZeros>(code, count, weight, x + start * x_stride, x_stride, panels.first, panels.last, scratch,
-                            residual, y + start * y_stride, y_stride, epilogue);
+                            y + start * y_stride, y_stride, epilogue.from(start));
   });
 }
 

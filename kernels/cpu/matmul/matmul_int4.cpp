@@ -170,7 +170,7 @@ void few_rows(const Matrix& weight, const Rows& x, int64_t panel, int64_t last, 
   for (; panel + kP <= last; panel += kP) {
     int4_tile<Dot, kZeros, true, kM, kP>(weight, x, panel, out);
     for (int p = 0; p < kP; ++p)
-      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
+      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, y, y_stride, epilogue);
   }
   if constexpr (kP > 1) few_rows<Dot, kZeros, kM, kP / 2>(weight, x, panel, last, y, y_stride, epilogue);
 }
@@ -178,7 +178,7 @@ void few_rows(const Matrix& weight, const Rows& x, int64_t panel, int64_t last, 
 // Multiplies rows of x by panels first .. last - 1; all rows use each panel while it is in cache.
 template <class Dot, bool kZeros>
 void many_rows(int64_t rows, const Matrix& weight, const Rows& x, int64_t first, int64_t last, float* out,
-               const float* residual, float* y, int64_t y_stride, const Epilogue& epilogue) {
+               float* y, int64_t y_stride, const Epilogue& epilogue) {
   const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
   for (int64_t panel = first; panel < last; ++panel) {
     for (int64_t block = 0; block < blocks; ++block) {
@@ -188,7 +188,7 @@ void many_rows(int64_t rows, const Matrix& weight, const Rows& x, int64_t first,
           int4_tile<Dot, kZeros, false, m.value, 1>(weight, x.from(row), panel, out + row * kPanel);
       });
     }
-    finish_panel(weight, panel, out, kPanel, rows, residual, y, y_stride, epilogue);
+    finish_panel(weight, panel, out, kPanel, rows, y, y_stride, epilogue);
   }
 }
 
@@ -220,10 +220,9 @@ void matmul_by(Pool& pool, const Matrix& weight, const float* x, int64_t x_strid
       });
       return;
     }
-    const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
     float* out = pool.scratch<float>(thread, count * kPanel);
-    many_rows<Dot, kZeros>(count, weight, quantised.from(start), panels.first, panels.last, out, residual,
-                           y + start * y_stride, y_stride, epilogue);
+    many_rows<Dot, kZeros>(count, weight, quantised.from(start), panels.first, panels.last, out,
+                           y + start * y_stride, y_stride, epilogue.from(start));
   });
 }
 

@@ -68,7 +68,7 @@ void few_rows(const Matrix& weight, const Rows& x, int64_t panel, int64_t last, 
     int8_tile<Dot, kM, kP, true, false>(x.values, x.stride, x.scales, panel_of(weight, panel), weight.depth, out,
                                         kP * kPanel);
     for (int p = 0; p < kP; ++p)
-      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, epilogue.residual, y, y_stride, epilogue);
+      finish_panel(weight, panel + p, out + p * kPanel, kP * kPanel, kM, y, y_stride, epilogue);
   }
   if constexpr (kP > 1) few_rows<Dot, kM, kP / 2>(weight, x, panel, last, y, y_stride, epilogue);
 }
@@ -77,7 +77,7 @@ void few_rows(const Matrix& weight, const Rows& x, int64_t panel, int64_t last, 
 // rows would wait for weights, so each block of rows prefetches a share of the next panel.
 template <class Dot>
 void many_rows(int64_t rows, const Matrix& weight, const Rows& x, int64_t first, int64_t last, float* out,
-               const float* residual, float* y, int64_t y_stride, const Epilogue& epilogue) {
+               float* y, int64_t y_stride, const Epilogue& epilogue) {
   const int64_t blocks = (rows + Dot::kMaxRows - 1) / Dot::kMaxRows;
   const int64_t share = weight.panel_size() / blocks;  // bytes prefetched by a block of rows
   for (int64_t panel = first; panel < last; ++panel) {
@@ -99,7 +99,7 @@ void many_rows(int64_t rows, const Matrix& weight, const Rows& x, int64_t first,
         }
       });
     }
-    finish_panel(weight, panel, out, kPanel, rows, residual, y, y_stride, epilogue);
+    finish_panel(weight, panel, out, kPanel, rows, y, y_stride, epilogue);
   }
 }
 
@@ -127,7 +127,6 @@ void matmul_by(Pool& pool, const Matrix& weight, const float* x, int64_t x_strid
   pool.run(chunks * tiles.count(), [&](int64_t tile, int thread) {
     const int64_t start = tile / tiles.count() * chunk, count = std::min(chunk, rows - start);
     const PanelTiles::Range panels = tiles[tile % tiles.count()];
-    const float* residual = epilogue.residual ? epilogue.residual + start * epilogue.residual_stride : nullptr;
     if (few) {
       with_rows(rows, [&](auto m) {
         if constexpr (m.value <= Dot::kMaxRows)
@@ -136,8 +135,8 @@ void matmul_by(Pool& pool, const Matrix& weight, const float* x, int64_t x_strid
       });
     } else {
       float* out = pool.scratch<float>(thread, count * kPanel);
-      many_rows<Dot>(count, weight, quantised.from(start), panels.first, panels.last, out, residual, y + start * y_stride,
-                     y_stride, epilogue);
+      many_rows<Dot>(count, weight, quantised.from(start), panels.first, panels.last, out,
+                     y + start * y_stride, y_stride, epilogue.from(start));
     }
   });
 }

@@ -240,13 +240,40 @@ void decoders() {
   const int64_t tokens = pages.starts.back();
   std::vector<int64_t> ids, sampled = {0, 1, 2, 11, tokens - 1};
   for (int64_t i = 0; i < tokens; ++i) ids.push_back(i * 5 % vocabulary);
-  std::vector<float> workspace(size_t(workspace_floats(decoder, tokens, int64_t(sampled.size()))));
-  on_pools("decoder", int64_t(sampled.size()) * vocabulary, [&](Pool& pool, float* out) {
-    run_decoder(pool, decoder,
-                {ids.data(), pages.positions.data(), pages.slots.data(), sampled.data(), pages.tables.data(),
-                 pages.starts.data(), pages.lengths.data(), out, workspace.data(), tokens, int64_t(sampled.size()),
-                 pages.widest, int64_t(pages.lengths.size()), pages.decoding, pages.page_size});
-  });
+  // An adapter of rank 5 for all layers, with query, key and value each on its own, and rows of it and of none.
+  const int64_t rank = 5, kv = kv_heads * dim;
+  std::vector<LoraPart> parts(size_t(layers * kProjections * kLoraParts));
+  auto part = [&](int64_t layer, Projection projection, int64_t number, int64_t inputs, int64_t first, int64_t count) {
+    parts[size_t((layer * kProjections + projection) * kLoraParts + number)] = {
+        matrix(rank, inputs), matrix(count, rank), first, count, 0.5f};
+  };
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    part(layer, kQkv, 0, hidden, 0, heads * dim);
+    part(layer, kQkv, 1, hidden, heads * dim, kv);
+    part(layer, kQkv, 2, hidden, heads * dim + kv, kv);
+    part(layer, kAttentionOut, 0, heads * dim, 0, hidden);
+    part(layer, kGateUp, 0, hidden, 0, 2 * inner);
+    part(layer, kDown, 0, inner, 0, hidden);
+  }
+  std::vector<int64_t> order, sampled_order = {4, 3, 2, 1, 0};
+  for (int64_t i = 0; i < tokens; ++i) order.push_back(tokens - 1 - i);
+  const std::vector<int64_t> starts = {0, 7, tokens}, sampled_starts = {0, 2, 5};
+  const LoraPart* const owners[] = {nullptr, parts.data()};
+  const LoraRows rows{order.data(), starts.data(), owners, 2, tokens, rank};
+  const LoraRows sampled_rows{sampled_order.data(), sampled_starts.data(), owners, 2, 3, rank};
+  for (const bool adapted : {false, true}) {
+    Step step{ids.data(), pages.positions.data(), pages.slots.data(), sampled.data(), pages.tables.data(),
+              pages.starts.data(), pages.lengths.data(), nullptr, nullptr, nullptr, adapted ? &rows : nullptr,
+              adapted ? &sampled_rows : nullptr, tokens, int64_t(sampled.size()), pages.widest,
+              int64_t(pages.lengths.size()), pages.decoding, pages.page_size};
+    std::vector<float> workspace(size_t(workspace_floats(decoder, step)));
+    step.workspace = workspace.data();
+    on_pools(adapted ? "adapted decoder" : "decoder", int64_t(sampled.size()) * vocabulary, [&](Pool& pool, float* out) {
+      Step own = step;
+      own.logits = out;
+      run_decoder(pool, decoder, own);
+    });
+  }
 }
 
 void mixtures() {

@@ -1,5 +1,6 @@
 """The decoder in one call against the same decoder put together from reference operations."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from rayfin.kernels import reference
-from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder
+from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder, StepAdapters
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+from rayfin.kernels.cpu.lora import AdapterRows, AdapterTable, PackedLowRank, Place
 from rayfin.kernels.shapes import PagedBatch
 
 pytestmark = pytest.mark.slow(reason="every variant on every instruction set")
@@ -194,6 +196,104 @@ def step_of(start: int, end: int) -> PagedBatch:
         decoding=int(end - start == 1),
         page_size=16,
     )
+
+
+QUERIES, KEYS, VALUES = HEADS * KEY_DIM, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM
+PLACES = {  # of each projection: sizes of its linear layers, and its inputs
+    "qkv": ((QUERIES, KEYS, VALUES), HIDDEN),
+    "attention_out": ((HIDDEN,), HEADS * VALUE_DIM),
+    "gate_up": ((INNER, INNER), HIDDEN),
+    "down": ((HIDDEN,), INNER),
+}
+
+
+class Adapter:
+    """Random A and B for all linear layers but those of ``without``."""
+
+    def __init__(self, seed: int, rank: int, without: str = "") -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.places: list[list[Place]] = []
+        self.layers: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
+        for layer in range(LAYERS):
+            for name, (counts, inputs) in PLACES.items():
+                firsts = np.cumsum([0, *counts]).tolist()
+                places = [
+                    Place(f"{layer}.{name}.{number}", first, count)
+                    for number, (first, count) in enumerate(zip(firsts, counts, strict=False))
+                ]
+                self.places.append(places)
+                for place in places if name != without else []:
+                    a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+                    b = torch.randn(place.count, rank, generator=generator) / rank**0.5
+                    self.layers[place.path] = (a, b, 0.5)
+
+    def packed(self, kernels: CpuKernels) -> AdapterTable:
+        layers = {path: PackedLowRank(kernels, *own) for path, own in self.layers.items()}
+        return AdapterTable(self.places, layers)
+
+    def merged(self, weights: Weights) -> Weights:
+        """The weights of a model that has only this adapter."""
+        own = copy.copy(weights)
+        own.layers = [dict(layer) for layer in weights.layers]
+        for index, places in enumerate(self.places):
+            layer, name = own.layers[index // 4], list(PLACES)[index % 4]
+            weight = layer[name] = layer[name].clone()
+            for place in places:
+                if place.path in self.layers:
+                    a, b, scale = self.layers[place.path]
+                    weight[place.first : place.first + place.count] += scale * b @ a
+        return own
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_adapters_of_rows(kernels: CpuKernels, paged_case: Case, variant: str) -> None:
+    """Each request's logits are those of a model with its adapter's products in the weights."""
+    weights = Weights(**VARIANTS[variant])
+    case = paged_case(STEP, heads=HEADS, kv_heads=KV_HEADS, key_dim=KEY_DIM, value_dim=VALUE_DIM)
+    adapters = [Adapter(1, 5), Adapter(2, 40, without="gate_up"), Adapter(3, 16, without="qkv")]
+    of_request = [0, -1, 1, 2]
+    of_token = np.repeat(of_request, [chunk for _, chunk in STEP])
+    tokens = torch.arange(len(case.query)) * 7 % VOCABULARY
+    decoder = weights.packed(kernels)
+    tables = [adapter.packed(kernels) for adapter in adapters]
+    for sampled in (torch.tensor([0, 1, 10, 15]), torch.arange(16), torch.tensor([11, 2])):
+        decoder.bind(
+            [case.k_pages.clone() for _ in range(LAYERS)],
+            [case.v_pages.clone() for _ in range(LAYERS)],
+        )
+        rows = (AdapterRows(tables, of_token), AdapterRows(tables, of_token[sampled.numpy()]))
+        logits = decoder.run(tokens, case.batch, sampled, adapters=StepAdapters(*rows))
+        for number in (-1, 0, 1, 2):
+            own = weights if number < 0 else adapters[number].merged(weights)
+            pages = [[page.clone() for _ in range(LAYERS)] for page in (case.k_pages, case.v_pages)]
+            expected = own.run(tokens, case, sampled, pages)
+            here = of_token[sampled.numpy()] == number
+            torch.testing.assert_close(logits[here], expected[here], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_without_an_adapter_are_the_same_beside_others(
+    kernels: CpuKernels, paged_case: Case
+) -> None:
+    """To the last bit; and a step in which no row has one is a step without adapters."""
+    weights = Weights(**VARIANTS["qwen"])
+    case = paged_case(STEP, heads=HEADS, kv_heads=KV_HEADS, key_dim=KEY_DIM, value_dim=VALUE_DIM)
+    tokens, sampled = torch.arange(16) * 7 % VOCABULARY, torch.arange(16)
+    decoder, table = weights.packed(kernels), Adapter(1, 5).packed(kernels)
+
+    def logits(of_request: list[int] | None) -> torch.Tensor:
+        decoder.bind(
+            [case.k_pages.clone() for _ in range(LAYERS)],
+            [case.v_pages.clone() for _ in range(LAYERS)],
+        )
+        if of_request is None:
+            return decoder.run(tokens, case.batch, sampled)
+        rows = AdapterRows([table], np.repeat(of_request, [chunk for _, chunk in STEP]))
+        return decoder.run(tokens, case.batch, sampled, adapters=StepAdapters(rows, rows))
+
+    plain, mixed, alone = logits(None), logits([0, -1, 0, -1]), logits([-1, -1, 0, -1])
+    assert torch.equal(mixed[1], plain[1]) and torch.equal(mixed[11:], plain[11:])
+    assert torch.equal(mixed[2:11], alone[2:11]) and not torch.equal(mixed[0], plain[0])
+    assert torch.equal(logits([-1] * 4), plain)
 
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.int8])
