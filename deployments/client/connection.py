@@ -209,7 +209,10 @@ class EngineConnection:
         )
         if (info := self.info) is None:
             return candidate
-        return replace(candidate, page_size=info.page_size, num_pages=info.num_pages)
+        resident = stats.adapters.resident
+        return replace(
+            candidate, page_size=info.page_size, num_pages=info.num_pages, adapters=resident
+        )
 
     def open(self, request: EngineRequest) -> Deltas:
         """Sends the request; the queue receives its deltas, or the error that ends it.

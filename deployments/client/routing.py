@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
 
+from rayfin.actors.adapters.usage import short
 from rayfin.actors.messages import EngineRequest
 from rayfin.cache.prefix_index import HashChain
 
 RUNNING_TOKENS = 64
 """A running request's share of an engine, in prompt tokens that wait: what it may yet sample."""
+
+
+ADAPTER_TOKENS = 256
+"""What an engine without a request's LoRA adapter costs more: it reads it, and may give up
+another one for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +31,19 @@ class Candidate:
     sent_tokens: int = 0
     page_size: int = 16  # of its cache, in tokens
     num_pages: int = 0
+    adapters: frozenset[str] = frozenset()  # short digests of those that its runner holds
 
     @property
     def load(self) -> int:
         """Work ahead of a newcomer, in tokens."""
         requests = self.running + self.waiting + self.sent
         return self.waiting_tokens + self.sent_tokens + RUNNING_TOKENS * requests
+
+    def work_for(self, request: EngineRequest) -> int:
+        """The load, and what it costs to read the request's adapter if the engine has it not."""
+        adapter = request.adapter
+        missing = adapter is not None and short(adapter.digest) not in self.adapters
+        return self.load + ADAPTER_TOKENS * missing
 
 
 class Router(Protocol):
@@ -48,7 +61,7 @@ class LeastLoaded:
         self._last = ""
 
     def pick(self, request: EngineRequest, candidates: Sequence[Candidate]) -> Candidate:
-        chosen = cheapest(candidates, lambda own: own.load, self._last)
+        chosen = cheapest(candidates, lambda own: own.work_for(request), self._last)
         self._last = chosen.name
         return chosen
 
@@ -124,7 +137,9 @@ class PrefixAware:
                 own.name: CACHED_WEIGHT * page_size * self._of(own).match(chain.hashes)
                 for own in candidates
             }
-            chosen = cheapest(candidates, lambda own: own.load - saved[own.name], self._last)
+            chosen = cheapest(
+                candidates, lambda own: own.work_for(request) - saved[own.name], self._last
+            )
         self._last = chosen.name
         self._of(chosen).add(chain.hashes, chosen.num_pages)
         return chosen

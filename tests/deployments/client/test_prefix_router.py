@@ -3,15 +3,18 @@
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rayfin.actors.messages import EngineRequest, Sampling, StopRules
+from rayfin.actors.adapters.usage import short
+from rayfin.actors.messages import AdapterRef, EngineRequest, Sampling, StopRules
 from rayfin.cache.page_tables import PageTables
 from rayfin.cache.prefix_index import HashChain
 from rayfin.deployments.client.routing import (
+    ADAPTER_TOKENS,
     CACHED_WEIGHT,
     RUNNING_TOKENS,
     Candidate,
@@ -42,6 +45,20 @@ def test_prompts_that_begin_alike_stay_together() -> None:
     for turn in range(3):
         for head, home in zip(heads, homes, strict=True):
             assert router.pick(request([*head, 100 + turn, turn]), TWO).name == home
+
+
+@pytest.mark.parametrize("router", [LeastLoaded(), PrefixAware()])
+def test_an_engine_that_has_the_adapter_is_preferred(router: Router) -> None:
+    """As long as its work is not more than reading the adapter elsewhere would cost."""
+    ref = AdapterRef("5e" * 32, "sql", "/sql")
+    asked = request([1, 2, 3])
+    asked.use(ref)
+    holder = replace(loaded("b", 0), adapters=frozenset({short(ref.digest)}))
+    most = ADAPTER_TOKENS // RUNNING_TOKENS  # requests
+    for running, chosen in ((0, "b"), (most - 1, "b"), (most + 1, "a")):
+        candidates = [loaded("a", 0), replace(holder, running=running)]
+        assert router.pick(asked, candidates).name == chosen
+    assert router.pick(request([1, 2, 3]), [loaded("a", 0), replace(holder, running=1)]).name == "a"
 
 
 def test_only_what_the_cache_would_share_counts() -> None:
