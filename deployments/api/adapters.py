@@ -6,6 +6,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import PlainTextResponse
 
+from rayfin.actors.adapters.usage import short
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.adapters.names import AdapterNames, card
 from rayfin.deployments.generation.service import OpenAIService, ServedModels
@@ -70,13 +71,28 @@ def add_adapter_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get(ADAPTER_LIST)
     async def listed(request: Request) -> dict[str, Any]:
         require_operator(request)
-        return {
-            "adapters": [
-                {"model": service.model_names[0], **card(ref)}
-                for service in models.services
-                for ref in models.adapters_of(service)
+        found: list[dict[str, Any]] = []
+        for service in models.services:
+            refs = list(models.adapters_of(service))
+            held = await _holders(service) if refs else {}
+            found += [
+                {
+                    "model": service.model_names[0],
+                    **card(ref),
+                    "engines": held.get(short(ref.digest), []),
+                }
+                for ref in refs
             ]
-        }
+        return {"adapters": found}
+
+
+async def _holders(service: OpenAIService) -> dict[str, list[str]]:
+    """The engines whose runners hold an adapter, by its short digest."""
+    found: dict[str, list[str]] = {}
+    for report in await service.client.engines():
+        for digest in report.stats.adapters.resident:
+            found.setdefault(digest, []).append(report.engine)
+    return found
 
 
 def _model_of(models: ServedModels, name: str | None) -> tuple[OpenAIService, AdapterNames]:

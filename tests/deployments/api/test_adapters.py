@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from rayfin.actors.adapters.files import read_folder
+from rayfin.actors.adapters.usage import AdapterStats, short
+from rayfin.actors.messages import EngineStats
 from rayfin.deployments.adapters.flags import folder_in, read_modules
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.adapters.registry import AdapterContents
 from rayfin.deployments.api.app import build_api
+from rayfin.deployments.client.engine_client import EngineReport
 from rayfin.deployments.http.keys import ApiKeys
 
 pytestmark = pytest.mark.anyio
@@ -145,9 +148,15 @@ async def test_without_the_variable_operators_load(
             headers = {"Authorization": f"Bearer {key}"}
             answer = await client.post(LOAD, json=body, headers=headers)
             assert answer.status_code == status
+        digest = short(read_folder(str(tmp_path / "a")).digest)
+        stats = [
+            EngineStats(adapters=AdapterStats(resident=frozenset({own})))
+            for own in (digest, "other")
+        ]
+        engine.reports = [EngineReport.of(str(n), "name", own) for n, own in enumerate(stats)]
         listed = (await client.get("/admin/adapters", headers=headers)).json()["adapters"]
-    assert [(own["model"], own["name"], own["path"]) for own in listed] == [
-        ("org/tiny", "a", body["lora_path"])
+    assert [(own["model"], own["name"], own["path"], own["engines"]) for own in listed] == [
+        ("org/tiny", "a", body["lora_path"], ["0"])
     ]
 
 
