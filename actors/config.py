@@ -32,7 +32,7 @@ from rayfin.actors.settings.choices import (
     Runner,
     SchedulerName,
 )
-from rayfin.actors.settings.lora_limits import loras_in_step, require_one_device
+from rayfin.actors.settings.lora_limits import least_adapters, loras_in_step, require_one_device
 from rayfin.actors.settings.tenant_weights import parse_weights
 from rayfin.actors.speculation import SpeculativeConfig, read_speculation
 
@@ -380,6 +380,7 @@ class ModelFacts:
     smaller_pages: tuple[tuple[str, int], ...] = ()  # kv_cache_dtype and bytes of a page
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
     image_token_id: int | None = None  # of a model that reads images
+    adapter_bytes: int = 0  # kept for LoRA adapters, and not among those left for pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -512,6 +513,11 @@ def _too_long(args: EngineArgs, facts: ModelFacts, wanted: int, available: int) 
     if args.num_pages is None and args.kv_cache_memory is None and saved:
         longest = (available + saved) // page * size
         ways.append((f"quantization 'int4' ({saved:,} bytes less) for {{}}", longest))
+    if args.num_pages is None and args.kv_cache_memory is None and facts.adapter_bytes:
+        least, saved = least_adapters(args, facts.adapter_bytes, facts.device)
+        ways.append(
+            (f"{least} ({saved:,} bytes less) for {{}}", (available + saved) // page * size)
+        )
     more = f"memory_utilization for {needed * page - available:,} bytes more"
     if args.num_pages or args.kv_cache_memory:
         more = f"num_pages {needed}" if args.num_pages else f"kv_cache_memory {needed * page}"

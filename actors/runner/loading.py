@@ -55,7 +55,7 @@ from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.actors.runner.vision.load import VisionParts, load_vision, require_equal_images
 from rayfin.actors.runner.vision.text_view import TextView
 from rayfin.actors.settings.choices import Quantization
-from rayfin.actors.settings.lora_limits import loras_in_memory
+from rayfin.actors.settings.lora_limits import adapter_budget, loras_in_memory
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import page_types, select_attention
@@ -109,9 +109,14 @@ class LoadedModel:
         return None if self.vision is None else self.vision.processor.image_token_id
 
     def bytes_beside_pages(self, rows: int) -> int:
-        """Bytes of the states of ``rows`` requests, and of the embeddings of images."""
+        """Bytes of the states of ``rows`` requests, of embeddings of images, and of adapters."""
         images = 0 if self.vision is None else self.vision.cache_bytes
-        return 2 * rows * self.state_bytes + images
+        return 2 * rows * self.state_bytes + images + self.adapter_bytes
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes that are kept for adapters."""
+        return 0 if self.adapters is None else self.adapters.budget
 
     @property
     def observers(self) -> list[StepObserver]:
@@ -294,10 +299,13 @@ def _adapter_store(
 ) -> AdapterStore:
     """No adapters yet; the layers have their sizes still."""
     dtype = paged.dtype if args.lora_dtype == "auto" else getattr(torch, args.lora_dtype)
+    sizes = layer_sizes(paged.transformer)
+    per_rank = sum(inputs + outputs for inputs, outputs in sizes.values()) * dtype.itemsize
     return AdapterStore(
-        layer_sizes(paged.transformer),
+        sizes,
         fetch,
         most=loras_in_memory(args, paged.device.type),
+        budget=adapter_budget(args, paged.device.type, per_rank),
         max_rank=args.max_lora_rank,
         dtype=dtype,
         device=paged.device,

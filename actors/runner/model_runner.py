@@ -102,9 +102,8 @@ class ModelRunner:
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
         """What the model and the device say; runs the largest step unless memory was given."""
         args, config, device = self._args, self._loaded.config, self._loaded.device
-        positions = self._loaded.max_position
+        positions, whole = self._loaded.max_position, self._loaded.whole_prompts
         model_len = resolve_model_len(args, positions)
-        whole = self._loaded.whole_prompts
         limits = resolve_limits(args, device.type, model_len, whole_prompts=whole)
         available = args.kv_cache_memory
         if available is None:
@@ -128,6 +127,7 @@ class ModelRunner:
             smaller_pages=self._loaded.smaller_pages(args.page_size),
             int4_saves=self._loaded.int4_saves,
             image_token_id=self._loaded.image_token_id,
+            adapter_bytes=self._loaded.adapter_bytes,
         )
         return facts, limits
 

@@ -280,6 +280,13 @@ def test_4_bit_weights() -> None:
     assert "int4" not in why_too_long({"int4_saves": 9000}, kv_cache_memory=9000)
 
 
+def test_fewer_adapters() -> None:
+    facts = {"adapter_bytes": 32 * 64 * 10}
+    text = why_too_long(facts, enable_lora=True)
+    assert "max_loras 1 with max_lora_rank 16 (20,320 bytes less) for 400;" in text
+    assert "lora" not in why_too_long(facts, enable_lora=True, kv_cache_memory=9000)
+
+
 def test_memory_that_was_given() -> None:
     assert why_too_long({}, kv_cache_memory=9000).endswith(
         "max_model_len 144; kv_cache_memory 25000"

@@ -37,12 +37,13 @@ class AdapterStore(Observer):
 
     As an observer it learns from each step which slot has which adapter. A step that meets an
     adapter that is not here reads it: what the scheduler knows is a hint. The least recently used
-    go first, never those of a slot.
+    go first, never those of a slot. No step has more of those than the budget has room for.
 
     Args:
         sizes: of the model's layers.
         fetch: gets an adapter's files.
-        most: adapters that are kept beside those of running requests.
+        most: adapters that are kept, unless more are of running requests ...
+        budget: ... and bytes.
         kernels: multiply by them, with the bits that a row has alone.
     """
 
@@ -52,6 +53,7 @@ class AdapterStore(Observer):
         fetch: Fetch,
         *,
         most: int,
+        budget: int,
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -60,6 +62,7 @@ class AdapterStore(Observer):
         self.sizes = sizes
         self._fetch = fetch
         self._most = most
+        self.budget = budget
         self._max_rank = max_rank
         self._dtype = dtype
         self._device = device
@@ -111,10 +114,9 @@ class AdapterStore(Observer):
         with self._lock:
             news, self._news = self._news, _News()
             if news.changed:
-                total = sum(own.bytes for own in self._adapters.values())
                 resident = tuple(map(short, self._adapters))
                 result.adapters = AdapterUsage(
-                    resident, total, tuple(news.seconds), news.failed, news.evicted
+                    resident, self._bytes, tuple(news.seconds), news.failed, news.evicted
                 )
 
     def close(self) -> None:
@@ -162,8 +164,13 @@ class AdapterStore(Observer):
 
     def _evict(self) -> None:
         used = {ref.digest for ref in list(self._of_slot.values())}
-        idle = [digest for digest in self._adapters if digest not in used]
-        for digest in idle[: max(len(self._adapters) - self._most, 0)]:
-            if digest != next(reversed(self._adapters)):  # what was just read is about to be used
-                del self._adapters[digest]
-                self._news.evicted += 1
+        used.add(next(reversed(self._adapters)))  # what was just read is about to be used
+        for digest in [own for own in self._adapters if own not in used]:
+            if len(self._adapters) <= self._most and self._bytes <= self.budget:
+                break
+            del self._adapters[digest]
+            self._news.evicted += 1
+
+    @property
+    def _bytes(self) -> int:
+        return sum(own.bytes for own in self._adapters.values())

@@ -45,3 +45,22 @@ def test_a_failure_is_told(
     stats = server.engine.stats().adapters
     assert "No adapter at" in server.errors[0]
     assert stats.loads == {"ok": 0, "failed": 1} and stats.resident == frozenset()
+
+
+def test_memory_of_adapters_is_no_memory_of_pages(
+    tiny_model: Make, served: Make, request_of: Make, tmp_path: Path
+) -> None:
+    """It is kept for those of a step, of the largest rank; smaller ones may be more."""
+    model = tiny_model("llama").folder
+    settings: dict[str, Any] = {"max_loras": 2, "max_cpu_loras": 100, "max_lora_rank": 6}
+    server = served(model, **settings)
+    loaded = server.runner._loaded
+    sizes = sum(inputs + outputs for inputs, outputs in loaded.adapters.sizes.values())
+    assert loaded.adapter_bytes == loaded.bytes_beside_pages(8) == 2 * 6 * 4 * sizes
+    for key in range(5):  # of rank 4: three have room
+        request = request_of(key, [5, 9, 3], 2)
+        request.use(ref_of(make_adapter(model, tmp_path / str(key), key)))
+        server.run(request)
+        stats = server.engine.stats().adapters
+        assert stats.bytes == min(key + 1, 3) * 4 * 4 * sizes <= loaded.adapter_bytes
+    assert stats.evicted == 2
