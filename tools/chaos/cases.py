@@ -28,6 +28,8 @@ MODEL = Layout(runner="model")
 MODELS = Layout(engines=2, runner="model")
 MODEL_NODES = replace(NODES, runner="model")
 CHECKED = Layout(runner="model", engine=(("check_pages", True),))
+ADAPTERS = Layout(runner="model", adapters=3)
+ADAPTERS_TWO = replace(ADAPTERS, engines=2)
 RANKS = Layout(runner="model", ranks=2)
 CLOCK = Layout(variables=(("CHAOS_CLOCK", "1"),))
 BATCHES = Layout(batches=True, server=(("batch_concurrency", 8), ("batch_mode", "share")))
@@ -135,6 +137,17 @@ def with_forms(
         resumes=layout.ingresses > 1,
         forms=True,
     )
+
+
+def with_adapters(
+    name: str,
+    fault: str,
+    act: Callable[[Nemesis], Awaitable[None]],
+    layout: Layout = ADAPTERS,
+) -> Case:
+    """A fault amid streams of the base model and of three adapters."""
+    text = f"{fault} amid streams of three adapters and the base model"
+    return Case(f"adapters-{name}", "55", text, act, layout, streams=8, rate=2, after=8)
 
 
 CASES = [
@@ -408,6 +421,12 @@ CASES = [
     with_forms("scheduler", "scheduler killed", faults.kill_scheduler),
     with_forms("engine", "one of two engines killed", faults.kill_scheduler_and_runner, MODELS),
     with_forms("ingress", "one of two ingresses killed", faults.kill_ingress, MODEL_NODES),
+    with_adapters("runner", "runner killed", faults.kill_runner),
+    with_adapters("scheduler", "scheduler killed", faults.kill_scheduler),
+    with_adapters("registry", "registry of adapters and runner killed", faults.kill_registry),
+    with_adapters(
+        "engine", "one of two engines killed", faults.kill_scheduler_and_runner, ADAPTERS_TWO
+    ),
 ]
 
 

@@ -31,6 +31,7 @@ from rayfin.actors.messages import EngineStats
 from rayfin.actors.processes.environment import ENVIRONMENT
 from rayfin.actors.processes.registry import runner_name
 from rayfin.deployments.app import bind_app
+from rayfin.deployments.serve.preflight import DEMO_FOLDER
 from rayfin.deployments.serve.server_args import ServerArgs
 
 APP = "chaos"
@@ -46,6 +47,7 @@ CLASSES = {
     "scheduler": "SchedulerActor",
     "ingress": f"ServeReplica:{APP}:ingress",
     "engine": f"ServeReplica:{APP}:engine",
+    "registry": "AdapterRegistry",
     "controller": "ServeController",
     "proxy": "ProxyActor",
     "batches": f"ServeReplica:{APP}:batches",
@@ -69,6 +71,7 @@ class Layout:
     redis: bool = False  # GCS fault tolerance
     batches: bool = False  # /v1/files and /v1/batches, on a folder of the cluster's
     pages: int | None = None  # in an engine's cache
+    adapters: int = 0  # LoRA adapters
     engine: tuple[tuple[str, Any], ...] = ()  # further engine arguments
     server: tuple[tuple[str, Any], ...] = ()  # further server arguments
     variables: tuple[tuple[str, str], ...] = ()  # environment of all processes
@@ -91,6 +94,7 @@ class Cluster:
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = "demo"  # served name
         self.weights = "demo"  # folder or name
+        self.adapters: dict[str, str] = {}  # folders by name
         self.redis: subprocess.Popen[bytes] | None = None
         self.nodes: list[Node] = []  # the head first
         self.ray_folder = ""  # of this start's sessions
@@ -114,6 +118,13 @@ class Cluster:
 
             self.weights = str(Path(self.folder, "ranked"))
             ranked_model.make(Path(self.weights))
+        if layout.adapters:
+            import adapter_files
+
+            names = [f"adapter-{number}" for number in range(layout.adapters)]
+            self.adapters = adapter_files.make(
+                str(DEMO_FOLDER), Path(self.folder, "adapters"), names
+            )
         self.add_node(ray_folder, cpus, redis_port)
         for _ in range(layout.workers):
             if layout.driver_apart:  # Ray finds a driver's node by its folder
@@ -145,6 +156,9 @@ class Cluster:
         server.setdefault("served_model_name", self.model)
         if layout.batches:
             server["batch_dir"] = str(Path(self.folder, "batches"))
+        if self.adapters:
+            server["lora_modules"] = [f"{name}={path}" for name, path in self.adapters.items()]
+            engine["enable_lora"] = True
         if (number := engines or layout.engines) > 1:
             server["data_parallel_size"] = number
         engine.setdefault("tensor_parallel_size", layout.ranks)

@@ -136,6 +136,12 @@ async def kill_scheduler(nemesis: Nemesis) -> None:
     nemesis.kill("scheduler")
 
 
+async def kill_registry(nemesis: Nemesis) -> None:
+    """Kills the actor that holds the files of adapters, and then those that read them."""
+    nemesis.kill("registry")
+    nemesis.kill("runner")
+
+
 async def kill_scheduler_and_runner(nemesis: Nemesis) -> None:
     """Kills all of an engine but its supervisor; of several engines, one."""
     nemesis.signal(nemesis.cluster.engine(), signal.SIGKILL)

@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -72,6 +72,7 @@ class Ask:
     stop_token_ids: tuple[int, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)  # temperature, penalties, form
     question: str = ""  # of a chat that must call TOOL; then there is no prompt
+    adapter: str = ""  # name of a LoRA adapter; "": the base model
 
     @property
     def path(self) -> str:
@@ -88,7 +89,7 @@ class Ask:
         if self.question:
             asked = {"messages": self.messages, "tools": TOOLS, "tool_choice": CHOICE}
         body = {
-            "model": model,
+            "model": self.adapter or model,
             **asked,
             "max_tokens": self.max_tokens,
             "seed": self.seed,
@@ -114,9 +115,15 @@ class Asks:
     """Draws requests of every kind from one seed."""
 
     def __init__(
-        self, seed: int, length: tuple[int, int] = (150, 450), *, forms: bool = False
+        self,
+        seed: int,
+        length: tuple[int, int] = (150, 450),
+        *,
+        forms: bool = False,
+        adapters: Sequence[str] = (),
     ) -> None:
         self._random = random.Random(seed)
+        self._adapters = adapters  # names; requests take one of them, or none
         self._length = length
         self._forms = forms  # most streams follow a grammar
         self._count = 0
@@ -186,6 +193,8 @@ class Asks:
             start = draw.choice(STARTS)[: draw.randint(0, 96)]
             prompt = (*start, *draw.choices(VOCABULARY, k=draw.randint(1, 40)))
         seed = draw.getrandbits(31) * 2  # the second choice uses seed + 1
+        if self._adapters:
+            settings["adapter"] = draw.choice(["", *self._adapters])
         return Ask(f"{kind}-{self._count}", prompt, max_tokens, seed, **settings)
 
 

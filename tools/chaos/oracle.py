@@ -1,7 +1,7 @@
 """The right answer of every request."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from rayfin.deployments.serve.preflight import DEMO_FOLDER
 from rayfin.deployments.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
-    from rayfin import RequestOutput
+    from rayfin import LoRARequest, RequestOutput
 
 FIRST, VOCAB_SIZE = 259, 2048
 """The hash runner's tokens (worker/hash_runner.py): whole words of the demo model's tokenizer."""
@@ -65,10 +65,13 @@ class HashOracle:
 class ModelOracle:
     """A real model's answers, from the same engine in this process."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, adapters: Mapping[str, str] | None = None) -> None:
         from rayfin import LLM  # imports torch
 
-        self._llm = LLM(model=model, threads=1, kv_cache_memory=256 * 1024**2)
+        self._adapters = adapters or {}  # folders by name
+        memory = 256 * 1024**2
+        lora = bool(adapters)
+        self._llm = LLM(model=model, threads=1, kv_cache_memory=memory, enable_lora=lora)
 
     def expect(self, asks: Sequence[Ask]) -> list[Expected]:
         chats = [ask for ask in asks if ask.question]
@@ -77,7 +80,8 @@ class ModelOracle:
         if texts:
             prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in texts]
             params = [sampling_of(ask) for ask in texts]
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            adapters = [self._adapter(ask.adapter) for ask in texts] if self._adapters else None
+            outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
             answers |= {ask.name: output for ask, output in zip(texts, outputs, strict=True)}
         if chats:
             outputs = self._llm.chat(
@@ -89,6 +93,11 @@ class ModelOracle:
             )
             answers |= {ask.name: output for ask, output in zip(chats, outputs, strict=True)}
         return [expected_of(ask, answers[ask.name]) for ask in asks]
+
+    def _adapter(self, name: str) -> "LoRARequest | None":
+        from rayfin import LoRARequest
+
+        return LoRARequest(name, 1, self._adapters[name]) if name else None
 
 
 def sampling_of(ask: Ask) -> SamplingParams:

@@ -73,9 +73,8 @@ class Session:
 
     async def _drive(self, case: Case, cluster: Cluster) -> tuple[Load, Nemesis]:
         """Runs the load and injects the faults."""
-        load = Load(
-            cluster.url, cluster.model, Asks(self.seed, forms=case.forms), resumes=case.resumes
-        )
+        asks = Asks(self.seed, forms=case.forms, adapters=list(cluster.adapters))
+        load = Load(cluster.url, cluster.model, asks, resumes=case.resumes)
         nemesis = Nemesis(cluster, load, self.seed)
         streams = self._streams(case)
         cluster.plant("")
@@ -105,8 +104,11 @@ class Session:
         return self.oracle.expect(asks)
 
     def _new_oracle(self) -> Oracle:
-        assert self.cluster is not None
-        return HashOracle() if self.layout.runner == "hash" else ModelOracle(self.cluster.weights)
+        cluster = self.cluster
+        assert cluster is not None
+        if self.layout.runner == "hash":
+            return HashOracle()
+        return ModelOracle(cluster.weights, cluster.adapters)
 
 
 def main(cases: list[Case], folder: str, seed: int, streams: int | None, path: str) -> None:

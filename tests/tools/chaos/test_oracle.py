@@ -6,10 +6,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import adapter_files
 import numpy as np
 import pytest
 from load import Ask, Asks
-from oracle import FIRST, VOCAB_SIZE, HashOracle
+from oracle import FIRST, VOCAB_SIZE, HashOracle, ModelOracle
 
 from rayfin.actors import failpoints
 from rayfin.actors.config import EngineArgs, resolve
@@ -18,6 +19,7 @@ from rayfin.actors.failpoints import Failpoints
 from rayfin.actors.messages import EngineRequest, Sampling, StopRules
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +155,20 @@ def test_the_fake_runner_takes_what_the_real_one_takes(hash_runner: ModuleType) 
         real = inspect.signature(getattr(ModelRunner, name)).parameters
         fake = inspect.signature(getattr(hash_runner.ModelRunner, name)).parameters
         assert list(fake) == list(real), name
+
+
+def test_a_models_oracle_answers_with_the_adapter(tmp_path: Path) -> None:
+    """Each ask by its own: what it says with one adapter it does not say without, or with another."""
+    made = adapter_files.make(str(DEMO_FOLDER), tmp_path, ["a", "b"])
+    oracle = ModelOracle("demo", made)
+    asks = [Ask(name or "base", (300, 400, 500), 12, 3, adapter=name) for name in ("", "a", "b")]
+    together = [expected.choices[0].tokens for expected in oracle.expect(asks)]
+    alone = [oracle.expect([ask])[0].choices[0].tokens for ask in asks]
+    assert together == alone and len({tuple(tokens) for tokens in together}) == 3
+    assert [ask.body("demo")["model"] for ask in asks] == ["demo", "a", "b"]
+
+
+def test_asks_take_adapters_only_where_there_are_some() -> None:
+    assert {Asks(1).stream().adapter for _ in range(5)} == {""}
+    asks = Asks(1, adapters=["a", "b"])
+    assert {asks.short().adapter for _ in range(40)} == {"", "a", "b"}
