@@ -158,7 +158,7 @@ def test_the_fake_runner_takes_what_the_real_one_takes(hash_runner: ModuleType) 
 
 
 def test_a_models_oracle_answers_with_the_adapter(tmp_path: Path) -> None:
-    """Each ask by its own: what it says with one adapter it does not say without, or with another."""
+    """Each ask by its own, which says something else than the others and the base model."""
     made = adapter_files.make(str(DEMO_FOLDER), tmp_path, ["a", "b"])
     oracle = ModelOracle("demo", made)
     asks = [Ask(name or "base", (300, 400, 500), 12, 3, adapter=name) for name in ("", "a", "b")]
