@@ -323,8 +323,9 @@ def _with_parts(
 ) -> StepModel:
     """The model with adapters, or with its tower if it gives the logits that transformers gives."""
     if adapters is not None:
-        whole = isinstance(model, CpuDecoder)
-        return AdaptedDecoder(model, adapters) if whole else AdaptedModel(paged, adapters)
+        if isinstance(model, CpuDecoder):
+            return AdaptedDecoder(model, adapters)
+        return AdaptedModel(paged, adapters)
     if vision is None:
         return model
     require_equal_images(vision, paged, model, rounded=rounded)
