@@ -40,7 +40,7 @@ class CpuDecoder:
         rotate_at: Callable[[torch.Tensor], Tables],  # positions [3, T] -> rows of such tables
         layouts: list[KVLayout],
         dtype: torch.dtype,
-        places: Places,
+        places: Places = (),
     ) -> None:
         self.packed = decoder
         self.rotate, self._rotate_at = rotate, rotate_at
