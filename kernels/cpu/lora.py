@@ -70,7 +70,7 @@ Places = Sequence[Sequence[Place]]
 """The linear layers of each projection of a decoder, layer after layer."""
 
 
-class AdapterTable:
+class AdapterParts:
     """What one adapter does to each projection of a decoder."""
 
     def __init__(self, places: Places, layers: Mapping[str, PackedLowRank]) -> None:
@@ -98,7 +98,7 @@ class AdapterRows:
 
     def __init__(
         self,
-        tables: Sequence[AdapterTable],
+        tables: Sequence[AdapterParts],
         of_row: np.ndarray,  # [R] integers: which of ``tables``, or -1
     ) -> None:
         self._tables = tables  # the struct holds addresses

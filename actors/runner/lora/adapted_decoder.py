@@ -12,7 +12,7 @@ from rayfin.actors.runner.lora.store import AdapterStore
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import StepAdapters
-from rayfin.kernels.cpu.lora import AdapterRows, AdapterTable, PackedLowRank
+from rayfin.kernels.cpu.lora import AdapterParts, AdapterRows, PackedLowRank
 
 
 def can_adapt(decoder: CpuDecoder, store: AdapterStore) -> bool:
@@ -26,7 +26,7 @@ class AdaptedDecoder:
     def __init__(self, decoder: CpuDecoder, store: AdapterStore) -> None:
         self._decoder = decoder
         self._store = store
-        self._tables: dict[str, AdapterTable] = {}  # by digest
+        self._tables: dict[str, AdapterParts] = {}  # by digest
 
     @property
     def layouts(self) -> list[KVLayout]:
@@ -57,7 +57,7 @@ class AdaptedDecoder:
         sampled = of_token[inputs.sampled.numpy()]
         return StepAdapters(AdapterRows(tables, of_token), AdapterRows(tables, sampled))
 
-    def _table(self, adapter: Adapter) -> AdapterTable:
+    def _table(self, adapter: Adapter) -> AdapterParts:
         table = self._tables.get(adapter.digest)
         if table is None:
             kept = self._tables.items()  # those that the store has given up are freed here
@@ -65,5 +65,5 @@ class AdaptedDecoder:
             layers = {
                 path: own for path, own in adapter.layers.items() if isinstance(own, PackedLowRank)
             }
-            table = self._tables[adapter.digest] = AdapterTable(self._decoder.places, layers)
+            table = self._tables[adapter.digest] = AdapterParts(self._decoder.places, layers)
         return table

@@ -24,7 +24,7 @@ Fetch = Callable[[AdapterRef], AdapterFiles]
 
 @dataclass(slots=True)
 class _News:
-    """What the next result tells."""
+    """What the next result says."""
 
     changed: bool = False
     seconds: list[float] = field(default_factory=list)

@@ -31,7 +31,7 @@ class AdapterCounters:
     def stats(
         self, max_loras: int, requests: Iterable[Request], *, loading: int, requests_waiting: int
     ) -> AdapterStats:
-        """The report of an engine with ``requests``, which nobody changes meanwhile."""
+        """The report of an engine with ``requests``; no other thread changes that collection."""
         if not max_loras:
             return AdapterStats()
         running: set[str] = set()

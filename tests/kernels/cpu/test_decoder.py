@@ -11,7 +11,7 @@ import torch
 from rayfin.kernels import reference
 from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder, StepAdapters
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
-from rayfin.kernels.cpu.lora import AdapterRows, AdapterTable, PackedLowRank, Place
+from rayfin.kernels.cpu.lora import AdapterParts, AdapterRows, PackedLowRank, Place
 from rayfin.kernels.shapes import PagedBatch
 
 pytestmark = pytest.mark.slow(reason="every variant on every instruction set")
@@ -227,9 +227,9 @@ class Adapter:
                     b = torch.randn(place.count, rank, generator=generator) / rank**0.5
                     self.layers[place.path] = (a, b, 0.5)
 
-    def packed(self, kernels: CpuKernels) -> AdapterTable:
+    def packed(self, kernels: CpuKernels) -> AdapterParts:
         layers = {path: PackedLowRank(kernels, *own) for path, own in self.layers.items()}
-        return AdapterTable(self.places, layers)
+        return AdapterParts(self.places, layers)
 
     def merged(self, weights: Weights) -> Weights:
         """The weights of a model that has only this adapter."""

@@ -12,8 +12,8 @@ from rayfin.kernels import reference
 from rayfin.kernels.cpu.kernels import CpuKernels
 from rayfin.kernels.cpu.lora import (
     BLOCK_ROWS,
+    AdapterParts,
     AdapterRows,
-    AdapterTable,
     PackedLowRank,
     Place,
 )
@@ -35,9 +35,9 @@ def places_of(*counts: int) -> list[Place]:
 
 def tables_of(
     kernels: CpuKernels, places: Sequence[Sequence[Place]], adapters: Sequence[Adapter]
-) -> list[AdapterTable]:
+) -> list[AdapterParts]:
     return [
-        AdapterTable(places, {path: PackedLowRank(kernels, *own) for path, own in adapter.items()})
+        AdapterParts(places, {path: PackedLowRank(kernels, *own) for path, own in adapter.items()})
         for adapter in adapters
     ]
 
@@ -122,7 +122,7 @@ def test_each_projection_has_its_own_parts(kernels: CpuKernels) -> None:
 
 @pytest.mark.parametrize("rows", [1, BLOCK_ROWS, BLOCK_ROWS + 1, 100])
 def test_blocks_are_even_and_of_one_adapter(rows: int) -> None:
-    grouped = AdapterRows([AdapterTable([[]], {})], np.repeat([0, -1], [rows, 2]))
+    grouped = AdapterRows([AdapterParts([[]], {})], np.repeat([0, -1], [rows, 2]))
     sizes = np.diff(grouped._starts)
     assert sizes[0] == 2 and sizes[1:].sum() == rows
     assert sizes.max() <= BLOCK_ROWS and np.ptp(sizes[1:]) <= 1

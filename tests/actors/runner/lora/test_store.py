@@ -11,21 +11,21 @@ from rayfin.actors.adapters.usage import short
 Make = Callable[..., Any]
 
 
-def test_results_tell_what_is_resident(
+def test_results_say_what_is_resident(
     tiny_model: Make, served: Make, request_of: Make, tmp_path: Path
 ) -> None:
     model = tiny_model("llama").folder
     refs = [ref_of(make_adapter(model, tmp_path / name, seed)) for seed, name in enumerate("abc")]
     server = served(model, max_loras=1, max_cpu_loras=2)
-    told = []
+    seen = []
     for key, ref in enumerate([None, refs[0], refs[0], refs[1], refs[2], refs[0]]):
         request = request_of(key, [5, 9, 3], 2)
         if ref is not None:
             request.use(ref)
         server.run(request)
         stats = server.engine.stats().adapters
-        told.append((len(stats.resident), stats.loads["ok"], stats.evicted))
-    assert told == [(0, 0, 0), (1, 1, 0), (1, 1, 0), (2, 2, 0), (2, 3, 1), (2, 4, 2)]
+        seen.append((len(stats.resident), stats.loads["ok"], stats.evicted))
+    assert seen == [(0, 0, 0), (1, 1, 0), (1, 1, 0), (2, 2, 0), (2, 3, 1), (2, 4, 2)]
     assert stats.resident == {short(refs[2].digest), short(refs[0].digest)}
     assert server.engine.stats().histograms["adapter_load_seconds"].count == 4
     store = server.runner._loaded.adapters
