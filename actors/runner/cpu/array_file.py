@@ -42,12 +42,13 @@ def write_arrays(path: Path, meta: dict[str, Any], arrays: Sequence[Array], *, m
     Raises:
         OSError: it cannot be written, and is as it was.
     """
-    listed, end = [], 0
+    listed: list[tuple[str, tuple[int, ...], int, list[str]]] = []
+    end = 0
     with ThreadPoolExecutor(_threads()) as pool:
         for array in arrays:
             end = _rounded(end, PAGE if array.nbytes >= LARGE_BYTES else LINE)
             digests = list(pool.map(_digest, _chunks(_octets(array))))
-            listed.append([array.dtype.str, array.shape, end, digests])
+            listed.append((array.dtype.str, array.shape, end, digests))
             end += array.nbytes
     header = json.dumps({"meta": meta, "arrays": listed, "bytes": end}).encode()
     first = _rounded(START.size + len(header), PAGE)
@@ -57,7 +58,7 @@ def write_arrays(path: Path, meta: dict[str, Any], arrays: Sequence[Array], *, m
             file.write(START.pack(MAGIC, len(header), hashlib.sha256(header).digest()) + header)
             for array, (_, _, offset, _) in zip(arrays, listed, strict=True):
                 file.seek(first + offset)
-                file.write(_octets(array))
+                file.write(_octets(array).data)
             file.truncate(first + end)
             os.fchmod(file.fileno(), mode)
         os.replace(name, path)
