@@ -11,6 +11,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, Packing, packing
+from rayfin.actors.runner.cpu.packed_parts import (
+    PackedMLP,
+    is_gated_mlp,
+    packed_norms,
+    rows_of,
+)
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.inspect_layers import is_experts
 from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
@@ -39,8 +45,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
-        rows = x.reshape(-1, x.shape[-1]).float().contiguous()
-        y = self._kernels.matmul(rows, self._weight, bias=self._bias)
+        y = self._kernels.matmul(rows_of(x), self._weight, bias=self._bias)
         return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
 
 
@@ -64,21 +69,36 @@ class PackedExpertsModule(nn.Module):
 
 @torch.inference_mode()
 def pack_linears(
-    paged: Replaceable, kernels: CpuKernels, quantization: Quantization | None = None
+    paged: Replaceable,
+    kernels: CpuKernels,
+    quantization: Quantization | None = None,
+    *,
+    parts: bool = False,
 ) -> bool:
     """Replaces the linear layers and experts of a model in place and frees their weights.
 
-    Returns False, with the original layers in place, if the model then gives other logits or reads
-    a weight that is gone. The comparison uses exact weights, also with ``quantization``.
+    With ``parts`` also its norms and gated MLPs, if the logits allow it. Returns False, with the
+    original layers in place, if the model then gives other logits or reads a weight that is gone.
+    The comparison uses exact weights, also with ``quantization``.
     """
+    if parts and _pack(paged, kernels, quantization, parts=True):
+        return True
+    return _pack(paged, kernels, quantization, parts=False)
+
+
+def _pack(
+    paged: Replaceable, kernels: CpuKernels, quantization: Quantization | None, *, parts: bool
+) -> bool:
     config = paged.transformer.config.get_text_config(decoder=True)
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
     exact = packing(kernels)
-    originals = list(_packable(paged.transformer, activation))
+    originals = list(_packable(paged.transformer, activation, mlps=parts))
 
     def build() -> Iterator[Replaceable]:
         for owner, name, module in originals:
             setattr(owner, name, _packed(kernels, module, activation, exact))
+        for owner, name, norm in packed_norms(paged.transformer, kernels) if parts else ():
+            setattr(owner, name, norm)
         yield paged
 
     if verified_replacement(paged, build, TOLERANCE[paged.dtype]) is None:
@@ -91,12 +111,18 @@ def pack_linears(
 
 
 def _packable(
-    model: nn.Module, activation: Activation | None
+    model: nn.Module, activation: Activation | None, *, mlps: bool
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    inside: set[nn.Module] = set()
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
+            if owner in inside:
+                continue
+            whole = mlps and activation is not None and is_gated_mlp(child)
+            if whole:
+                inside.add(child)
             linear = type(child) is nn.Linear or type(child) is Conv1D
-            if linear or (activation is not None and is_experts(child)):
+            if whole or linear or (activation is not None and is_experts(child)):
                 yield owner, name, child
 
 
@@ -111,6 +137,9 @@ def _packed(
         assert activation is not None
         weights = (module.gate_up_proj, module.down_proj)
         return PackedExpertsModule(PackedExperts(kernels, *weights, activation, packing.layers))
+    if is_gated_mlp(module):
+        assert activation is not None
+        return PackedMLP(kernels, module, activation, packing.layers)
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
     pack = packing.head if name in HEADS else packing.layers
     return PackedLinear(kernels, weight, module.bias, pack)
