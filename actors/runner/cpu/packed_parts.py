@@ -74,7 +74,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     if set(children) - IDLE or any(type(linear) is not nn.Linear for linear in linears):
         return False
     gate, up = linears[:2]
-    own = list(module.parameters(recurse=False)) or list(module.buffers(recurse=False))
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return not own and (gate.bias is None) == (up.bias is None)  # type: ignore[union-attr]
 
 

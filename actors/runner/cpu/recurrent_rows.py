@@ -153,8 +153,11 @@ class _FusedModule:
         assert self._rows is not None
         out = self._kernels.delta_rule(
             self._rows,
-            *(_dense_heads(x[0]) for x in (query, key, value)),
-            *(_dense(x[0]) for x in (g, beta)),
+            _dense_heads(query[0]),
+            _dense_heads(key[0]),
+            _dense_heads(value[0]),
+            _dense(g[0]),
+            _dense(beta[0]),
             self._states["recurrent", 0],
             normalize=use_qk_l2norm_in_kernel,
         )
@@ -188,8 +191,10 @@ class _FusedModule:
         out = self._kernels.ssd(
             self._rows,
             _dense_heads(hidden_states[0]),
-            *(dt[0].float(), _dense(A)),
-            *(_dense_heads(x[0]) for x in (B, C)),
+            dt[0].float(),
+            _dense(A),
+            _dense_heads(B[0]),
+            _dense_heads(C[0]),
             None if D is None else _dense(D),
             self._states["recurrent", 0],
         ).unsqueeze(0)
