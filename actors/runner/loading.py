@@ -433,7 +433,7 @@ def on_cpu_kernels(
             return decoder
         del decoder
     fuse_recurrent(paged, kernels)
-    packed = pack_linears(paged, kernels, quantization, parts=fuse)
+    packed = pack_linears(paged, kernels, quantization, parts=adapters is None)
     if quantization and not packed:
         name = type(paged.transformer).__name__
         raise UnsupportedModel(
