@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ABSENT = ("ray", "openai", "uvicorn", "fastapi", "starlette", "kubernetes")
+ABSENT = ("ray", "openai", "uvicorn", "fastapi", "starlette", "kubernetes", "peft")
 FOLDERS = (
     "tests/kernels/triton",
     "tests/actors/runner/gpu",

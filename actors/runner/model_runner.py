@@ -144,13 +144,14 @@ class ModelRunner:
         rows, pages = config.limits.max_decoding_batch, config.max_pages_per_request
         self._slots = RequestSlots(rows, pages)
         self._sampler = self._make_sampler(rows)
-        kept, cache = self._allocate(config)
+        cache = self._allocate(config)
+        if self._graphs is None:
+            self._warm_up(config)  # before the speculator times steps
         self._speculator = self._make_speculator(config)
         self._observers = self._make_observers(cache)
-        if self._graphs is not None and kept:
+        if self._graphs is not None:
             self._graphs.use(self._slots)
         else:
-            self._warm_up(config)
             self._graphs = self._decode_graphs(self._slots, rows, pages)
         if loaded.peers:
             loaded.peers.connect(str(epoch))
@@ -520,20 +521,19 @@ class ModelRunner:
             observer.forwarded(info, rows, logits)
         return logits
 
-    def _allocate(self, config: EngineConfig) -> tuple[bool, KVTensors]:
-        """The pages of ``config``, and whether they are those of the start before."""
+    def _allocate(self, config: EngineConfig) -> KVTensors:
+        """The pages of ``config``: those of the start before with their graphs, or new ones."""
         if self._bound is not None and self._bound[0] == config and not self._loaded.recurrent:
             self._close_observers()
-            return True, self._bound[1]
+            return self._bound[1]
         self._graphs = self._bound = None
         self._bind(0)  # frees the old pages before it takes new ones
         cache = self._bind(config.num_pages)
         host = self._loaded.host_pages(config.num_host_pages, self._args.page_size)
-        rows = config.limits.max_decoding_batch
-        states = self._loaded.bind_states(rows, config.num_snapshots)
+        states = self._loaded.bind_states(config.limits.max_decoding_batch, config.num_snapshots)
         self._mover = PageMover(cache, host, states)
         self._bound = (config, cache)
-        return False, cache
+        return cache
 
     def _warm_up(self, config: EngineConfig) -> None:
         """Compiles on a GPU what a later step would wait for, longer than its watchdog does."""

@@ -5,6 +5,7 @@ import torch
 
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
 from rayfin.actors.runner.models.paged_model import StepModel
+from rayfin.actors.runner.proposers.draft_model import DraftedModel
 from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.actors.runner.step.batch import build_inputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
@@ -27,8 +28,12 @@ def warm_up(
     """Runs steps of a decode row and a prompt, and samples; writes over pages.
 
     A kernel compiles for about a second. A step that met it first would exceed the time limit of a
-    step. ``sampler`` is None where a rank has no logits.
+    step. ``sampler`` is None where a rank has no logits. A draft model's kernels are for its own
+    sizes, so it runs the same steps.
     """
+    if isinstance(model, DraftedModel):
+        own_len = min(model_len, model.draft_positions or model_len)
+        warm_up(model.draft, None, page_size, num_pages, own_len, device)
     for tokens in WARMED_TOKENS:
         if tokens > min(num_pages * page_size, model_len):
             return

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from rayfin.actors.runner import model_runner
+from rayfin.actors.runner.proposers.draft_model import DraftedModel
 from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
@@ -15,6 +17,7 @@ from rayfin.kernels.shapes import SamplingRows
 pytest.importorskip("triton")
 from rayfin.actors.runner.gpu import warm_up as module
 from rayfin.actors.runner.gpu.warm_up import WARMED_TOKENS, warm_up
+from rayfin.actors.step_cost import StepCost
 from rayfin.kernels.triton.products import FEW_ROWS, _tiles
 
 Make = Callable[..., Any]
@@ -23,6 +26,9 @@ CPU = torch.device("cpu")
 
 class Recording:
     """A model that keeps what it was asked for."""
+
+    layouts: tuple[()] = ()
+    dtype = torch.float32
 
     def __init__(self) -> None:
         self.steps: list[StepInputs] = []
@@ -78,3 +84,32 @@ def test_a_runner_on_a_gpu_starts_with_it(
     ((_, sampler, *sizes),) = called
     assert sampler is runner._sampler
     assert sizes == [4, config.num_pages, config.max_model_len, torch.device("cuda")]
+
+
+def test_a_draft_model_runs_the_steps_too() -> None:
+    """Its kernels are for its own sizes. It may have fewer positions, and computes prompts beside
+    the large model's."""
+    target, draft = Recording(), Recording()
+    pair = DraftedModel(target, draft, 40)  # type: ignore[arg-type]
+    warm_up(pair, None, 4, 100, 1000, CPU)
+    lengths = [[len(step.input_ids) for step in model.steps] for model in (target, draft)]
+    assert lengths == [[16, 32, 64, 65], [16, 32, 15, 31]]
+
+
+def test_steps_are_timed_when_their_kernels_are_compiled(
+    tiny_model: Make, served: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the table of a speculator's costs holds the compiler's time, and ends for it."""
+    done: list[str] = []
+
+    def measured(*inputs: Any) -> StepCost:
+        done.append("measure")
+        return StepCost.assumed()
+
+    monkeypatch.setattr(model_runner, "measure_steps", measured)
+    monkeypatch.setattr(model_runner.ModelRunner, "_warm_up", lambda *_: done.append("compile"))
+    speculation = '{"method": "ngram", "num_speculative_tokens": 2}'
+    engine = served(tiny_model("llama").folder, speculative_config=speculation)
+    assert done == ["compile", "measure"]
+    engine.executor.restart()
+    assert done == ["compile", "measure"] * 2

@@ -1,0 +1,126 @@
+"""Adapters, images, states, few bits, drafts and vectors on a GPU's kernels, in the interpreter.
+
+They give the tokens that they give elsewhere, whether graphs run their steps or torch does. A GPU's
+start is part of each: the steps that compile kernels. A machine with a GPU may lack the packages of
+some.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayfin import LLM
+from rayfin.actors.runner import loading
+from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.sampling.sampler import Sampler
+from rayfin.kernels.attention import select as attention_select
+from rayfin.kernels.sampling import select as sampling_select
+
+pytest.importorskip("triton")
+from rayfin.actors.runner.gpu import warm_up as warming
+
+Make = Callable[..., Any]
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+SETTINGS: dict[str, Any] = {"attention": "triton", "device": DEVICE, "max_decoding_batch": 2}
+PROMPT, OUTPUT = [5, 9, 3, 5, 9, 3, 77], 5
+
+
+@pytest.fixture(autouse=True)
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's path, whatever the device, with two short steps of the start."""
+    if ON_GPU:
+        return
+    for module in (loading, attention_select, sampling_select):
+        monkeypatch.setattr(module, "can_use_triton", lambda device: True)
+    monkeypatch.setattr(warming, "WARMED_TOKENS", (6, 16))
+
+    def warm_up(self: ModelRunner, config: Any) -> None:
+        sampler = self._sampler if isinstance(self._sampler, Sampler) else None
+        sizes = (self._args.page_size, config.num_pages, config.max_model_len)
+        warming.warm_up(self._model, sampler, *sizes, self._loaded.device)
+
+    monkeypatch.setattr(ModelRunner, "_warm_up", warm_up)
+
+
+def has_graphs(engine: Any) -> bool:
+    return engine.runner._graphs is not None
+
+
+def test_adapters(tiny_model: Make, served: Make, request_of: Make, tmp_path: Path) -> None:
+    """They run without graphs: no kernel multiplies by them."""
+    pytest.importorskip("peft")
+    from peft_adapters import generate, make_adapter, ref_of
+
+    folder = tiny_model("qwen3").folder
+    adapter = make_adapter(folder, tmp_path)
+    engine = served(folder, enable_lora=True, **SETTINGS)
+    adapted = request_of(1, PROMPT, OUTPUT)
+    adapted.use(ref_of(adapter))
+    tokens = engine.run(request_of(0, PROMPT, OUTPUT), adapted)
+    assert not has_graphs(engine) and tokens[0] != tokens[1]
+    assert tokens[0] == generate(folder, None, PROMPT, OUTPUT)
+    assert tokens[1] == generate(folder, adapter, PROMPT, OUTPUT)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_images(family: str, served: Make, request_of: Make, tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    from vision_models import EOS, VisionModel, picture
+
+    model = VisionModel(family, tmp_path)
+    ids, images = model.prompt([60, 61], picture(1), [70, 71])
+    engine = served(model.folder, **SETTINGS)
+    request = request_of(0, ids, OUTPUT, eos=(EOS,))
+    request.images = images
+    assert engine.run(request)[0] == model.greedy(ids, images, OUTPUT)
+    assert not has_graphs(engine)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_states(family: str, tiny_model: Make, served: Make, request_of: Make) -> None:
+    """Layers with a state per request, which the steps of the start have written over."""
+    tiny = tiny_model(family)
+    engine = served(tiny.folder, max_model_len=64, **SETTINGS)
+    tokens = engine.run(request_of(0, PROMPT, OUTPUT), request_of(1, PROMPT[2:], OUTPUT))
+    assert tokens == {0: tiny.greedy(PROMPT, OUTPUT), 1: tiny.greedy(PROMPT[2:], OUTPUT)}
+    assert not has_graphs(engine)
+
+
+@pytest.mark.parametrize(("kind", "family"), [("gptq", "llama"), ("fp8", "mixtral")])
+def test_few_bits(kind: str, family: str, served: Make, request_of: Make, tmp_path: Path) -> None:
+    """Weights are made whole at the load, and the model is recognised then."""
+    from quantised import QuantisedModel
+
+    model = QuantisedModel(kind, family, tmp_path)
+    engine = served(model.folder, **SETTINGS)
+    assert engine.run(request_of(0, PROMPT, OUTPUT))[0] == model.greedy(PROMPT, OUTPUT)
+    assert has_graphs(engine)
+
+
+def test_drafts(tiny_model: Make, served: Make, request_of: Make) -> None:
+    """Steps with drafts, here of the model for itself, are launched kernel by kernel."""
+    tiny = tiny_model("qwen3")
+    written = {"model": str(tiny.folder), "num_speculative_tokens": 2, "adaptive": False}
+    engine = served(tiny.folder, speculative_config=json.dumps(written), **SETTINGS)
+    tokens = engine.run(request_of(0, PROMPT, OUTPUT))
+    assert tokens[0] == tiny.greedy(PROMPT, OUTPUT)
+    assert has_graphs(engine) and engine.engine.stats().spec_draft_tokens
+
+
+def test_vectors(tmp_path: Path) -> None:
+    from pooling_models import TEXTS, add_modules, make_decoder
+
+    folder = str(add_modules(make_decoder(tmp_path), {"pooling_mode_lasttoken": True}))
+    found = []
+    for attention in ("triton", "torch"):
+        settings: dict[str, Any] = {**SETTINGS, "attention": attention, "num_pages": 32}
+        with LLM(folder, **settings) as llm:
+            outputs = [one.outputs for one in llm.embed(TEXTS[:3], use_tqdm=False)]
+            found.append(np.float32([own.embedding for own in outputs]))  # type: ignore[union-attr]
+    assert np.abs(found[0] - found[1]).max() < 1e-4
