@@ -178,10 +178,12 @@ class EngineArgs:
     )
     spec_method: str | None = _flag(
         None,
-        "its method alone: ngram (the request's own text), suffix (earlier requests' too) or "
-        "draft_model",
+        "its method alone: ngram (the request's own text), suffix (earlier requests' too), "
+        "draft_model, or a head: eagle, eagle3, mtp",
     )
-    spec_model: str | None = _flag(None, "its draft model alone: local folder or Hugging Face name")
+    spec_model: str | None = _flag(
+        None, "its draft model or head alone: local folder or Hugging Face name"
+    )
     spec_tokens: int | None = _flag(
         None,
         "its most drafted tokens of a request in a step; default: 5 on a CPU, 7 on a GPU, 16 for "
@@ -277,11 +279,9 @@ class EngineArgs:
             "cannot be combined with pipeline_parallel_size over 1",
         )
         _require(
-            speculation is None
-            or speculation.method != "draft_model"
-            or self.tensor_parallel_size == 1,
+            speculation is None or not speculation.one_device or self.tensor_parallel_size == 1,
             "speculative_config",
-            "with a draft model cannot be combined with tensor_parallel_size over 1",
+            "with a draft model or a head cannot be combined with tensor_parallel_size over 1",
         )
         _require(
             speculation is None or self.scheduler == "v1",
@@ -320,13 +320,13 @@ class EngineArgs:
     def draft_model(self) -> "EngineArgs | None":
         """The settings of the model that drafts, or None."""
         speculation = self.speculation
-        if speculation is None or speculation.model is None:
+        if speculation is None or speculation.method != "draft_model":
             return None
         of_target = ("tokenizer", "revision", "tokenizer_revision", "hf_overrides", "max_model_len")
         drafting = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
         plain: dict[str, Any] = {"runner": "generate", "convert": "none", "enable_lora": False}
         plain |= dict.fromkeys((*of_target, *drafting, "max_loras", "max_cpu_loras"))
-        return replace(self, model=speculation.model, **plain)
+        return replace(self, model=str(speculation.model), **plain)
 
     @property
     def identity(self) -> str:

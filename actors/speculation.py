@@ -7,7 +7,10 @@ from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 from rayfin.actors.errors import InvalidConfig
 
-Method = Literal["ngram", "suffix", "draft_model"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
+
+HEADS = ("eagle", "eagle3", "mtp")
+"""Methods that read the hidden states of the model."""
 
 FIELD = "speculative_config"
 DEFAULT_TOKENS = {"cpu": 5, "cuda": 7}
@@ -26,9 +29,6 @@ LOSSY = {
 """vLLM's keys that change tokens, or what a token's chance is."""
 
 KNOWN_ELSEWHERE = {
-    "eagle": "EAGLE heads",
-    "eagle3": "EAGLE-3 heads",
-    "mtp": "heads for several tokens (MTP)",
     "medusa": "Medusa heads",
     "mlp_speculator": "MLP speculators",
 }
@@ -39,7 +39,7 @@ class SpeculativeConfig:
     """Who drafts, and how many tokens at most. vLLM's keys, and ``adaptive``."""
 
     method: Method
-    model: str | None = None  # folder or Hugging Face name of a draft model
+    model: str | None = None  # folder or Hugging Face name of a draft model or head
     num_speculative_tokens: int | None = None  # most drafts of a row in a step; None: by device
     prompt_lookup_min: int = 2  # tokens of the shortest n-gram that is looked up ...
     prompt_lookup_max: int = 4  # ... and of the longest
@@ -62,6 +62,16 @@ class SpeculativeConfig:
             _refuse("suffix_decoding_max_cached_requests must be at least 0")
         if not 0 < self.suffix_decoding_max_spec_factor <= 16:
             _refuse("suffix_decoding_max_spec_factor must be over 0 and at most 16")
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether a head of the model drafts."""
+        return self.method in HEADS
+
+    @property
+    def one_device(self) -> bool:
+        """Whether what drafts has weights, which no ranks share."""
+        return self.method in ("draft_model", *HEADS)
 
     def most_tokens(self, device: str) -> int:
         """Most drafts of a row in a step on a ``device`` ("cpu", "cuda")."""
@@ -93,6 +103,8 @@ def read_speculation(
         return None
     if given.get("method") == "ngram_gpu":
         given["method"] = "ngram"
+    if str(given.get("method")).endswith("_mtp"):  # vLLM's old names: deepseek_mtp, glm4_moe_mtp
+        given["method"] = "mtp"
     if given.get("model") in get_args(Method):  # vLLM takes "ngram" as a model's name too
         given.setdefault("method", given.pop("model"))
     _check_keys(given)
@@ -142,9 +154,9 @@ def _check_method(given: Mapping[str, Any]) -> None:
         )
     if method not in methods:
         _refuse(f"must name a method, one of {', '.join(methods)}, got {method!r}")
-    if method == "draft_model":
+    if method in ("draft_model", "eagle", "eagle3"):
         if given.get("model") is None:
-            _refuse("method 'draft_model' needs a model")
+            _refuse(f"method {method!r} needs a model")
     elif given.get("model") is not None:
         _refuse(f"model has no meaning with method {method!r}")
 

@@ -3,10 +3,11 @@
     python benchmarks/speculation.py --streams 1 4 16
     python benchmarks/speculation.py --random           # nothing is copied: what it costs
     python benchmarks/speculation.py --shape 0.6b --draft-shape 135m --agree 0.7
+    python benchmarks/speculation.py --method mtp --agree 0.7
 
 A model with random weights says what a script says: its forward is computed, then the logits of
 the script's next token are raised. A copying answer repeats spans of its prompt, with new tokens
-between. A draft model says the same, but for a share of the places.
+between. A draft model or a head says the same, but for a share of the places.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from rayfin.actors.runner.models.paged_model import StepModel
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.proposers.draft_model import DraftedModel
+from rayfin.actors.runner.proposers.heads import HeadedModel
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.scheduler.engine import Engine
 
@@ -52,10 +54,12 @@ class Scripts(Observer):
 
 
 class ScriptedModel:
-    """A model that computes, and then says what the script says."""
+    """A model that computes, and then says what the script says ``ahead`` of the last position."""
 
-    def __init__(self, model: StepModel, scripts: Scripts, right: float = 1.0) -> None:
-        self._model, self._scripts, self._right = model, scripts, right
+    def __init__(
+        self, model: StepModel, scripts: Scripts, right: float = 1.0, ahead: int = 1
+    ) -> None:
+        self._model, self._scripts, self._right, self._ahead = model, scripts, right, ahead
         self.layouts, self.dtype = model.layouts, model.dtype
 
     def bind(self, cache: Any) -> None:
@@ -68,7 +72,7 @@ class ScriptedModel:
         starts = np.asarray(inputs.batch.query_start_cpu)
         places = inputs.sampled.numpy()
         rows = np.searchsorted(starts, places, side="right") - 1
-        positions = inputs.batch.positions.numpy()[places] + 1
+        positions = inputs.batch.positions.numpy()[places] + self._ahead
         for at, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             text = self._scripts.of_slot.get(int(inputs.slots[row]))
             if text is not None and position < len(text):
@@ -106,22 +110,26 @@ class Bench:
         )
         drafting = EngineArgs.from_dict({**_dict(plain), **settings})
         self.args = {"plain": plain, "drafting": drafting}
-        self.runner = ModelRunner(drafting, plugins=plugins)
-        model = self.runner._loaded.model
+        runner = ModelRunner(drafting, plugins=plugins)
+        self.runners = {"plain": runner, "drafting": runner}
+        model: Any = runner._loaded.model
         if isinstance(model, DraftedModel):
             model.draft = ScriptedModel(model.draft, self.scripts, agree)
-        self.facts = self.runner.profile()
+        if isinstance(model, HeadedModel):  # which reads states of plain steps too
+            model.head = ScriptedModel(model.head, self.scripts, agree, ahead=2)
+            self.runners["plain"] = ModelRunner(plain, plugins=plugins)
+        self.facts = {name: runner.profile() for name, runner in self.runners.items()}
 
     def run(self, name: str, jobs: Sequence[tuple[list[int], list[int] | None]]) -> Any:
         """(tokens a second, engine) of the jobs at once; their decode phase alone."""
-        config: EngineConfig = resolve(replace(self.args[name], max_lease=1), *self.facts)
+        config: EngineConfig = resolve(replace(self.args[name], max_lease=1), *self.facts[name])
         self.scripts.of_slot.clear()
         self.scripts.texts = {
             seed: np.array([*prompt, *answer], np.int32)
             for seed, (prompt, answer) in enumerate(jobs)
             if answer is not None
         }
-        engine = Engine(config, InlineExecutor(self.runner, config))
+        engine = Engine(config, InlineExecutor(self.runners[name], config))
         for seed, (prompt, _) in enumerate(jobs):
             engine.add(
                 EngineRequest(

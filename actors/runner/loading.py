@@ -74,6 +74,14 @@ ONE_THREAD_PARAMETERS = 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
+class DraftParts:
+    """What a draft model or head adds to a model."""
+
+    token_layers: int  # layers of the cache that decide tokens; those of drafts are behind them
+    waiting_bytes: int = 0  # of the states of one request that wait for a head
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model on its device, and what was decided with it."""
 
@@ -87,7 +95,7 @@ class LoadedModel:
     recurrent: RecurrentLayers | None = None  # layers that keep a state per request
     pools: PoolingParts | None = None  # of a model that gives vectors
     adapters: AdapterStore | None = None  # with enable_lora
-    token_layers: int = 0  # layers of the cache that decide tokens; 0: all
+    drafts: DraftParts | None = None  # with a draft model or head
     page_types: tuple[torch.dtype, ...] = ()  # that its attention reads
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
     vision: VisionParts | None = None  # of a model that reads images
@@ -111,7 +119,8 @@ class LoadedModel:
     def bytes_beside_pages(self, rows: int) -> int:
         """Bytes of the states of ``rows`` requests, of embeddings of images, and of adapters."""
         images = 0 if self.vision is None else self.vision.cache_bytes
-        return 2 * rows * self.state_bytes + images + self.adapter_bytes
+        waiting = 0 if self.drafts is None else self.drafts.waiting_bytes
+        return rows * (2 * self.state_bytes + waiting) + images + self.adapter_bytes
 
     @property
     def adapter_bytes(self) -> int:
@@ -137,7 +146,7 @@ class LoadedModel:
 
     def checked(self, cache: KVTensors) -> KVTensors:
         """The layers of ``cache`` that decide tokens: not those of a draft model."""
-        return cache.layers(0, self.token_layers or len(cache.keys))
+        return cache if self.drafts is None else cache.layers(0, self.drafts.token_layers)
 
     def page_bytes(self, page_size: int) -> int:
         return page_bytes(self.model.layouts, page_size, self.page_type)
@@ -247,7 +256,7 @@ def _load(
     gpu_model: GpuDecoder | None = None
     plain = pools is None and vision is None
     if plain and args.attention in ("auto", "triton") and can_use_triton(device):
-        whole = not peers and not args.serves_lora
+        whole = not peers and not args.serves_lora and not _reads_states(args)
         gpu_model = _on_triton(paged, kernel, args.page_size, whole=whole)
         step_model = gpu_model or paged
     elif peers and kernels and model.dtype in TOLERANCE:
@@ -330,6 +339,11 @@ def _with_parts(
         return model
     require_equal_images(vision, paged, model, rounded=rounded)
     return vision.around(model)
+
+
+def _reads_states(args: EngineArgs) -> bool:
+    """Whether a head drafts: CUDA graphs show no hidden states."""
+    return args.speculation is not None and args.speculation.reads_states
 
 
 def _parameters(model: PreTrainedModel) -> int:

@@ -27,8 +27,7 @@ from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.pooling.pooler import Pooler
-from rayfin.actors.runner.proposers.draft_model import DraftModelProposer, with_draft
-from rayfin.actors.runner.proposers.make import make_proposer
+from rayfin.actors.runner.proposers.make import STEPPING, make_proposer, with_drafter
 from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
 from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler, StepOutput, StepSampler
@@ -81,7 +80,7 @@ class ModelRunner:
         self._plugins = plugins or RunnerPlugins()
         if self._plugins.proposer and place is not None and place.stages > 1:
             raise InvalidConfig("a pipeline cannot speculate", "pipeline_parallel_size")
-        self._loaded = with_draft(load(args, place, self._plugins.fetch_adapter), args)
+        self._loaded = with_drafter(load(args, place, self._plugins.fetch_adapter), args)
         wrap = self._plugins.wrap_model
         self._model = wrap(self._loaded.model) if wrap else self._loaded.model
         self._next = (-1, 0)  # epoch and step
@@ -308,7 +307,7 @@ class ModelRunner:
             cost,
             adaptive=adaptive,
             follow=follow,
-            draft_seconds=made.seconds if isinstance(made, DraftModelProposer) else None,
+            draft_seconds=made.seconds if isinstance(made, STEPPING) else None,
         )
         device = self._loaded.device
         return Speculator(made, self._slots, self._sampler, device, config.limits, planner)

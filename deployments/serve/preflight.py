@@ -24,6 +24,9 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
 
     from rayfin.actors.pooling.folder import read_recipe
     from rayfin.actors.runner.models.weights import load_config, require_safetensors
+    from rayfin.actors.runner.proposers.eagle import read_eagle
+    from rayfin.actors.runner.proposers.eagle3 import read_settings
+    from rayfin.actors.runner.proposers.head_folder import find_head
     from rayfin.deployments.text.tokenizer import Tokenizer
 
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
@@ -39,6 +42,10 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
             raise InvalidConfig(
                 f"speculative_config model: {error}", "speculative_config"
             ) from None
+    speculation = args.speculation
+    if speculation is not None and speculation.method in ("eagle", "eagle3"):
+        read = read_eagle if speculation.method == "eagle" else read_settings
+        read(find_head(str(speculation.model), args))
     if tokenizer:
         Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
 

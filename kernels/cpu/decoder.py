@@ -6,6 +6,7 @@ allocated, and small operations cost what their arithmetic costs.
 
 import ctypes
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,8 +107,12 @@ class _Step(ctypes.Structure):
         (
             *("tokens", "positions", "slots", "sampled", "page_tables", "query_start", "kv_len"),
             *("logits", "workspace", "given", "adapters", "sampled_adapters"),
+            *("tap_layers", "taps"),
         ),
-        ("count", "sampled_count", "table_stride", "rows", "decoding", "page_size"),
+        (
+            *("count", "sampled_count", "table_stride", "rows", "decoding", "page_size"),
+            "tap_count",
+        ),
         (),
     )
 
@@ -133,6 +138,8 @@ class PackedDecoder:
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._pages: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._workspace = torch.empty(0)
+        self._tap_layers = torch.empty(0, dtype=torch.int64)
+        self.tapped = torch.empty(0)  # of the last step, with ``tap``
         self.shape = shape
         self._layers = (_Layer * len(layers))(*(_layer_struct(layer) for layer in layers))
         decoder = self._decoder = _Decoder(
@@ -157,6 +164,27 @@ class PackedDecoder:
         self._tables = [(cos.float().contiguous(), sin.float().contiguous()) for cos, sin in tables]
         for layer, kind in zip(self._layers, self._rotary, strict=True):
             layer.cos, layer.sin = (table.data_ptr() for table in self._tables[kind])
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Makes each step copy the inputs of these ``layers``, rising, into ``tapped``.
+
+        The number of layers stands for what the last one gives.
+
+        ``tapped`` is [T, len(layers) * hidden] float32, each token's inputs one after the other.
+        """
+        assert list(layers) == sorted(set(layers)) and layers[-1] <= len(self._layers)
+        self._tap_layers = torch.tensor(layers, dtype=torch.int64)
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """What the final norm makes of ``x`` [N, hidden]."""
+        if self.final_norm is None:
+            return x
+        return self._kernels.rms_norm(x, self.final_norm, self.shape.eps)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits [N, vocabulary] of normed ``x`` [N, hidden], not capped."""
+        scale = self.shape.logit_scale
+        return self._kernels.matmul(x, self.head, bias=self.head_bias, alpha=scale)
 
     def bind(self, k_pages: list[torch.Tensor], v_pages: list[torch.Tensor]) -> None:
         """Makes layer i keep its keys and values in k_pages[i] and v_pages[i]."""
@@ -203,11 +231,15 @@ class PackedDecoder:
         ints = (tokens, batch.positions, batch.slots, sampled)
         assert all(values.dtype == torch.int64 and values.is_contiguous() for values in ints)
         logits = torch.empty(len(sampled), self.shape.vocabulary)
+        taps: torch.Tensor | None = None
+        if len(self._tap_layers):
+            taps = torch.empty(len(tokens), len(self._tap_layers) * self.shape.hidden)
         addresses = itertools.chain(
             (values.data_ptr() for values in ints),
             (batch.page_tables.data_ptr(), starts.ctypes.data, lengths.ctypes.data),
             (logits.data_ptr(), None, _address(given)),
             (None, None) if adapters is None else adapters.addresses(len(tokens), len(sampled)),
+            (self._tap_layers.data_ptr(), _address(taps)),
         )
         step = _Step(
             *addresses,
@@ -217,6 +249,7 @@ class PackedDecoder:
             batch.rows,
             batch.decoding,
             batch.page_size,
+            len(self._tap_layers),
         )
         library, decoder = self._kernels.library, ctypes.byref(self._decoder)
         needed = library.rayfin_decoder_workspace(decoder, ctypes.byref(step))
@@ -224,6 +257,8 @@ class PackedDecoder:
             self._workspace = torch.empty(needed)
         step.workspace = self._workspace.data_ptr()
         library.rayfin_decoder_run(self._kernels.pool, decoder, ctypes.byref(step))
+        if taps is not None:
+            self.tapped = taps
         return logits
 
 

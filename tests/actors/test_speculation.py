@@ -21,6 +21,7 @@ def test_written_in_three_ways() -> None:
     small = SpeculativeConfig(method="draft_model", model="org/small")
     assert EngineArgs(spec_model="org/small").speculation == small
     assert EngineArgs().speculation is None
+    assert EngineArgs(spec_method="deepseek_mtp").speculation == SpeculativeConfig(method="mtp")
     assert read_speculation({"model": "ngram"}) == SpeculativeConfig(method="ngram")
     assert read_speculation({"method": "ngram_gpu"}) == SpeculativeConfig(method="ngram")
 
@@ -41,7 +42,11 @@ def test_most_tokens_by_device() -> None:
         ({"speculative_config": {"method": "fly"}}, "would not have sampled"),
         ({"speculative_config": {"method": "ngram", "rejection_sample_method": "block"}}, "remove"),
         ({"speculative_config": {"method": "ngram", "synthetic_acceptance_rate": 1}}, "remove it"),
-        ({"speculative_config": {"method": "eagle3"}}, "EAGLE-3 heads"),
+        ({"speculative_config": {"method": "medusa"}}, "Medusa heads"),
+        ({"speculative_config": {"method": "eagle"}}, "'eagle' needs a model"),
+        ({"speculative_config": {"method": "eagle3"}}, "'eagle3' needs a model"),
+        ({"speculative_config": {"method": "mtp", "model": "org/head"}}, "no meaning"),
+        ({"spec_method": "mtp", "tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
         ({"spec_model": "org/small", "tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"speculative_config": {"method": "ngram", "model": "org/small"}}, "no meaning"),

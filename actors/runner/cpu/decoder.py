@@ -6,7 +6,7 @@ their logits differ, the transformers model is used. A model that is to be quant
 with its exact weights first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,6 +51,31 @@ class CpuDecoder:
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
         self.packed.bind(cache.keys, cache.values)
+
+    def tap(self, layers: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """Makes steps keep the inputs of the ``layers``; returns what gives those of the last step.
+
+        The number of layers stands for what the last one gives, before the norm.
+
+        They are [T, len(layers) * hidden] float32.
+        """
+        self.packed.tap(layers)
+        return lambda: self.packed.tapped
+
+    def tap_last(self) -> Callable[[], torch.Tensor]:
+        """The same of what the last norm gives: [T, hidden] float32."""
+        self.packed.tap([len(self.layouts)])
+        return lambda: self.packed.normed(self.packed.tapped)
+
+    def score(self, states: torch.Tensor) -> torch.Tensor:
+        """The logits [..., V] float32 of what the last norm gives, [..., hidden]; not capped."""
+        logits = self.packed.score(states.reshape(-1, states.shape[-1]).float().contiguous())
+        return logits.view(*states.shape[:-1], -1)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The stored embeddings [..., hidden] float32 of the ``tokens``."""
+        rows = self.packed.embedding.rows(tokens.reshape(-1).contiguous())
+        return rows.view(*tokens.shape, -1)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, adapters: StepAdapters | None = None) -> torch.Tensor:

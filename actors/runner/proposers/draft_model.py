@@ -15,7 +15,7 @@ import torch
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
-from rayfin.actors.runner.loading import LoadedModel, load
+from rayfin.actors.runner.loading import DraftParts, LoadedModel, load
 from rayfin.actors.runner.models.paged_model import StepModel
 from rayfin.actors.runner.models.weights import DTYPES
 from rayfin.actors.runner.proposers.interface import Drafts, TokenTable
@@ -220,7 +220,7 @@ def with_draft(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
             "speculative_config",
         )
     pair = DraftedModel(loaded.model, draft.model, draft.max_position)
-    return replace(loaded, model=pair, token_layers=len(loaded.model.layouts))
+    return replace(loaded, model=pair, drafts=DraftParts(len(loaded.model.layouts)))
 
 
 def prompts_of(inputs: StepInputs) -> StepInputs:

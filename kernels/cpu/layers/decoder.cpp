@@ -138,6 +138,15 @@ void gather(const float* x, int64_t size, const int64_t* rows, int64_t count, fl
   for (int64_t i = 0; i < count; ++i) std::copy_n(x + rows[i] * size, size, out + i * size);
 }
 
+// Copies the input of layer `layer`, or the last output, to the part of `taps` that is for it, if there is one.
+void copy_tap(const Decoder& d, const Step& s, int64_t layer, const float* x) {
+  for (int64_t tap = 0; tap < s.tap_count; ++tap) {
+    if (s.tap_layers[tap] != layer) continue;
+    for (int64_t i = 0; i < s.count; ++i)
+      std::copy_n(x + i * d.hidden, d.hidden, s.taps + (i * s.tap_count + tap) * d.hidden);
+  }
+}
+
 void compute_logits(Pool& pool, const Decoder& d, const Step& s, const float* x, float* normed) {
   Epilogue epilogue;
   epilogue.bias = d.head_bias;
@@ -163,11 +172,13 @@ void run_decoder(Pool& pool, const Decoder& d, const Step& s) {
   embed(pool, d, s, a.x);
   float *x = a.x, *attended = a.attended;
   int64_t rows = s.count;
+  const bool taps_last = s.tap_count && s.tap_layers[s.tap_count - 1] == d.layer_count;
   for (int64_t i = 0; i < d.layer_count; ++i) {
     const Layer& layer = d.layers[i];
     Adapted adapted{s.adapters, i, a};
+    copy_tap(d, s, i, x);
     attend(pool, d, layer, s, a, adapted);
-    if (i + 1 == d.layer_count) {  // no later layer reads the other tokens
+    if (i + 1 == d.layer_count && !taps_last) {  // no later layer reads the other tokens
       gather(x, d.hidden, s.sampled, s.sampled_count, a.sampled_x);
       gather(attended, d.heads * d.value_dim, s.sampled, s.sampled_count, a.sampled_attended);
       x = a.sampled_x, attended = a.sampled_attended, rows = s.sampled_count;
@@ -182,6 +193,11 @@ void run_decoder(Pool& pool, const Decoder& d, const Step& s) {
     matmul(pool, *layer.gate_up, input, d.hidden, rows, a.gated, d.intermediate, epilogue);
     add_projection(pool, d, *layer.down, layer.down_bias, layer.mlp_out_norm, a.gated, rows, x, a.normed,
                    adapted.epilogue(pool, kDown, 1, *layer.down, a.gated));
+  }
+  if (taps_last) {
+    copy_tap(d, s, d.layer_count, x);
+    gather(x, d.hidden, s.sampled, s.sampled_count, a.sampled_x);
+    x = a.sampled_x;
   }
   compute_logits(pool, d, s, x, a.normed);
 }

@@ -45,8 +45,11 @@ struct Step {
   float* workspace;  // workspace_floats floats
   const float* given;  // [G, hidden] inputs that are no embedded tokens (images), or null
   const LoraRows *adapters, *sampled_adapters;  // of the tokens, and of those at `sampled`; null: of none
+  const int64_t* tap_layers;  // [tap_count], rising: the layers whose inputs go to `taps`; layer_count: the last output
+  float* taps;                // [T, tap_count * hidden], or null
   int64_t count, sampled_count;
   int64_t table_stride, rows, decoding, page_size;
+  int64_t tap_count;
 };
 
 // The projections of a layer, in the order of an adapter's parts.

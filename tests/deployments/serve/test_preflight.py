@@ -84,6 +84,13 @@ def test_the_draft_model_is_looked_at_too(folder: Path) -> None:
     assert got.value.param == "speculative_config"
 
 
+def test_the_head_is_looked_at_too(folder: Path, tmp_path: Path) -> None:
+    args = EngineArgs(model=str(folder), spec_method="eagle3", spec_model=str(folder))
+    with pytest.raises(InvalidConfig, match="not an EAGLE-3 head") as got:
+        check_model(args)
+    assert got.value.param == "speculative_config"
+
+
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=f"there is no folder {tmp_path}/none"):
         check_model(EngineArgs(model=f"{tmp_path}/none"))

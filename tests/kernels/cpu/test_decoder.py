@@ -125,7 +125,9 @@ class Weights:
         batch, factor = case.batch, self.factors
         x = self.embedding[tokens] * factor.get("embedding_scale", 1.0)
         residual_scale = factor.get("residual_scale", 1.0)
+        self.inputs: list[torch.Tensor] = []  # of the layers
         for weights, k_pages, v_pages in zip(self.layers, *pages, strict=True):
+            self.inputs.append(x)
             qkv = linear(normed(x, weights["attention_norm"]), weights, "qkv")
             q, k, v = qkv.split([HEADS * KEY_DIM, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM], dim=-1)
             if not self.whole:
@@ -147,6 +149,7 @@ class Weights:
             gated = reference.gelu_mul(merged) if gelu else reference.silu_mul(merged)
             out = linear(gated, weights, "down")
             x = x + residual_scale * normed(out, weights["mlp_out_norm"])
+        self.inputs.append(x)  # of the head
         logits = normed(x[sampled], self.final_norm) @ self.head.T * factor.get("logit_scale", 1.0)
         cap = factor.get("logit_softcap")
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -178,6 +181,23 @@ def test_every_variant(kernels: CpuKernels, paged_case: Case, variant: str) -> N
     for actual, wanted in zip([*k_pages, *v_pages], [*own[0], *own[1]], strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert decoder.run(tokens, case.batch, torch.empty(0, dtype=torch.int64)).shape[0] == 0
+
+
+@pytest.mark.parametrize("taps", [[0], [LAYERS - 1], [LAYERS], [0, LAYERS - 1, LAYERS]])
+def test_inputs_of_layers(kernels: CpuKernels, paged_case: Case, taps: list[int]) -> None:
+    """They are copied for all tokens, and the logits are those of a step without."""
+    weights = Weights(**VARIANTS["llama"])
+    case = paged_case(STEP, heads=HEADS, kv_heads=KV_HEADS, key_dim=KEY_DIM, value_dim=VALUE_DIM)
+    pages = [[pages.clone() for _ in range(LAYERS)] for pages in (case.k_pages, case.v_pages)]
+    tokens, sampled = torch.arange(len(case.query)) * 7 % VOCABULARY, torch.tensor([1, 15])
+    decoder = weights.packed(kernels)
+    decoder.bind(*pages)
+    plain = decoder.run(tokens, case.batch, sampled)
+    decoder.tap(taps)
+    assert torch.equal(decoder.run(tokens, case.batch, sampled), plain)
+    weights.run(tokens, case, sampled, pages)
+    expected = torch.cat([weights.inputs[layer] for layer in taps], dim=-1)
+    torch.testing.assert_close(decoder.tapped, expected, rtol=1e-4, atol=1e-4)
 
 
 def step_of(start: int, end: int) -> PagedBatch:
