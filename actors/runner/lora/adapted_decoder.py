@@ -24,26 +24,26 @@ class AdaptedDecoder:
     """A ``StepModel`` over ``decoder``."""
 
     def __init__(self, decoder: CpuDecoder, store: AdapterStore) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._store = store
         self._tables: dict[str, AdapterParts] = {}  # by digest
 
     @property
     def layouts(self) -> list[KVLayout]:
-        return self._decoder.layouts
+        return self.decoder.layouts
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._decoder.dtype
+        return self.decoder.dtype
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
-        self._decoder.bind(cache)
+        self.decoder.bind(cache)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
         adapters = self._store.of_rows(inputs.slots)
-        return self._decoder.forward(inputs, self._group(adapters, inputs) if adapters else None)
+        return self.decoder.forward(inputs, self._group(adapters, inputs) if adapters else None)
 
     def _group(self, adapters: list[Adapter | None], inputs: StepInputs) -> StepAdapters:
         """The tokens of a step by the adapters of its rows."""
@@ -65,5 +65,5 @@ class AdaptedDecoder:
             layers = {
                 path: own for path, own in adapter.layers.items() if isinstance(own, PackedLowRank)
             }
-            table = self._tables[adapter.digest] = AdapterParts(self._decoder.places, layers)
+            table = self._tables[adapter.digest] = AdapterParts(self.decoder.places, layers)
         return table

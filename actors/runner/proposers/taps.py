@@ -8,6 +8,7 @@ import torch
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
+from rayfin.actors.runner.lora.adapted_decoder import AdaptedDecoder
 
 States = Callable[[], torch.Tensor]
 """Gives the states [T, width] of the tokens of the last step."""
@@ -19,9 +20,9 @@ def tap_layers(model: Any, layers: Sequence[int]) -> States:
     Raises:
         InvalidConfig: the model has fewer layers, or shows none.
     """
-    if isinstance(model, CpuDecoder):
-        _require_layers(layers, len(model.layouts))
-        return model.tap(layers)
+    if (fused := _fused(model)) is not None:
+        _require_layers(layers, len(fused.layouts))
+        return fused.tap(layers)
     found = getattr(_decoder(model), "layers", ())
     _require_layers(layers, len(found))
     kept: dict[int, torch.Tensor] = {}
@@ -42,8 +43,8 @@ def tap_last(model: Any) -> States:
     Raises:
         InvalidConfig: the model shows no such norm.
     """
-    if isinstance(model, CpuDecoder):
-        return model.tap_last()
+    if (fused := _fused(model)) is not None:
+        return fused.tap_last()
     norm = getattr(_decoder(model), "norm", None)
     if norm is None:
         raise InvalidConfig(
@@ -60,18 +61,25 @@ def tap_last(model: Any) -> States:
 
 def embedding_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The model's embedding: tokens [..., T] -> [..., T, hidden]."""
-    if isinstance(model, CpuDecoder):
-        return model.embed
+    if (fused := _fused(model)) is not None:
+        return fused.embed
     found: Callable[[torch.Tensor], torch.Tensor] = model.transformer.get_input_embeddings()
     return found
 
 
 def head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The model's head: what its last norm gives [..., hidden] -> logits [..., V]."""
-    if isinstance(model, CpuDecoder):
-        return model.score
+    if (fused := _fused(model)) is not None:
+        return fused.score
     found: Callable[[torch.Tensor], torch.Tensor] = model.transformer.get_output_embeddings()
     return found
+
+
+def _fused(model: Any) -> CpuDecoder | None:
+    """The compiled decoder, where the model is one."""
+    if isinstance(model, AdaptedDecoder):
+        model = model.decoder
+    return model if isinstance(model, CpuDecoder) else None
 
 
 def _decoder(model: Any) -> Any:
