@@ -31,7 +31,7 @@ SHARED = ("embed_tokens.weight", "lm_head.weight")
 """Weights that checkpoints repeat, and that are the model's."""
 
 
-class EagleHead(HeadModel):
+class EagleHead(HeadModel):  # type: ignore[no-untyped-call]
     """The head; parameters have the names of the published checkpoints."""
 
     def __init__(
@@ -77,7 +77,7 @@ def with_eagle(loaded: LoadedModel, args: EngineArgs, name: str) -> LoadedModel:
     weights = {name: weight for name, weight in weights.items() if name not in SHARED}
     config._attn_implementation = "eager"  # until it is on pages
     parts = (embedding_of(loaded.model), head_of(loaded.model))
-    head = EagleHead(config, *parts, bias="fc.bias" in weights)
+    head: Any = EagleHead(config, *parts, bias="fc.bias" in weights)
     fill(head, weights, partial(refuse, folder))
     head.to(loaded.device, loaded.model.dtype).eval().requires_grad_(False)
     return with_head(loaded, args, head, tap_last(loaded.model))

@@ -60,7 +60,7 @@ class Eagle3Layer(nn.Module):
             narrow = getattr(self.self_attn, name)
             wide = nn.Linear(2 * hidden, narrow.out_features, bias=narrow.bias is not None)
             setattr(self.self_attn, name, wide)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
         self.input_layernorm = LlamaRMSNorm(hidden, eps)
         self.hidden_norm = LlamaRMSNorm(hidden, eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
@@ -82,7 +82,7 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-class Eagle3Head(HeadModel):
+class Eagle3Head(HeadModel):  # type: ignore[no-untyped-call]
     """The head; parameters have the names of the published checkpoints."""
 
     def __init__(
@@ -142,14 +142,15 @@ def with_eagle3(loaded: LoadedModel, args: EngineArgs, name: str) -> LoadedModel
     states = tap_layers(loaded.model, layers)
     embed = embedding_of(loaded.model)
     if (own := weights.pop("embed_tokens.weight", None)) is not None:
-        embed = nn.Embedding.from_pretrained(own.to(loaded.device, loaded.model.dtype))
+        weight = own.to(loaded.device, loaded.model.dtype)
+        embed = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
     d2t = weights.pop("d2t", None)
     if d2t is None and settings.draft_vocabulary not in (None, target.vocab_size):
         refuse(folder, "lacks d2t, which leads from its vocabulary to the model's")
     settings.config._attn_implementation = "eager"  # until it is on pages
     width = len(layers) * target.hidden_size
     d2t = None if d2t is None else d2t.to(loaded.device, torch.int64)
-    head = Eagle3Head(settings, embed, width, d2t)
+    head: Any = Eagle3Head(settings, embed, width, d2t)
     fill(head, weights, partial(refuse, folder))
     head.to(loaded.device, loaded.model.dtype).eval().requires_grad_(False)
     return with_head(loaded, args, head, states)

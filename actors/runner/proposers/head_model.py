@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 
-class HeadModel(PreTrainedModel):
+class HeadModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     """A head over the tokens [1, T] behind ``given`` states. ``PagedModel`` puts it on pages.
 
     Args:

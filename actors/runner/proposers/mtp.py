@@ -52,7 +52,7 @@ APART = {
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-class MtpHead(HeadModel):
+class MtpHead(HeadModel):  # type: ignore[no-untyped-call]
     """The head: both inputs normed and merged, one layer, a norm, the model's head.
 
     Args:
@@ -70,12 +70,13 @@ class MtpHead(HeadModel):
     ) -> None:
         hidden = config.hidden_size
         super().__init__(config, embed, hidden)
-        norm = partial(type(like.norm), hidden, eps=config.rms_norm_eps)
+        kinds: Any = [type(part) for part in (like.norm, like.layers[-1], like.rotary_emb)]
+        norm = partial(kinds[0], hidden, eps=config.rms_norm_eps)
         self.unembed = unembed
         self.embed_norm, self.state_norm, self.norm = norm(), norm(), norm()
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layer = type(like.layers[-1])(config, 0)
-        self.rotary_emb = type(like.rotary_emb)(config)
+        self.layer = kinds[1](config, 0)
+        self.rotary_emb = kinds[2](config)
         self._normed = normed
 
     def guess(
@@ -113,7 +114,8 @@ def with_mtp(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     own = layer_config(config)
     like = _like(config, refuse)
     with loaded.device:
-        head = MtpHead(own, like, embedding_of(loaded.model), head_of(loaded.model), normed=normed)
+        parts = (embedding_of(loaded.model), head_of(loaded.model))
+        head: Any = MtpHead(own, like, *parts, normed=normed)
     if args.load_format != "dummy":
         fill(head, weights, refuse)
     head.to(loaded.device, loaded.model.dtype).eval().requires_grad_(False)
