@@ -55,11 +55,33 @@ void add_blocks(Pool& pool, const LoraRows& r, int64_t index, int64_t parts, con
 
 #else
 
+// The first vector of a panel's sums: a weight of up to kWidth outputs has no more.
+template <int kM, class Weight>
+RAYFIN_INLINE void half_panel(const float* x, int64_t x_stride, const Weight* weights, int64_t depth, float* y,
+                              int64_t y_stride) {
+  Vec sums[kM] = {};
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec low, high;
+    load_panel(weights + k * kPanel, low, high);
+#pragma GCC unroll 16
+    for (int m = 0; m < kM; ++m) sums[m] += broadcast(x[m * x_stride + k]) * low;
+  }
+  for (int m = 0; m < kM; ++m) store(y + m * y_stride, sums[m]);
+}
+
 // Multiplies rows of x by all panels of a weight; `y` takes whole panels.
 template <class Weight>
 void by_panels(const Matrix& weight, const float* x, int64_t x_stride, int64_t rows, float* y, int64_t y_stride) {
   for (int64_t start = 0; start < rows; start += kRows) {
     const int64_t count = std::min<int64_t>(kRows, rows - start);
+    if (weight.outputs <= kWidth) {
+      with_rows(count, [&](auto m) {
+        half_panel<m.value>(x + start * x_stride, x_stride, weight.panel<Weight>(0), weight.inputs,
+                            y + start * y_stride, y_stride);
+      });
+      continue;
+    }
     for (int64_t panel = 0; panel < weight.panels; ++panel)
       rows_by_panel<false>(count, x + start * x_stride, x_stride, weight.panel<Weight>(panel), weight.inputs,
                            y + start * y_stride + panel * kPanel, y_stride, false);
