@@ -32,7 +32,9 @@ ADAPTERS = Layout(runner="model", adapters=3)
 ADAPTERS_TWO = replace(ADAPTERS, engines=2)
 RANKS = Layout(runner="model", ranks=2)
 CLOCK = Layout(variables=(("CHAOS_CLOCK", "1"),))
-BATCHES = Layout(batches=True, server=(("batch_concurrency", 8), ("batch_mode", "share")))
+BATCHES = Layout(
+    batches=True, server=(("batch_concurrency", 8),), engine=(("batch_mode", "share"),)
+)
 BREAKS_OFF = ("broken",)
 REFUSED = ("engine_unavailable", "rate_limit_exceeded", "queue_full", "unavailable")
 
@@ -102,7 +104,7 @@ def with_a_node(
 
 
 def with_batch(name: str, lines: int, kills: int) -> Case:
-    """A batch beside a few streams: each line has one answer, and it is the oracle's."""
+    """A batch beside short requests: each line has one answer, and it is the oracle's."""
     return Case(
         name,
         "54",
@@ -110,7 +112,7 @@ def with_batch(name: str, lines: int, kills: int) -> Case:
         batch_under_kills(lines, kills),
         BATCHES,
         BREAKS_OFF + REFUSED,
-        streams=2,
+        streams=0,
         rate=1,
         long=kills > 10,
     )
