@@ -1,23 +1,16 @@
-"""A model over a Ray Dataset: actors of its own, one of which is killed, and an application."""
+"""A model over a Ray Dataset by actors of its own, one of which is killed."""
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from ray import serve
 
 from rayfin import LLM, SamplingParams
-from rayfin.actors.config import EngineArgs
 from rayfin.data import RayfinConfig, build_processor
-from rayfin.deployments.app import bind_app
-from rayfin.deployments.serve.server_args import ServerArgs
 
 ROWS = 96
-NAME = f"rows-{os.getpid()}"
 PARAMS = {"temperature": 0, "max_tokens": 24}
 
 
@@ -78,25 +71,3 @@ def _actors() -> list[int]:
     found = [own["Pid"] for own in table if "RayfinRows" in own["ActorClassName"]]
     assert found, [own["ActorClassName"] for own in table]
     return found
-
-
-@pytest.fixture
-def application(
-    deploy: Callable[..., Any], served: str, settings: dict[str, Any], tmp_path: Path
-) -> Iterator[Any]:
-    server = ServerArgs(batch_dir=str(tmp_path))
-    yield deploy(bind_app(server, EngineArgs(**settings)), NAME, served, "/rows")
-    serve.delete(NAME)
-
-
-def test_rows_of_an_application_run_in_its_background(
-    dataset: Any, solo: LLM, application: Any
-) -> None:
-    config = RayfinConfig(
-        model=application.model, application=NAME, sampling_params=PARAMS, batch_size=32
-    )
-    rows = build_processor(config, preprocess=_ask)(dataset).take_all()
-    assert {row["id"]: row["generated_text"] for row in rows} == _expected(solo)
-    over_http = RayfinConfig(model=application.model, url=application.url, sampling_params=PARAMS)
-    (row,) = build_processor(over_http, preprocess=_ask)(dataset.limit(1)).take_all()
-    assert row["generated_text"] == _expected(solo)[row["id"]]

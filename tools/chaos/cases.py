@@ -112,6 +112,7 @@ def with_batch(name: str, lines: int, kills: int) -> Case:
         batch_under_kills(lines, kills),
         BATCHES,
         BREAKS_OFF + REFUSED,
+        "short",
         streams=0,
         rate=1,
         long=kills > 10,
