@@ -216,6 +216,7 @@ class EngineArgs:
     mm_processor_kwargs: dict[str, Any] | None = _flag(
         None, "settings of the image processor, JSON"
     )
+    enable_prompt_embeds: bool = _flag(False, "take prompts that are embeddings: prompt_embeds")
     mm_encoder_cache_gb: float = _flag(1.0, "memory for the embeddings of images seen last, GiB")
 
     def __post_init__(self) -> None:
@@ -381,6 +382,7 @@ class ModelFacts:
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
     image_token_id: int | None = None  # of a model that reads images
     adapter_bytes: int = 0  # kept for LoRA adapters, and not among those left for pages
+    embeds_size: int = 0  # numbers of each embedding that may stand in a prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,6 +425,7 @@ class EngineConfig:
     max_loras: int = 0  # adapters in one step; 0: requests have none
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     image_token_id: int | None = None  # None: the model reads text only
+    embeds_size: int = 0  # of each embedding in a prompt; 0: prompts are tokens
     # What the cache was made from, for metrics: settings as given.
     kv_cache_dtype: str = "auto"
     memory_utilization: float | None = None
@@ -590,4 +593,5 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         speculation=speculation,
         max_loras=loras_in_step(args, facts.device),
         image_token_id=facts.image_token_id,
+        embeds_size=facts.embeds_size,
     )

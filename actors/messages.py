@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfin.actors.adapters.usage import AdapterStats, AdapterUsage
+from rayfin.actors.embeds.embeds_input import EmbedsInput
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.histogram import Histogram
@@ -183,6 +184,7 @@ class EngineRequest:
     pooling: Pooling | None = None  # a vector instead of tokens; ``max_tokens`` is 0
     background: bool = False  # it runs where nothing else has to wait for it
     images: tuple[ImageInput, ...] = ()  # in the order of their tokens
+    embeds: EmbedsInput | None = None  # what the prompt's ids stand for, if they are no tokens
     adapter: AdapterRef | None = None  # its ``extra_key`` is among ``extra_keys``
 
     def use(self, adapter: AdapterRef) -> None:
@@ -206,6 +208,7 @@ class NewRequest:
     pooling: Pooling | None = None  # EngineRequest.pooling
     adapter: AdapterRef | None = None  # EngineRequest.adapter
     images: tuple[ImageInput, ...] = ()  # EngineRequest.images; then there is a history
+    embeds: EmbedsInput | None = None  # EngineRequest.embeds
 
 
 @dataclass(slots=True)
@@ -469,6 +472,7 @@ class EngineInfo:
     identity: str = ""  # EngineArgs.identity
     prefix_caching: bool = True
     image_token_id: int | None = None  # of a model that reads images: their tokens' own id
+    embeds_size: int = 0  # numbers of each embedding in a prompt; 0: prompts are tokens
 
 
 @dataclass(slots=True)

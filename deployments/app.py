@@ -80,7 +80,8 @@ def bind_models(
     from rayfin.actors.images.processor import model_reads_images
 
     if server.max_body_bytes == MAX_BODY_BYTES and any(
-        model_reads_images(located(model.engine)) for model in models
+        model.engine.enable_prompt_embeds or model_reads_images(located(model.engine))
+        for model in models
     ):
         server = replace(server, max_body_bytes=MAX_IMAGES_BODY_BYTES)
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here

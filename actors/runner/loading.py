@@ -18,6 +18,7 @@ from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_de
 from rayfin.actors.runner.cpu.decoder_cache import DecoderCache, Facts
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
+from rayfin.actors.runner.embeds.load import EmbedsParts, require_embeds
 from rayfin.actors.runner.lora.adapted_decoder import AdaptedDecoder, can_adapt
 from rayfin.actors.runner.lora.adapted_model import AdaptedModel
 from rayfin.actors.runner.lora.reader import layer_sizes
@@ -99,6 +100,7 @@ class LoadedModel:
     page_types: tuple[torch.dtype, ...] = ()  # that its attention reads
     int4_saves: int = 0  # bytes of weights that quantization "int4" would free
     vision: VisionParts | None = None  # of a model that reads images
+    embeds: EmbedsParts | None = None  # with enable_prompt_embeds
     parameters: int = 0  # of the checkpoint
 
     @property
@@ -116,6 +118,11 @@ class LoadedModel:
         """The id of an image's tokens, or None if the model reads text only."""
         return None if self.vision is None else self.vision.processor.image_token_id
 
+    @property
+    def embeds_size(self) -> int:
+        """Numbers of each embedding of a prompt, or 0 if prompts are tokens."""
+        return 0 if self.embeds is None else self.embeds.size
+
     def bytes_beside_pages(self, rows: int) -> int:
         """Bytes of the states of ``rows`` requests, of embeddings of images, and of adapters."""
         images = 0 if self.vision is None else self.vision.cache_bytes
@@ -130,9 +137,8 @@ class LoadedModel:
     @property
     def observers(self) -> list[StepObserver]:
         """What follows the steps for the model's sake."""
-        if self.vision is not None:
-            return [self.vision.slots]
-        return [] if self.adapters is None else [self.adapters]
+        found: list[StepObserver] = [] if self.adapters is None else [self.adapters]
+        return found + [parts.slots for parts in (self.vision, self.embeds) if parts is not None]
 
     @property
     def max_position(self) -> int | None:
@@ -202,12 +208,7 @@ def load(
         _require_quantisable(args, device, ranks)
     recipe = read_recipe(args)
     config = load_config(args, recipe)
-    if rounded and (source := source_config(config)) is not None:
-        raise InvalidConfig(
-            f"quantization {rounded!r} rounds plain weights, and {args.model} holds quantized ones "
-            f"({source.get('quant_method')}); leave it out, or 'dequantize' them",
-            "quantization",
-        )
+    _check_settings(args, config, recipe, ranks)
     if recipe is not None:
         require_alone(ranks, lora=args.serves_lora)
         if recipe.encoder:
@@ -247,6 +248,7 @@ def _load(
     except ValueError as error:
         raise InvalidConfig(str(error), "attention") from None
     pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
+    embeds = EmbedsParts(model, rounded=bool(rounded)) if args.enable_prompt_embeds else None
     paged = _page(model, kernel, layers, args.page_size)
     if peers is not None and paged.recurrent is not None:
         name = type(model).__name__
@@ -256,7 +258,7 @@ def _load(
     gpu_model: GpuDecoder | None = None
     plain = pools is None and vision is None
     if plain and args.attention in ("auto", "triton") and can_use_triton(device):
-        whole = not peers and not args.serves_lora and not _reads_states(args)
+        whole = not (peers or args.serves_lora or _reads_states(args) or embeds)
         gpu_model = _on_triton(paged, kernel, args.page_size, whole=whole)
         step_model = gpu_model or paged
     elif peers and kernels and model.dtype in TOLERANCE:
@@ -264,12 +266,15 @@ def _load(
     if not peers and kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded, adapters)
     step_model = _with_parts(adapters, vision, paged, step_model, rounded=bool(rounded))
+    if embeds is not None:
+        step_model = embeds.admit(paged, step_model)
     return LoadedModel(
         *(device, config, step_model, gpu_model, pages, kernels, peers, paged.recurrent, pools),
         adapters=adapters,
         page_types=tuple(page_types(kernel)),
         int4_saves=saves,
         vision=vision,
+        embeds=embeds,
         parameters=parameters,
     )
 
@@ -301,6 +306,23 @@ def _keep(cache: DecoderCache, loaded: LoadedModel) -> LoadedModel:
         return loaded
     model = cache.keep(loaded.model, kernels, facts, max_position(loaded.config))
     return replace(loaded, model=model)
+
+
+def _check_settings(
+    args: EngineArgs, config: PretrainedConfig, recipe: PoolingRecipe | None, ranks: int
+) -> None:
+    """Refuses settings that do not go with the kind of model."""
+    rounded = args.quantization if args.quantization != "dequantize" else None
+    if rounded and (source := source_config(config)) is not None:
+        raise InvalidConfig(
+            f"quantization {rounded!r} rounds plain weights, and {args.model} holds quantized ones "
+            f"({source.get('quant_method')}); leave it out, or 'dequantize' them",
+            "quantization",
+        )
+    if args.enable_prompt_embeds:
+        images = reads_images(config) and not args.language_model_only
+        pools, heads = recipe is not None, _reads_states(args)
+        require_embeds(ranks=ranks, pools=pools, images=images, heads=heads)
 
 
 def _adapter_store(

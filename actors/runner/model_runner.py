@@ -100,20 +100,19 @@ class ModelRunner:
 
     def profile(self) -> tuple[ModelFacts, BatchLimits]:
         """What the model and the device say; runs the largest step unless memory was given."""
-        args, config, device = self._args, self._loaded.config, self._loaded.device
-        positions, whole = self._loaded.max_position, self._loaded.whole_prompts
+        args, loaded, device = self._args, self._loaded, self._loaded.device
+        config, positions, whole = loaded.config, loaded.max_position, loaded.whole_prompts
         model_len = resolve_model_len(args, positions)
         limits = resolve_limits(args, device.type, model_len, whole_prompts=whole)
         available = args.kv_cache_memory
         if available is None:
-            peers = self._loaded.peers
             available = available_bytes(
                 lambda: self._run_largest_step(limits, model_len),
                 device,
                 args.memory_utilization,
-                1 if peers is None else peers.place.size,
+                1 if loaded.peers is None else loaded.peers.place.size,
             ) - self._bytes_of_graphs(limits, model_len)
-            available -= self._loaded.bytes_beside_pages(limits.max_decoding_batch)
+            available -= loaded.bytes_beside_pages(limits.max_decoding_batch)
         facts = ModelFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
             vocab_size=config.get_text_config(decoder=True).vocab_size,
@@ -127,6 +126,7 @@ class ModelRunner:
             int4_saves=self._loaded.int4_saves,
             image_token_id=self._loaded.image_token_id,
             adapter_bytes=self._loaded.adapter_bytes,
+            embeds_size=self._loaded.embeds_size,
         )
         return facts, limits
 

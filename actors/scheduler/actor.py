@@ -352,6 +352,7 @@ class SchedulerActor:
             max_logprobs=config.max_logprobs,
             prefix_caching=config.prefix_caching,
             image_token_id=config.image_token_id,
+            embeds_size=config.embeds_size,
             identity=self._started.args.identity,
         )
 

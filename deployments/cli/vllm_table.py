@@ -255,7 +255,7 @@ MODEL: tuple[VllmFlag, ...] = (
     switch("--disable-sliding-window", "no sliding window", Lacks("models without their window")),
     switch("--disable-cascade-attn", "no cascade attention", KERNELS),
     switch("--skip-tokenizer-init", "no tokenizer", Lacks("server without a tokenizer")),
-    switch("--enable-prompt-embeds", "embeddings as prompts", Lacks("embeddings as prompts")),
+    switch("--enable-prompt-embeds", "embeddings as prompts", Alias("enable_prompt_embeds")),
     value(
         "--config-format",
         "format of the configuration",

@@ -130,6 +130,7 @@ class Generation:
                     tokenizer=service.tokenizer,
                     cache_salt=prompt.cache_salt,
                     images=prompt.images,
+                    embeds=prompt.embeds,
                 )
             )
         _check_prompt_logprobs([request for group in requests for request in group])

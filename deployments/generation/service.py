@@ -13,6 +13,7 @@ from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.deployments.adapters.names import AdapterNames
 from rayfin.deployments.client.adapter_client import AdapterClient
 from rayfin.deployments.client.engine_client import EngineClient
+from rayfin.deployments.embeds.read import EmbedsReader
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
 from rayfin.deployments.http.idempotency import AnswerStore
@@ -62,6 +63,7 @@ class OpenAIService:
     recipe: PoolingRecipe | None = None  # of a model that pools: it generates no text
     adapters: AdapterNames | None = None  # None: requests name no LoRA adapter
     media: MediaReader | None = None  # of a model that reads images
+    embeds: EmbedsReader | None = None  # with --enable-prompt-embeds
     warden: GrammarChecker = None  # type: ignore[assignment]  # None: grammars compile in this process
 
     def __post_init__(self) -> None:

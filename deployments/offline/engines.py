@@ -82,6 +82,7 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
         max_logprobs=config.max_logprobs,
         prefix_caching=config.prefix_caching,
         image_token_id=config.image_token_id,
+        embeds_size=config.embeds_size,
     )
     executor = InlineExecutor(runner, config)
     return Engine(config, executor), info, executor

@@ -1,4 +1,4 @@
-"""Images of offline prompts, and prompts in all the forms that ``LLM`` takes."""
+"""Images and embeddings of offline prompts, and prompts in all the forms that ``LLM`` takes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,10 +9,19 @@ import numpy as np
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.images.processor import ImageProcessor, put_images
-from rayfin.actors.messages import Int32Array
+from rayfin.actors.messages import EngineInfo, Int32Array
+from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.embeds.read import EmbedsReader, PromptEmbeds, required
+from rayfin.deployments.embeds.tensor import DTYPES, FIELD, Tensor, refused
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
-from rayfin.deployments.requests.prompts import WrittenPrompt, read_prompts
+from rayfin.deployments.requests.prompts import (
+    IDS,
+    SALT,
+    WrittenPrompt,
+    read_prompts,
+    truncated,
+)
 from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -25,12 +34,13 @@ class OfflineImages:
     def __init__(self, args: EngineArgs, settings: MediaSettings, *, remote: bool) -> None:
         processor = ImageProcessor.load(args)
         self.media: MediaReader | None = None
-        if processor is not None:
-            put = None
-            if remote:
-                import ray
+        put = None
+        if remote:
+            import ray
 
-                put = ray.put
+            put = ray.put
+        self._embeds = EmbedsReader(put) if args.enable_prompt_embeds else None
+        if processor is not None:
             self.media = MediaReader(processor, settings, put)
 
     def place(
@@ -48,6 +58,23 @@ class OfflineImages:
         ids, inputs = put_images(prompt.ids, images, self.media.image_token_id, param)
         return replace(prompt, ids=ids, images=inputs)
 
+    def embeds(
+        self, prompt: WrittenPrompt, info: EngineInfo, params: SamplingParams
+    ) -> PromptEmbeds | None:
+        """The embeddings that are the prompt, if it has no tokens.
+
+        Raises:
+            InvalidRequest: the engine takes none, or not these.
+        """
+        if prompt.tensor is None:
+            return None
+        param = f"{prompt.param}.{FIELD}"
+
+        def cut(places: list[int]) -> list[int]:
+            return truncated(places, params, info.max_model_len)
+
+        return required(self._embeds, info, param).take(prompt.tensor, param, info, cut)
+
     def template(self, tokenizer: Tokenizer | None) -> str | None:
         """The chat template of the processor, where the tokenizer has none."""
         if self.media is None or tokenizer is None or tokenizer.inner.chat_template:
@@ -55,7 +82,7 @@ class OfflineImages:
         return self.media.processor.chat_template
 
     def shown(self, prompt: Int32Array) -> list[int]:
-        """The ids of a prompt as users see them."""
+        """The ids of a prompt as users see them; embeddings are -1 in them."""
         token = -1 if self.media is None else self.media.image_token_id
         ids: list[int] = np.where(prompt < 0, token, prompt).tolist()
         return ids
@@ -75,22 +102,67 @@ class OfflineImages:
         return replace(prompt, images=inputs), whole
 
 
-def list_prompts(prompts: Any) -> list[WrittenPrompt]:
-    """Reads one prompt or several: texts, token ids, arrays, or vLLM's dicts."""
+def list_prompts(prompts: Any, *, embeds: bool = False) -> list[WrittenPrompt]:
+    """Reads one prompt or several: texts, token ids, arrays, or vLLM's dicts.
+
+    Args:
+        embeds: a dict may have ``prompt_embeds``.
+    """
     items = prompts if isinstance(prompts, str | Mapping) else _plain(prompts)
     if items == []:
         return []
     several = not isinstance(items, str | Mapping) and not isinstance(items[0], int)
     each = items if several else [items]
     pictures = [_pictures(item, place) for place, item in enumerate(each)]
-    texts = [
-        {name: value for name, value in item.items() if name != DATA}
-        if isinstance(item, Mapping)
-        else item
-        for item in each
-    ]
+    tensors = [_tensor(item, place) if embeds else None for place, item in enumerate(each)]
+    texts = [_text_side(*both) for both in zip(each, tensors, strict=True)]
     written = read_prompts(texts if several else texts[0], mixed=True)
-    return [replace(one, pictures=own) for one, own in zip(written, pictures, strict=True)]
+    parts = zip(written, pictures, tensors, strict=True)
+    return [replace(one, pictures=own, tensor=tensor) for one, own, tensor in parts]
+
+
+def _text_side(item: Any, tensor: Tensor | None) -> Any:
+    """A prompt without its images and embeddings, for which ids of 0 stand."""
+    if not isinstance(item, Mapping):
+        return item
+    if tensor is None:
+        return {name: value for name, value in item.items() if name != DATA}
+    shape = tensor.array.shape
+    count = shape[-2] if len(shape) > 1 else 0
+    return {IDS: [0] * max(count, 1), SALT: item.get(SALT)}
+
+
+def _tensor(prompt: Any, place: int) -> Tensor | None:
+    """The embeddings of a prompt, of torch's or numpy's."""
+    value = prompt.get(FIELD) if isinstance(prompt, Mapping) else None
+    if value is None:
+        return None
+    try:
+        return tensor_of(value)
+    except InvalidRequest as error:
+        path = f"prompt[{place}].{FIELD}"
+        raise InvalidRequest(error.message.replace(FIELD, path, 1), path, error.code) from None
+
+
+def tensor_of(value: Any) -> Tensor:
+    """A tensor of torch's or an array of numpy's, on the host.
+
+    Raises:
+        InvalidRequest: it is something else, not dense, or not of floating-point numbers.
+    """
+    name = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+    if not isinstance(value, np.ndarray):
+        import torch
+
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            raise refused("it must be a dense tensor of torch's, or an array")
+        if name in DTYPES:
+            value = value.detach().cpu()
+            value = value.contiguous().view(torch.uint16) if name == "bfloat16" else value
+            value = value.numpy()
+    if name not in DTYPES:
+        raise refused(f"{name} is not of {', '.join(DTYPES)}")
+    return Tensor(value, name)
 
 
 def _pictures(prompt: Any, place: int) -> tuple[Any, ...]:

@@ -66,7 +66,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or vLLM's dict of ``prompt`` or ``prompt_token_ids``, and multi_modal_data."""
+"""A text, token ids, or vLLM's dict of one of them, of ``prompt_embeds``, or multi_modal_data."""
 
 UNLIMITED = {"max_waiting_requests": sys.maxsize}
 """A queue limit protects a server. Offline, the caller decides the size of a batch."""
@@ -163,7 +163,7 @@ class LLM:
             InvalidRequest: a prompt does not fit, the numbers of prompts and settings differ, or
                 an adapter cannot be served.
         """
-        listed = list_prompts(prompts)
+        listed = list_prompts(prompts, embeds=True)
         params = self._params_for(listed, sampling_params)
         listed, tokens = self._images.place(listed, [self._tokens(prompt) for prompt in listed])
         made = {id(param): self._plan(param) for param in params}
@@ -181,7 +181,7 @@ class LLM:
         Raises:
             InvalidRequest: as ``generate``; then none of the prompts is kept.
         """
-        listed = list_prompts(prompts)
+        listed = list_prompts(prompts, embeds=True)
         params = self._params_for(listed, sampling_params)
         listed, tokens = self._images.place(listed, [self._tokens(prompt) for prompt in listed])
         prepared = self._prepare(listed, tokens, params, [self._plan(param) for param in params])
@@ -539,6 +539,7 @@ class LLM:
             cache_salt=prompt.cache_salt,
             guidance=guidance,
             images=prompt.images,
+            embeds=self._images.embeds(prompt, info, params),
         )
 
     def _plan(

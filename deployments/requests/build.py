@@ -14,6 +14,7 @@ from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.images.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.embeds.read import PromptEmbeds
 from rayfin.deployments.requests.limits import bad_word_ids, check_sampling, runner_sampling
 from rayfin.deployments.text.tokenizer import Tokenizer, model_json
 
@@ -43,6 +44,7 @@ def build_requests(
     cache_salt: str | None = None,
     guidance: Guidance | None = None,
     images: Sequence[ImageInput] = (),
+    embeds: PromptEmbeds | None = None,
 ) -> list[EngineRequest]:
     """Returns one engine request per choice, with ids ``{request_id}-{i}``, keys and seeds.
 
@@ -52,7 +54,7 @@ def build_requests(
     prompt, for errors; the ``tokenizer`` is needed for bad words. Only prompts of one salt
     share pages. ``guidance`` holds for all choices; its ends and the position from which they may
     be sampled are set here, from ``min_tokens`` and ``ignore_eos``. Tokens of ``images`` get ids of
-    their own.
+    their own, and ``embeds`` bring them.
 
     Raises:
         ContextLengthExceeded: no room for one token, or the prompt needs more pages than exist.
@@ -62,6 +64,8 @@ def build_requests(
     prompt = _prompt(prompt_ids, info, param)
     if images:
         prompt = _with_images(prompt, images, info, params, param)
+    if embeds is not None:
+        prompt = _of_embeds(embeds, params)
     room = _room(len(prompt), info, param)
     check_sampling(params, info)
     eos = frozenset(eos_token_ids)
@@ -89,6 +93,7 @@ def build_requests(
             extra_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
             parent_key=first_key if index else None,
             images=tuple(images),
+            embeds=None if embeds is None else embeds.sent,
         )
         for index in range(params.n)
     ]
@@ -167,6 +172,17 @@ def _with_images(
             "prompt_logprobs does not go with images.", "prompt_logprobs", "unsupported_parameter"
         )
     return put_virtual_ids(prompt, images, info.image_token_id)
+
+
+def _of_embeds(embeds: PromptEmbeds, params: SamplingParams) -> Int32Array:
+    """The prompt of ids that stand for embeddings."""
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs does not go with prompt_embeds: the prompt has no tokens.",
+            "prompt_logprobs",
+            "unsupported_parameter",
+        )
+    return embeds.ids
 
 
 def _all_int(ids: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.deployments.embeds.tensor import Tensor
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 Side = Literal["left", "right"]
@@ -26,6 +27,7 @@ class WrittenPrompt:
     cache_salt: str | None = None
     pictures: tuple[Any, ...] = ()  # of PIL, for ``LLM``
     images: tuple[ImageInput, ...] = ()  # the same, when the prompt has their tokens
+    tensor: Tensor | None = None  # embeddings in place of the ids, for ``LLM``
 
 
 def read_prompts(

@@ -27,6 +27,7 @@ from rayfin.deployments.client.engine_names import engine_prefix, find_engines
 from rayfin.deployments.client.metered import MeteredEngineClient
 from rayfin.deployments.client.pool import EnginePool, Patience
 from rayfin.deployments.client.waiting_room import WaitingRoom, starter
+from rayfin.deployments.embeds.read import EmbedsReader
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.guidance.warden import Warden
 from rayfin.deployments.media.reader import MediaReader
@@ -58,6 +59,7 @@ class TextSide(NamedTuple):
     defaults: dict[str, Any]  # of sampling
     recipe: PoolingRecipe | None  # of a model that pools
     media: MediaReader | None = None  # of a model that reads images
+    embeds: EmbedsReader | None = None  # with --enable-prompt-embeds
 
     def fields(self) -> dict[str, Any]:
         """Its fields of OpenAIService."""
@@ -68,6 +70,7 @@ class TextSide(NamedTuple):
             "sampling_defaults": self.defaults,
             "recipe": self.recipe,
             "media": self.media,
+            "embeds": self.embeds,
         }
 
 
@@ -239,7 +242,8 @@ def load_text(model: ModelArgs) -> TextSide:
     if processor is not None:
         media = MediaReader(processor, server.media_settings(), ray.put)
     recipe = read_recipe(located(args))
-    return TextSide(tokenizer, template, formats, defaults, recipe, media)
+    embeds = EmbedsReader(ray.put) if args.enable_prompt_embeds else None
+    return TextSide(tokenizer, template, formats, defaults, recipe, media, embeds)
 
 
 async def _first_info(client: EnginePool) -> EngineInfo:

@@ -15,6 +15,7 @@ class InlineClient:
     def __init__(self, engine: OfflineEngine) -> None:
         self.engine = engine
         self.seen: list[EngineRequest] = []
+        self._turn = asyncio.Lock()
 
     def close(self) -> None:
         pass
@@ -25,13 +26,14 @@ class InlineClient:
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         self.seen.append(request)
         names = {request.key: request.request_id}
-        for message in self.engine.run([request]):
-            for end in message.ended:
-                if end.error is not None:
-                    raise end.error
-            for _, delta in split_deltas(message, names):
-                yield delta
-            await asyncio.sleep(0)
+        async with self._turn:
+            for message in self.engine.run([request]):
+                for end in message.ended:
+                    if end.error is not None:
+                        raise end.error
+                for _, delta in split_deltas(message, names):
+                    yield delta
+                await asyncio.sleep(0)
 
     async def recall(self, tenant: str, request_ids: Any) -> list[None]:
         return [None for _ in request_ids]

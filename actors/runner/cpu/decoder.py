@@ -48,6 +48,11 @@ class CpuDecoder:
         self.places = places  # of the linear layers, for adapters
         self.dtype = dtype  # of the pages, unless the configuration sets another
 
+    @property
+    def embedding_scale(self) -> float:
+        """What the embeddings of tokens are multiplied with; given inputs are not."""
+        return self.packed.shape.embedding_scale
+
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
         self.packed.bind(cache.keys, cache.values)
@@ -87,10 +92,10 @@ class CpuDecoder:
         if inputs.given is None and inputs.rope_positions is None:
             tokens, sampled = inputs.input_ids, inputs.sampled
             return self.packed.run(tokens, inputs.batch, sampled, adapters=adapters)
-        return self._run_images(inputs)
+        return self._run_given(inputs, adapters)
 
-    def _run_images(self, inputs: StepInputs) -> torch.Tensor:
-        """A step with parts of images, or with text behind some."""
+    def _run_given(self, inputs: StepInputs, adapters: StepAdapters | None) -> torch.Tensor:
+        """A step with parts of images or given embeddings, or with text behind images."""
         tokens, batch, given = inputs.input_ids, inputs.batch, None
         if inputs.given is not None:
             given = inputs.given.states.float().contiguous()
@@ -98,7 +103,7 @@ class CpuDecoder:
             tokens[inputs.given.index] = -1 - torch.arange(len(given))
         rope = inputs.rope_positions
         if rope is None:
-            return self.packed.run(tokens, batch, inputs.sampled, given)
+            return self.packed.run(tokens, batch, inputs.sampled, given, adapters=adapters)
         if bool((rope == rope[0]).all()):  # text behind images has positions of the common tables
             batch = replace(batch, positions=rope[0].contiguous())
             return self.packed.run(tokens, batch, inputs.sampled, given)

@@ -123,6 +123,8 @@ def _why_not(args: EngineArgs, config: PretrainedConfig, device: torch.device) -
         return "adapters need their layers one by one"
     if reads_images(config):
         return "the model reads images"
+    if args.enable_prompt_embeds:
+        return "embeddings of prompts are compared with the model itself"
     if args.trust_remote_code:
         return "code of the model's own may change them"
     return None

@@ -36,6 +36,11 @@ class AdaptedDecoder:
     def dtype(self) -> torch.dtype:
         return self.decoder.dtype
 
+    @property
+    def embedding_scale(self) -> float:
+        """What the embeddings of tokens are multiplied with; given inputs are not."""
+        return self._decoder.embedding_scale
+
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
         self.decoder.bind(cache)

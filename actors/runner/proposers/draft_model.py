@@ -110,7 +110,8 @@ class DraftModelProposer:
     def add(self, slot: int, request: NewRequest) -> None:
         """Starts a request with the tokens of its history."""
         assert request.history is not None
-        self._texts.add(slot, request.history)
+        # Tokens of images and of embeddings have no place in its vocabulary.
+        self._texts.add(slot, np.maximum(request.history, 0))
         # All but the last token are in pages that were found or come back, or are computed next. Of
         # those that come back the last ones may have been missed.
         known, sampled = len(request.history), len(request.history) - request.prompt_len

@@ -124,6 +124,7 @@ class Lifecycle:
                 pooling=source.pooling,
                 adapter=source.adapter,
                 images=source.images,
+                embeds=source.embeds,
             )
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import PrivateAttr
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.embeds.read import listed
 from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
@@ -46,7 +47,7 @@ class _CompletionBody(GenerationBody):
 
 class CompletionRequest(_CompletionBody):
     prompt: Any = None
-
+    prompt_embeds: Any = None  # see --enable-prompt-embeds
     logprobs: int | None = None  # number of top tokens per token
 
     @property
@@ -57,17 +58,32 @@ class CompletionRequest(_CompletionBody):
     def prompts(self, most: int) -> list[WrittenPrompt]:
         """The prompts, each a text or token ids, none empty; at most so many.
 
+        Beside embeddings there may be none.
+
         Raises:
             InvalidRequest: ``param`` is the path of what is wrong, such as prompt[1].
         """
         for empty, code in NO_PROMPT:
             if self.prompt == empty:
+                if self.embeds(most):
+                    return []
                 message = "Either prompt or prompt_embeds must be provided and non-empty."
                 raise InvalidRequest(message, "prompt", code)
         return read_prompts(self.prompt, most=most)
 
+    def embeds(self, most: int) -> list[tuple[str, str]]:
+        """The embeddings that are prompts, each behind its path; at most so many.
+
+        Raises:
+            InvalidRequest: ``param`` is the path of what is wrong, such as prompt_embeds[1].
+        """
+        empty = self.prompt_embeds is None or self.prompt_embeds == []
+        return [] if empty else listed(self.prompt_embeds, most)
+
     def check(self) -> None:
         super().check()
+        if self.prompt_embeds and self.echo:
+            raise InvalidRequest("echo does not go with prompt_embeds: they are no text.", "echo")
         if self.logprob_token_ids and self.scores_only:
             raise InvalidRequest(
                 "logprob_token_ids does not go with echo and max_tokens 0: there is no output.",

@@ -9,6 +9,7 @@ from rayfin.deployments.api.openai.adapter import CompletionAdapter
 from rayfin.deployments.api.openai.bodies import CompletionRequest
 from rayfin.deployments.api.openai.chunks import text_choice
 from rayfin.deployments.api.openai.replies import Completion, CompletionChoice
+from rayfin.deployments.embeds.read import required
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
 from rayfin.deployments.generation.logprobs import (
@@ -49,8 +50,23 @@ class TextAdapter(CompletionAdapter):
         return generation
 
     async def prompts(self, params: SamplingParams) -> list[Prompt]:
-        listed = self._body.prompts(self._service.replies.max_prompts)
-        return [await self._prompt(written, params) for written in listed]
+        most = self._service.replies.max_prompts
+        given = self._body.embeds(most)
+        written = self._body.prompts(most)
+        embedded = [await self._embedded(*each, params) for each in given]
+        return embedded + [await self._prompt(one, params) for one in written]
+
+    async def _embedded(self, param: str, data: str, params: SamplingParams) -> Prompt:
+        """A prompt of embeddings; in an answer they come before those of text, as in vLLM."""
+        body, service = self._body, self._service
+        info = await service.client.info()
+        side = body.truncation_side or "left"
+
+        def cut(places: list[int]) -> list[int]:
+            return truncated(places, params, service.max_model_len, side)
+
+        embeds = await required(service.embeds, info, param).read(data, param, info, cut)
+        return Prompt([0] * embeds.sent.length, param, "", body.cache_salt, embeds=embeds)
 
     async def _prompt(self, written: WrittenPrompt, params: SamplingParams) -> Prompt:
         body, service = self._body, self._service
@@ -93,7 +109,7 @@ class TextAdapter(CompletionAdapter):
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             token_ids=choice.token_ids if with_ids else None,
-            prompt_token_ids=prompt.ids if with_ids else None,
+            prompt_token_ids=prompt.shown_ids if with_ids else None,
             prompt_logprobs=scores,
         )
 
@@ -108,7 +124,7 @@ class TextAdapter(CompletionAdapter):
             choice.index,
             choice.prompt.echo + delta.text if first else delta.text,
             self._logprobs(choice, delta, first),
-            choice.prompt.ids if with_ids and first else None,
+            choice.prompt.shown_ids if with_ids and first else None,
             delta.token_ids if with_ids else None,
             delta.finish_reason,
             delta.stop_reason,

@@ -1,0 +1,196 @@
+"""The embeddings of a request: base64 of a file, to rows that a runner can take.
+
+Sizes are checked before anything is decoded, and the shape before anything is copied.
+"""
+
+import asyncio
+import binascii
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+
+from rayfin.actors.embeds.embeds_input import ROWS, EmbedsInput
+from rayfin.actors.embeds.row_ids import row_ids
+from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
+from rayfin.actors.messages import EngineInfo, Int32Array
+from rayfin.deployments.embeds.tensor import DTYPES, FIELD, Tensor, refused
+from rayfin.deployments.embeds.torch_file import read_torch
+
+THREADS = 2  # for all requests of a replica
+FRAME_BYTES = 64 * 1024  # of a file beside its numbers
+ZIP = b"PK\x03\x04"
+SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+HOW = "base64 of one tensor, as torch.save or safetensors writes it"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Embeddings in place of a prompt's tokens."""
+
+    ids: Int32Array  # [P] of the tokens that they stand for, which depend on them alone
+    sent: EmbedsInput
+
+
+class EmbedsReader:
+    """Reads ``prompt_embeds``, in threads.
+
+    Args:
+        put: brings the rows into Ray's object store; None leaves them in the request.
+    """
+
+    def __init__(self, put: Callable[[Any], Any] | None = None) -> None:
+        self._put = put
+        self._threads = ThreadPoolExecutor(THREADS, "embeds")
+
+    async def read(
+        self,
+        data: str,
+        param: str,
+        info: EngineInfo,
+        cut: Callable[[list[int]], list[int]] = lambda places: places,
+    ) -> PromptEmbeds:
+        """The embeddings of one prompt.
+
+        Args:
+            param: their field, for errors.
+            cut: which of the rows, by their places, to keep.
+
+        Raises:
+            InvalidRequest: they are not what this model takes; ``param`` says where.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.read_now, data, param, info, cut)
+
+    def read_now(
+        self,
+        data: str,
+        param: str,
+        info: EngineInfo,
+        cut: Callable[[list[int]], list[int]] = lambda places: places,
+    ) -> PromptEmbeds:
+        """As ``read``, in the caller's thread."""
+        try:
+            tensor = _decoded(data, info)
+        except InvalidRequest as error:
+            message = error.message.replace(FIELD, param, 1)
+            raise InvalidRequest(message, param, error.code) from None
+        return self.take(tensor, param, info, cut)
+
+    def take(
+        self,
+        tensor: Tensor,
+        param: str,
+        info: EngineInfo,
+        cut: Callable[[list[int]], list[int]] = lambda places: places,
+    ) -> PromptEmbeds:
+        """The same from a tensor.
+
+        Raises:
+            InvalidRequest: its shape or a number is wrong.
+        """
+        whole = _shaped(tensor, param, info)
+        kept = cut(list(range(len(whole.array))))
+        whole = Tensor(whole.array[kept[0] : kept[-1] + 1], whole.dtype).narrowed()
+        rows = Tensor(np.ascontiguousarray(whole.array), whole.dtype)
+        if not rows.is_finite():
+            raise InvalidRequest(
+                f"'{param}' has numbers that are no finite ones.", param, "invalid_embeds"
+            )
+        given: Any = {ROWS: rows.array}
+        if self._put is not None:
+            given = self._put(given)
+        sent = EmbedsInput(given, len(rows.array), rows.dtype)
+        return PromptEmbeds(row_ids(rows.array, rows.dtype), sent)
+
+
+def required(reader: EmbedsReader | None, info: EngineInfo, param: str) -> EmbedsReader:
+    """The reader of a model that takes embeddings.
+
+    Raises:
+        InvalidRequest: it takes none.
+    """
+    if reader is None or not info.embeds_size:
+        raise InvalidRequest(
+            f"{param} needs a server that was started with --enable-prompt-embeds.",
+            param,
+            "unsupported_parameter",
+        )
+    return reader
+
+
+def listed(value: object, most: int) -> list[tuple[str, str]]:
+    """The field's texts, one or a list, each behind its path.
+
+    Raises:
+        InvalidRequest: it is something else, empty, or has more than ``most``.
+    """
+    single = isinstance(value, str)
+    texts: Sequence[Any] = [value] if single else value if isinstance(value, list) else [None]
+    if len(texts) > most:
+        raise InvalidRequest(
+            f"'{FIELD}' takes at most {most} prompts, got {len(texts)}.",
+            FIELD,
+            "array_above_max_length",
+        )
+    found = []
+    for i, text in enumerate(texts):
+        path = FIELD if single or not isinstance(value, list) else f"{FIELD}[{i}]"
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"'{path}' must be {HOW}.", path, "invalid_type")
+        found.append((path, text))
+    return found
+
+
+def _decoded(data: str, info: EngineInfo) -> Tensor:
+    most = info.max_model_len * info.embeds_size * DTYPES["float64"].itemsize + FRAME_BYTES
+    if len(data) > (most + 2) // 3 * 4:
+        raise refused(
+            f"it has {len(data)} characters, more than {info.max_model_len} tokens of "
+            f"{info.embeds_size} numbers take"
+        )
+    try:
+        raw = binascii.a2b_base64(data.encode("ascii"), strict_mode=True)
+    except ValueError:
+        raise refused(f"it is not {HOW}") from None
+    return read_torch(raw) if raw.startswith(ZIP) else _read_safetensors(raw)
+
+
+def _read_safetensors(raw: bytes) -> Tensor:
+    parse: Any = deserialize  # it has no types
+    try:
+        tensors = parse(raw)
+    except (SafetensorError, ValueError, OverflowError):
+        raise refused(f"it is not {HOW}") from None
+    if len(tensors) != 1:
+        raise refused(f"it has {len(tensors)} tensors instead of one")
+    ((_, tensor),) = tensors
+    dtype = SAFETENSORS.get(tensor["dtype"])
+    if dtype is None:
+        raise refused(f"{tensor['dtype']} is not of {', '.join(DTYPES)}")
+    numbers = np.frombuffer(tensor["data"], DTYPES[dtype])
+    return Tensor(numbers.reshape(tensor["shape"]), dtype)
+
+
+def _shaped(tensor: Tensor, param: str, info: EngineInfo) -> Tensor:
+    """The tensor as [tokens, hidden]; nothing of it is copied."""
+    array = tensor.array
+    if array.ndim == 3 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 2 or array.shape[1] != info.embeds_size or not len(array):
+        raise InvalidRequest(
+            f"'{param}' has the shape {tensor.array.shape}; it must be (tokens, "
+            f"{info.embeds_size}), with the hidden size of this model.",
+            param,
+            "invalid_embeds",
+        )
+    if len(array) > info.max_model_len:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {info.max_model_len} tokens, however the "
+            f"prompt is too long: it has {len(array)} embeddings. Please shorten it.",
+            param,
+        )
+    return Tensor(array, tensor.dtype)
