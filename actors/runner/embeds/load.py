@@ -72,10 +72,8 @@ class EmbedsParts:
         if self._text is not None:  # as far apart as text is
             logits = chunked_logits(model, paged, self._tokens.to(paged.device), CUTS)
             limit = max(ROUNDED, 2 * _apart(logits, self._text))
-        scales = [1.0]
-        if isinstance(
-            model, CpuDecoder | AdaptedDecoder
-        ):  # some models scale all their inputs, others their tokens
+        scales = [1.0]  # some models scale all their inputs, others their tokens alone
+        if isinstance(model, CpuDecoder | AdaptedDecoder):
             scales.append(model.embedding_scale)
         for scale in scales:
             around = EmbedsModel(model, self.slots, self._dtype, scale)
