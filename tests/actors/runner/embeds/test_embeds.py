@@ -15,6 +15,7 @@ from rayfin.actors.embeds.embeds_input import ROWS, EmbedsInput
 from rayfin.actors.embeds.row_ids import row_ids
 from rayfin.actors.errors import InvalidConfig, RunnerGroupFailed, UnsupportedModel
 from rayfin.actors.runner.loading import load
+from rayfin.kernels.cpu.library import try_load
 from vision_models import VisionModel
 
 Make = Callable[..., Any]
@@ -206,6 +207,7 @@ def test_lost_rows_fail_one_request(llama: Embedded, served: Make, request_of: M
     assert engine.reasons[0] == "error" and tokens[1] == llama.answer(good, OUTPUT)
 
 
+@pytest.mark.skipif(try_load() is None, reason="the CPU kernels are not built")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_rounded_weights(quantization: str, llama: Embedded, engine_args: Make) -> None:
     args = engine_args(llama.folder, enable_prompt_embeds=True, quantization=quantization)
