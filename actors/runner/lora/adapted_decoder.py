@@ -39,7 +39,7 @@ class AdaptedDecoder:
     @property
     def embedding_scale(self) -> float:
         """What the embeddings of tokens are multiplied with; given inputs are not."""
-        return self._decoder.embedding_scale
+        return self.decoder.embedding_scale
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
