@@ -331,8 +331,8 @@ def _spans(inputs: StepInputs) -> tuple[Int64Array, Int64Array, Int64Array]:
     """The slots [R] of a step's rows, and their positions: the first, and behind the last."""
     assert inputs.slots is not None
     ends = np.asarray(inputs.batch.kv_len_cpu, np.int64)
-    counts: Int64Array = np.diff(np.asarray(inputs.batch.query_start_cpu, np.int64))
-    return inputs.slots.astype(np.int64), ends - counts, ends
+    query = np.asarray(inputs.batch.query_start_cpu, np.int64)
+    return inputs.slots.astype(np.int64), ends - query[1:] + query[:-1], ends
 
 
 def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
