@@ -144,7 +144,7 @@ def test_what_is_not_needed_is_a_line_of_the_log(
             "own count",
         ),
         ("--runner embed", "Invalid value for '--runner'"),
-        ("-sc.method eagle3", "Rayfin does not draft with EAGLE-3 heads"),
+        ("-sc.method eagle3", "--speculative-config method 'eagle3' needs a model"),
         ("--speculative-config {}x", "--speculative-config is not JSON"),
         ("--kv-transfer-config {}", "--kv-transfer-config is not supported"),
         ("--quantization awq", "Invalid value for '--quantization'"),
