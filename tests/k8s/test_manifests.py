@@ -184,7 +184,8 @@ def test_production_is_watched() -> None:
     ]
     assert len([rule for rule in rules if "alert" in rule]) > 5
     labels = [own["metadata"].get("labels", {}) for own in of_kind(objects, "ConfigMap")]
-    assert len([own for own in labels if own.get("grafana_dashboard") == "1"]) == 8
+    dashboards = list((ROOT / "k8s" / "grafana").glob("*.json"))
+    assert len([own for own in labels if own.get("grafana_dashboard") == "1"]) == len(dashboards)
     assert len(of_kind(objects, "PodMonitor")) == 2
 
 

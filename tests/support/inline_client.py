@@ -15,7 +15,7 @@ class InlineClient:
     def __init__(self, engine: OfflineEngine) -> None:
         self.engine = engine
         self.seen: list[EngineRequest] = []
-        self._turn = asyncio.Lock()
+        self._turns: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}  # each test has a loop
 
     def close(self) -> None:
         pass
@@ -26,7 +26,7 @@ class InlineClient:
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         self.seen.append(request)
         names = {request.key: request.request_id}
-        async with self._turn:
+        async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             for message in self.engine.run([request]):
                 for end in message.ended:
                     if end.error is not None:

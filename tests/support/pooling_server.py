@@ -25,10 +25,10 @@ class SerialClient(InlineClient):
 
     def __init__(self, engine: Any) -> None:
         InlineClient.__init__(self, engine)
-        self._free = asyncio.Lock()
+        self._frees: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}  # each test has a loop
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        async with self._free:
+        async with self._frees.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             async for delta in InlineClient.stream(self, request):
                 yield delta
 
