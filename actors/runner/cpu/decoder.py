@@ -106,13 +106,14 @@ class CpuDecoder:
             return self.packed.run(tokens, batch, inputs.sampled, given, adapters=adapters)
         if bool((rope == rope[0]).all()):  # text behind images has positions of the common tables
             batch = replace(batch, positions=rope[0].contiguous())
-            return self.packed.run(tokens, batch, inputs.sampled, given)
+            return self.packed.run(tokens, batch, inputs.sampled, given, adapters=adapters)
         return self.packed.run(
             tokens,
             replace(batch, positions=torch.arange(len(tokens))),
             inputs.sampled,
             given,
             self._rotate_at(rope),
+            adapters,
         )
 
 

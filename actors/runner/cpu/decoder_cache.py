@@ -120,7 +120,7 @@ def _why_not(args: EngineArgs, config: PretrainedConfig, device: torch.device) -
     if args.load_format == "dummy":
         return "they are drawn at random"
     if args.serves_lora:
-        return "adapters need their layers one by one"
+        return "adapters find their layers in the model itself"
     if reads_images(config):
         return "the model reads images"
     if args.enable_prompt_embeds:

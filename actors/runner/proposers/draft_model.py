@@ -123,9 +123,7 @@ class DraftModelProposer:
 
     def accept(self, slots: Int64Array, tokens: Int32Array, counts: Int64Array) -> None:
         """Appends the first ``counts`` [N] of the ``tokens`` [N, W] to the ``slots`` [N]."""
-        for column in range(int(counts.max(initial=0))):
-            more = counts > column
-            self._texts.append(slots[more], tokens[more, column])
+        self._texts.accept(slots, tokens, counts)
         # The last token has not been fed; drafts that were wrong are behind it.
         seen = self._model.seen
         seen[slots] = np.minimum(seen[slots], self._texts.lengths[slots] - 1)

@@ -150,9 +150,7 @@ class HeadProposer:
 
     def accept(self, slots: Int64Array, tokens: Int32Array, counts: Int64Array) -> None:
         """Appends the first ``counts`` [N] of the ``tokens`` [N, W] to the ``slots`` [N]."""
-        for column in range(int(counts.max(initial=0))):
-            more = counts > column
-            self._texts.append(slots[more], tokens[more, column])
+        self._texts.accept(slots, tokens, counts)
 
     def seconds(self, rows: int) -> float:
         """What one step of the head over so many rows takes; 0 before one has run."""

@@ -59,6 +59,12 @@ class TokenTable:
         self.tokens[slots, places] = tokens
         self.lengths[slots] = places + 1
 
+    def accept(self, slots: Int64Array, tokens: Int32Array, counts: Int64Array) -> None:
+        """Appends the first ``counts`` [N] of the ``tokens`` [N, W] to the ``slots`` [N]."""
+        for column in range(int(counts.max(initial=0))):
+            more = counts > column
+            self.append(slots[more], tokens[more, column])
+
     def before(self, slots: Int64Array, ends: Int64Array, n: int) -> Int32Array:
         """The ``n`` tokens [N, n] before ``ends`` [N], each at least n, in the slots [N]."""
         index = ends[:, None] + np.arange(-n, 0)

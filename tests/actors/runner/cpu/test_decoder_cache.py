@@ -120,7 +120,7 @@ def test_a_torn_file_is_made_again(
     ("family", "settings", "why"),
     [
         ("gpt2", {}, "the model is not fused as a whole"),
-        ("llama", {"enable_lora": True}, "adapters need their layers"),
+        ("llama", {"enable_lora": True}, "adapters find their layers"),
         ("llama", {"load_format": "dummy"}, "they are drawn at random"),
     ],
 )
