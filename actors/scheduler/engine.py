@@ -14,6 +14,7 @@ from rayfin.actors.errors import (
     RayfinError,
     RequestFailed,
     RequestHandedBack,
+    RequestQuarantined,
     RunnerGroupFailed,
 )
 from rayfin.actors.messages import (
@@ -44,7 +45,7 @@ from rayfin.actors.scheduler.core.scheduler_state import make_state
 from rayfin.actors.scheduler.core.step_builder import StepRecord
 from rayfin.actors.scheduler.core.step_pipeline import StepPipeline
 from rayfin.actors.scheduler.faults.corruption import requests_sharing_failed_pages
-from rayfin.actors.scheduler.faults.quarantine import Quarantine
+from rayfin.actors.scheduler.faults.quarantine import SAME_PROMPT, Quarantine
 from rayfin.actors.scheduler.faults.token_logs import TokenLogs
 from rayfin.actors.scheduler.policy.background import BackgroundScheduler
 from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
@@ -537,6 +538,9 @@ class Engine:
         if blocked is not None:
             self._restarts_without_progress = 0
             self._end(blocked, "error", error=self._quarantine.block(blocked))
+            live = list(self.lifecycle.state.live.values())
+            for request in self._quarantine.same_prompt(blocked, live):
+                self._end(request, "error", error=RequestQuarantined(SAME_PROMPT))
         self._pipeline.clear()
         self.lifecycle.restart()
         while True:

@@ -37,6 +37,8 @@ SILENT_DEATHS = 2
 MAX_ENGINE_DEATHS = 8
 """A request that was in flight at so many deaths of engines is refused."""
 
+SAME_PROMPT = "a request with this prompt has killed its runners"
+
 
 class Quarantine:
     """Suspects, their trials, and blocked prompts: a scheduler around ``scheduler``.
@@ -83,7 +85,7 @@ class Quarantine:
         while self._blocked and next(iter(self._blocked.values())) <= now:
             self._blocked.popitem(last=False)
         if _digest(source) in self._blocked:
-            raise RequestQuarantined("a request with this prompt has killed its runners")
+            raise RequestQuarantined(SAME_PROMPT)
 
     def watch(self, request: Request) -> None:
         """Makes a new request a suspect if engines died with it in flight."""
@@ -136,6 +138,20 @@ class Quarantine:
             f"the model's process died {request.deaths + request.source.deaths} times with this "
             "request in flight"
         )
+
+    def same_prompt(self, convicted: Request, live: Iterable[Request]) -> list[Request]:
+        """Requests with the convicted one's prompt that are suspects, or have no token yet.
+
+        Each would cost two more deaths alone. One that has answered since is innocent.
+        """
+        digest = _digest(convicted.source)
+        return [
+            request
+            for request in live
+            if request is not convicted
+            and (request in self._suspects or request.num_tokens == len(request.source.prompt))
+            and _digest(request.source) == digest
+        ]
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """The next step of a trial, or of all others if there is no trial or no room for it."""

@@ -107,6 +107,32 @@ def test_prompt_of_the_convicted_is_refused_for_a_while(harness: Make) -> None:
     h.check()
 
 
+def test_requests_with_the_prompt_of_the_convicted_end_with_it(harness: Make) -> None:
+    """Fifteen of one kind cost no more deaths than one; others get their answers."""
+    h = harness(max_decoding_batch=4)
+    same = [h.add([1, 2, 3], 5) for _ in range(15)]  # some are in flight, some wait
+    others = [h.add(5, 9) for _ in range(3)]
+    h.executor.poison = {stream.seed for stream in same}
+    h.run()
+    h.check()
+    assert all(blocked(stream) for stream in same)
+    assert h.executor.epoch == 3
+    assert not any(blocked(stream) for stream in others)
+
+
+def test_request_that_answered_since_outlives_its_prompt(harness: Make) -> None:
+    """A prompt kills with some settings only: one that has spoken since the death goes on."""
+    h = harness()
+    innocent = h.add([1, 2, 3], 60)
+    while len(innocent.tokens) < 5:
+        h.step()
+    guilty = h.add([1, 2, 3], 5)
+    h.executor.poison = {guilty.seed}
+    h.run()
+    h.check()
+    assert blocked(guilty) and not blocked(innocent)
+
+
 def test_suspect_of_another_engine_is_tried_when_its_turn_comes(harness: Make) -> None:
     h = harness(max_decoding_batch=3)
     others = [h.add(6, 20) for _ in range(3)]
