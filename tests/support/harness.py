@@ -191,6 +191,15 @@ class Harness:
         for stream in self.streams.values():
             self.check_stream(stream)
 
+    def _may_be_convicted(self, stream: Stream) -> bool:
+        """It killed its runners, or another with its prompt did."""
+        executor = self.executor
+        return any(
+            other.seed in executor.poison or executor.killed_alone[other.seed] > 1
+            for other in self.streams.values()
+            if np.array_equal(other.source.prompt, stream.source.prompt)
+        )
+
     def check_stream(self, stream: Stream) -> None:
         """It is over, and got exactly what it should have got until then."""
         tokens, reason, stop = self.expected(stream)
@@ -206,8 +215,7 @@ class Harness:
             assert stream.tokens == tokens[: len(stream.tokens)]
             assert stream.ended.finish_reason == "error"
         elif isinstance(error, RequestQuarantined):
-            guilty = stream.seed in self.executor.poison
-            assert guilty or self.executor.killed_alone[stream.seed] > 1, "an innocent is convicted"
+            assert self._may_be_convicted(stream), "an innocent is convicted"
             assert stream.tokens == tokens[: len(stream.tokens)]
         elif isinstance(error, InvalidRequest):  # its grammar does not compile
             guidance = stream.source.sampling.guidance
