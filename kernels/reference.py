@@ -84,8 +84,9 @@ def paged_attention(
         for token in range(start, end):
             position = kv_len - (end - token)
             first = 0 if window is None else max(0, position - window + 1)
+            last = position if batch.sees_to is None else int(batch.sees_to[token])
             keys, values = [], []
-            for p in range(first, position + 1):
+            for p in range(first, last + 1):
                 page = int(batch.page_tables[row, p // batch.page_size])
                 keys.append(k_pages[page, p % batch.page_size])
                 values.append(v_pages[page, p % batch.page_size])

@@ -34,6 +34,8 @@ class PagedBatch:
     kv_len_cpu: HostInts  # [R], host copy of kv_len
     decoding: int  # the first `decoding` rows are chunks of one token
     page_size: int  # tokens per page
+    sees_to: npt.NDArray[np.int32] | None = None  # [T] on the host: the last position that a token
+    # of a prompt sees, not below its own and rising in a row; None: its own
     scratch: dict[Any, Any] = field(
         default_factory=dict, repr=False
     )  # a backend's cache for the step
@@ -59,7 +61,7 @@ class PagedAttention(Protocol):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of each row's chunk over all tokens of its request so far.
+        """Attention of each row's chunk over its request so far, causal without ``batch.sees_to``.
 
         The chunk's keys and values must already be in their slots (see `write_kv`). The content of
         slots that a row may not see never affects a result, not even NaN.
@@ -72,7 +74,8 @@ class PagedAttention(Protocol):
             batch: the step's rows.
             scale: factor on the scores, usually Dk ** -0.5.
             window: w lets a query at position p see the keys p - w + 1 .. p (transformers'
-                `sliding_window`); None lets it see 0 .. p.
+                `sliding_window`); None lets it see 0 .. p. With ``batch.sees_to`` both go on to
+                the position there.
             softcap: c turns scores into c * tanh(scores / c) before masking (Gemma 2).
             sinks: [H] an extra logit per head that takes part in the softmax and has no value
                 (gpt-oss).

@@ -161,12 +161,27 @@ def _load_processor(args: EngineArgs) -> "ProcessorMixin":
     )
     settings, _ = ProcessorMixin.get_processor_dict(folder, **args.hub)
     kind = settings.pop("processor_class", None) or tokenizer.init_kwargs.get("processor_class")
-    made = processor_class_from_name(kind) if kind else None
+    made = _own_class(kind) or (processor_class_from_name(kind) if kind else None)
     if made is None:
         raise ValueError(f"it names no processor that transformers knows ({kind})")
     for name in ("auto_map", "image_processor", "tokenizer", "video_processor"):
         settings.pop(name, None)
     return _make(made, images, tokenizer, settings)
+
+
+def _own_class(kind: str | None) -> Any:
+    """The class of a processor for images where transformers' own needs further packages."""
+    if kind == "PixtralProcessor":
+        from rayfin.actors.images.pixtral import PixtralProcessor
+
+        return PixtralProcessor
+    if kind == "SmolVLMProcessor":
+        from transformers.models.smolvlm import processing_smolvlm
+
+        # It wants the package even where no video needs a number in words.
+        if processing_smolvlm.num2words is None:
+            processing_smolvlm.num2words = str
+    return None
 
 
 def _make(kind: Any, images: Any, tokenizer: Any, settings: dict[str, Any]) -> "ProcessorMixin":

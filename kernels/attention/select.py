@@ -1,12 +1,14 @@
 """Selects the attention backend of a device and a dtype."""
 
+from typing import Any
+
 import torch
 
 from rayfin.kernels import reference
 from rayfin.kernels.attention.torch_backend import paged_attention as torch_paged_attention
 from rayfin.kernels.cpu.attention import CpuAttention
 from rayfin.kernels.cpu.kernels import CpuKernels
-from rayfin.kernels.shapes import PagedAttention
+from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton.available import can_use_triton
 
 NAMES = ("auto", "cpu", "triton", "torch", "reference")
@@ -50,6 +52,29 @@ def select_attention(
     if name == "reference":
         return reference.paged_attention
     raise ValueError(f"unknown attention backend {name!r}: choose one of {', '.join(NAMES)}")
+
+
+class SeeingAhead:
+    """A backend, in place of which torch attends where tokens see later ones.
+
+    Triton's kernels are causal. Such steps are rare: they hold images of some models.
+    """
+
+    def __init__(self, attention: PagedAttention) -> None:
+        self._attention = attention
+        self.page_types = page_types(attention)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        batch: PagedBatch,
+        **settings: Any,
+    ) -> torch.Tensor:
+        """Implements `PagedAttention`."""
+        attention = self._attention if batch.sees_to is None else torch_paged_attention
+        return attention(query, k_pages, v_pages, batch, **settings)
 
 
 def page_types(attention: PagedAttention) -> tuple[torch.dtype, ...]:

@@ -14,6 +14,7 @@ The first layer computes what depends on the step alone (slots, masks) and cache
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -217,21 +218,25 @@ def _prefill_row(
     pages = batch.page_tables[row].index_select(0, keys // batch.page_size).long()
     slots = pages * batch.page_size + keys % batch.page_size
 
+    sees_to = np.arange(cached, kv_len) if batch.sees_to is None else batch.sees_to[start:end]
     blocks = []
     for begin in range(start, end, QUERY_BLOCK):
         stop = min(begin + QUERY_BLOCK, end)
         first_query = cached + begin - start  # positions in the request
         last_query = cached + stop - start - 1
+        last_key = int(sees_to[stop - start - 1])
         first_key = lowest if window is None else max(lowest, first_query - window + 1)
         causal = first_query == first_key and (window is None or last_query - first_key < window)
-        single = stop - begin == 1  # sees all of first_key .. last_query
+        causal = causal and batch.sees_to is None
+        single = stop - begin == 1  # sees all of first_key .. last_key
         mask = None
         if not causal and not single:
             p = torch.arange(first_query, last_query + 1, device=device).unsqueeze(1)
-            k = torch.arange(first_key, last_query + 1, device=device)
-            mask = k <= p
+            k = torch.arange(first_key, last_key + 1, device=device)
+            seen = torch.from_numpy(sees_to[begin - start : stop - start]).to(device)
+            mask = k <= seen.unsqueeze(1)
             if window is not None:
                 mask &= k > p - window
-        span = slice(first_key - lowest, last_query + 1 - lowest)
+        span = slice(first_key - lowest, last_key + 1 - lowest)
         blocks.append(_QueryBlock(begin, stop, span.start, span.stop, causal, mask))
     return _PrefillRow(slots, blocks)

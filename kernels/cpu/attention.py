@@ -8,7 +8,10 @@ import torch
 from rayfin.kernels.cpu.kernels import STORAGES, CpuKernels
 from rayfin.kernels.shapes import HostInts, PagedBatch
 
-_POINTERS = ("query", "k_pages", "v_pages", "page_tables", "query_start", "kv_len", "sinks", "out")
+_POINTERS = (
+    *("query", "k_pages", "v_pages", "page_tables", "query_start", "kv_len"),
+    *("sees_to", "sinks", "out"),
+)
 _SIZES = ("query_stride", "table_stride", "rows", "decoding", "page_size")
 _SHAPE = ("heads", "kv_heads", "key_dim", "value_dim", "window", "storage")
 
@@ -66,6 +69,7 @@ class CpuAttention:
             tables.data_ptr(),
             starts.ctypes.data,
             lengths.ctypes.data,
+            sees_to(batch),
             None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
             heads * key_dim,
@@ -94,6 +98,16 @@ def step_lengths(batch: PagedBatch) -> tuple[np.ndarray, np.ndarray]:
         batch.scratch[key] = (_int32(batch.query_start_cpu), _int32(batch.kv_len_cpu))
     lengths: tuple[np.ndarray, np.ndarray] = batch.scratch[key]
     return lengths
+
+
+def sees_to(batch: PagedBatch) -> int | None:
+    """The address of ``batch.sees_to``, if there is any."""
+    values = batch.sees_to
+    if values is None:
+        return None
+    assert values.dtype == np.int32 and values.flags.c_contiguous
+    address: int = values.ctypes.data
+    return address
 
 
 def _int32(values: HostInts) -> np.ndarray:

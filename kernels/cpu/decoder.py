@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rayfin.kernels.cpu.attention import step_lengths
+from rayfin.kernels.cpu.attention import sees_to, step_lengths
 from rayfin.kernels.cpu.kernels import STORAGES, Activation, CpuKernels, Matrix
 from rayfin.kernels.cpu.lora import AdapterRows
 from rayfin.kernels.shapes import PagedBatch
@@ -107,11 +107,11 @@ class _Step(ctypes.Structure):
         (
             *("tokens", "positions", "slots", "sampled", "page_tables", "query_start", "kv_len"),
             *("logits", "workspace", "given", "adapters", "sampled_adapters"),
-            *("tap_layers", "taps"),
+            *("tap_layers", "taps", "added", "sees_to"),
         ),
         (
             *("count", "sampled_count", "table_stride", "rows", "decoding", "page_size"),
-            "tap_count",
+            *("tap_count", "added_layers"),
         ),
         (),
     )
@@ -199,23 +199,25 @@ class PackedDecoder:
         batch: PagedBatch,
         sampled: torch.Tensor,  # [S] int64, indices in T
         given: torch.Tensor | None = None,  # [G, hidden] float32
+        added: torch.Tensor | None = None,  # [G, L, hidden] float32
         tables: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
         adapters: "StepAdapters | None" = None,
     ) -> torch.Tensor:
         """The logits [S, vocabulary] of the tokens at ``sampled``; the pages get all T tokens.
 
-        Token -1 - g stands for row g of ``given``, which is taken in place of an embedding.
+        Token -1 - g stands for row g of ``given``, which is taken in place of an embedding;
+        layer l < L adds row (g, l) of ``added`` to what it gives for that token.
         With ``tables`` of this step alone, ``batch.positions`` are their rows.
         """
         if tables is not None:
             common = self._tables
             self.set_rope_tables(tables)
             try:
-                return self._run(tokens, batch, sampled, given, adapters)
+                return self._run(tokens, batch, sampled, given, adapters, added)
             finally:
                 self.set_rope_tables(common)
         assert int(step_lengths(batch)[1].max(initial=0)) <= self.positions
-        return self._run(tokens, batch, sampled, given, adapters)
+        return self._run(tokens, batch, sampled, given, adapters, added)
 
     def _run(
         self,
@@ -224,8 +226,10 @@ class PackedDecoder:
         sampled: torch.Tensor,
         given: torch.Tensor | None,
         adapters: "StepAdapters | None",
+        added: torch.Tensor | None,
     ) -> torch.Tensor:
-        assert given is None or (given.dtype == torch.float32 and given.is_contiguous())
+        for rows in (given, added):
+            assert rows is None or (rows.dtype == torch.float32 and rows.is_contiguous())
         starts, lengths = step_lengths(batch)
         assert batch.page_tables.dtype == torch.int32 and batch.page_tables.stride(1) == 1
         ints = (tokens, batch.positions, batch.slots, sampled)
@@ -239,7 +243,7 @@ class PackedDecoder:
             (batch.page_tables.data_ptr(), starts.ctypes.data, lengths.ctypes.data),
             (logits.data_ptr(), None, _address(given)),
             (None, None) if adapters is None else adapters.addresses(len(tokens), len(sampled)),
-            (self._tap_layers.data_ptr(), _address(taps)),
+            (self._tap_layers.data_ptr(), _address(taps), _address(added), sees_to(batch)),
         )
         step = _Step(
             *addresses,
@@ -250,6 +254,7 @@ class PackedDecoder:
             batch.decoding,
             batch.page_size,
             len(self._tap_layers),
+            0 if added is None else added.shape[1],
         )
         library, decoder = self._kernels.library, ctypes.byref(self._decoder)
         needed = library.rayfin_decoder_workspace(decoder, ctypes.byref(step))

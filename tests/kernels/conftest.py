@@ -45,6 +45,10 @@ class PagedCase:
             i = torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
             j = torch.arange(len(k))
             visible = j <= i
+            if self.batch.sees_to is not None:
+                starts = self.batch.query_start_cpu
+                seen = self.batch.sees_to[starts[row] : starts[row + 1]]
+                visible = j <= torch.from_numpy(seen).unsqueeze(1)
             if window is not None:
                 visible = visible & (j > i - window)
             scores = scores.masked_fill(~visible, float("-inf"))

@@ -24,7 +24,7 @@ from rayfin.actors.images.virtual_ids import put_virtual_ids
 SPECIAL = (
     *("<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
     *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
-    *("<img>", "</img>"),
+    *("<img>", "</img>", "[IMG_BREAK]", "[IMG_END]"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
 PAD, BOS, EOS, IMAGE, VISION_START, VISION_END, VIDEO = range(7)
@@ -80,6 +80,37 @@ QWEN_IMAGES = {
     "merge_size": 2,
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 64, "longest_edge": 4096},
+}
+QWEN3_TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+    "initializer_range": 0.2,
+}
+QWEN3_TEXT = TEXT | {
+    "num_hidden_layers": 3,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+PIXTRAL_TOWER = {name: TOWER[name] for name in TOWER if name != "initializer_factor"} | {
+    "model_type": "pixtral",
+    "image_size": 56,
+}
+PIXTRAL_IMAGES = {
+    "image_processor_type": "PixtralImageProcessor",
+    "size": {"longest_edge": 42},
+    "patch_size": {"height": 7, "width": 7},
 }
 SMALL = {"height": 28, "width": 28}
 TEMPLATE = (
@@ -225,7 +256,79 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] 
             "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
         },
     ),
+    "qwen3_vl": (
+        {
+            "vision_config": QWEN3_TOWER,
+            "text_config": {"model_type": "qwen3_vl_text", **QWEN3_TEXT},
+            **QWEN_IDS,
+        },
+        "Qwen3VLProcessor",
+        {},
+        QWEN_IMAGES,
+    ),
+    "qwen3_vl_moe": (
+        {
+            "vision_config": QWEN3_TOWER,
+            "text_config": {
+                "model_type": "qwen3_vl_moe_text",
+                **QWEN3_TEXT,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "decoder_sparse_step": 1,
+            },
+            **QWEN_IDS,
+        },
+        "Qwen3VLProcessor",
+        {},
+        QWEN_IMAGES,
+    ),
+    "smolvlm": (
+        {
+            "vision_config": {"model_type": "smolvlm_vision", **TOWER},
+            "text_config": {"model_type": "llama", **TEXT},
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+        },
+        "SmolVLMProcessor",
+        {"image_seq_len": 4},
+        {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 56},
+            "max_image_size": {"longest_edge": 28},
+            "do_image_splitting": True,
+        },
+    ),
+    "mistral3": (
+        {
+            "vision_config": PIXTRAL_TOWER,
+            "text_config": {"model_type": "mistral", **TEXT},
+            "image_token_index": IMAGE,
+            "spatial_merge_size": 2,
+            "tie_word_embeddings": False,
+        },
+        "PixtralProcessor",
+        {"patch_size": 7, "spatial_merge_size": 2, "image_token": "[IMG]"},
+        PIXTRAL_IMAGES,
+    ),
+    "pixtral": (
+        {
+            "model_type": "llava",
+            "vision_config": PIXTRAL_TOWER,
+            "text_config": {"model_type": "mistral", **TEXT},
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        "PixtralProcessor",
+        {"patch_size": 7, "image_token": "[IMG]"},
+        PIXTRAL_IMAGES,
+    ),
 }
+PLACES = {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]", "pixtral": "[IMG]"} | dict.fromkeys(
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "<|image_pad|>"
+)
+"""The token for an image, where it is not <image>."""
 
 
 def make_tokenizer(
@@ -253,7 +356,7 @@ def make_vision_model(family: str, folder: Path, seed: int = 0) -> Any:
     config, processor, settings, images = FAMILIES[family]
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(family, **config), dtype=torch.float32
+        AutoConfig.for_model(**{"model_type": family, **config}), dtype=torch.float32
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -262,8 +365,7 @@ def make_vision_model(family: str, folder: Path, seed: int = 0) -> Any:
             elif parameter.dim() >= 2 and parameter.std() < 0.1:
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder)
-    token = {"internvl": "<IMG_CONTEXT>", "qwen2_vl": "<|image_pad|>"}.get(family, "<image>")
-    token = "<|image_pad|>" if family == "qwen2_5_vl" else token
+    token = PLACES.get(family, "<image>")
     named = {
         "start_image_token": "<img>",
         "end_image_token": "</img>",
@@ -321,7 +423,7 @@ class VisionModel:
         if images:
             for name in images[0].pixels:
                 arrays = [np.array(image.pixels[name]) for image in images]
-                axis = 1 if self.family == "idefics3" else 0
+                axis = 1 if self.family in ("idefics3", "smolvlm") else 0
                 fields[name] = torch.from_numpy(np.concatenate(_padded(arrays), axis))
             if self.family.startswith("qwen"):
                 fields["mm_token_type_ids"] = (plain == IMAGE).to(torch.int32)

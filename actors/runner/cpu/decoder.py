@@ -96,22 +96,25 @@ class CpuDecoder:
 
     def _run_given(self, inputs: StepInputs, adapters: StepAdapters | None) -> torch.Tensor:
         """A step with parts of images or given embeddings, or with text behind images."""
-        tokens, batch, given = inputs.input_ids, inputs.batch, None
+        tokens, batch, given, added = inputs.input_ids, inputs.batch, None, None
         if inputs.given is not None:
             given = inputs.given.states.float().contiguous()
+            if inputs.given.added is not None:
+                added = inputs.given.added.float().contiguous()
             tokens = tokens.clone()
             tokens[inputs.given.index] = -1 - torch.arange(len(given))
         rope = inputs.rope_positions
         if rope is None:
-            return self.packed.run(tokens, batch, inputs.sampled, given, adapters=adapters)
+            return self.packed.run(tokens, batch, inputs.sampled, given, added, adapters=adapters)
         if bool((rope == rope[0]).all()):  # text behind images has positions of the common tables
             batch = replace(batch, positions=rope[0].contiguous())
-            return self.packed.run(tokens, batch, inputs.sampled, given, adapters=adapters)
+            return self.packed.run(tokens, batch, inputs.sampled, given, added, adapters=adapters)
         return self.packed.run(
             tokens,
             replace(batch, positions=torch.arange(len(tokens))),
             inputs.sampled,
             given,
+            added,
             self._rotate_at(rope),
             adapters,
         )

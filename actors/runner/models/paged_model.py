@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.models.own_attention import redirect_attention, with_positions
 from rayfin.actors.runner.models.recurrent import RecurrentLayers, find_stateful
-from rayfin.actors.runner.step.batch import StepInputs
+from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.attention.chunks import within_chunks
 from rayfin.kernels.attention.write_kv import write_kv
@@ -330,13 +330,14 @@ class PagedModel:
         for layer in self._shared:
             layer.restart()
         positions = inputs.batch.positions
-        options: dict[str, torch.Tensor] = {}
+        options: dict[str, Any] = {}
         if inputs.rope_positions is not None:
             positions = inputs.rope_positions
         if inputs.given is not None:
             states = self._model.get_input_embeddings()(inputs.input_ids)
             states[inputs.given.index] = inputs.given.states.to(states)
             options["inputs_embeds"] = states.unsqueeze(0)
+            options |= added_states(inputs.given, len(states))
         complete = False
         if self.recurrent is not None:
             self.recurrent.begin(inputs)
@@ -447,6 +448,18 @@ class PagedModel:
                     f"window {window}",
                     "model",
                 )
+
+
+def added_states(given: GivenInputs, tokens: int) -> dict[str, Any]:
+    """What a decoder of transformers takes for rows whose first layers get features of an image.
+
+    Source: DeepStack (Meng et al., 2024).
+    """
+    if given.added is None:
+        return {}
+    mask = torch.zeros(1, tokens, dtype=torch.bool, device=given.index.device)
+    mask[0, given.index] = True
+    return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(given.added.unbind(1))}
 
 
 def _may_keep_states(model: PreTrainedModel) -> bool:

@@ -23,6 +23,7 @@ class GivenInputs:
 
     index: torch.Tensor  # [G] int64, in T, rising
     states: torch.Tensor  # [G, hidden]
+    added: torch.Tensor | None = None  # [G, L, hidden], to what the first L layers give
 
 
 @dataclass(slots=True)

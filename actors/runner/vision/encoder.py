@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayfin.actors.errors import RequestFailed, UnsupportedModel
+from rayfin.actors.errors import RequestFailed
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.runner.vision.pixels import fetch
 
@@ -30,7 +30,7 @@ class ImageEncoder:
         self.num_encoded = 0  # images that were computed
 
     def embeddings(self, image: ImageInput, count: int) -> torch.Tensor:
-        """The embeddings [count, hidden] of an image.
+        """The embeddings [count, 1 + L, hidden] of an image: inputs, and what L layers add to them.
 
         Raises:
             RequestFailed: its pixels are gone, or its encoder gives another number.
@@ -47,7 +47,7 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def encode(self, pixels: Mapping[str, np.ndarray]) -> torch.Tensor:
-        """The embeddings [N, hidden] of an image, by transformers' own code."""
+        """The embeddings [N, 1 + L, hidden] of an image, by transformers' own code."""
         model = self._model
         fields = {
             name: torch.from_numpy(np.array(array)).to(model.device)
@@ -56,15 +56,9 @@ class ImageEncoder:
         }
         fields["pixel_values"] = fields["pixel_values"].to(model.dtype)
         output = model.get_image_features(**fields, return_dict=True)
-        if getattr(output, "deepstack_features", None) is not None:
-            name = type(model).__name__
-            raise UnsupportedModel(
-                f"{name} cannot be served: its images enter several layers", "model"
-            )
-        found = output.pooler_output
-        parts = [found] if isinstance(found, torch.Tensor) else list(found)
+        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         self.num_encoded += 1
-        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        return torch.stack([_joined(layer) for layer in layers], dim=1)
 
     def clear(self) -> None:
         """Drops all embeddings."""
@@ -77,3 +71,9 @@ class ImageEncoder:
         while self.num_bytes > self._max_bytes and self._kept:
             _, oldest = self._kept.popitem(last=False)
             self.num_bytes -= oldest.nbytes
+
+
+def _joined(found: Any) -> torch.Tensor:
+    """The rows [N, hidden] of an image, which some models give in parts."""
+    parts = [found] if isinstance(found, torch.Tensor) else list(found)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -73,7 +73,9 @@ class VisionModel:
         device = inputs.input_ids.device
         if index:
             places = torch.from_numpy(np.concatenate(index)).to(device)
-            inputs.given = GivenInputs(places, torch.cat(states))
+            rows = torch.cat(states)
+            added = rows[:, 1:] if rows.shape[1] > 1 else None
+            inputs.given = GivenInputs(places, rows[:, 0], added)
         if rope is not None:
             inputs.rope_positions = torch.from_numpy(rope).to(device)
 

@@ -116,6 +116,7 @@ void attend(Pool& pool, const Decoder& d, const Layer& layer, const Step& s, con
   attended.page_tables = s.page_tables;
   attended.query_start = s.query_start;
   attended.kv_len = s.kv_len;
+  attended.sees_to = s.sees_to;
   attended.sinks = layer.sinks;
   attended.out = a.attended;
   attended.query_stride = stride;
@@ -132,6 +133,17 @@ void attend(Pool& pool, const Decoder& d, const Layer& layer, const Step& s, con
   attended.scale = layer.scale;
   attended.softcap = layer.softcap;
   attention(pool, attended);
+}
+
+// x[i] += row g of `added`, of this layer, where token places[i] stands for row g (images, DeepStack). Without places
+// x has a row for each token.
+void add_given(const Decoder& d, const Step& s, int64_t layer, const int64_t* places, int64_t rows, float* x) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t token = s.tokens[places ? places[i] : i];
+    if (token >= 0) continue;
+    const float* from = s.added + ((-1 - token) * s.added_layers + layer) * d.hidden;
+    for (int64_t k = 0; k < d.hidden; ++k) x[i * d.hidden + k] += from[k];
+  }
 }
 
 void gather(const float* x, int64_t size, const int64_t* rows, int64_t count, float* out) {
@@ -193,6 +205,7 @@ void run_decoder(Pool& pool, const Decoder& d, const Step& s) {
     matmul(pool, *layer.gate_up, input, d.hidden, rows, a.gated, d.intermediate, epilogue);
     add_projection(pool, d, *layer.down, layer.down_bias, layer.mlp_out_norm, a.gated, rows, x, a.normed,
                    adapted.epilogue(pool, kDown, 1, *layer.down, a.gated));
+    if (i < s.added_layers) add_given(d, s, i, x == a.sampled_x ? s.sampled : nullptr, rows, x);
   }
   if (taps_last) {
     copy_tap(d, s, d.layer_count, x);

@@ -47,9 +47,11 @@ struct Step {
   const LoraRows *adapters, *sampled_adapters;  // of the tokens, and of those at `sampled`; null: of none
   const int64_t* tap_layers;  // [tap_count], rising: the layers whose inputs go to `taps`; layer_count: the last output
   float* taps;                // [T, tap_count * hidden], or null
+  const float* added;  // [G, added_layers, hidden] what the first layers add to those rows, or null
+  const int32_t* sees_to;  // [T] as in Attention, or null
   int64_t count, sampled_count;
   int64_t table_stride, rows, decoding, page_size;
-  int64_t tap_count;
+  int64_t tap_count, added_layers;
 };
 
 // The projections of a layer, in the order of an adapter's parts.

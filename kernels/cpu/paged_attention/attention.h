@@ -26,6 +26,7 @@ struct Attention {
   const int32_t* page_tables;  // [rows, table_stride]
   const int32_t* query_start;  // [rows + 1]
   const int32_t* kv_len;       // [rows]
+  const int32_t* sees_to;      // [T] position of the last key that a token sees, rising in a row; null: its own
   const float* sinks;          // [heads] or null
   float* out;                  // [T, heads, value_dim]
   int64_t query_stride, table_stride;

@@ -29,13 +29,14 @@ struct Scratch {
   float *query, *scores, *mixed, *part, *keys, *values;
   Sums *sums, *part_sums;
   int64_t* place;  // [key_dim] position of a dim in that order
+  int64_t* ends;   // [tokens] past the last key that a token sees
   int64_t depth, tile_keys, mixed_stride, group;
 
   template <class Stored>
   Scratch(const Attention& a, int64_t rows, Pool& pool, int thread, Stored)
       : depth(padded_keys(a)), tile_keys(keys_per_tile(a)), mixed_stride(padded_values(a)), group(a.group()) {
-    const int64_t panels = kKeys * (depth + mixed_stride), ends = 4 + 2 * a.key_dim;
-    float* memory = pool.scratch<float>(thread, rows * (depth + tile_keys + 2 * mixed_stride + 4) + panels + ends);
+    const int64_t panels = kKeys * (depth + mixed_stride), last = 4 + 2 * (a.key_dim + rows / group);
+    float* memory = pool.scratch<float>(thread, rows * (depth + tile_keys + 2 * mixed_stride + 4) + panels + last);
     keys = memory;
     values = keys + kKeys * depth;
     scores = values + kKeys * mixed_stride;
@@ -45,6 +46,7 @@ struct Scratch {
     sums = reinterpret_cast<Sums*>(query + rows * depth);
     part_sums = sums + rows;
     place = reinterpret_cast<int64_t*>(part_sums + rows);
+    ends = place + a.key_dim;
     const int64_t steps = depth / kWidth;
     int64_t chain[kWidth];
     for (int64_t i = 0; i < kWidth; ++i) chain[lane_of(i)] = i;
@@ -183,12 +185,12 @@ RAYFIN_INLINE void score_panel(const float* x, int64_t steps, const float* panel
   }
 }
 
-// Scores all rows against the `keys` keys in s.keys, from column `at` of the tile. The first token sees `seen` of
-// these keys and each later token one more; panels that no row of a block sees are skipped.
-void score(const Scratch& s, int64_t rows, int64_t at, int64_t keys, int64_t seen) {
+// Scores all rows against the `keys` keys in s.keys, of position `first` on, from column `at` of the tile. Panels that no
+// row of a block sees are skipped.
+void score(const Scratch& s, int64_t rows, int64_t at, int64_t keys, int64_t first) {
   for (int64_t panel = 0; panel < (keys + kPanel - 1) / kPanel; ++panel) {
     each_rows(rows, kScored, [&](int64_t row, int64_t count) {
-      if (seen + (row + count - 1) / s.group <= panel * kPanel) return;
+      if (s.ends[(row + count - 1) / s.group] - first <= panel * kPanel) return;
       with_rows(count, [&](auto m) {
         if constexpr (m.value <= kScored)
           score_panel<m.value>(s.query + row * s.depth, s.depth / kWidth, s.keys + panel * kPanel * s.depth,
@@ -198,11 +200,11 @@ void score(const Scratch& s, int64_t rows, int64_t at, int64_t keys, int64_t see
   }
 }
 
-// s.part (+)= weights from column `at` times the `keys` values in s.values, of which `seen` are seen as above.
-void mix(const Scratch& s, int64_t rows, int64_t at, int64_t keys, int64_t seen) {
+// s.part (+)= weights from column `at` times the `keys` values in s.values, of position `first` on.
+void mix(const Scratch& s, int64_t rows, int64_t at, int64_t keys, int64_t first) {
   for (int64_t panel = 0; panel < s.mixed_stride / kPanel; ++panel) {
     each_rows(rows, kRows, [&](int64_t row, int64_t count) {
-      const int64_t depth = std::clamp<int64_t>(seen + (row + count - 1) / s.group, 0, keys);
+      const int64_t depth = std::clamp<int64_t>(s.ends[(row + count - 1) / s.group] - first, 0, keys);
       rows_by_panel<false>(count, s.scores + row * s.tile_keys + at, s.tile_keys, s.values + panel * kPanel * kKeys,
                            depth, s.part + row * s.mixed_stride + panel * kPanel, s.mixed_stride, at > 0);
     });
@@ -245,26 +247,28 @@ void prefill_tile(const Attention& a, const PrefillTile& tile, Pool& pool, int t
   const int64_t cached = a.kv_len[tile.row] - (a.query_start[tile.row + 1] - a.query_start[tile.row]);
   const int64_t position = cached + tile.first - a.query_start[tile.row];  // position of the first query
   const int64_t seen = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;  // the first key that any query sees
-  const int64_t end = position + (tile.last - tile.first);
   Scratch s(a, rows, pool, thread, Stored());
   start(a, tile, rows, s);
+  for (int64_t i = 0; i < tile.last - tile.first; ++i)
+    s.ends[i] = a.sees_to ? a.sees_to[tile.first + i] + 1 : position + i + 1;
+  const int64_t end = s.ends[tile.last - tile.first - 1];
   for (int64_t begin = seen / kKeys * kKeys, next; begin < end; begin = next) {
     next = std::min(begin / s.tile_keys * s.tile_keys + s.tile_keys, end);
     for (int64_t first = begin; first < next; first += kKeys) {
       const Block block(a, tile.row, first, std::min(kKeys, next - first), seen);
       pack_keys<Stored>(a, tile.kv_head, block, s);
-      score(s, rows, first - begin, block.count, position + 1 - first);
+      score(s, rows, first - begin, block.count, first);
     }
     const int64_t count = rounded_up(next - begin, kWidth);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t p = position + row / group, from = a.window ? std::max<int64_t>(0, p - a.window + 1 - begin) : 0;
-      const int64_t to = std::min(next, p + 1) - begin;
+      const int64_t to = std::min(next, s.ends[row / group]) - begin;
       s.part_sums[row] = soften(s.scores + row * s.tile_keys, from, to, count, a.softcap);
     }
     for (int64_t first = begin; first < next; first += kKeys) {
       const Block block(a, tile.row, first, std::min(kKeys, next - first), seen);
       pack_values<Stored>(a, tile.kv_head, block, s.values);
-      mix(s, rows, first - begin, block.count, position + 1 - first);
+      mix(s, rows, first - begin, block.count, first);
     }
     if (begin <= seen) {  // the first tile: nothing to merge with yet
       std::swap(s.sums, s.part_sums);

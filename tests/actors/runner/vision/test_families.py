@@ -1,5 +1,6 @@
 """Greedy tokens of prompts with images are transformers' own, for each family and on every way."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import pytest
 
 from rayfin.actors.errors import RunnerGroupFailed, UnsupportedModel
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.loading import load
+from rayfin.actors.runner.models import paged_model
+from rayfin.kernels.cpu.library import try_load
 from vision_models import EOS, FAMILIES, VisionModel, picture
 
 Make = Callable[..., Any]
@@ -16,19 +20,32 @@ BEFORE, BETWEEN, AFTER = [60, 61, 62, 63, 64], [65, 66], [70, 71, 72]
 OUTPUT = 6
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
-    return VisionModel(request.param, tmp_path_factory.mktemp(request.param))
+PATHS = ["llava", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "mistral3"]
+"""Families that differ in how images enter the language model."""
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
-    return VisionModel("llava", tmp_path_factory.mktemp("llava"))
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VisionModel]:
+    """The model of a family, made once."""
+    return functools.cache(lambda family: VisionModel(family, tmp_path_factory.mktemp(family)))
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
-    return VisionModel("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, made: Make) -> VisionModel:
+    model: VisionModel = made(request.param)
+    return model
+
+
+@pytest.fixture(params=PATHS)
+def tiny(request: pytest.FixtureRequest, made: Make) -> VisionModel:
+    model: VisionModel = made(request.param)
+    return model
+
+
+@pytest.fixture
+def llava(made: Make) -> VisionModel:
+    model: VisionModel = made("llava")
+    return model
 
 
 def _request(request_of: Make, key: int, prompt: tuple[Any, Any], output: int = OUTPUT) -> Any:
@@ -53,23 +70,15 @@ def test_tokens_are_transformers_own(family: VisionModel, served: Make, request_
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 64])
-@pytest.mark.parametrize("model", ["llava", "qwen"])
-def test_chunks_cut_images(
-    chunk: int, model: str, request: pytest.FixtureRequest, served: Make, request_of: Make
-) -> None:
-    tiny: VisionModel = request.getfixturevalue(model)
+def test_chunks_cut_images(chunk: int, tiny: VisionModel, served: Make, request_of: Make) -> None:
     prompt = tiny.prompt(BEFORE, picture(1), BETWEEN, picture(1), AFTER)
     engine = served(tiny.folder, max_batch_tokens=chunk, max_decoding_batch=1)
     assert engine.run(_request(request_of, 0, prompt))[0] == tiny.greedy(*prompt, OUTPUT)
     assert engine.runner._loaded.vision.encoder.num_encoded == 2, "the probe's, and the image once"
 
 
-@pytest.mark.parametrize("model", ["llava", "qwen"])
-def test_prefix_hits_never_encode(
-    model: str, request: pytest.FixtureRequest, served: Make, request_of: Make
-) -> None:
+def test_prefix_hits_never_encode(tiny: VisionModel, served: Make, request_of: Make) -> None:
     """A second question about the same image starts behind it; another image is another prompt."""
-    tiny: VisionModel = request.getfixturevalue(model)
     engine = served(tiny.folder, mm_encoder_cache_gb=0.0)
     encoder = engine.runner._loaded.vision.encoder
     first = tiny.prompt(BEFORE, picture(1), AFTER)
@@ -83,11 +92,7 @@ def test_prefix_hits_never_encode(
     assert engine.cached[2] <= len(BEFORE), "pages of another image were taken"
 
 
-@pytest.mark.parametrize("model", ["llava", "qwen"])
-def test_preempted_inside_an_image(
-    model: str, request: pytest.FixtureRequest, served: Make, request_of: Make
-) -> None:
-    tiny: VisionModel = request.getfixturevalue(model)
+def test_preempted_inside_an_image(tiny: VisionModel, served: Make, request_of: Make) -> None:
     prompts = [tiny.prompt(BEFORE, picture(seed), AFTER) for seed in range(4)]
     pages = -(-(max(len(ids) for ids, _ in prompts) + 24) // 4) + 6
     engine = served(tiny.folder, num_pages=pages, max_batch_tokens=8, max_model_len=4 * (pages - 1))
@@ -122,12 +127,8 @@ def test_a_step_beside_streams_begins_one_image(
     assert max(begun) == 1 and sum(begun) >= 5
 
 
-@pytest.mark.parametrize("model", ["llava", "qwen"])
-def test_replaced_runners_keep_images(
-    model: str, request: pytest.FixtureRequest, served: Make, request_of: Make
-) -> None:
+def test_replaced_runners_keep_images(tiny: VisionModel, served: Make, request_of: Make) -> None:
     """In the middle of an image, and in the middle of the answers."""
-    tiny: VisionModel = request.getfixturevalue(model)
     engine = served(tiny.folder, max_batch_tokens=8)
     prompts = [tiny.prompt(BEFORE, picture(seed), AFTER) for seed in (1, 2)]
     step, count = engine.engine.step, 0
@@ -193,6 +194,26 @@ def test_a_model_that_differs_is_refused(
     monkeypatch.setattr(vision_model.VisionModel, "_put_images", lambda self, inputs: None)
     with pytest.raises(UnsupportedModel, match="logits differ"):
         load(engine_args(llava.folder))
+
+
+def test_features_of_layers_are_added(
+    made: Make, engine_args: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepStack: a model without what its first layers get of an image would be another one."""
+    tiny = made("qwen3_vl")
+    assert tiny.model.model.visual.deepstack_visual_indexes
+    monkeypatch.setattr(paged_model, "added_states", lambda given, tokens: {})
+    with pytest.raises(UnsupportedModel, match="logits differ"):
+        load(engine_args(tiny.folder, attention="torch"))
+
+
+@pytest.mark.skipif(try_load() is None, reason="the CPU kernels are not built")
+def test_compiled_decoders_add_them_too(made: Make, served: Make, request_of: Make) -> None:
+    tiny = made("qwen3_vl")
+    engine = served(tiny.folder, max_batch_tokens=7)
+    assert isinstance(engine.runner._model.text, CpuDecoder)
+    prompt = tiny.prompt(BEFORE, picture(4, 60, 50), AFTER)
+    assert engine.run(_request(request_of, 0, prompt))[0] == tiny.greedy(*prompt, OUTPUT)
 
 
 def test_missing_processor(llava: VisionModel, engine_args: Make, tmp_path: Path) -> None:
