@@ -34,6 +34,7 @@ from rayfin.actors.settings.choices import (
 )
 from rayfin.actors.settings.lora_limits import least_adapters, loras_in_step, require_one_device
 from rayfin.actors.settings.tenant_weights import parse_weights
+from rayfin.actors.settings.uncut import ANY, Uncut
 from rayfin.actors.speculation import SpeculativeConfig, read_speculation
 
 DECIDE_TOKENS = (
@@ -383,6 +384,7 @@ class ModelFacts:
     image_token_id: int | None = None  # of a model that reads images
     adapter_bytes: int = 0  # kept for LoRA adapters, and not among those left for pages
     embeds_size: int = 0  # numbers of each embedding that may stand in a prompt
+    uncut: Uncut = Uncut()  # parts of prompts that no step cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,6 +428,7 @@ class EngineConfig:
     send_history: bool = False  # runners get the tokens of every request, for a proposer, say
     image_token_id: int | None = None  # None: the model reads text only
     embeds_size: int = 0  # of each embedding in a prompt; 0: prompts are tokens
+    uncut: Uncut = Uncut()  # parts of prompts that no step cuts
     # What the cache was made from, for metrics: settings as given.
     kv_cache_dtype: str = "auto"
     memory_utilization: float | None = None
@@ -438,15 +441,17 @@ class EngineConfig:
 
 
 def resolve_limits(
-    args: EngineArgs, device: str, model_len: int, *, whole_prompts: bool = False
+    args: EngineArgs, device: str, model_len: int, uncut: Uncut = ANY, whole_prompts: bool = False
 ) -> BatchLimits:
     """Returns the limits of a step on ``device`` ("cpu", "cuda"), for ``model_len`` tokens.
 
     Args:
+        uncut: what a step has to hold whole; InvalidConfig if ``max_batch_tokens`` does not.
         whole_prompts: of an encoder, whose steps have whole prompts only, as many as there are.
     """
     decoding = args.max_decoding_batch or DEFAULT_DECODING_BATCH[device]
-    tokens = args.max_batch_tokens or max(DEFAULT_BATCH_TOKENS[device], decoding)
+    usual = max(DEFAULT_BATCH_TOKENS[device], decoding)
+    tokens = uncut.batch_tokens(args.max_batch_tokens, usual, decoding)
     if args.max_decoding_batch is None:
         decoding = min(decoding, tokens)
     prompts = args.max_prefill_batch
@@ -551,6 +556,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     # A model without attention fills no pages, nor does an encoder: slots are the only limit.
     pages = args.num_pages or (available // facts.page_bytes if facts.page_bytes else most)
     recurrent, whole = facts.state_bytes > 0, facts.whole_prompts
+    alone = whole or facts.uncut.ahead == "prompt"  # a page depends on the tokens behind it
     pages = most if whole else min(pages, most)
     if pages < per_request:
         if args.max_model_len is not None or pages < 1:
@@ -578,7 +584,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_tokens=args.max_waiting_tokens,
         steps_in_flight=1 if args.steps_in_flight == 1 else args.pipeline_parallel_size + 1,
-        prefix_caching=args.prefix_caching and (snapshots > 0 or not recurrent) and not whole,
+        prefix_caching=args.prefix_caching and (snapshots > 0 or not recurrent) and not alone,
         whole_prompts=whole,
         num_snapshots=snapshots,
         recurrent=recurrent,
@@ -594,4 +600,5 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         max_loras=loras_in_step(args, facts.device),
         image_token_id=facts.image_token_id,
         embeds_size=facts.embeds_size,
+        uncut=replace(facts.uncut, room=limits.max_batch_tokens - limits.max_decoding_batch),
     )

@@ -23,6 +23,7 @@ from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.histogram import Histogram
 from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.settings.uncut import Uncut
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -473,6 +474,7 @@ class EngineInfo:
     prefix_caching: bool = True
     image_token_id: int | None = None  # of a model that reads images: their tokens' own id
     embeds_size: int = 0  # numbers of each embedding in a prompt; 0: prompts are tokens
+    uncut: Uncut = Uncut()  # parts of prompts that no step cuts
 
 
 @dataclass(slots=True)

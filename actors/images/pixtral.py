@@ -1,4 +1,4 @@
-"""Pixtral's processor for images: transformers' own class of it needs torchvision for nothing else."""
+"""Pixtral's processor for images. transformers' own class of it asks for torchvision."""
 
 from typing import Any
 

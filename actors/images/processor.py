@@ -41,10 +41,14 @@ class ProcessedImage:
     num_bytes: int = 0  # of the pixels
 
 
+SAME_CLASS = {"gemma3"}
+"""Models whose class for images is that for text too: with a processor they read images."""
+
+
 def reads_images(config: "PretrainedConfig") -> bool:
     """Whether transformers has the model as one that reads images, and as no other.
 
-    A model that it has as a plain language model too is served as that one.
+    A model that it has as a plain language model too is served as that one, with a few exceptions.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -53,7 +57,30 @@ def reads_images(config: "PretrainedConfig") -> bool:
 
     kind = config.model_type
     reads = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return reads and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return reads and (kind in SAME_CLASS or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def has_processor(args: EngineArgs) -> bool:
+    """Whether the model's folder says how images are processed."""
+    from transformers.utils.hub import cached_file
+
+    names = ("preprocessor_config.json", "processor_config.json")
+    found: list[Any] = [
+        cached_file(
+            args.model,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **args.hub,
+        )
+        for name in names
+    ]
+    return any(found)
+
+
+def serves_images(args: EngineArgs, config: "PretrainedConfig") -> bool:
+    """Whether the model of these settings, of this ``config``, is loaded with its tower."""
+    return reads_images(config) and (config.model_type not in SAME_CLASS or has_processor(args))
 
 
 def model_reads_images(args: EngineArgs) -> bool:
@@ -68,7 +95,7 @@ def model_reads_images(args: EngineArgs) -> bool:
         )
     except (OSError, ValueError):
         return False  # the runner, which loads the model, says why
-    return reads_images(config)
+    return serves_images(args, config)
 
 
 class ImageProcessor:
@@ -82,7 +109,12 @@ class ImageProcessor:
         )
         self._options = {**merged["images_kwargs"], "return_tensors": "np"}
         self.image_token = str(self._processor.image_token)
-        self.image_token_id = int(tokenizer.convert_tokens_to_ids(self.image_token))
+        self.place_id = int(tokenizer.convert_tokens_to_ids(self.image_token))
+        """The token that a template has for an image ..."""
+        own = [token for token in processor.image_token_ids if token is not None]
+        self.image_token_id = int(own[0]) if len(own) == 1 else self.place_id
+        """... and the one that stands for each of its embeddings: mostly the same."""
+        self.types_of_images = bool(getattr(processor, "return_mm_token_type_ids", False))
         self._for_prompts = FOR_PROMPTS | set(self._processor.unused_input_names)
         self._ids: dict[str, list[int]] = {}  # of texts in place of images
 
@@ -207,16 +239,23 @@ def digest(pixels: Mapping[str, npt.NDArray[Any]]) -> bytes:
 
 
 def put_images(
-    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int, param: str
+    ids: Sequence[int],
+    images: Sequence[ProcessedImage],
+    image_token_id: int,
+    param: str,
+    place_id: int | None = None,
 ) -> tuple[list[int], tuple[ImageInput, ...]]:
-    """Replaces the n-th image token of a prompt by the tokens of the n-th image.
+    """Replaces the n-th place of an image in a prompt by the tokens of the n-th image.
+
+    ``place_id`` is the token of a place, unless that is ``image_token_id`` too.
 
     The ids are those that users see: ``put_virtual_ids`` makes those that engines get.
 
     Raises:
         InvalidRequest: the prompt has another number of image tokens than images.
     """
-    count = sum(token == image_token_id for token in ids)
+    place = image_token_id if place_id is None else place_id
+    count = sum(token == place for token in ids)
     if count != len(images):
         raise InvalidRequest(
             f"The prompt has places for {count} images, and {len(images)} are given.",
@@ -227,7 +266,7 @@ def put_images(
     inputs: list[ImageInput] = []
     rest = iter(images)
     for token in ids:
-        if token != image_token_id:
+        if token != place:
             whole.append(token)
             continue
         image = next(rest)

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rayfin.actors.adapters.files import read_ref
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
-from rayfin.actors.images.processor import reads_images
+from rayfin.actors.images.processor import serves_images
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.decoder import TOLERANCE, CpuDecoder, build_cpu_decoder
@@ -57,9 +57,10 @@ from rayfin.actors.runner.vision.load import VisionParts, load_vision, require_e
 from rayfin.actors.runner.vision.text_view import TextView
 from rayfin.actors.settings.choices import Quantization
 from rayfin.actors.settings.lora_limits import adapter_budget, loras_in_memory
+from rayfin.actors.settings.uncut import Uncut
 from rayfin.actors.timing import MODEL_LOAD_SECONDS
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
-from rayfin.kernels.attention.select import page_types, select_attention
+from rayfin.kernels.attention.select import SeeingAhead, page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
 from rayfin.kernels.shapes import PagedAttention
@@ -122,6 +123,11 @@ class LoadedModel:
     def embeds_size(self) -> int:
         """Numbers of each embedding of a prompt, or 0 if prompts are tokens."""
         return 0 if self.embeds is None else self.embeds.size
+
+    @property
+    def uncut(self) -> Uncut:
+        """Parts of prompts that no step cuts."""
+        return Uncut() if self.vision is None else self.vision.uncut
 
     def bytes_beside_pages(self, rows: int) -> int:
         """Bytes of the states of ``rows`` requests, of embeddings of images, and of adapters."""
@@ -247,6 +253,8 @@ def _load(
         kernel = select_attention(device, model.dtype, args.attention, kernels)
     except ValueError as error:
         raise InvalidConfig(str(error), "attention") from None
+    if vision is not None and device.type == "cuda":
+        kernel = SeeingAhead(kernel)
     pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
     embeds = EmbedsParts(model, rounded=bool(rounded)) if args.enable_prompt_embeds else None
     paged = _page(model, kernel, layers, args.page_size)
@@ -430,7 +438,7 @@ def _load_weights(
     if recipe is not None:
         headless, head = load_decoder(args, config, recipe, device, ATTENTION)
         return headless, None, PoolingParts(recipe, head), None
-    if reads_images(config):
+    if serves_images(args, config):
         ranks = 1 if peers is None else peers.place.size
         view, vision = load_vision(args, config, device, ranks)
         return view, None, None, vision

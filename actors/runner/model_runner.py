@@ -103,7 +103,7 @@ class ModelRunner:
         args, loaded, device = self._args, self._loaded, self._loaded.device
         config, positions, whole = loaded.config, loaded.max_position, loaded.whole_prompts
         model_len = resolve_model_len(args, positions)
-        limits = resolve_limits(args, device.type, model_len, whole_prompts=whole)
+        limits = resolve_limits(args, device.type, model_len, loaded.uncut, whole_prompts=whole)
         available = args.kv_cache_memory
         if available is None:
             available = available_bytes(
@@ -127,6 +127,7 @@ class ModelRunner:
             image_token_id=self._loaded.image_token_id,
             adapter_bytes=self._loaded.adapter_bytes,
             embeds_size=self._loaded.embeds_size,
+            uncut=loaded.uncut,
         )
         return facts, limits
 

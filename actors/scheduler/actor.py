@@ -353,6 +353,7 @@ class SchedulerActor:
             prefix_caching=config.prefix_caching,
             image_token_id=config.image_token_id,
             embeds_size=config.embeds_size,
+            uncut=config.uncut,
             identity=self._started.args.identity,
         )
 

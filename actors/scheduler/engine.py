@@ -78,7 +78,7 @@ def make_scheduler(
         return RequestScheduler(lifecycle, microbatcher, config.limits)
     longest = config.long_prefill_token_threshold
     beside = ChunkBudget(config.itl_target, config.limits.max_batch_tokens)
-    return TokenScheduler(lifecycle, microbatcher, config.limits, longest, beside)
+    return TokenScheduler(lifecycle, microbatcher, config.limits, longest, beside, config.uncut)
 
 
 class Engine:

@@ -15,6 +15,9 @@ Activations = Literal["exact", "int8"]
 Runner = Literal["auto", "generate", "pooling"]
 Convert = Literal["auto", "none", "embed", "classify"]
 LoraDtype = Literal["auto", "float32", "bfloat16", "float16"]
+SeesAhead = Literal["nothing", "image", "prompt"]
+"""Which later tokens a token of a prompt sees: none, those of its image, or the whole prompt."""
+
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 

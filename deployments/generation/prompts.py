@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest, TemplateTooSlow
-from rayfin.actors.images.processor import ProcessedImage, put_images
+from rayfin.actors.images.processor import ProcessedImage
 from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.service import OpenAIService
@@ -173,7 +173,7 @@ def _with_images(
     """The prompt with the tokens of its images in their places."""
     if service.media is None or not images:
         return prompt
-    ids, inputs = put_images(prompt.ids, images, service.media.image_token_id, param)
+    ids, inputs = service.media.place(prompt.ids, images, param)
     return replace(prompt, ids=ids, images=inputs)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from PIL import Image
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.images.processor import ImageProcessor, ProcessedImage
+from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.images.processor import ImageProcessor, ProcessedImage, put_images
 from rayfin.deployments.media.decode import decode, to_rgb
 from rayfin.deployments.media.fetch import MediaFetcher
 from rayfin.deployments.media.parts import ImagePart, read_part
@@ -46,6 +47,13 @@ class MediaReader:
     @property
     def image_token_id(self) -> int:
         return self.processor.image_token_id
+
+    def place(
+        self, ids: Sequence[int], images: Sequence[ProcessedImage], param: str
+    ) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """See ``put_images``."""
+        own = self.processor
+        return put_images(ids, images, own.image_token_id, param, own.place_id)
 
     async def read(self, messages: Any, param: str) -> list[ProcessedImage]:
         """The images in unchecked messages, in their order.

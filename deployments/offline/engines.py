@@ -83,6 +83,7 @@ def load_engine(args: EngineArgs) -> tuple[Engine, EngineInfo, Executor]:
         prefix_caching=config.prefix_caching,
         image_token_id=config.image_token_id,
         embeds_size=config.embeds_size,
+        uncut=config.uncut,
     )
     executor = InlineExecutor(runner, config)
     return Engine(config, executor), info, executor

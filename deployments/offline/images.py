@@ -8,7 +8,7 @@ import numpy as np
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
-from rayfin.actors.images.processor import ImageProcessor, put_images
+from rayfin.actors.images.processor import ImageProcessor
 from rayfin.actors.messages import EngineInfo, Int32Array
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.embeds.read import EmbedsReader, PromptEmbeds, required
@@ -55,7 +55,7 @@ class OfflineImages:
         images = [] if self.media is None else self.media.read_now(messages, param)
         if self.media is None or not images:
             return prompt
-        ids, inputs = put_images(prompt.ids, images, self.media.image_token_id, param)
+        ids, inputs = self.media.place(prompt.ids, images, param)
         return replace(prompt, ids=ids, images=inputs)
 
     def embeds(
@@ -98,7 +98,7 @@ class OfflineImages:
                 "unsupported_content",
             )
         images = self.media.read_pictures(prompt.pictures, f"{param}.image")
-        whole, inputs = put_images(ids, images, self.media.image_token_id, param)
+        whole, inputs = self.media.place(ids, images, param)
         return replace(prompt, images=inputs), whole
 
 

@@ -66,6 +66,7 @@ def build_requests(
         prompt = _with_images(prompt, images, info, params, param)
     if embeds is not None:
         prompt = _of_embeds(embeds, params)
+    _check_uncut(prompt, images, info, params, param)
     room = _room(len(prompt), info, param)
     check_sampling(params, info)
     eos = frozenset(eos_token_ids)
@@ -183,6 +184,32 @@ def _of_embeds(embeds: PromptEmbeds, params: SamplingParams) -> Int32Array:
             "unsupported_parameter",
         )
     return embeds.ids
+
+
+def _check_uncut(
+    prompt: Int32Array,
+    images: Sequence[ImageInput],
+    info: EngineInfo,
+    params: SamplingParams,
+    param: str,
+) -> None:
+    """Refuses what would have to be cut, though its tokens see each other both ways."""
+    if info.uncut.ahead == "prompt" and params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs does not go with a model whose prompts are read both ways.",
+            "prompt_logprobs",
+            "unsupported_parameter",
+        )
+    own = [(image.start, image.start + image.length) for image in images]
+    for first, last in info.uncut.spans(own, len(prompt)):
+        if last - first > info.uncut.room:
+            part = "a prompt" if info.uncut.ahead == "prompt" else "an image"
+            raise InvalidRequest(
+                f"This model computes {part} in one step, which has room for {info.uncut.room} "
+                f"tokens (max_batch_tokens less max_decoding_batch): {last - first} are given.",
+                param,
+                "too_large_for_a_step",
+            )
 
 
 def _all_int(ids: Sequence[int]) -> bool:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -22,6 +22,15 @@ class PagedCase:
     batch: PagedBatch
     keys: list[torch.Tensor]  # R x [kv_len, Hkv, Dk]
     values: list[torch.Tensor]  # R x [kv_len, Hkv, Dv]
+
+    def ahead(self, *spans: tuple[int, int, int]) -> "PagedCase":
+        """The same where tokens ``first`` .. ``last`` of a row's chunk see each other both ways."""
+        starts, lengths = self.batch.query_start_cpu, self.batch.kv_len_cpu
+        sees_to = self.batch.positions.numpy().astype(np.int32)
+        for row, first, last in spans:
+            cached = int(lengths[row]) - int(starts[row + 1] - starts[row])
+            sees_to[int(starts[row]) + first : int(starts[row]) + last + 1] = cached + last
+        return replace(self, batch=replace(self.batch, sees_to=sees_to, scratch={}))
 
     def dense(
         self,

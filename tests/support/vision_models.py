@@ -24,7 +24,7 @@ from rayfin.actors.images.virtual_ids import put_virtual_ids
 SPECIAL = (
     *("<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
     *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
-    *("<img>", "</img>", "[IMG_BREAK]", "[IMG_END]"),
+    *("<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<end_of_image>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
 PAD, BOS, EOS, IMAGE, VISION_START, VISION_END, VIDEO = range(7)
@@ -324,10 +324,63 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] 
         {"patch_size": 7, "image_token": "[IMG]"},
         PIXTRAL_IMAGES,
     ),
+    "gemma3": (
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **TOWER},
+            "text_config": {
+                "model_type": "gemma3_text",
+                **TEXT,
+                "query_pre_attn_scalar": 8,
+                "sliding_window": 12,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "image_token_index": IMAGE,
+            "mm_tokens_per_image": 16,
+            "tie_word_embeddings": False,
+        },
+        "Gemma3Processor",
+        {"image_seq_length": 16},
+        {"image_processor_type": "Gemma3ImageProcessor", "size": SMALL},
+    ),
+    "paligemma": (
+        {
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                **TOWER,
+                "vision_use_head": False,
+                "projection_dim": 32,
+            },
+            "text_config": {"model_type": "gemma", **TEXT},
+            "image_token_index": IMAGE,
+            "projection_dim": 32,
+            "tie_word_embeddings": False,
+        },
+        "PaliGemmaProcessor",
+        {},
+        {"image_processor_type": "SiglipImageProcessor", "size": SMALL, "image_seq_length": 16},
+    ),
 }
-PLACES = {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]", "pixtral": "[IMG]"} | dict.fromkeys(
-    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "<|image_pad|>"
-)
+NAMED: dict[str, dict[str, str]] = {
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<|video_pad|>",
+    },
+    "gemma3": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+}
+"""Tokens that a family's tokenizer has as attributes."""
+
+PLACES = {
+    "internvl": "<IMG_CONTEXT>",
+    "gemma3": "<image_soft_token>",
+    "mistral3": "[IMG]",
+    "pixtral": "[IMG]",
+} | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "<|image_pad|>")
 """The token for an image, where it is not <image>."""
 
 
@@ -366,13 +419,7 @@ def make_vision_model(family: str, folder: Path, seed: int = 0) -> Any:
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     token = PLACES.get(family, "<image>")
-    named = {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": token,
-        "video_token": "<|video_pad|>",
-    }
-    tokenizer = make_tokenizer(token, named if family == "internvl" else None)
+    tokenizer = make_tokenizer(token, NAMED.get(family))
     tokenizer.chat_template = TEMPLATE.replace("PLACE", _place(family, token))
     tokenizer.save_pretrained(folder)
     written = {"processor_class": processor, **settings}
@@ -384,6 +431,8 @@ def make_vision_model(family: str, folder: Path, seed: int = 0) -> Any:
 
 
 def _place(family: str, token: str) -> str:
+    if family == "gemma3":
+        return "<start_of_image>"
     return f"<|vision_start|>{token}<|vision_end|>" if family.startswith("qwen") else token
 
 
@@ -409,11 +458,11 @@ class VisionModel:
         images = []
         for part in parts:
             if isinstance(part, Image.Image):
-                ids.append(IMAGE)
+                ids.append(self.processor.place_id)
                 images.append(self.processor.process(part))
             else:
                 ids += part
-        whole, inputs = put_images(ids, images, IMAGE, "prompt")
+        whole, inputs = put_images(ids, images, IMAGE, "prompt", self.processor.place_id)
         return put_virtual_ids(np.array(whole, np.int32), inputs, IMAGE).tolist(), inputs
 
     def greedy(self, ids: Sequence[int], images: Any, max_tokens: int) -> list[int]:
@@ -427,6 +476,9 @@ class VisionModel:
                 fields[name] = torch.from_numpy(np.concatenate(_padded(arrays), axis))
             if self.family.startswith("qwen"):
                 fields["mm_token_type_ids"] = (plain == IMAGE).to(torch.int32)
+        if self.family in ("gemma3", "paligemma"):
+            is_image = (plain == IMAGE) & (self.family == "gemma3")
+            fields["token_type_ids"] = is_image.to(torch.int64)
         output = self.model.generate(
             plain,
             attention_mask=torch.ones_like(plain),

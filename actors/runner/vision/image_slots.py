@@ -9,6 +9,7 @@ import torch
 from rayfin.actors.images.image_input import VIRTUAL_TOKENS, ImageInput
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.runner.observers import Observer
+from rayfin.actors.settings.choices import SeesAhead
 
 
 class Placed(NamedTuple):
@@ -25,6 +26,17 @@ class SlotImages:
     placed: tuple[Placed, ...]
     rope: Int64Array | None  # [3, P] of the prompt's tokens, in time, height and width
     delta: int = 0  # from a position behind the prompt to that of its rotary embedding
+    whole: tuple[
+        tuple[int, int], ...
+    ] = ()  # first and last positions of tokens that see each other
+
+    def sees_to(self, start: int, count: int) -> Int64Array:
+        """The last position [count] that each token from position ``start`` on sees."""
+        ends = np.arange(start, start + count)
+        for first, last in self.whole:
+            inside = slice(max(first - start, 0), max(last + 1 - start, 0))
+            ends[inside] = last
+        return ends
 
     def rope_positions(self, start: int, count: int) -> Int64Array:
         """Rotary positions [3, count] of the tokens from position ``start`` on."""
@@ -47,6 +59,7 @@ class ImageSlots(Observer):
 
     def __init__(self, rope_index: RopeIndex | None) -> None:
         self._rope_index = rope_index
+        self.ahead: SeesAhead = "nothing"  # which later tokens those of a prompt see
         self._slots: dict[int, SlotImages] = {}
 
     def __len__(self) -> int:
@@ -65,23 +78,37 @@ class ImageSlots(Observer):
     def enter(self, new: NewRequest) -> None:
         """Takes a request into its slot."""
         self._slots.pop(new.handle, None)
-        if new.images:
+        if new.images or self.ahead == "prompt":
             self._slots[new.handle] = self._read(new)
 
     def close(self) -> None:
         self._slots.clear()
 
     def _read(self, new: NewRequest) -> SlotImages:
+        if not new.images:
+            return SlotImages((), None, whole=((0, new.prompt_len - 1),))
         assert new.history is not None
         prompt = new.history[: new.prompt_len]
         placed = []
         for image in new.images:
             own = prompt[image.start : image.start + image.length]
             placed.append(Placed(image, image.start + np.flatnonzero(own < VIRTUAL_TOKENS)))
+        whole: list[tuple[int, int]] = []
+        if self.ahead == "prompt":
+            whole = [(0, new.prompt_len - 1)]
+        elif self.ahead == "image":
+            whole = [run for _, at in placed for run in _runs(at)]
         if self._rope_index is None:
-            return SlotImages(tuple(placed), None)
+            return SlotImages(tuple(placed), None, whole=tuple(whole))
         rope = self._rope_index(prompt, new.images)
-        return SlotImages(tuple(placed), rope, int(rope.max()) + 1 - len(prompt))
+        delta = int(rope.max()) + 1 - len(prompt)
+        return SlotImages(tuple(placed), rope, delta, tuple(whole))
+
+
+def _runs(at: Int64Array) -> list[tuple[int, int]]:
+    """First and last of the neighbouring positions among ``at`` [N], which rise."""
+    parts = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
+    return [(int(part[0]), int(part[-1])) for part in parts]
 
 
 class ModelRope:

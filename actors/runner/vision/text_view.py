@@ -30,6 +30,7 @@ class TextView(nn.Module):
         self.model, self.lm_head = decoder, head
         self.config = whole.config.get_text_config(decoder=True)
         self.name = name
+        self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self._is_stateful: bool = decoder._is_stateful
         self._supports_attention_backend: bool = decoder._supports_attention_backend
 
@@ -68,4 +69,7 @@ class TextView(nn.Module):
         output = self.model(input_ids=input_ids, position_ids=position_ids, **options)
         states = output.last_hidden_state
         kept = states if logits_to_keep is None else states[:, logits_to_keep]
-        return _Output(self.lm_head(kept))
+        logits = self.lm_head(kept)
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return _Output(logits)

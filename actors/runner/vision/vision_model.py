@@ -1,5 +1,7 @@
 """A ``StepModel`` whose steps may hold parts of images."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -53,6 +55,7 @@ class VisionModel:
         index: list[Int64Array] = []
         states: list[torch.Tensor] = []
         rope: Int64Array | None = None
+        sees_to: Int64Array | None = None
         for row, slot in enumerate(inputs.slots.tolist()):
             own = self.slots.get(slot)
             if own is None:
@@ -65,6 +68,10 @@ class VisionModel:
                     embeddings = self.encoder.embeddings(image, len(at))
                     index.append(at[low:high] - start + first)
                     states.append(embeddings[low:high])
+            if own.whole and own.whole[-1][1] >= start:
+                if sees_to is None:
+                    sees_to = _positions(starts, ends)
+                sees_to[first : first + count] = own.sees_to(start, count)
             if own.rope is not None:
                 if rope is None:
                     plain = _positions(starts, ends)
@@ -76,6 +83,8 @@ class VisionModel:
             rows = torch.cat(states)
             added = rows[:, 1:] if rows.shape[1] > 1 else None
             inputs.given = GivenInputs(places, rows[:, 0], added)
+        if sees_to is not None:
+            inputs.batch = replace(inputs.batch, sees_to=sees_to.astype(np.int32))
         if rope is not None:
             inputs.rope_positions = torch.from_numpy(rope).to(device)
 

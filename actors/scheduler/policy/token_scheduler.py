@@ -13,6 +13,7 @@ from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
 from rayfin.actors.scheduler.policy.image_budget import ImageBudget
 from rayfin.actors.scheduler.policy.preemption import make_room
 from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.settings.uncut import ANY, Uncut
 
 LEAST_BUDGET = 32
 """The budget is not reduced below so many tokens."""
@@ -36,13 +37,14 @@ class TokenScheduler:
         limits: BatchLimits,
         long_prefill: int = 0,
         beside_streams: ChunkBudget | None = None,
+        uncut: Uncut = ANY,
     ) -> None:
         self._lifecycle = lifecycle
         self._microbatcher = microbatcher
         self._limits = limits
         self._longest_chunk = long_prefill or limits.max_batch_tokens
         self._beside_streams = beside_streams or ChunkBudget(None, limits.max_batch_tokens)
-        self._images = ImageBudget()
+        self._images = ImageBudget(limits.max_batch_tokens, uncut)
         self._budget = limits.max_batch_tokens  # of a step, less after one that ran out of memory
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
@@ -57,7 +59,11 @@ class TokenScheduler:
 
     def longest_chunk(self, request: Request) -> int:
         """Most tokens of the request's prompt in a step that computes nothing else."""
-        return self._max_chunk(request, self._budget, [])
+        longest = self._max_chunk(request, self._budget, [])
+        if request.slot is None:
+            return longest
+        computed = int(self._lifecycle.state.running.num_computed[request.slot])
+        return self._images.whole(request, computed, longest, self._limits.max_batch_tokens)
 
     def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """Halves the budget if a step ran out of memory; else raises it slowly to the limit."""

@@ -1,11 +1,14 @@
 """Choosing an attention backend."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from rayfin.kernels import reference
 from rayfin.kernels.attention import torch_backend as backend
-from rayfin.kernels.attention.select import select_attention
+from rayfin.kernels.attention.select import SeeingAhead, page_types, select_attention
 
 CPU = torch.device("cpu")
 
@@ -38,3 +41,17 @@ def test_triton_is_for_a_gpu() -> None:
         gpu = torch.device("cuda")
         assert isinstance(select_attention(gpu, torch.bfloat16), TritonAttention)
         assert select_attention(gpu, torch.bfloat16, name="torch") is backend.paged_attention
+
+
+def test_torch_attends_where_tokens_see_later_ones(paged_case: Callable[..., Any]) -> None:
+    def causal(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros_like(query)
+
+    attend = SeeingAhead(causal)
+    assert page_types(attend) == page_types(causal)
+    case = paged_case([(0, 8)])
+    arguments = (case.query, case.k_pages, case.v_pages)
+    assert not attend(*arguments, case.batch, scale=0.3).any()
+    ahead = case.ahead((0, 2, 5))
+    expected = ahead.dense(scale=0.3).float()
+    torch.testing.assert_close(attend(*arguments, ahead.batch, scale=0.3), expected)

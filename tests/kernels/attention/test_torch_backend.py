@@ -174,3 +174,20 @@ def test_other_pages_of_the_table_do_not_matter(paged_case: Case) -> None:
     wider = replace(case.batch, page_tables=tables, scratch={})
     again = attend(case.query, case.k_pages, case.v_pages, wider, scale=0.35)
     torch.testing.assert_close(out, again, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("block", [4, 512])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 9}, {"softcap": 1.5}], ids=str)
+def test_tokens_that_see_later_ones(
+    paged_case: Case, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], block: int
+) -> None:
+    """An image in the middle of a chunk, at its start, and all of one; decoding rows beside."""
+    monkeypatch.setattr(backend, "QUERY_BLOCK", block)
+    case = paged_case([(3, 1), (0, 13), (6, 9), (7, 6)]).ahead((1, 3, 9), (2, 0, 4), (3, 0, 5))
+    for function in (attend, reference.paged_attention):
+        out = function(case.query, case.k_pages, case.v_pages, case.batch, scale=0.35, **options)
+        expected = case.dense(scale=0.35, **options).float()
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    causal = replace(case.batch, sees_to=None, scratch={})
+    out = attend(case.query, case.k_pages, case.v_pages, causal, scale=0.35, **options)
+    assert (out - expected).abs().max() > 1e-2

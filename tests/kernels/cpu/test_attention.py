@@ -66,6 +66,28 @@ def test_long_rows(paged_case: Case, attend: CpuAttention) -> None:
         check(attend, case, 1e-4, **options)
 
 
+def test_tokens_that_see_later_ones(paged_case: Case, attend: CpuAttention) -> None:
+    """Images of several tiles and of few tokens, in chunks that go on behind them or do not."""
+    rows = [(30, 1), (0, 150), (700, 170), (130, 9), (5, 40)]
+    spans = [(1, 20, 120), (2, 0, 99), (2, 110, 169), (3, 0, 8), (4, 3, 7), (4, 8, 20)]
+    case = paged_case(rows, page_size=16, heads=6).ahead(*spans)
+    for options in OPTIONS:
+        if options.get("sinks"):
+            options = options | {"sinks": torch.linspace(-1.0, 2.0, 6)}
+        check(attend, case, 1e-4, **options)
+
+
+def test_what_others_see_changes_no_token(paged_case: Case, attend: CpuAttention) -> None:
+    case = paged_case([(30, 1), (64, 90)], page_size=16)
+    causal = attend(case.query, case.k_pages, case.v_pages, case.batch, scale=0.3)
+    ahead = case.ahead((1, 20, 60)).batch
+    out = attend(case.query, case.k_pages, case.v_pages, ahead, scale=0.3)
+    image = slice(1 + 20, 1 + 60)  # its last token sees what it saw
+    assert torch.equal(out[: image.start], causal[: image.start])
+    assert torch.equal(out[image.stop :], causal[image.stop :])
+    assert ((out - causal)[image].abs().amax(dim=(1, 2)) > 0).all()
+
+
 def test_against_the_reference(paged_case: Case, attend: CpuAttention) -> None:
     case = paged_case(MIXED)
     arguments = (case.query, case.k_pages, case.v_pages, case.batch)
