@@ -324,6 +324,16 @@ class GrammarUsage:
 
 
 @dataclass(slots=True, frozen=True)
+class ImageUsage:
+    """What a runner did with images since its last result."""
+
+    num_bytes: int = 0  # of the embeddings that it keeps now
+    hits: int = 0  # images that began with embeddings that it had
+    evictions: int = 0  # embeddings that made room for others
+    seconds: tuple[float, ...] = ()  # of each image that its tower computed
+
+
+@dataclass(slots=True, frozen=True)
 class DraftUsage:
     """What became of the drafts of a call."""
 
@@ -358,6 +368,7 @@ class StepResult:
     grammars: GrammarUsage | None = None  # None if it did nothing with any
     drafts: DraftUsage | None = None  # None if there were none
     adapters: AdapterUsage | None = None  # None if nothing has changed
+    images: ImageUsage | None = None  # None if no image began
     vectors: dict[int, Float32Array] = field(default_factory=dict)  # by row: [D], or [P, D] of a
     # task for each token; of rows whose prompt ends here
 
@@ -526,6 +537,10 @@ class EngineStats:
     spec_draft_tokens: int = 0  # ... and those tokens ...
     spec_accepted_tokens: int = 0  # ... and of them the right ones ...
     spec_accepted_by_position: dict[str, int] = field(default_factory=dict)  # ... by place, from 0
+    image_cache_bytes: int = 0  # of images' embeddings in the runner
+    image_cache_hits: int = 0  # images that began with embeddings that were there ...
+    images_encoded: int = 0  # ... and images that the tower computed
+    image_cache_evictions: int = 0  # embeddings that made room for others
     histograms: dict[str, Histogram] = field(default_factory=dict)  # name in families.py -> it
     cache_config: tuple[str, ...] = ()  # values of families.CACHE_LABELS
     adapters: AdapterStats = field(default_factory=AdapterStats)

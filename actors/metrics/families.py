@@ -37,6 +37,10 @@ FAILURES = (
 )
 DRAFT_POSITIONS = tuple(str(place) for place in range(MOST_TOKENS))
 GRAMMAR_FAILURES = ("compile", "failed", "too_slow")
+IMAGE_REFUSALS = (
+    *("invalid_image", "media_url_refused", "media_unavailable", "too_many_images"),
+    *("unsupported_content", "other"),
+)
 GUIDED_KINDS = (*("json", "json_object", "regex", "choice", "grammar", "structural_tag", "tools"),)
 VERDICTS = ("ok", "invalid", "unsupported", "too_complex")
 TOOL_CHOICES = ("auto", "required", "named")
@@ -229,6 +233,11 @@ ENGINE_GAUGES = (
         "Those requests; they are among the deferred ones.",
         lambda s: s.adapters.requests_waiting,
     ),
+    _gauge(
+        "image_cache_bytes",
+        "Embeddings of images in the runner.",
+        lambda s: s.image_cache_bytes,
+    ),
 )
 
 ENGINE_COUNTERS = (
@@ -344,6 +353,17 @@ ENGINE_COUNTERS = (
         lambda s: s.adapters.evicted,
     ),
     _counter(
+        "image_cache_hits",
+        "Images that a request began with embeddings that the runner had.",
+        lambda s: s.image_cache_hits,
+    ),
+    _counter("images_encoded", "Images that the tower computed.", lambda s: s.images_encoded),
+    _counter(
+        "image_cache_evictions",
+        "Embeddings of images that made room for others.",
+        lambda s: s.image_cache_evictions,
+    ),
+    _counter(
         "spec_decode_num_drafts",
         "Drafts of requests that were verified in a step.",
         lambda s: s.spec_drafts,
@@ -444,6 +464,7 @@ ENGINE_HISTOGRAMS = (
     ),
     _histogram("grammar_mask_seconds", "Of a step's masks, in the runner.", alias=False),
     _histogram("adapter_load_seconds", "Of a LoRA adapter, until the runner has it.", alias=False),
+    _histogram("image_encode_seconds", "Of an image, in the model's tower.", alias=False),
 )
 
 
@@ -546,6 +567,11 @@ INGRESS_FAMILIES = (
     ),
     _of_ingress(
         "grammar_verdicts", "counter", "Grammars that were checked.", ("verdict",), VERDICTS
+    ),
+    _of_ingress("request_images", "histogram", "Images of a request that has some."),
+    _of_ingress("image_fetch_seconds", "histogram", "Of an image, from the address that has it."),
+    _of_ingress(
+        "image_refusals", "counter", "Requests refused for an image.", ("code",), IMAGE_REFUSALS
     ),
     _of_ingress("warden_restarts", "counter", "Times the process that checks them was replaced."),
     _of_ingress("tool_calls", "counter", "Tool calls in answers.", ("choice",), TOOL_CHOICES),

@@ -144,7 +144,8 @@ class LoadedModel:
     def observers(self) -> list[StepObserver]:
         """What follows the steps for the model's sake."""
         found: list[StepObserver] = [] if self.adapters is None else [self.adapters]
-        return found + [parts.slots for parts in (self.vision, self.embeds) if parts is not None]
+        found += [parts.slots for parts in (self.vision, self.embeds) if parts is not None]
+        return found if self.vision is None else [*found, self.vision.encoder]
 
     @property
     def max_position(self) -> int | None:
@@ -328,7 +329,7 @@ def _check_settings(
             "quantization",
         )
     if args.enable_prompt_embeds:
-        images = reads_images(config) and not args.language_model_only
+        images = serves_images(args, config) and not args.language_model_only
         pools, heads = recipe is not None, _reads_states(args)
         require_embeds(ranks=ranks, pools=pools, images=images, heads=heads)
 

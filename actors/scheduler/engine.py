@@ -406,6 +406,8 @@ class Engine:
             self.lifecycle.state.counters.grammars(result.grammars)
         if result.adapters is not None:
             self.lifecycle.state.counters.adapters.observe(result.adapters)
+        if result.images is not None:
+            self.lifecycle.state.counters.images(result.images)
         self._last_step = record.info
         self._last_progress = self._clock()
         self._restarts_without_progress = 0

@@ -12,13 +12,14 @@ from typing import Any
 
 from PIL import Image
 
-from rayfin.actors.errors import InvalidRequest
+from rayfin.actors.errors import InvalidRequest, RayfinError
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.images.processor import ImageProcessor, ProcessedImage, put_images
 from rayfin.deployments.media.decode import decode, to_rgb
 from rayfin.deployments.media.fetch import MediaFetcher
 from rayfin.deployments.media.parts import ImagePart, read_part
 from rayfin.deployments.media.settings import MediaSettings
+from rayfin.deployments.telemetry.image_counters import ImageCounters
 from rayfin.deployments.text.messages import is_image
 
 
@@ -42,6 +43,7 @@ class MediaReader:
         self._put = put
         self._fetcher = fetcher or MediaFetcher(self.settings)
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "media")
+        self.counts = ImageCounters()
         self._cache = _ProcessedImages(self.settings.cache_bytes)
 
     @property
@@ -61,16 +63,26 @@ class MediaReader:
         Raises:
             InvalidRequest: a part is wrong, or there are too many.
         """
-        parts = self.parts(messages, param)
-        if not parts:
-            return []
+        try:
+            parts = self.parts(messages, param)
+            if not parts:
+                return []
+            self.counts.images.observe(len(parts))
+            return await self._read(parts)
+        except RayfinError as error:
+            self.counts.refused(error.code)
+            raise
+
+    async def _read(self, parts: list[ImagePart]) -> list[ProcessedImage]:
         loop = asyncio.get_running_loop()
         rest = self.settings.max_total_bytes
         files: list[ImagePart] = []
         for part in parts:
             if part.url is not None:
                 most = min(self.settings.max_bytes, rest)
+                started = loop.time()
                 data = await self._fetcher.fetch(part.url, part.param, most)
+                self.counts.fetch.observe(loop.time() - started)
                 part = replace(part, data=data)
             rest -= self._check_bytes(part, rest)
             files.append(part)

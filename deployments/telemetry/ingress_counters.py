@@ -22,6 +22,7 @@ from rayfin.actors.metrics.families import (
     VERDICTS,
 )
 from rayfin.actors.metrics.ledger import CounterReport, Series
+from rayfin.deployments.telemetry.image_counters import ImageCounters
 
 LONGEST = 10**6  # tokens; an output may be longer than the last bucket
 
@@ -111,6 +112,7 @@ class IngressCounters:
 
     def __init__(self, in_flight: Callable[[], int] = lambda: 0) -> None:
         self.output = OutputCounters()
+        self.images = ImageCounters()
         self.ttft = Histogram(TTFT_BOUNDS)
         self.itl = Histogram(ITL_BOUNDS)
         self.e2e = Histogram(LATENCY_BOUNDS)
@@ -158,6 +160,7 @@ class IngressCounters:
         counters.update({("request_replays", (why,)): n for why, n in self.replays.items()})
         counters.update({("http_requests", labels): n for labels, n in self.answers.items()})
         counters.update(self.output.counters())
+        counters.update(self.images.counters())
         counters.update({("batch_lines", (result,)): 0 for result in BATCH_LINES})
         gauges: dict[Series, float] = {
             ("http_requests_in_flight", ()): self._in_flight(),
@@ -177,6 +180,7 @@ class IngressCounters:
             "request_transport_seconds": self.transit,
             "request_params_n": self._choices,
             "request_max_num_generation_tokens": self._longest,
+            **self.images.histograms(),
         }
         return CounterReport(
             self._incarnation,

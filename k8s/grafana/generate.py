@@ -312,6 +312,31 @@ SPECULATION = [
     Panel("Drafts", {BY_ENGINE: rate(DRAFTS, by="engine")}, "ops"),
 ]
 
+IMAGES = [
+    heatmap("Images of a request", "request_images", MODEL),
+    Panel("Requests with images", {"requests": rate("request_images_count", MODEL)}, "reqps"),
+    Panel("Requests refused for an image", each("image_refusals_total", "code", MODEL), "reqps"),
+    heatmap("Fetching an image", "image_fetch_seconds", MODEL, "s"),
+    heatmap("Encoding an image", "image_encode_seconds", unit="s"),
+    Panel(
+        "Images begun",
+        {
+            "embeddings were there": rate("image_cache_hits_total"),
+            "encoded": rate("images_encoded_total"),
+        },
+        "ops",
+        stacked=True,
+        help="Images behind pages that are found again are not begun at all.",
+    ),
+    Panel("Embeddings kept", {BY_ENGINE: f"rayfin_image_cache_bytes{{{ENGINE}}}"}, "bytes"),
+    Panel(
+        "Embeddings that made room",
+        {"evictions": rate("image_cache_evictions_total")},
+        "ops",
+        help="If this grows, --mm-encoder-cache-gb is small for the images that come back.",
+    ),
+]
+
 STRUCTURED_OUTPUT = [
     Panel("Guided requests", each("guided_requests_total", "kind", MODEL), "reqps", stacked=True),
     Panel("Grammars checked", each("grammar_verdicts_total", "verdict", MODEL), "reqps"),
@@ -402,6 +427,7 @@ DASHBOARDS = {
     "reliability": RELIABILITY,
     "structured-output": STRUCTURED_OUTPUT,
     "adapters": ADAPTERS,
+    "images": IMAGES,
     "per-model": PER_MODEL,
 }
 

@@ -1,6 +1,7 @@
 """Runs a model's vision tower once for each image, and keeps the embeddings of the last ones."""
 
 import inspect
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 
 from rayfin.actors.errors import RequestFailed
 from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.messages import ImageUsage, SchedulerInfo, StepResult
+from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.vision.pixels import fetch
 
 
-class ImageEncoder:
+class ImageEncoder(Observer):
     """Embeddings of images by their digests: the least recently used ones go first.
 
     Args:
@@ -28,9 +31,22 @@ class ImageEncoder:
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self.num_bytes = 0  # of the embeddings kept
         self.num_encoded = 0  # images that were computed
+        self._hits = self._evictions = 0  # since the last result ...
+        self._seconds: list[float] = []  # ... and of each image that was computed
 
-    def embeddings(self, image: ImageInput, count: int) -> torch.Tensor:
+    def after(self, info: SchedulerInfo, result: StepResult) -> None:
+        if self._hits or self._evictions or self._seconds:
+            result.images = ImageUsage(
+                self.num_bytes, self._hits, self._evictions, tuple(self._seconds)
+            )
+            self._hits = self._evictions = 0
+            self._seconds = []
+
+    def embeddings(self, image: ImageInput, count: int, *, begins: bool = True) -> torch.Tensor:
         """The embeddings [count, 1 + L, hidden] of an image: inputs, and what L layers add to them.
+
+        Args:
+            begins: the step has its first token.
 
         Raises:
             RequestFailed: its pixels are gone, or its encoder gives another number.
@@ -38,8 +54,13 @@ class ImageEncoder:
         kept = self._kept.get(image.digest)
         if kept is not None:
             self._kept.move_to_end(image.digest)
+            self._hits += begins
         else:
-            kept = self.encode(fetch(image.pixels))
+            pixels = fetch(image.pixels)
+            started = time.perf_counter()
+            kept = self.encode(pixels)
+            self._seconds.append(time.perf_counter() - started)
+            self.num_encoded += 1
             self._keep(image.digest, kept)
         if len(kept) != count:
             raise RequestFailed(f"an image has {len(kept)} embeddings for {count} tokens")
@@ -57,13 +78,14 @@ class ImageEncoder:
         fields["pixel_values"] = fields["pixel_values"].to(model.dtype)
         output = model.get_image_features(**fields, return_dict=True)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        self.num_encoded += 1
         return torch.stack([_joined(layer) for layer in layers], dim=1)
 
     def clear(self) -> None:
-        """Drops all embeddings."""
+        """Drops all embeddings, and what is counted of them."""
         self._kept.clear()
-        self.num_bytes = 0
+        self.num_bytes = self.num_encoded = 0
+        self._hits = self._evictions = 0
+        self._seconds = []
 
     def _keep(self, digest: bytes, embeddings: torch.Tensor) -> None:
         self._kept[digest] = embeddings
@@ -71,6 +93,7 @@ class ImageEncoder:
         while self.num_bytes > self._max_bytes and self._kept:
             _, oldest = self._kept.popitem(last=False)
             self.num_bytes -= oldest.nbytes
+            self._evictions += 1
 
 
 def _joined(found: Any) -> torch.Tensor:

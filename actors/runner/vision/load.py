@@ -146,7 +146,6 @@ def require_equal_images(
             "model",
         )
     parts.uncut = Uncut(ahead, images[0].length)
-    parts.encoder.num_encoded = 0
     if text is not paged:
         parts.release()
 

@@ -65,7 +65,7 @@ class VisionModel:
             for image, at in own.placed:
                 low, high = np.searchsorted(at, (start, start + count)).tolist()
                 if low < high:
-                    embeddings = self.encoder.embeddings(image, len(at))
+                    embeddings = self.encoder.embeddings(image, len(at), begins=low == 0)
                     index.append(at[low:high] - start + first)
                     states.append(embeddings[low:high])
             if own.whole and own.whole[-1][1] >= start:

@@ -18,7 +18,7 @@ from rayfin.actors.errors import (
     RequestQuarantined,
 )
 from rayfin.actors.histogram import Histogram, one_two_five
-from rayfin.actors.messages import DraftUsage, GrammarUsage
+from rayfin.actors.messages import DraftUsage, GrammarUsage, ImageUsage
 from rayfin.actors.metrics.families import (
     COMPILE_BOUNDS,
     FAILURES,
@@ -81,6 +81,7 @@ class RequestHistograms:
         self.per_token = Histogram(ITL_BOUNDS)
         self.step_overhead = Histogram(ITL_BOUNDS)
         self.grammars = GrammarHistograms()
+        self.encode = Histogram(COMPILE_BOUNDS)
 
     def copies(self) -> dict[str, Histogram]:
         """Copies by name; safe to call from another thread."""
@@ -100,6 +101,7 @@ class RequestHistograms:
             "request_inference_time_seconds": self.inference.copy(),
             "request_time_per_output_token_seconds": self.per_token.copy(),
             "step_transport_seconds": self.step_overhead.copy(),
+            "image_encode_seconds": self.encode.copy(),
             **self.grammars.copies(),
         }
 
@@ -137,6 +139,10 @@ class EngineCounters:
     grammar_hits: int = 0
     grammar_misses: int = 0
     grammar_failures: Counter[str] = field(default_factory=Counter)
+    image_cache_bytes: int = 0
+    image_cache_hits: int = 0
+    images_encoded: int = 0
+    image_cache_evictions: int = 0
     spec_drafts: int = 0
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0
@@ -197,6 +203,15 @@ class EngineCounters:
             self.observed.grammars.compile.observe(seconds)
         for seconds in usage.mask_seconds:
             self.observed.grammars.mask.observe(seconds)
+
+    def images(self, usage: ImageUsage) -> None:
+        """A step's runner has begun images."""
+        self.image_cache_bytes = usage.num_bytes
+        self.image_cache_hits += usage.hits
+        self.image_cache_evictions += usage.evictions
+        self.images_encoded += len(usage.seconds)
+        for seconds in usage.seconds:
+            self.observed.encode.observe(seconds)
 
     def drafts(self, usage: DraftUsage) -> None:
         """A call's runner has verified drafts."""

@@ -12,6 +12,7 @@ from PIL import Image
 
 from inline_client import InlineClient
 from rayfin import LLM, SamplingParams
+from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.images.image_input import VIRTUAL_TOKENS
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.store import ResponseStore
@@ -34,7 +35,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen2_vl"])
+@pytest.fixture(scope="module", params=["llava", "qwen2_vl", "gemma3"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     return VisionModel(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -223,6 +224,16 @@ async def test_bad_parts(client: httpx.AsyncClient, name: str) -> None:
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (400, code), error
     assert error["param"].startswith(param)
+
+
+async def test_images_and_refusals_are_counted(tiny: VisionModel) -> None:
+    reader = MediaReader(tiny.processor, MediaSettings(urls=False, max_images=3))
+    await reader.read([{"role": "user", "content": [GOOD, GOOD]}], "messages")
+    await reader.read([{"role": "user", "content": "hello"}], "messages")
+    with pytest.raises(InvalidRequest):
+        await reader.read([{"role": "user", "content": [GOOD] * 4}], "messages")
+    assert (reader.counts.images.count, reader.counts.images.sum) == (1, 2)
+    assert reader.counts.counters()["image_refusals", ("too_many_images",)] == 1
 
 
 async def test_prompt_logprobs_and_truncation_are_refused(client: httpx.AsyncClient) -> None:

@@ -2,7 +2,13 @@
 
 import pytest
 
-from rayfin.actors.metrics.families import GUIDED_KINDS, INGRESS_FAMILIES, TOOL_CHOICES, VERDICTS
+from rayfin.actors.metrics.families import (
+    GUIDED_KINDS,
+    IMAGE_REFUSALS,
+    INGRESS_FAMILIES,
+    TOOL_CHOICES,
+    VERDICTS,
+)
 from rayfin.actors.metrics.ledger import Series
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
 
@@ -41,6 +47,7 @@ def test_every_label_is_there_from_the_start() -> None:
         ("guided_requests", GUIDED_KINDS),
         ("grammar_verdicts", VERDICTS),
         ("tool_calls", TOOL_CHOICES),
+        ("image_refusals", IMAGE_REFUSALS),
     ):
         assert NEW[name].values == words
         assert {labels[0] for found, labels in report.counters if found == name} == set(words)
@@ -51,3 +58,14 @@ def test_a_word_of_no_label_makes_no_series() -> None:
     with pytest.raises(KeyError):
         counts.output.guided("get_weather")
     assert counts.report().counters == IngressCounters().report().counters
+
+
+def test_images() -> None:
+    counts = IngressCounters()
+    counts.images.images.observe(2)
+    counts.images.refused("invalid_image")
+    counts.images.refused("context_length_exceeded")
+    report = counts.report()
+    assert report.histograms["request_images", ()].sum == 2
+    refused = {labels[0]: n for (name, labels), n in report.counters.items() if "refusals" in name}
+    assert {code for code, n in refused.items() if n} == {"invalid_image", "other"}

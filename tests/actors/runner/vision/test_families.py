@@ -188,6 +188,10 @@ def test_an_image_is_encoded_once(llava: VisionModel, served: Make, request_of: 
     for key, seed in enumerate((1, 2, 2, 1), start=3):
         engine.run(_request(request_of, key, llava.prompt(BEFORE, picture(seed), AFTER)))
     assert encoder.num_encoded == 3 and encoder.num_bytes <= encoder._max_bytes
+    stats = engine.engine.stats()
+    assert (stats.images_encoded, stats.image_cache_hits) == (3, 4)
+    assert stats.image_cache_evictions == 2 and stats.image_cache_bytes == encoder.num_bytes
+    assert stats.histograms["image_encode_seconds"].count == 3
 
 
 def test_lost_pixels_fail_one_request(llava: VisionModel, served: Make, request_of: Make) -> None:

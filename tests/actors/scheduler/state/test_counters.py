@@ -4,7 +4,7 @@ import pytest
 
 from harness import make_harness
 from rayfin.actors.errors import ContextLengthExceeded, Overloaded, RayfinError, RequestHandedBack
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.messages import EngineStats, ImageUsage
 from rayfin.actors.metrics.families import ENGINE_HISTOGRAMS
 
 R, P, T = 4, 11, 7  # requests, one after the other; tokens of each prompt and each output
@@ -164,3 +164,14 @@ def test_new_runners_are_counted() -> None:
     assert (before.runner_restarts, stats.runner_restarts) == (0, 1)
     assert before.incarnation == stats.incarnation != make_harness().engine.stats().incarnation
     assert stats.suspects == stats.deferred == 0
+
+
+def test_images_are_counted() -> None:
+    h = make_harness()
+    counters = h.engine.lifecycle.state.counters
+    counters.images(ImageUsage(num_bytes=100, seconds=(0.2, 0.3)))
+    counters.images(ImageUsage(num_bytes=60, hits=3, evictions=1, seconds=(0.1,)))
+    stats = h.engine.stats()
+    assert (stats.image_cache_bytes, stats.image_cache_hits) == (60, 3)
+    assert (stats.images_encoded, stats.image_cache_evictions) == (3, 1)
+    assert counts(stats)["image_encode_seconds"] == 3
