@@ -31,7 +31,7 @@ def test_requests_one_after_the_other(scheduler: str, max_lease: int) -> None:
     stats = h.engine.stats()
     assert set(stats.histograms) == {family.name for family in ENGINE_HISTOGRAMS}
     for name, count in counts(stats).items():
-        if name.startswith(("grammar_", "adapter_")):
+        if name.startswith(("grammar_", "image_", "adapter_")):
             assert count == 0
         elif name != "step_transport_seconds":  # once for a lease
             assert count == (R * T if name == "iteration_tokens_total" else R), name
