@@ -97,7 +97,7 @@ async def model_service(
     counts = IngressCounters(lambda: load.in_flight if place == 0 else 0)
     counts.output.reads(*text.formats.names)
     if text.media is not None:
-        counts.images = text.media.counts
+        counts.output.images = text.media.counts
     port = None if server.metrics_port is None else server.metrics_port + place
     hub = HubSettings(
         engine_prefix(context.app_name, model.deployment), name, server.metrics_alias, port

@@ -46,6 +46,7 @@ class OutputCounters:
     """
 
     def __init__(self) -> None:
+        self.images = ImageCounters()
         self._format = ("none", "none")
         self._counters: dict[Series, float] = {
             **{("guided_requests", (kind,)): 0 for kind in GUIDED_KINDS},
@@ -112,7 +113,6 @@ class IngressCounters:
 
     def __init__(self, in_flight: Callable[[], int] = lambda: 0) -> None:
         self.output = OutputCounters()
-        self.images = ImageCounters()
         self.ttft = Histogram(TTFT_BOUNDS)
         self.itl = Histogram(ITL_BOUNDS)
         self.e2e = Histogram(LATENCY_BOUNDS)
@@ -160,7 +160,7 @@ class IngressCounters:
         counters.update({("request_replays", (why,)): n for why, n in self.replays.items()})
         counters.update({("http_requests", labels): n for labels, n in self.answers.items()})
         counters.update(self.output.counters())
-        counters.update(self.images.counters())
+        counters.update(self.output.images.counters())
         counters.update({("batch_lines", (result,)): 0 for result in BATCH_LINES})
         gauges: dict[Series, float] = {
             ("http_requests_in_flight", ()): self._in_flight(),
@@ -180,7 +180,7 @@ class IngressCounters:
             "request_transport_seconds": self.transit,
             "request_params_n": self._choices,
             "request_max_num_generation_tokens": self._longest,
-            **self.images.histograms(),
+            **self.output.images.histograms(),
         }
         return CounterReport(
             self._incarnation,

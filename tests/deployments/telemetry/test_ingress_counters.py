@@ -62,9 +62,9 @@ def test_a_word_of_no_label_makes_no_series() -> None:
 
 def test_images() -> None:
     counts = IngressCounters()
-    counts.images.images.observe(2)
-    counts.images.refused("invalid_image")
-    counts.images.refused("context_length_exceeded")
+    counts.output.images.images.observe(2)
+    counts.output.images.refused("invalid_image")
+    counts.output.images.refused("context_length_exceeded")
     report = counts.report()
     assert report.histograms["request_images", ()].sum == 2
     refused = {labels[0]: n for (name, labels), n in report.counters.items() if "refusals" in name}
