@@ -429,8 +429,7 @@ class EngineConfig:
     image_token_id: int | None = None  # None: the model reads text only
     embeds_size: int = 0  # of each embedding in a prompt; 0: prompts are tokens
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
-    # What the cache was made from, for metrics: settings as given.
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"  # this and the next: what the cache was made from, for metrics
     memory_utilization: float | None = None
     kv_cache_memory: int | None = None  # bytes
     num_pages_asked: int | None = None
@@ -450,15 +449,12 @@ def resolve_limits(
         whole_prompts: of an encoder, whose steps have whole prompts only, as many as there are.
     """
     decoding = args.max_decoding_batch or DEFAULT_DECODING_BATCH[device]
-    usual = max(DEFAULT_BATCH_TOKENS[device], decoding)
-    tokens = uncut.batch_tokens(args.max_batch_tokens, usual, decoding)
+    tokens = uncut.batch_tokens(args.max_batch_tokens, DEFAULT_BATCH_TOKENS[device], decoding)
     if args.max_decoding_batch is None:
         decoding = min(decoding, tokens)
-    prompts = args.max_prefill_batch
+    prompts = decoding if whole_prompts else args.max_prefill_batch
     if args.scheduler == "v0" or whole_prompts:
         tokens = max(tokens, model_len)  # a prompt is never split
-    if whole_prompts:
-        prompts = decoding
     return BatchLimits(
         max_batch_tokens=tokens, max_decoding_batch=decoding, max_prefill_batch=prompts
     )

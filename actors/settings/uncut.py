@@ -30,7 +30,7 @@ class Uncut:
             InvalidConfig: those that are ``given`` do not.
         """
         if self.ahead == "nothing":
-            return given or usual
+            return given or max(usual, decoding)
         needed = decoding + self.image_tokens
         if given is None:
             return max(usual, needed + (TEXT_TOKENS if self.ahead == "prompt" else 0))
