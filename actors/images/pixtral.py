@@ -25,7 +25,8 @@ class PixtralProcessor(ProcessorMixin):
         image_end_token: str = "[IMG_END]",
         **_: Any,
     ) -> None:
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        parts = (image_processor, tokenizer)
+        super().__init__(*parts, chat_template=chat_template)  # type: ignore[no-untyped-call]
         self.image_token = image_token
         self._row_end, self._end = image_break_token, image_end_token
         self._pixels = patch_size * spatial_merge_size  # of a token

@@ -211,8 +211,9 @@ def _own_class(kind: str | None) -> Any:
         from transformers.models.smolvlm import processing_smolvlm
 
         # It wants the package even where no video needs a number in words.
-        if processing_smolvlm.num2words is None:
-            processing_smolvlm.num2words = str
+        module: Any = processing_smolvlm
+        if module.num2words is None:
+            module.num2words = str
     return None
 
 
