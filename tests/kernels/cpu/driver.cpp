@@ -1,6 +1,7 @@
 // Every operation of the C interface on awkward sizes and exact allocations, for the sanitizers (`make sanitize`):
 // a read past an end, an overflow or a data race ends the program. Results are only compared between thread
-// counts; that they are right is the Python tests' business.
+// counts; that they are right is the Python tests' business. A file's name as argument takes all results, as
+// floats, to be compared with those of another processor (test_arm.py).
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -26,6 +27,7 @@ using namespace rayfin;
 namespace {
 
 std::mt19937 random_numbers(1);
+std::FILE* results = nullptr;
 
 std::vector<float> floats(int64_t count) {
   std::normal_distribution<float> normal;
@@ -53,6 +55,7 @@ void on_pools(const char* what, int64_t size, const std::function<void(Pool&, fl
   operation(one, first.data());
   for (int i = 0; i < 3; ++i) operation(four, second.data());
   check(first == second, what);
+  if (results) std::fwrite(first.data(), sizeof(float), first.size(), results);
 }
 
 // Weights of 4 and 8 bits, in groups that do not fill the inputs, with inputs in another order.
@@ -264,8 +267,8 @@ void decoders() {
   for (const bool adapted : {false, true}) {
     Step step{ids.data(), pages.positions.data(), pages.slots.data(), sampled.data(), pages.tables.data(),
               pages.starts.data(), pages.lengths.data(), nullptr, nullptr, nullptr, adapted ? &rows : nullptr,
-              adapted ? &sampled_rows : nullptr, tokens, int64_t(sampled.size()), pages.widest,
-              int64_t(pages.lengths.size()), pages.decoding, pages.page_size};
+              adapted ? &sampled_rows : nullptr, nullptr, nullptr, tokens, int64_t(sampled.size()), pages.widest,
+              int64_t(pages.lengths.size()), pages.decoding, pages.page_size, 0};
     std::vector<float> workspace(size_t(workspace_floats(decoder, step)));
     step.workspace = workspace.data();
     on_pools(adapted ? "adapted decoder" : "decoder", int64_t(sampled.size()) * vocabulary, [&](Pool& pool, float* out) {
@@ -324,7 +327,8 @@ void pools() {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1) results = std::fopen(arguments[1], "wb");
   std::printf("this machine: %s\n", best_isa());  // which also asks for AMX's registers
   pools();
   matmuls();
@@ -337,5 +341,6 @@ int main() {
   attentions<BFloat16>(kBFloat16, halves);
   decoders();
   mixtures();
+  if (results) std::fclose(results);
   std::puts("every operation ran clean");
 }
