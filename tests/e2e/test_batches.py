@@ -17,10 +17,12 @@ from ray import serve
 
 from rayfin import LLM, SamplingParams
 from rayfin.actors.config import EngineArgs
+from rayfin.data import RayfinConfig, build_processor
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.serve.server_args import ServerArgs
 
 LINES = 300
+ROWS = 64
 NAME = f"batches-{os.getpid()}"  # of processes that are killed: no other cluster's
 
 
@@ -150,3 +152,42 @@ def _sample(site: Any, pattern: str) -> float:
         text = http.get("/metrics").raise_for_status().text
     found = re.search(rf"^rayfin_{pattern} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else -1.0
+
+
+def test_rows_of_a_dataset_are_answered_by_the_application(
+    site: Any, solo: LLM, eventually: Callable[..., Any]
+) -> None:
+    """The actors hold no engine; a worker that is killed costs no row."""
+    data = pytest.importorskip("ray.data", reason="an extra")
+    context = data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    params = {"temperature": 0, "max_tokens": 24}
+    config = RayfinConfig(
+        **{"model": site.model, "application": NAME, "sampling_params": params},
+        **{"batch_size": 8, "concurrent_batches": 2},
+    )
+    processor = build_processor(config, preprocess=lambda row: {"messages": _messages(row["id"])})
+    rows, worker = [], _pids("batches")
+    for row in processor(data.range(ROWS, override_num_blocks=4)).iter_rows():
+        if not rows:
+            os.kill(worker[0], signal.SIGKILL)
+        rows.append(row)
+    assert sorted(row["id"] for row in rows) == list(range(ROWS))
+    assert {row["error"] for row in rows} == {None}
+    quiet = solo.chat([_messages(i) for i in range(ROWS)], SamplingParams(**params), use_tqdm=False)
+    expected = {i: out.outputs[0] for i, out in enumerate(quiet)}
+    assert {row["id"]: row["generated_text"] for row in rows} == {
+        i: own.text for i, own in expected.items()
+    }
+    assert {row["id"]: row["token_ids"] for row in rows} == {
+        i: list(own.token_ids) for i, own in expected.items()
+    }
+    assert eventually(lambda: _pids("batches"), "there is a worker again") != worker
+
+
+def test_a_row_that_the_application_refuses_has_an_error(site: Any) -> None:
+    data = pytest.importorskip("ray.data", reason="an extra")
+    config = RayfinConfig(model="other", application=NAME)
+    (row,) = build_processor(config)(data.from_items([{"prompt": "x"}])).take_all()
+    assert "other" in row["error"] and row["generated_text"] is None
