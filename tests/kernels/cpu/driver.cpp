@@ -202,13 +202,22 @@ void attentions(int64_t storage, std::vector<Stored> (*make)(int64_t)) {
     const int64_t tokens = pages.starts.back(), slots = pages.count * pages.page_size;
     const auto query = floats(tokens * heads * key_dim), sinks = floats(heads);
     const auto keys = make(slots * kv_heads * key_dim), values = make(slots * kv_heads * value_dim);
+    std::vector<int32_t> last(static_cast<size_t>(tokens));  // each token sees its whole row
+    for (size_t row = 0; row < pages.lengths.size(); ++row)
+      for (int64_t t = pages.starts[row]; t < pages.starts[row + 1]; ++t) last[size_t(t)] = pages.lengths[row] - 1;
     for (int64_t window : {0, 1, 50}) {
       Attention a{query.data(), keys.data(), values.data(), pages.tables.data(), pages.starts.data(),
-                  pages.lengths.data(), window ? sinks.data() : nullptr, nullptr, heads * key_dim, pages.widest,
+                  pages.lengths.data(), nullptr, window ? sinks.data() : nullptr, nullptr, heads * key_dim, pages.widest,
                   int64_t(pages.lengths.size()), pages.decoding, pages.page_size, heads, kv_heads, key_dim,
                   value_dim, window, storage, 0.3f, window ? 2.0f : 0.0f};
       on_pools("attention", tokens * heads * value_dim, [&](Pool& pool, float* out) {
         Attention own = a;
+        own.out = out;
+        attention(pool, own);
+      });
+      on_pools("attention to later tokens", tokens * heads * value_dim, [&](Pool& pool, float* out) {
+        Attention own = a;
+        own.sees_to = last.data();
         own.out = out;
         attention(pool, own);
       });
@@ -267,8 +276,8 @@ void decoders() {
   for (const bool adapted : {false, true}) {
     Step step{ids.data(), pages.positions.data(), pages.slots.data(), sampled.data(), pages.tables.data(),
               pages.starts.data(), pages.lengths.data(), nullptr, nullptr, nullptr, adapted ? &rows : nullptr,
-              adapted ? &sampled_rows : nullptr, nullptr, nullptr, tokens, int64_t(sampled.size()), pages.widest,
-              int64_t(pages.lengths.size()), pages.decoding, pages.page_size, 0};
+              adapted ? &sampled_rows : nullptr, nullptr, nullptr, nullptr, nullptr, tokens, int64_t(sampled.size()),
+              pages.widest, int64_t(pages.lengths.size()), pages.decoding, pages.page_size, 0, 0};
     std::vector<float> workspace(size_t(workspace_floats(decoder, step)));
     step.workspace = workspace.data();
     on_pools(adapted ? "adapted decoder" : "decoder", int64_t(sampled.size()) * vocabulary, [&](Pool& pool, float* out) {

@@ -1,6 +1,8 @@
 """Which library is loaded, and what is said when none can be."""
 
 import logging
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,11 @@ def test_built_from_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
             library.load()
     finally:
         library._open.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_driver_of_the_sanitizers_compiles() -> None:
+    """``make sanitize`` takes too long for each change of a struct that the driver fills."""
+    root = Path(__file__).parents[3]
+    flags = ["-fsyntax-only", "-std=c++17", "-I", "kernels/cpu"]
+    subprocess.run(["g++", *flags, "tests/kernels/cpu/driver.cpp"], cwd=root, check=True)
