@@ -121,6 +121,21 @@ def list_prompts(prompts: Any, *, embeds: bool = False) -> list[WrittenPrompt]:
     return [replace(one, pictures=own, tensor=tensor) for one, own, tensor in parts]
 
 
+def list_texts(prompts: Any) -> list[WrittenPrompt]:
+    """Reads prompts as `list_prompts` does, for methods that take no images.
+
+    Raises:
+        InvalidRequest: a prompt has images.
+    """
+    listed = list_prompts(prompts)
+    for place, prompt in enumerate(listed):
+        if prompt.pictures:
+            path = f"prompt[{place}].{DATA}"
+            message = f"{path}: only generate and chat support images."
+            raise InvalidRequest(message, path, "unsupported_content")
+    return listed
+
+
 def _text_side(item: Any, tensor: Tensor | None) -> Any:
     """A prompt without its images and embeddings, for which ids of 0 stand."""
     if not isinstance(item, Mapping):

@@ -34,7 +34,7 @@ from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_ch
 from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.media.settings import MediaSettings, read_limits
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
-from rayfin.deployments.offline.images import OfflineImages, list_prompts
+from rayfin.deployments.offline.images import OfflineImages, list_prompts, list_texts
 from rayfin.deployments.offline.lora import LoRARequests, adapters_of, use_adapter
 from rayfin.deployments.offline.metrics import Metric, read_metrics
 from rayfin.deployments.offline.outputs import OfflineChoice, PreparedPrompt, RequestOutput
@@ -214,7 +214,7 @@ class LLM:
                 eos_token_ids=self._tokenizer.eos_token_ids if self._tokenizer else (),
                 arrival=time.monotonic(),
             )
-            for prompt in list_prompts(prompts)
+            for prompt in list_texts(prompts)
         ]
         hypotheses: dict[int, Sequence[Hypothesis]] = {}
         with tqdm(
@@ -312,7 +312,7 @@ class LLM:
             InvalidRequest: a prompt does not fit, or the model does not embed.
         """
         params = pooling_params or PoolingParams()
-        return self._pooling.embed(list_prompts(prompts), params, use_tqdm)
+        return self._pooling.embed(list_texts(prompts), params, use_tqdm)
 
     def classify(
         self,
@@ -327,7 +327,7 @@ class LLM:
             InvalidRequest: a prompt does not fit, or the model does not classify.
         """
         params = pooling_params or PoolingParams()
-        return self._pooling.classify(list_prompts(prompts), params, use_tqdm)
+        return self._pooling.classify(list_texts(prompts), params, use_tqdm)
 
     def encode(
         self,
@@ -346,7 +346,7 @@ class LLM:
             InvalidRequest: a prompt does not fit, or the model generates.
         """
         params = pooling_params or PoolingParams()
-        return self._pooling.encode(list_prompts(prompts), params, pooling_task, use_tqdm)
+        return self._pooling.encode(list_texts(prompts), params, pooling_task, use_tqdm)
 
     def score(
         self,

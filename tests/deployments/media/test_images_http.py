@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from inline_client import InlineClient
-from rayfin import LLM, SamplingParams
+from rayfin import LLM, BeamSearchParams, SamplingParams
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.images.image_input import VIRTUAL_TOKENS
 from rayfin.deployments.api.app import build_api
@@ -241,6 +241,16 @@ async def test_prompt_logprobs_and_truncation_are_refused(client: httpx.AsyncCli
         body = {**CHAT, "messages": [{"role": "user", "content": [GOOD]}], field: value}
         reply = await client.post("/v1/chat/completions", json=body)
         assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+
+
+def test_llm_methods_without_images(llm: LLM) -> None:
+    """They must not answer as if the picture were not there."""
+    prompt = {"prompt": "x", "multi_modal_data": {"image": picture(1)}}
+    with pytest.raises(InvalidRequest, match="only generate and chat") as caught:
+        llm.beam_search(["x", prompt], BeamSearchParams(2, max_tokens=2))
+    assert caught.value.param == "prompt[1].multi_modal_data"
+    with pytest.raises(InvalidRequest, match="only generate and chat"):
+        llm.encode([prompt], pooling_task="token_embed", use_tqdm=False)
 
 
 def test_llm(llm: LLM, tiny: VisionModel) -> None:
