@@ -192,10 +192,16 @@ class Harness:
             self.check_stream(stream)
 
     def _may_be_convicted(self, stream: Stream) -> bool:
-        """It killed its runners, or another with its prompt did."""
+        """It killed its runners alone, or another one with its prompt did and is convicted too."""
         executor = self.executor
+
+        def killed(other: Stream) -> bool:
+            ended = other.ended is not None and isinstance(other.ended.error, RequestQuarantined)
+            guilty = executor.deaths[other.seed] > 0 or executor.killed_alone[other.seed] > 1
+            return ended and guilty
+
         return any(
-            other.seed in executor.poison or executor.killed_alone[other.seed] > 1
+            killed(other)
             for other in self.streams.values()
             if np.array_equal(other.source.prompt, stream.source.prompt)
         )

@@ -1,7 +1,6 @@
 // Every operation of the C interface on awkward sizes and exact allocations, for the sanitizers (`make sanitize`):
 // a read past an end, an overflow or a data race ends the program. Results are only compared between thread
-// counts; that they are right is the Python tests' business. A file's name as argument takes all results, as
-// floats, to be compared with those of another processor (test_arm.py).
+// counts; that they are right is the Python tests' business.
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -27,7 +26,6 @@ using namespace rayfin;
 namespace {
 
 std::mt19937 random_numbers(1);
-std::FILE* results = nullptr;
 
 std::vector<float> floats(int64_t count) {
   std::normal_distribution<float> normal;
@@ -55,7 +53,6 @@ void on_pools(const char* what, int64_t size, const std::function<void(Pool&, fl
   operation(one, first.data());
   for (int i = 0; i < 3; ++i) operation(four, second.data());
   check(first == second, what);
-  if (results) std::fwrite(first.data(), sizeof(float), first.size(), results);
 }
 
 // Weights of 4 and 8 bits, in groups that do not fill the inputs, with inputs in another order.
@@ -336,8 +333,7 @@ void pools() {
 
 }  // namespace
 
-int main(int count, char** arguments) {
-  if (count > 1) results = std::fopen(arguments[1], "wb");
+int main() {
   std::printf("this machine: %s\n", best_isa());  // which also asks for AMX's registers
   pools();
   matmuls();
@@ -350,6 +346,5 @@ int main(int count, char** arguments) {
   attentions<BFloat16>(kBFloat16, halves);
   decoders();
   mixtures();
-  if (results) std::fclose(results);
   std::puts("every operation ran clean");
 }
