@@ -9,6 +9,7 @@
     runner.row               one row of a step is about to be computed   epoch, step, its tokens
     runner.before_reply      a step has run, its answer is not sent      epoch, step, its tokens
     runner.page              a page is about to be checked (--check-pages)
+    runner.image             an image is encoded, no step has read its embeddings
     peers.sum                a sum over tensor parallel ranks is about to be made
     scheduler.start          the scheduler is about to start or adopt runners
     scheduler.tick           every turn of the scheduler's loop
@@ -58,6 +59,7 @@ POINTS = (
     "runner.row",
     "runner.before_reply",
     "runner.page",
+    "runner.image",
     "peers.sum",
     "scheduler.start",
     "scheduler.tick",

@@ -30,6 +30,13 @@ MODEL_NODES = replace(NODES, runner="model")
 CHECKED = Layout(runner="model", engine=(("check_pages", True),))
 ADAPTERS = Layout(runner="model", adapters=3)
 ADAPTERS_TWO = replace(ADAPTERS, engines=2)
+IMAGES = Layout(
+    runner="model",
+    images=True,
+    engine=(("mm_encoder_cache_gb", 0.0002),),  # 13 of the pictures that all ask about
+)
+IMAGES_TWO = replace(IMAGES, engines=2)
+IMAGES_NODES = replace(NODES, runner="model", images=True, engine=IMAGES.engine)
 RANKS = Layout(runner="model", ranks=2)
 CLOCK = Layout(variables=(("CHAOS_CLOCK", "1"),))
 BATCHES = Layout(
@@ -151,6 +158,29 @@ def with_adapters(
     """A fault amid streams of the base model and of three adapters."""
     text = f"{fault} amid streams of three adapters and the base model"
     return Case(f"adapters-{name}", "55", text, act, layout, streams=8, rate=2, after=8)
+
+
+def with_images(
+    name: str,
+    fault: str,
+    act: Callable[[Nemesis], Awaitable[None]],
+    layout: Layout = IMAGES,
+) -> Case:
+    """A fault amid streams about pictures; clients resume those that break off."""
+    apart = layout.ingresses > 1
+    return Case(
+        f"images-{name}",
+        "56",
+        f"{fault} amid streams about pictures",
+        act,
+        layout,
+        BREAKS_OFF + REFUSED if apart else (),
+        "short",
+        streams=8,
+        rate=2,
+        after=8,
+        resumes=apart,
+    )
 
 
 CASES = [
@@ -430,6 +460,14 @@ CASES = [
     with_adapters(
         "engine", "one of two engines killed", faults.kill_scheduler_and_runner, ADAPTERS_TWO
     ),
+    with_images("runner", "runner killed", faults.kill_runner),
+    with_images("encoded", "runner killed with an image encoded", faults.kill_runner_with_an_image),
+    with_images("runner-often", "runner killed every 5 s", faults.kill_runner_every_five_seconds),
+    with_images("scheduler", "scheduler killed", faults.kill_scheduler),
+    with_images(
+        "engine", "one of two engines killed", faults.kill_scheduler_and_runner, IMAGES_TWO
+    ),
+    with_images("ingress", "one of two ingresses killed", faults.kill_ingress, IMAGES_NODES),
 ]
 
 

@@ -67,11 +67,12 @@ class Layout:
     ingresses: int = 1
     workers: int = 0  # nodes besides the head
     driver_apart: bool = False  # this process connects to the last worker's node, not to the head
-    runner: str = "hash"  # or "model": the demo model, or a similar one for ranks
+    runner: str = "hash"  # or "model": the demo model, or a similar one for ranks or images
     redis: bool = False  # GCS fault tolerance
     batches: bool = False  # /v1/files and /v1/batches, on a folder of the cluster's
     pages: int | None = None  # in an engine's cache
     adapters: int = 0  # LoRA adapters
+    images: bool = False  # the model is one that reads images
     engine: tuple[tuple[str, Any], ...] = ()  # further engine arguments
     server: tuple[tuple[str, Any], ...] = ()  # further server arguments
     variables: tuple[tuple[str, str], ...] = ()  # environment of all processes
@@ -118,6 +119,11 @@ class Cluster:
 
             self.weights = str(Path(self.folder, "ranked"))
             ranked_model.make(Path(self.weights))
+        if layout.images:
+            import image_model
+
+            self.weights = str(Path(self.folder, "images"))
+            image_model.make(Path(self.weights))
         if layout.adapters:
             import adapter_files
 

@@ -40,6 +40,15 @@ async def kill_runner_before_reply(nemesis: Nemesis) -> None:
     nemesis.plant("")
 
 
+async def kill_runner_with_an_image(nemesis: Nemesis) -> None:
+    """Kills the runner between an image's encoding and the step that reads the embeddings."""
+    nemesis.plant_once("runner.image=exit@nth:3")
+    for _ in range(4):
+        nemesis.load.start(nemesis.load.asks.looking(new=True))
+    await asyncio.sleep(5)
+    nemesis.plant("")
+
+
 async def kill_runner_and_its_successor(nemesis: Nemesis) -> None:
     """Kills the next runner while it loads, and the one after that in its first step."""
     nemesis.plant_once("runner.load=exit", "runner.before_execute=exit")

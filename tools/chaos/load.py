@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import httpx
+import pictures
 from history import Event, Record
 
 from rayfin.deployments.bench.endpoint import DONE, event_data
@@ -71,7 +72,8 @@ class Ask:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)  # temperature, penalties, form
-    question: str = ""  # of a chat that must call TOOL; then there is no prompt
+    question: str = ""  # of a chat; then there is no prompt
+    pictures: tuple[int, ...] = ()  # of a chat; without any it must call TOOL
     adapter: str = ""  # name of a LoRA adapter; "": the base model
 
     @property
@@ -79,15 +81,22 @@ class Ask:
         return "/v1/chat/completions" if self.question else "/v1/completions"
 
     @property
+    def calls(self) -> bool:
+        """Whether it is a chat that must call TOOL."""
+        return bool(self.question) and not self.pictures
+
+    @property
     def form(self) -> dict[str, Any] | None:
         """The JSON schema of the answer, or of the arguments of its calls."""
-        return TRIP if self.question or "structured_outputs" in self.settings else None
+        return TRIP if self.calls or "structured_outputs" in self.settings else None
 
     def body(self, model: str) -> dict[str, Any]:
         """The body of the HTTP request."""
         asked: dict[str, Any] = {"prompt": list(self.prompt)}
         if self.question:
-            asked = {"messages": self.messages, "tools": TOOLS, "tool_choice": CHOICE}
+            asked = {"messages": self.messages}
+        if self.calls:
+            asked |= {"tools": TOOLS, "tool_choice": CHOICE}
         body = {
             "model": self.adapter or model,
             **asked,
@@ -107,8 +116,14 @@ class Ask:
         return body
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        return [{"role": "user", "content": self.question}]
+    def messages(self) -> list[dict[str, Any]]:
+        if not self.pictures:
+            return [{"role": "user", "content": self.question}]
+        parts: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": pictures.address(number)}}
+            for number in self.pictures
+        ]
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": self.question}]}]
 
 
 class Asks:
@@ -121,11 +136,13 @@ class Asks:
         *,
         forms: bool = False,
         adapters: Sequence[str] = (),
+        images: bool = False,
     ) -> None:
         self._random = random.Random(seed)
         self._adapters = adapters  # names; requests take one of them, or none
         self._length = length
         self._forms = forms  # most streams follow a grammar
+        self._images = images  # most streams, and half of the short requests, are about pictures
         self._count = 0
 
     def stream(self) -> Ask:
@@ -133,6 +150,8 @@ class Asks:
         draw = self._random
         if self._forms and draw.random() < 0.8:
             return draw.choice([self.formed, self.calling])()
+        if self._images and draw.random() < 0.8:
+            return self.looking()
         kind = draw.choice(["greedy", "greedy", "seeded", "penalties", "stop", "two"])
         settings: dict[str, Any] = {"temperature": 0 if kind == "greedy" else 0.9}
         if kind == "penalties":
@@ -159,10 +178,38 @@ class Asks:
         settings = {"temperature": draw.choice([0, 0.9])}
         return self._ask("calling", LONGEST_FORM, question=question, settings=settings)
 
+    def looking(self, *, new: bool = False) -> Ask:
+        """A stream about one or two pictures; a ``new`` one is in no other request."""
+        draw = self._random
+        shown = draw.choices(range(pictures.SHARED), k=draw.randint(1, 2))
+        if new:
+            shown = [pictures.SHARED + self._count]
+        temperature, n = draw.choice([(0, 1), (0.9, 1), (0.9, 2)])
+        return self._ask(
+            "looking",
+            draw.randint(*self._length),
+            n=n,
+            settings={"temperature": temperature},
+            question=self._question(),
+            pictures=tuple(shown),
+        )
+
+    def _question(self) -> str:
+        return f"What is in picture {self._random.randrange(10_000)}?"
+
     def short(self) -> Ask:
         """A short request without streaming."""
+        draw, settings = self._random, {"temperature": 0}
+        length = draw.randint(1, 12)
+        if not self._images or draw.random() < 0.5:
+            return self._ask("short", length, stream=False, settings=settings)
         return self._ask(
-            "short", self._random.randint(1, 12), stream=False, settings={"temperature": 0}
+            "short",
+            length,
+            stream=False,
+            settings=settings,
+            question=self._question(),
+            pictures=(draw.randrange(pictures.SHARED),),
         )
 
     def line(self) -> Ask:

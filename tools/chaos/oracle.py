@@ -74,7 +74,6 @@ class ModelOracle:
         self._llm = LLM(model=model, threads=1, kv_cache_memory=memory, enable_lora=lora)
 
     def expect(self, asks: Sequence[Ask]) -> list[Expected]:
-        chats = [ask for ask in asks if ask.question]
         texts = [ask for ask in asks if not ask.question]
         answers: dict[str, RequestOutput] = {}
         if texts:
@@ -83,15 +82,17 @@ class ModelOracle:
             adapters = [self._adapter(ask.adapter) for ask in texts] if self._adapters else None
             outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
             answers |= {ask.name: output for ask, output in zip(texts, outputs, strict=True)}
-        if chats:
-            outputs = self._llm.chat(
-                [ask.messages for ask in chats],
-                [sampling_of(ask) for ask in chats],
-                tools=TOOLS,
-                tool_choice=CHOICE,
-                use_tqdm=False,
-            )
-            answers |= {ask.name: output for ask, output in zip(chats, outputs, strict=True)}
+        for calls in (True, False):
+            chats = [ask for ask in asks if ask.question and ask.calls == calls]
+            if chats:
+                outputs = self._llm.chat(
+                    [ask.messages for ask in chats],
+                    [sampling_of(ask) for ask in chats],
+                    tools=TOOLS if calls else None,
+                    tool_choice=CHOICE if calls else None,
+                    use_tqdm=False,
+                )
+                answers |= {ask.name: output for ask, output in zip(chats, outputs, strict=True)}
         return [expected_of(ask, answers[ask.name]) for ask in asks]
 
     def _adapter(self, name: str) -> "LoRARequest | None":
@@ -116,7 +117,7 @@ def expected_of(ask: Ask, output: "RequestOutput") -> Expected:
     choices = []
     for one in output.outputs:
         text, ids = written({"content": one.text, "tool_calls": one.tool_calls})
-        choice = Choice(list(one.token_ids), text, one.finish_reason, list(ids), bool(ask.question))
+        choice = Choice(list(one.token_ids), text, one.finish_reason, list(ids), ask.calls)
         choices.append(choice)
     return Expected(choices, len(output.prompt_token_ids), ask.form)
 

@@ -73,7 +73,12 @@ class Session:
 
     async def _drive(self, case: Case, cluster: Cluster) -> tuple[Load, Nemesis]:
         """Runs the load and injects the faults."""
-        asks = Asks(self.seed, forms=case.forms, adapters=list(cluster.adapters))
+        asks = Asks(
+            self.seed,
+            forms=case.forms,
+            adapters=list(cluster.adapters),
+            images=self.layout.images,
+        )
         load = Load(cluster.url, cluster.model, asks, resumes=case.resumes)
         nemesis = Nemesis(cluster, load, self.seed)
         streams = self._streams(case)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayfin.actors import failpoints
 from rayfin.actors.errors import RequestFailed
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.messages import ImageUsage, SchedulerInfo, StepResult
@@ -62,6 +63,8 @@ class ImageEncoder(Observer):
             self._seconds.append(time.perf_counter() - started)
             self.num_encoded += 1
             self._keep(image.digest, kept)
+            if failpoints.ACTIVE:
+                failpoints.ACTIVE.hit("runner.image")
         if len(kept) != count:
             raise RequestFailed(f"an image has {len(kept)} embeddings for {count} tokens")
         return kept

@@ -148,3 +148,20 @@ def test_forms_are_drawn_only_where_asked() -> None:
         assert bool(ask.question) != bool(ask.prompt)
         assert ask.n == 1 or ask.settings["temperature"]
         assert ("tools" in ask.body("m")) == bool(ask.question)
+
+
+def test_pictures_are_drawn_only_where_asked() -> None:
+    assert not any(Asks(1).stream().pictures for _ in range(20))
+    asks = Asks(1, images=True)
+    drawn = [asks.stream() for _ in range(60)] + [asks.short() for _ in range(20)]
+    looking = [ask for ask in drawn if ask.pictures]
+    assert len(looking) > 30 and {len(ask.pictures) for ask in looking} == {1, 2}
+    assert {ask.stream for ask in looking} == {True, False}
+    assert all(ask.question and not ask.calls and ask.form is None for ask in looking)
+    (message,) = looking[0].body("m")["messages"]
+    kinds = [part["type"] for part in message["content"]]
+    assert kinds == ["image_url"] * len(looking[0].pictures) + ["text"]
+    assert "tools" not in looking[0].body("m")
+    seen = {number for ask in looking for number in ask.pictures}
+    new = [asks.looking(new=True).pictures for _ in range(3)]
+    assert len({*new}) == 3 and not seen & {number for (number,) in new}

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import adapter_files
+import image_model
 import numpy as np
 import pytest
 from load import Ask, Asks
@@ -172,3 +173,21 @@ def test_asks_take_adapters_only_where_there_are_some() -> None:
     assert {Asks(1).stream().adapter for _ in range(5)} == {""}
     asks = Asks(1, adapters=["a", "b"])
     assert {asks.short().adapter for _ in range(40)} == {"", "a", "b"}
+
+
+def test_a_models_oracle_sees_pictures(tmp_path: Path) -> None:
+    """The same question about others is answered otherwise, alone as beside others."""
+    image_model.make(tmp_path)
+    oracle = ModelOracle(str(tmp_path))
+    asks = [
+        Ask(f"looking-{at}", (), 12, 3, question="What?", pictures=shown)
+        for at, shown in enumerate([(1,), (2,), (1, 2), (2, 1)])
+    ]
+    asks.append(Ask("text", (300, 400, 500), 12, 3))
+    together = oracle.expect(asks)
+    alone = [oracle.expect([ask])[0] for ask in asks]
+    assert together == alone
+    said = {tuple(expected.choices[0].tokens) for expected in together}
+    assert len(said) == len(asks)
+    one, two = together[0].prompt_tokens, together[2].prompt_tokens
+    assert two - one == (image_model.PIXELS // image_model.PATCH) ** 2

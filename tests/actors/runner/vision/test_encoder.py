@@ -1,0 +1,65 @@
+"""The encoder runs the tower once for an image, while it has room for its embeddings."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayfin.actors import failpoints
+from rayfin.actors.errors import InjectedFault, RequestFailed
+from rayfin.actors.failpoints import Failpoints
+from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.messages import StepResult
+from rayfin.actors.runner.vision.encoder import ImageEncoder
+from vision_models import VisionModel, picture
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
+    return VisionModel("llava", tmp_path_factory.mktemp("llava"))
+
+
+def image_of(tiny: VisionModel, seed: int) -> tuple[ImageInput, int]:
+    made = tiny.processor.process(picture(seed))
+    return ImageInput(made.digest, 0, len(made.ids), made.pixels), len(made.ids)
+
+
+def used(encoder: ImageEncoder) -> Any:
+    """What the next result says of images."""
+    info: Any = None
+    result = StepResult(0, 0, np.zeros((1, 1), np.int32))
+    encoder.after(info, result)
+    return result.images
+
+
+def test_the_least_recently_used_goes_first(tiny: VisionModel) -> None:
+    first, second, third = (image_of(tiny, seed) for seed in (1, 2, 3))
+    base = tiny.model.model
+    one = ImageEncoder(base, 2**30).embeddings(*first)
+    encoder = ImageEncoder(base, 2 * one.nbytes)
+    for image in (first, second, first, third, first):
+        assert torch.equal(encoder.embeddings(*image), ImageEncoder(base, 0).embeddings(*image))
+    assert encoder.num_encoded == 3 and encoder.num_bytes == 2 * one.nbytes
+    usage = used(encoder)
+    assert (usage.hits, usage.evictions, len(usage.seconds)) == (2, 1, 3)
+    assert used(encoder) is None
+    encoder.embeddings(*second)
+    assert encoder.num_encoded == 4
+
+
+def test_another_number_of_embeddings_fails_the_request(tiny: VisionModel) -> None:
+    image, count = image_of(tiny, 1)
+    with pytest.raises(RequestFailed, match=f"{count} embeddings for {count + 1} tokens"):
+        ImageEncoder(tiny.model.model, 0).embeddings(image, count + 1)
+
+
+def test_a_fault_strikes_once_an_image_is_encoded(
+    tiny: VisionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failpoints, "ACTIVE", Failpoints("runner.image=raise"))
+    encoder = ImageEncoder(tiny.model.model, 2**30)
+    with pytest.raises(InjectedFault):
+        encoder.embeddings(*image_of(tiny, 1))
+    encoder.embeddings(*image_of(tiny, 1))  # it has them now
+    assert encoder.num_encoded == 1
