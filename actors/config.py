@@ -217,7 +217,7 @@ class EngineArgs:
     mm_processor_kwargs: dict[str, Any] | None = _flag(
         None, "settings of the image processor, JSON"
     )
-    enable_prompt_embeds: bool = _flag(False, "take prompts that are embeddings: prompt_embeds")
+    enable_prompt_embeds: bool = _flag(False, "take embeddings in prompts: prompt_embeds")
     mm_encoder_cache_gb: float = _flag(1.0, "memory for the embeddings of images seen last, GiB")
 
     def __post_init__(self) -> None:

@@ -185,7 +185,7 @@ class EngineRequest:
     pooling: Pooling | None = None  # a vector instead of tokens; ``max_tokens`` is 0
     background: bool = False  # it runs where nothing else has to wait for it
     images: tuple[ImageInput, ...] = ()  # in the order of their tokens
-    embeds: EmbedsInput | None = None  # what the prompt's ids stand for, if they are no tokens
+    embeds: tuple[EmbedsInput, ...] = ()  # which of the prompt's ids are no tokens, in order
     adapter: AdapterRef | None = None  # its ``extra_key`` is among ``extra_keys``
 
     def use(self, adapter: AdapterRef) -> None:
@@ -209,7 +209,7 @@ class NewRequest:
     pooling: Pooling | None = None  # EngineRequest.pooling
     adapter: AdapterRef | None = None  # EngineRequest.adapter
     images: tuple[ImageInput, ...] = ()  # EngineRequest.images; then there is a history
-    embeds: EmbedsInput | None = None  # EngineRequest.embeds
+    embeds: tuple[EmbedsInput, ...] = ()  # EngineRequest.embeds
 
 
 @dataclass(slots=True)

@@ -7,16 +7,17 @@ import asyncio
 import binascii
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from rayfin.actors.embeds.embeds_input import ROWS, EmbedsInput
+from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.embeds.row_ids import row_ids
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
-from rayfin.actors.messages import EngineInfo, Int32Array
+from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.embeds.tensor import DTYPES, FIELD, Tensor, refused
 from rayfin.deployments.embeds.torch_file import read_torch
 
@@ -26,13 +27,7 @@ ZIP = b"PK\x03\x04"
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 HOW = "base64 of one tensor, as torch.save or safetensors writes it"
 
-
-@dataclass(frozen=True, slots=True)
-class PromptEmbeds:
-    """Embeddings in place of a prompt's tokens."""
-
-    ids: Int32Array  # [P] of the tokens that they stand for, which depend on them alone
-    sent: EmbedsInput
+T = TypeVar("T")
 
 
 class EmbedsReader:
@@ -62,8 +57,11 @@ class EmbedsReader:
         Raises:
             InvalidRequest: they are not what this model takes; ``param`` says where.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.read_now, data, param, info, cut)
+        return await self.in_thread(partial(self.read_now, data, param, info, cut))
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs ``work`` in one of the reader's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def read_now(
         self,
@@ -71,14 +69,19 @@ class EmbedsReader:
         param: str,
         info: EngineInfo,
         cut: Callable[[list[int]], list[int]] = lambda places: places,
+        before: int = 0,
     ) -> PromptEmbeds:
-        """As ``read``, in the caller's thread."""
+        """As ``read``, in the caller's thread.
+
+        Args:
+            before: rows of the prompt's earlier embeddings.
+        """
         try:
             tensor = _decoded(data, info)
         except InvalidRequest as error:
             message = error.message.replace(FIELD, param, 1)
             raise InvalidRequest(message, param, error.code) from None
-        return self.take(tensor, param, info, cut)
+        return self.take(tensor, param, info, cut, before)
 
     def take(
         self,
@@ -86,13 +89,14 @@ class EmbedsReader:
         param: str,
         info: EngineInfo,
         cut: Callable[[list[int]], list[int]] = lambda places: places,
+        before: int = 0,
     ) -> PromptEmbeds:
         """The same from a tensor.
 
         Raises:
             InvalidRequest: its shape or a number is wrong.
         """
-        whole = _shaped(tensor, param, info)
+        whole = _shaped(tensor, param, info, before)
         kept = cut(list(range(len(whole.array))))
         whole = Tensor(whole.array[kept[0] : kept[-1] + 1], whole.dtype).narrowed()
         rows = Tensor(np.ascontiguousarray(whole.array), whole.dtype)
@@ -175,7 +179,7 @@ def _read_safetensors(raw: bytes) -> Tensor:
     return Tensor(numbers.reshape(tensor["shape"]), dtype)
 
 
-def _shaped(tensor: Tensor, param: str, info: EngineInfo) -> Tensor:
+def _shaped(tensor: Tensor, param: str, info: EngineInfo, before: int) -> Tensor:
     """The tensor as [tokens, hidden]; nothing of it is copied."""
     array = tensor.array
     if array.ndim == 3 and array.shape[0] == 1:
@@ -187,10 +191,10 @@ def _shaped(tensor: Tensor, param: str, info: EngineInfo) -> Tensor:
             param,
             "invalid_embeds",
         )
-    if len(array) > info.max_model_len:
+    if before + len(array) > info.max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {info.max_model_len} tokens, however the "
-            f"prompt is too long: it has {len(array)} embeddings. Please shorten it.",
+            f"prompt is too long: it has {before + len(array)} embeddings. Please shorten it.",
             param,
         )
     return Tensor(array, tensor.dtype)

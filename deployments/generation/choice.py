@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 
+from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.messages import EngineRequest, TokenDelta, TokenLogprob
-from rayfin.deployments.embeds.read import PromptEmbeds
 from rayfin.deployments.generation.calls import AnswerCall, ParsedAnswer
 from rayfin.deployments.generation.usage import RequestTimes
 from rayfin.deployments.requests.best_of import Likelihood
@@ -20,13 +20,13 @@ class Prompt:
     echo: str = ""  # the text that its choices start with
     cache_salt: str | None = None  # pages are shared only among prompts with the same salt
     images: tuple[ImageInput, ...] = ()
-    embeds: PromptEmbeds | None = None  # in place of tokens; then the ids are zeros
+    embeds: tuple[PromptEmbeds, ...] = ()  # in place of tokens, whose ids are zeros
     scores: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, if requested
 
     @property
     def shown_ids(self) -> list[int] | None:
         """The ids as answers have them; embeddings have none."""
-        return self.ids if self.embeds is None else None
+        return None if self.embeds else self.ids
 
 
 def written_tokens(prompt: int, cached: int, page_size: int) -> int:

@@ -6,12 +6,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import InvalidRequest, TemplateTooSlow
 from rayfin.actors.images.processor import ProcessedImage
 from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
+from rayfin.deployments.embeds.parts import is_embeds, mark_embeds, place_embeds, read_parts
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.requests.prompts import WrittenPrompt, check_length, prompt_ids
+from rayfin.deployments.text.markers import Marked
 from rayfin.deployments.text.messages import is_image
 from rayfin.deployments.text.opening import ChatPrompt, render_prompt
 
@@ -93,6 +96,7 @@ async def chat_prompt(
     any_length: bool = False,
     chat_template: str | None = None,
     given: list[int] | None = None,
+    embeds: bool = False,
 ) -> ChatPrompt:
     """Returns a conversation, rendered by the chat template.
 
@@ -105,6 +109,7 @@ async def chat_prompt(
         any_length: as in :func:`text_ids`.
         chat_template: of the request, in place of the service's.
         given: the prompt's ids, which stand for the messages.
+        embeds: messages may have parts that are embeddings.
 
     Raises:
         InvalidRequest: bad messages, tools or variables, no template, or its refusal.
@@ -112,20 +117,15 @@ async def chat_prompt(
     """
     continued = bool(continue_final_message)
     variables = {**service.template_defaults, **(variables or {})}
-    if chat_template is not None and not service.replies.trust_chat_templates:
-        raise InvalidRequest(
-            "chat_template is refused in requests: this server was not started with "
-            "--trust-request-chat-template.",
-            "chat_template",
-            "unsupported_parameter",
-        )
-
+    _check_template(service, chat_template)
     images = await _read_images(service, messages, param, given)
+    marked = mark_embeds(messages) if embeds else None
+    rows = [] if marked is None else await _read_embeds(service, marked, given)
 
     def render(seconds: float) -> ChatPrompt:
         prompt = render_prompt(
             service.tokenizer,
-            messages,
+            messages if marked is None else marked.messages,
             service.formats,
             tools=tools,
             add_generation_prompt=not continued
@@ -137,10 +137,11 @@ async def chat_prompt(
             seconds=seconds,
             given=given,
             images=service.media is not None,
+            marked=marked,
         )
         if add_special_tokens and not given:
             prompt = replace(prompt, ids=service.tokenizer.with_special_tokens(prompt.ids))
-        return _with_images(service, prompt, images, param)
+        return _placed(service, prompt, images, rows, param)
 
     characters = _characters(messages)
     if not (any_length or given):
@@ -156,6 +157,16 @@ async def chat_prompt(
         raise
 
 
+def _check_template(service: OpenAIService, template: str | None) -> None:
+    if template is not None and not service.replies.trust_chat_templates:
+        raise InvalidRequest(
+            "chat_template is refused in requests: this server was not started with "
+            "--trust-request-chat-template.",
+            "chat_template",
+            "unsupported_parameter",
+        )
+
+
 async def _read_images(
     service: OpenAIService, messages: Any, param: str, given: list[int] | None
 ) -> list[ProcessedImage]:
@@ -167,10 +178,26 @@ async def _read_images(
     return images
 
 
-def _with_images(
-    service: OpenAIService, prompt: ChatPrompt, images: list[ProcessedImage], param: str
+async def _read_embeds(
+    service: OpenAIService, marked: Marked, given: list[int] | None
+) -> list[PromptEmbeds]:
+    if given is not None:
+        message = "Token ids of a prompt do not go with parts that are embeddings."
+        raise InvalidRequest(message, marked.parts[0].path)
+    return await read_parts(marked, service.embeds, await service.client.info())
+
+
+def _placed(
+    service: OpenAIService,
+    prompt: ChatPrompt,
+    images: list[ProcessedImage],
+    rows: list[PromptEmbeds],
+    param: str,
 ) -> ChatPrompt:
-    """The prompt with the tokens of its images in their places."""
+    """The prompt with its embeddings and the tokens of its images in their places."""
+    if rows:
+        ids, placed = place_embeds(prompt.ids, rows)
+        return replace(prompt, ids=ids, embeds=placed)
     if service.media is None or not images:
         return prompt
     ids, inputs = service.media.place(prompt.ids, images, param)
@@ -181,7 +208,7 @@ def _characters(messages: object) -> int:
     """Counts the characters of all texts in unchecked ``messages``."""
     if isinstance(messages, str):
         return len(messages)
-    if is_image(messages):
+    if is_image(messages) or is_embeds(messages):
         return 0
     if isinstance(messages, dict):
         return sum(map(_characters, messages.values()))

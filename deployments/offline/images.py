@@ -1,17 +1,19 @@
 """Images and embeddings of offline prompts, and prompts in all the forms that ``LLM`` takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.images.processor import ImageProcessor
 from rayfin.actors.messages import EngineInfo, Int32Array
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.embeds.read import EmbedsReader, PromptEmbeds, required
+from rayfin.deployments.embeds.parts import mark_embeds, place_embeds, read_parts_now
+from rayfin.deployments.embeds.read import EmbedsReader, required
 from rayfin.deployments.embeds.tensor import DTYPES, FIELD, Tensor, refused
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
@@ -50,30 +52,44 @@ class OfflineImages:
         placed = [self._place(*each) for each in zip(prompts, tokens, strict=True)]
         return [prompt for prompt, _ in placed], [ids for _, ids in placed]
 
-    def place_chat(self, prompt: ChatPrompt, messages: Any, param: str) -> ChatPrompt:
-        """The same for a rendered conversation."""
-        images = [] if self.media is None else self.media.read_now(messages, param)
+    def chat(
+        self, render: Callable[..., ChatPrompt], messages: Any, info: EngineInfo
+    ) -> ChatPrompt:
+        """A conversation as a prompt, with its images and embeddings in their places.
+
+        Args:
+            render: ``render_prompt`` without the messages, and without what they have.
+        """
+        shows = self.media is not None
+        marked = mark_embeds(messages)
+        if marked is not None:
+            rows = read_parts_now(marked, self._embeds, info, tensor_of)
+            prompt = render(marked.messages, images=shows, marked=marked)
+            ids, placed = place_embeds(prompt.ids, rows)
+            return replace(prompt, ids=ids, embeds=placed)
+        prompt = render(messages, images=shows)
+        images = [] if self.media is None else self.media.read_now(messages, "messages")
         if self.media is None or not images:
             return prompt
-        ids, inputs = self.media.place(prompt.ids, images, param)
+        ids, inputs = self.media.place(prompt.ids, images, "messages")
         return replace(prompt, ids=ids, images=inputs)
 
     def embeds(
         self, prompt: WrittenPrompt, info: EngineInfo, params: SamplingParams
-    ) -> PromptEmbeds | None:
-        """The embeddings that are the prompt, if it has no tokens.
+    ) -> tuple[PromptEmbeds, ...]:
+        """The embeddings in place of tokens of the prompt.
 
         Raises:
             InvalidRequest: the engine takes none, or not these.
         """
         if prompt.tensor is None:
-            return None
+            return prompt.embeds
         param = f"{prompt.param}.{FIELD}"
 
         def cut(places: list[int]) -> list[int]:
             return truncated(places, params, info.max_model_len)
 
-        return required(self._embeds, info, param).take(prompt.tensor, param, info, cut)
+        return (required(self._embeds, info, param).take(prompt.tensor, param, info, cut),)
 
     def template(self, tokenizer: Tokenizer | None) -> str | None:
         """The chat template of the processor, where the tokenizer has none."""

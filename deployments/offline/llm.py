@@ -267,31 +267,28 @@ class LLM:
         params = self._params_for(conversations, sampling_params)
         functions = () if tools is None else function_tools(tools)
         rules = AnswerRules(functions, read_tool_choice(tool_choice, functions))
-        prompts = [
-            render_prompt(
-                tokenizer,
-                conversation,
-                self._formats,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=self._chat_template,
-                variables=chat_template_kwargs,
-                images=self._images.media is not None,
-            )
-            for conversation in conversations
-        ]
-        prompts = [
-            self._images.place_chat(prompt, conversations[i], "messages")
-            for i, prompt in enumerate(prompts)
-        ]
+        render = partial(
+            render_prompt,
+            tokenizer,
+            formats=self._formats,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=self._chat_template,
+            variables=chat_template_kwargs,
+        )
+        info = self._engine.info
+        prompts = [self._images.chat(render, said, info) for said in conversations]
         plans = [
             self._plan(param, rules, prompt.opening, count_calls(conversation))
             for param, prompt, conversation in zip(params, prompts, conversations, strict=True)
         ]
         written = [
             WrittenPrompt(
-                f"messages[{i}]", tokenizer.decode(prompt.ids, False), images=prompt.images
+                f"messages[{i}]",
+                None if prompt.embeds else tokenizer.decode(prompt.ids, False),
+                images=prompt.images,
+                embeds=prompt.embeds,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -528,7 +525,7 @@ class LLM:
     ) -> list[EngineRequest]:
         info = self._engine.info
         return build_requests(
-            truncated(ids, params, info.max_model_len),
+            truncated(ids, params, info.max_model_len, uncut=prompt.uncut),
             params,
             info,
             request_id=request_id,

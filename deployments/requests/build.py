@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import ContextLengthExceeded, InvalidConfig, InvalidRequest
 from rayfin.actors.guidance import NO_END, Guidance
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.images.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
 from rayfin.actors.sampling_params import SamplingParams
-from rayfin.deployments.embeds.read import PromptEmbeds
 from rayfin.deployments.requests.limits import bad_word_ids, check_sampling, runner_sampling
 from rayfin.deployments.text.tokenizer import Tokenizer, model_json
 
@@ -44,7 +44,7 @@ def build_requests(
     cache_salt: str | None = None,
     guidance: Guidance | None = None,
     images: Sequence[ImageInput] = (),
-    embeds: PromptEmbeds | None = None,
+    embeds: Sequence[PromptEmbeds] = (),
 ) -> list[EngineRequest]:
     """Returns one engine request per choice, with ids ``{request_id}-{i}``, keys and seeds.
 
@@ -54,7 +54,7 @@ def build_requests(
     prompt, for errors; the ``tokenizer`` is needed for bad words. Only prompts of one salt
     share pages. ``guidance`` holds for all choices; its ends and the position from which they may
     be sampled are set here, from ``min_tokens`` and ``ignore_eos``. Tokens of ``images`` get ids of
-    their own, and ``embeds`` bring them.
+    their own, and ``embeds``, in the order of their positions, bring them.
 
     Raises:
         ContextLengthExceeded: no room for one token, or the prompt needs more pages than exist.
@@ -64,8 +64,8 @@ def build_requests(
     prompt = _prompt(prompt_ids, info, param)
     if images:
         prompt = _with_images(prompt, images, info, params, param)
-    if embeds is not None:
-        prompt = _of_embeds(embeds, params)
+    if embeds:
+        prompt = _with_embeds(prompt, embeds, params)
     _check_uncut(prompt, images, info, params, param)
     room = _room(len(prompt), info, param)
     check_sampling(params, info)
@@ -94,7 +94,7 @@ def build_requests(
             extra_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
             parent_key=first_key if index else None,
             images=tuple(images),
-            embeds=None if embeds is None else embeds.sent,
+            embeds=tuple(part.sent for part in embeds),
         )
         for index in range(params.n)
     ]
@@ -175,15 +175,19 @@ def _with_images(
     return put_virtual_ids(prompt, images, info.image_token_id)
 
 
-def _of_embeds(embeds: PromptEmbeds, params: SamplingParams) -> Int32Array:
-    """The prompt of ids that stand for embeddings."""
+def _with_embeds(
+    prompt: Int32Array, embeds: Sequence[PromptEmbeds], params: SamplingParams
+) -> Int32Array:
+    """The prompt in which each embedding has an id of its own."""
     if params.prompt_logprobs is not None:
         raise InvalidRequest(
-            "prompt_logprobs does not go with prompt_embeds: the prompt has no tokens.",
+            "prompt_logprobs does not go with prompt_embeds: they are no tokens.",
             "prompt_logprobs",
             "unsupported_parameter",
         )
-    return embeds.ids
+    for part in embeds:
+        prompt[part.sent.start : part.sent.end] = part.ids
+    return prompt
 
 
 def _check_uncut(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import ContextLengthExceeded, InvalidRequest
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.sampling_params import SamplingParams
@@ -28,6 +29,12 @@ class WrittenPrompt:
     pictures: tuple[Any, ...] = ()  # of PIL, for ``LLM``
     images: tuple[ImageInput, ...] = ()  # the same, when the prompt has their tokens
     tensor: Tensor | None = None  # embeddings in place of the ids, for ``LLM``
+    embeds: tuple[PromptEmbeds, ...] = ()  # in place of some of the ids
+
+    @property
+    def uncut(self) -> str:
+        """What it has that cannot be cut, as ``truncated`` takes it."""
+        return "images" if self.images else "prompt_embeds" if self.embeds else ""
 
 
 def read_prompts(
@@ -109,12 +116,15 @@ def truncated(
     max_model_len: int,
     side: Side = "left",
     *,
-    images: bool = False,
+    uncut: str = "",
 ) -> list[int]:
     """At most ``truncate_prompt_tokens`` of the ids: the last ones, or with side "right" the first.
 
+    Args:
+        uncut: what the prompt has that cannot be cut: "images", say.
+
     Raises:
-        InvalidRequest: it asks for more than the context has, or would cut a prompt with images.
+        InvalidRequest: it asks for more than the context has, or would cut what is ``uncut``.
     """
     most = params.truncate_prompt_tokens
     if most is None:
@@ -128,9 +138,9 @@ def truncated(
         )
     if most < 0:
         most = max(1, max_model_len - (params.max_tokens or 1))
-    if images and most < len(ids):
+    if uncut and most < len(ids):
         name = "truncate_prompt_tokens"
-        raise InvalidRequest("A prompt with images is not truncated.", name)
+        raise InvalidRequest(f"A prompt with {uncut} is not truncated.", name)
     return ids[-most:] if side == "left" else ids[:most]
 
 

@@ -10,6 +10,7 @@ import jinja2
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.timing import TEMPLATE_SECONDS
+from rayfin.deployments.text.markers import Marked
 from rayfin.deployments.text.messages import ContentFormat, plain_messages, plain_tools
 from rayfin.deployments.text.parsing.format import IdStyle
 from rayfin.deployments.text.template_watch import watched
@@ -59,6 +60,7 @@ def render_chat(
     seconds: float = TEMPLATE_SECONDS,
     history: HistoryStyle = OBJECTS,
     images: bool = False,
+    marked: Marked | None = None,
 ) -> list[int]:
     """Returns the prompt of a conversation.
 
@@ -75,6 +77,7 @@ def render_chat(
         seconds: of processor time, at most.
         history: how the template takes contents and earlier tool calls.
         images: the model reads images; each has one token of its place in the ids.
+        marked: whose messages these are: the ids have those of its parts.
 
     Raises:
         InvalidRequest: invalid messages, an error of the template, no template.
@@ -98,8 +101,11 @@ def render_chat(
     _fit(conversation, template)
     sources = (conversation, listed, extras)
     has_tags = _holds_tag(tokenizer, conversation)
+    inner = tokenizer.literal_inner if has_tags else tokenizer.inner
+    if marked is not None:
+        inner = marked.tokenizer(inner)
     render = partial(
-        (tokenizer.literal_inner if has_tags else tokenizer.inner).apply_chat_template,
+        inner.apply_chat_template,
         conversation,
         tools=listed,
         chat_template=template,

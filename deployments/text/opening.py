@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rayfin.actors.embeds.prompt_embeds import PromptEmbeds
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.chat_template import HistoryStyle, render_chat
+from rayfin.deployments.text.markers import Marked
 from rayfin.deployments.text.messages import plain_messages, text_of
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -26,6 +28,7 @@ class ChatPrompt:
 
     ids: list[int]
     images: tuple[ImageInput, ...] = ()
+    embeds: tuple[PromptEmbeds, ...] = ()  # in the order of their positions, where ids are zeros
     opening: str = ""  # what the template puts into the model's mouth, if its thoughts are known
 
 
@@ -42,12 +45,13 @@ def render_prompt(
     seconds: float = TEMPLATE_SECONDS,
     given: list[int] | None = None,
     images: bool = False,
+    marked: Marked | None = None,
 ) -> ChatPrompt:
     """Returns a conversation as a prompt; otherwise as :func:`render_chat`.
 
     Args:
         given: the prompt's ids: the messages are checked, and not rendered.
-        images: as in :func:`render_chat`.
+        images, marked: as in :func:`render_chat`.
     """
     render = partial(
         render_chat,
@@ -62,6 +66,7 @@ def render_prompt(
             formats.content,
         ),
         images=images,
+        marked=marked,
     )
     if given is None:
         ids = render(
@@ -76,14 +81,15 @@ def render_prompt(
         return ChatPrompt(ids)
     if continue_final_message:
         last = plain_messages(messages, images=images)[-1]
-        return ChatPrompt(ids, opening=text_of(last["content"]))
+        said = text_of(last["content"])
+        return ChatPrompt(ids, opening=said if marked is None else marked.without(said))
     key = repr((chat_template, bool(tools), sorted((variables or {}).items())))
 
     def with_or_without(said: Sequence[Any], added: bool) -> list[int]:
         return render(said, add_generation_prompt=added)
 
-    said = messages if given is None else None
-    opening = opening_text(tokenizer, ids, said, with_or_without, key)
+    shown = messages if given is None else None
+    opening = opening_text(tokenizer, ids, shown, with_or_without, key)
     return ChatPrompt(ids, opening=opening)
 
 
@@ -109,7 +115,7 @@ def opening_text(
         if messages is None:
             return ""
         known = _added(lambda: ids, lambda: render(messages, False))
-    return tokenizer.decode(known, skip_special_tokens=False)
+    return tokenizer.decode([token for token in known if token >= 0], skip_special_tokens=False)
 
 
 def _added(whole: Callable[[], list[int]], without: Callable[[], list[int]]) -> list[int]:

@@ -1,5 +1,7 @@
 """A ``StepModel`` whose steps may hold embeddings that came with their requests."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -14,11 +16,12 @@ from rayfin.cache.kv_tensors import KVLayout, KVTensors
 
 
 class EmbedsSlots(Observer):
-    """The embeddings of running requests by slot, by the diffs of steps."""
+    """The embeddings in prompts of running requests by slot, by the diffs of steps."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, EmbedsInput] = {}
-        self._rows: dict[int, torch.Tensor] = {}  # of prompts of which chunks are still to come
+        self._slots: dict[int, tuple[EmbedsInput, ...]] = {}
+        # Of embeddings of which chunks are still to come, by their first position.
+        self._rows: dict[int, dict[int, torch.Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -32,28 +35,41 @@ class EmbedsSlots(Observer):
     def enter(self, new: NewRequest) -> None:
         """Takes a request into its slot."""
         self._forget(new.handle)
-        if new.embeds is not None:
+        if new.embeds:
             self._slots[new.handle] = new.embeds
 
     def close(self) -> None:
         self._slots.clear()
         self._rows.clear()
 
-    def part(self, slot: int, start: int, end: int) -> torch.Tensor | None:
-        """The rows [N, hidden] of the prompt's positions from ``start`` to ``end``, if any.
+    def parts(self, slot: int, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The rows among the prompt's positions from ``start`` to ``end``.
+
+        Yields:
+            The position of the first row, and neighbouring rows [N, hidden].
 
         Raises:
             RequestFailed: the process that had them is gone.
         """
-        own = self._slots.get(slot)
-        if own is None or start >= own.length:
-            return None
-        rows = self._rows.get(slot)
-        if rows is None:
-            rows = self._rows[slot] = as_tensor(own)
-        if end >= own.length:  # a preempted request fetches them again
+        given = self._slots.get(slot)
+        if not given or start >= given[-1].end:  # it decodes
+            return
+        for own in given:
+            if start < own.end and own.start < end:
+                first, last = max(start, own.start), min(end, own.end)
+                yield first, self._read(slot, own, last)[first - own.start : last - own.start]
+
+    def _read(self, slot: int, own: EmbedsInput, last: int) -> torch.Tensor:
+        """All rows of ``own``, kept until its last one is read."""
+        kept = self._rows.setdefault(slot, {})
+        rows = kept.pop(own.start, None)
+        if rows is None:  # a preempted request fetches them again
+            rows = as_tensor(own)
+        if last < own.end:
+            kept[own.start] = rows
+        elif not kept:
             del self._rows[slot]
-        return rows[start:end]
+        return rows
 
     def _forget(self, slot: int) -> None:
         self._slots.pop(slot, None)
@@ -107,9 +123,9 @@ class EmbedsModel:
         for row, slot in enumerate(inputs.slots.tolist()):
             first, count = int(starts[row]), int(starts[row + 1] - starts[row])
             end = int(ends[row])
-            part = self.slots.part(slot, end - count, end)
-            if part is not None:
-                index.append(np.arange(first, first + len(part)))
+            for position, part in self.slots.parts(slot, end - count, end):
+                place = first + position - (end - count)
+                index.append(np.arange(place, place + len(part)))
                 states.append(part)
         if not index:
             return None

@@ -89,7 +89,7 @@ class EmbedsParts:
     def _difference(self, paged: PagedModel, around: EmbedsModel) -> float:
         rows = self._rows.float().cpu().numpy()
         ids = np.concatenate([row_ids(rows, "float32"), self._tokens.numpy()[PROBE_ROWS:]])
-        embeds = EmbedsInput({ROWS: rows}, len(rows), "float32")
+        embeds = (EmbedsInput({ROWS: rows}, len(rows), "float32"),)
         request = NewRequest(PROBE_SLOT, Sampling(), len(ids), prompt_len=len(ids), embeds=embeds)
         self.slots.enter(request)
         tokens = torch.from_numpy(ids.astype(np.int64)).to(paged.device)

@@ -16,6 +16,7 @@ from rayfin.deployments.api.openai.chunks import (
 )
 from rayfin.deployments.api.openai.messages import MessageWriter, content_delta
 from rayfin.deployments.api.openai.replies import ChatChoice, ChatCompletion
+from rayfin.deployments.embeds.parts import mark_embeds
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Generation
 from rayfin.deployments.generation.logprobs import (
@@ -81,11 +82,12 @@ class ChatAdapter(CompletionAdapter):
                     "Either all or none of the conversations of a batch may end in a thought.", path
                 )
             side = body.truncation_side or "left"
-            most, shows = service.max_model_len, bool(rendered.images)
-            ids = truncated(rendered.ids, params, most, side, images=shows)
+            whole = "images" if rendered.images else "prompt_embeds" if rendered.embeds else ""
+            ids = truncated(rendered.ids, params, service.max_model_len, side, uncut=whole)
             param = path if given is None else GIVEN_PROMPT
             echo = self._echo(messages)
-            prompts.append(Prompt(ids, param, echo, body.cache_salt, rendered.images))
+            shown = (rendered.images, rendered.embeds)
+            prompts.append(Prompt(ids, param, echo, body.cache_salt, *shown))
         return prompts
 
     def _thinks_at_first(self, opening: str) -> bool:
@@ -111,6 +113,9 @@ class ChatAdapter(CompletionAdapter):
         """The last message, if the answer continues it."""
         if not self._body.echo:
             return ""
+        if mark_embeds(messages) is not None:
+            message = "echo does not go with parts of type prompt_embeds: they are no text."
+            raise InvalidRequest(message, "echo")
         last = plain_messages(messages, images=self._service.media is not None)[-1]
         return text_of(last["content"]) if last["role"] == self._role(messages) else ""
 
@@ -128,13 +133,14 @@ class ChatAdapter(CompletionAdapter):
             add_special_tokens=body.add_special_tokens,
             variables=thinking_variables(body.chat_template_kwargs, body.reasoning_effort),
             any_length=body.truncate_prompt_tokens is not None,
+            embeds=True,
         )
 
     def reply(self, generation: Generation) -> str:
         with_ids = self._with_ids
         roles = [self._role(messages) for messages in self._conversations]
         each = len(generation.choices) // len(roles)
-        prompt_ids = generation.prompts[0].ids if len(roles) == 1 else None
+        prompt_ids = generation.prompts[0].shown_ids if len(roles) == 1 else None
         return ChatCompletion(
             id=self._id,
             created=self._created,
@@ -189,7 +195,7 @@ class ChatAdapter(CompletionAdapter):
         """The role, and the last message if it is echoed."""
         more = ""
         if not self._started:  # the first event of all says what the prompt is
-            more = self._prompt_members(choice.prompt.ids)
+            more = self._prompt_members(choice.prompt.shown_ids)
         self._started.add(choice.index)
         opening = chat_choice(choice.index, self._opening_delta())
         chunk = self._chunk(choice, opening, more)
@@ -201,7 +207,7 @@ class ChatAdapter(CompletionAdapter):
     def _opening_delta(self) -> str:
         return dumped({"role": self._role(self._conversations[0]), "content": ""})
 
-    def _prompt_members(self, ids: list[int]) -> str:
+    def _prompt_members(self, ids: list[int] | None) -> str:
         ids_member = member("prompt_token_ids", ids if self._body.return_token_ids else None)
         return ids_member + member("prompt_text", self._prompt_text(self._generation))
 
@@ -235,10 +241,14 @@ class ChatAdapter(CompletionAdapter):
         return self._writer.chat(ids, entries) if self._with_logprobs else None
 
     def _prompt_text(self, generation: Generation) -> str | None:
-        """The conversation as the chat template renders it, special tokens included."""
-        if not self._body.return_prompt_text:
+        """The conversation as the chat template renders it, special tokens included.
+
+        None if parts of it are no text.
+        """
+        ids = generation.prompts[0].shown_ids
+        if ids is None or not self._body.return_prompt_text:
             return None
-        return self._service.tokenizer.decode(generation.prompts[0].ids, False)
+        return self._service.tokenizer.decode(ids, False)
 
     def _prompt_logprobs(self, generation: Generation) -> PromptLogprobs | None:
         asked, prompt = self._body.prompt_logprobs, generation.prompts[0]

@@ -66,7 +66,7 @@ class TextAdapter(CompletionAdapter):
             return truncated(places, params, service.max_model_len, side)
 
         embeds = await required(service.embeds, info, param).read(data, param, info, cut)
-        return Prompt([0] * embeds.sent.length, param, "", body.cache_salt, embeds=embeds)
+        return Prompt([0] * embeds.sent.length, param, "", body.cache_salt, embeds=(embeds,))
 
     async def _prompt(self, written: WrittenPrompt, params: SamplingParams) -> Prompt:
         body, service = self._body, self._service

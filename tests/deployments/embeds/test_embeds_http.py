@@ -1,7 +1,5 @@
 """``prompt_embeds`` through /v1/completions and ``LLM``: the tokens are those of transformers."""
 
-import base64
-import io
 import json
 import subprocess
 import sys
@@ -14,22 +12,25 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM
 
-from inline_client import InlineClient
+from embeds_oracle import (
+    BODY,
+    OUTPUT,
+    SETTINGS,
+    Oracle,
+    client_of,
+    in_base64,
+    safe_file,
+    torch_file,
+)
 from rayfin import LLM, BeamSearchParams, SamplingParams
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.api.app import build_api
 from rayfin.deployments.embeds.read import EmbedsReader
-from rayfin.deployments.generation.service import OpenAIService
 
 pytestmark = pytest.mark.anyio
 
-SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_memory": 2**22}
-OUTPUT = 6
 TEXT = "/v1/completions"
 DRAWN = {"temperature": 1.0, "top_k": 1}  # the likeliest token, drawn
-BODY = {"model": "tiny", "max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -43,33 +44,6 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-class Oracle:
-    def __init__(self) -> None:
-        folder = Path(__file__).parents[3] / "deployments" / "demo" / "model"
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.hidden = int(self.model.config.hidden_size)
-
-    def rows(self, count: int, seed: int = 0) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        own = self.model.get_input_embeddings()
-        ids = torch.randint(3, 200, (2, count), generator=generator)
-        with torch.inference_mode():
-            rows: torch.Tensor = (own(ids[0]) + own(ids[1])) / 2
-        return rows.clone()
-
-    def answer(self, rows: torch.Tensor) -> list[int]:
-        output = self.model.generate(
-            inputs_embeds=rows.unsqueeze(0),
-            attention_mask=torch.ones(1, len(rows), dtype=torch.int64),
-            min_new_tokens=OUTPUT,
-            max_new_tokens=OUTPUT,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        tokens: list[int] = output[0].tolist()
-        return tokens
-
-
 @pytest.fixture(scope="module")
 def oracle() -> Oracle:
     return Oracle()
@@ -77,36 +51,8 @@ def oracle() -> Oracle:
 
 @pytest.fixture
 async def client(llm: LLM) -> AsyncIterator[httpx.AsyncClient]:
-    async with _client(llm, EmbedsReader()) as client:
+    async with client_of(llm, EmbedsReader()) as client:
         yield client
-
-
-def _client(llm: LLM, embeds: EmbedsReader | None) -> httpx.AsyncClient:
-    assert llm._tokenizer is not None
-    engine: Any = InlineClient(llm._engine)
-    service = OpenAIService(
-        client=engine,
-        tokenizer=llm._tokenizer,
-        model_names=["tiny"],
-        max_model_len=llm._engine.info.max_model_len,
-        embeds=embeds,
-    )
-    transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
-
-
-def text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def torch_file(rows: Any) -> str:
-    file = io.BytesIO()
-    torch.save(rows, file)
-    return text(file.getvalue())
-
-
-def safe_file(rows: torch.Tensor, name: str = "prompt_embeds") -> str:
-    return text(safetensors.torch.save({name: rows.contiguous()}))
 
 
 async def tokens(client: httpx.AsyncClient, **fields: Any) -> list[list[int]]:
@@ -198,11 +144,11 @@ def _bad(oracle: Oracle) -> dict[str, tuple[Any, str]]:
     rows = oracle.rows(4)
     nan, endless = rows.clone(), rows.double()
     nan[2, 3], endless[1, 1] = float("nan"), 1e300
-    two = text(safetensors.torch.save({"a": rows, "b": rows.clone()}))
+    two = in_base64(safetensors.torch.save({"a": rows, "b": rows.clone()}))
     long = torch.zeros(1, oracle.hidden).expand(10**6, oracle.hidden)
     return {
         "no base64": ("not base64!", "base64"),
-        "no file": (text(b"hello"), "base64"),
+        "no file": (in_base64(b"hello"), "base64"),
         "empty": ("", "base64"),
         "a number": (5, "base64"),
         "another hidden size": (torch_file(rows[:, :-1]), "hidden size"),
@@ -253,7 +199,7 @@ async def test_fields_that_do_not_go_with_them(
 
 
 async def test_without_the_flag(llm: LLM, oracle: Oracle) -> None:
-    async with _client(llm, None) as client:
+    async with client_of(llm, None) as client:
         reply = await client.post(TEXT, json={**BODY, "prompt_embeds": torch_file(oracle.rows(4))})
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == "prompt_embeds"

@@ -19,6 +19,7 @@ from rayfin.kernels.cpu.library import try_load
 from vision_models import VisionModel
 
 Make = Callable[..., Any]
+Pieces = list[list[int] | torch.Tensor]
 
 OUTPUT = 6
 FAMILIES = ["llama", "gemma2", "gemma3_text", "granite", "gpt2", "mixtral", "deepseek_v3", "mamba2"]
@@ -40,6 +41,13 @@ class Embedded:
         with torch.inference_mode():
             rows: torch.Tensor = (own(ids[0]) + own(ids[1])) / 2
         return rows.clone()
+
+    def embedded(self, pieces: Pieces) -> torch.Tensor:
+        """Rows of a prompt of which some pieces are tokens."""
+        own = self._model.get_input_embeddings()
+        with torch.inference_mode():
+            rows = [own(torch.tensor(p)) if isinstance(p, list) else p for p in pieces]
+        return torch.cat(rows).clone()
 
     def answer(self, rows: torch.Tensor, max_tokens: int) -> list[int]:
         """What ``generate`` of transformers says to them."""
@@ -69,9 +77,22 @@ def llama(tiny_model: Make) -> Embedded:
 
 
 def _request(request_of: Make, key: int, rows: torch.Tensor, output: int = OUTPUT) -> Any:
-    array = rows.numpy()
-    made = request_of(key, row_ids(array, "float32"), output, eos=(2,))
-    made.embeds = EmbedsInput({ROWS: array}, len(array), "float32")
+    return _mixed(request_of, key, [rows], output)
+
+
+def _mixed(request_of: Make, key: int, pieces: Pieces, output: int = OUTPUT) -> Any:
+    """A request whose prompt has tokens and embeddings."""
+    ids: list[int] = []
+    embeds: list[EmbedsInput] = []
+    for piece in pieces:
+        if isinstance(piece, list):
+            ids += piece
+            continue
+        array = piece.numpy()
+        embeds.append(EmbedsInput({ROWS: array}, len(array), "float32", len(ids)))
+        ids += row_ids(array, "float32").tolist()
+    made = request_of(key, ids, output, eos=(2,))
+    made.embeds = tuple(embeds)
     return made
 
 
@@ -92,6 +113,43 @@ def test_tokens_are_transformers_own(
     assert len({tuple(own) for own in tokens.values()}) > 1, "the embeddings change nothing"
 
 
+def _pieces(tiny: Embedded) -> dict[int, Pieces]:
+    """Embeddings before, between and behind tokens, and side by side."""
+    text = list(range(40, 60))
+    return {
+        0: [text[:5], tiny.rows(7, 1), text[5:8], tiny.rows(20, 2), text[8:12]],
+        1: [tiny.rows(2, 3), tiny.rows(3, 4), text[:1]],
+        2: [text[:9], tiny.rows(9, 5)],
+        3: [text[:1], tiny.rows(1, 6), tiny.rows(18, 7)],
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_between_tokens(
+    family: str, tiny_model: Make, served: Make, request_of: Make
+) -> None:
+    tiny = Embedded(tiny_model(family))
+    engine = served(tiny.folder, enable_prompt_embeds=True, max_batch_tokens=16)
+    prompts = _pieces(tiny)
+    tokens = engine.run(*(_mixed(request_of, key, pieces) for key, pieces in prompts.items()))
+    expected = {k: tiny.answer(tiny.embedded(pieces), OUTPUT) for k, pieces in prompts.items()}
+    assert tokens == expected
+    assert len({tuple(own) for own in tokens.values()}) > 1, "the embeddings change nothing"
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_chunks_cut_embeddings_between_tokens(
+    chunk: int, llama: Embedded, served: Make, request_of: Make
+) -> None:
+    engine = served(
+        llama.folder, enable_prompt_embeds=True, max_batch_tokens=chunk, max_decoding_batch=1
+    )
+    for key, pieces in _pieces(llama).items():
+        expected = llama.answer(llama.embedded(pieces), OUTPUT)
+        assert engine.run(_mixed(request_of, key, pieces))[key] == expected
+        assert not engine.runner._loaded.embeds.slots._rows, "rows of a prompt that is computed"
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_chunks_cut_embeddings(chunk: int, llama: Embedded, served: Make, request_of: Make) -> None:
     engine = served(
@@ -109,7 +167,7 @@ def test_rows_in_other_types(form: str, llama: Embedded, served: Make, request_o
     rows = llama.rows(11).to(getattr(torch, form))
     bits = rows.view(torch.uint16).numpy() if form == "bfloat16" else rows.numpy()
     made = request_of(0, row_ids(bits, form), OUTPUT, eos=(2,))
-    made.embeds = EmbedsInput({ROWS: bits}, len(bits), form)
+    made.embeds = (EmbedsInput({ROWS: bits}, len(bits), form),)
     assert engine.run(made)[0] == llama.answer(rows.float(), OUTPUT)
 
 
@@ -124,6 +182,17 @@ def test_prefix_hits(llama: Embedded, served: Make, request_of: Make) -> None:
         tokens = engine.run(_request(request_of, key, rows))[key]
         assert tokens == llama.answer(rows, OUTPUT)
     assert engine.cached[1] >= 36 and engine.cached[2] == 32 and engine.cached[3] == 0
+
+
+def test_prefix_hits_between_tokens(llama: Embedded, served: Make, request_of: Make) -> None:
+    """Pages behind tokens are shared if their embeddings are equal, up to the first other one."""
+    engine = served(llama.folder, enable_prompt_embeds=True)
+    text, rows, other = list(range(40, 56)), llama.rows(32, 1), llama.rows(32, 2)
+    prompts: list[Pieces] = [[text, rows, text], [text, rows, text], [text, other, text]]
+    for key, pieces in enumerate(prompts):
+        tokens = engine.run(_mixed(request_of, key, pieces))[key]
+        assert tokens == llama.answer(llama.embedded(pieces), OUTPUT)
+    assert engine.cached[1] >= 48 and engine.cached[2] == 16
 
 
 def test_preempted_inside_embeddings(llama: Embedded, served: Make, request_of: Make) -> None:
@@ -144,7 +213,8 @@ def test_preempted_inside_embeddings(llama: Embedded, served: Make, request_of: 
 def test_replaced_runners_keep_embeddings(llama: Embedded, served: Make, request_of: Make) -> None:
     """In the middle of a prompt, and in the middle of the answers."""
     engine = served(llama.folder, enable_prompt_embeds=True, max_batch_tokens=8)
-    prompts = {key: llama.rows(30, key) for key in (1, 2)}
+    text = list(range(40, 50))
+    prompts: dict[int, Pieces] = {1: [llama.rows(30, 1)], 2: [text, llama.rows(9, 2), text]}
     step, count = engine.engine.step, 0
 
     def step_and_die() -> Any:
@@ -155,8 +225,9 @@ def test_replaced_runners_keep_embeddings(llama: Embedded, served: Make, request
         return step()
 
     engine.engine.step = step_and_die
-    tokens = engine.run(*(_request(request_of, key, rows) for key, rows in prompts.items()))
-    assert tokens == {key: llama.answer(rows, OUTPUT) for key, rows in prompts.items()}
+    tokens = engine.run(*(_mixed(request_of, key, pieces) for key, pieces in prompts.items()))
+    embedded = {key: llama.embedded(pieces) for key, pieces in prompts.items()}
+    assert tokens == {key: llama.answer(rows, OUTPUT) for key, rows in embedded.items()}
     assert count > 9, "all was over before the second death"
 
 
@@ -202,7 +273,7 @@ def test_lost_rows_fail_one_request(llama: Embedded, served: Make, request_of: M
     engine = served(llama.folder, enable_prompt_embeds=True)
     engine.runner._model.forward = engine._forward
     good, lost = llama.rows(12), _request(request_of, 0, llama.rows(12, 3))
-    lost.embeds = EmbedsInput({}, 12, "float32")
+    lost.embeds = (EmbedsInput({}, 12, "float32"),)
     tokens = engine.run(lost, _request(request_of, 1, good))
     assert engine.reasons[0] == "error" and tokens[1] == llama.answer(good, OUTPUT)
 
