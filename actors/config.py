@@ -32,9 +32,11 @@ from rayfin.actors.settings.choices import (
     Runner,
     SchedulerName,
 )
-from rayfin.actors.settings.lora_limits import least_adapters, loras_in_step, require_one_device
+from rayfin.actors.settings.lora_limits import loras_in_step, require_one_device
+from rayfin.actors.settings.spare_runners import require_spares
 from rayfin.actors.settings.tenant_weights import parse_weights
 from rayfin.actors.settings.uncut import ANY, Uncut
+from rayfin.actors.settings.what_fits import too_long
 from rayfin.actors.speculation import SpeculativeConfig, read_speculation
 
 DECIDE_TOKENS = (
@@ -111,6 +113,11 @@ class EngineArgs:
         None, "folder of packed weights, on a CPU: starts that find theirs map them; default: none"
     )
     weights_cache_gb: float = _flag(64.0, "most that folder holds, GiB; what is unused goes first")
+    spare_runners: int | None = _flag(
+        None,
+        "processes that wait with all imports done, to take over from a runner that dies, on a CPU "
+        "with one rank; 0: none; default: 1 for a server where memory allows",
+    )
     device: Device = _flag("auto", "auto uses a GPU if there is one")
     seed: int = _flag(0, "random seed of dummy weights")
     max_model_len: int | None = _flag(
@@ -274,6 +281,7 @@ class EngineArgs:
             f"splits prompts, which scheduler {self.scheduler!r} never does",
         )
         require_one_device(self)
+        require_spares(self)
         speculation = self.speculation
         _require(
             speculation is None or self.pipeline_parallel_size == 1,
@@ -429,6 +437,7 @@ class EngineConfig:
     image_token_id: int | None = None  # None: the model reads text only
     embeds_size: int = 0  # of each embedding in a prompt; 0: prompts are tokens
     uncut: Uncut = Uncut()  # parts of prompts that no step cuts
+    page_bytes: int = 0  # of all layers
     kv_cache_dtype: str = "auto"  # this and the next: what the cache was made from, for metrics
     memory_utilization: float | None = None
     kv_cache_memory: int | None = None  # bytes
@@ -506,33 +515,6 @@ def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
     return min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
 
 
-def _too_long(args: EngineArgs, facts: ModelFacts, wanted: int, available: int) -> InvalidConfig:
-    """Names what would fit: settings with the longest request that each makes room for."""
-    size, page, saved = args.page_size, facts.page_bytes, facts.int4_saves
-    needed = -(-wanted // size)
-    pages = max(args.num_pages or available // page, 0)
-    ways = [("max_model_len {}", pages * size)]
-    for name, smaller in facts.smaller_pages if args.num_pages is None else ():
-        ways.append((f"kv_cache_dtype {name!r} for {{}}", available // smaller * size))
-    if args.num_pages is None and args.kv_cache_memory is None and saved:
-        longest = (available + saved) // page * size
-        ways.append((f"quantization 'int4' ({saved:,} bytes less) for {{}}", longest))
-    if args.num_pages is None and args.kv_cache_memory is None and facts.adapter_bytes:
-        least, saved = least_adapters(args, facts.adapter_bytes, facts.device)
-        ways.append(
-            (f"{least} ({saved:,} bytes less) for {{}}", (available + saved) // page * size)
-        )
-    more = f"memory_utilization for {needed * page - available:,} bytes more"
-    if args.num_pages or args.kv_cache_memory:
-        more = f"num_pages {needed}" if args.num_pages else f"kv_cache_memory {needed * page}"
-    fits = [way.format(min(longest, wanted)) for way, longest in ways if longest > 0]
-    return InvalidConfig(
-        f"a request of {wanted} tokens needs {needed} pages ({needed * page:,} bytes), {pages} "
-        f"fit. What fits: {'; '.join([*fits, more])}",
-        "max_model_len",
-    )
-
-
 def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineConfig:
     """Decides the number of pages and the longest request.
 
@@ -556,7 +538,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
     pages = most if whole else min(pages, most)
     if pages < per_request:
         if args.max_model_len is not None or pages < 1:
-            raise _too_long(args, facts, model_len, available)
+            raise too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
     if (speculation := args.speculation) and recurrent:
         raise InvalidConfig(
@@ -570,6 +552,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         vocab_size=facts.vocab_size,
         page_size=args.page_size,
         num_pages=pages,
+        page_bytes=facts.page_bytes,
         scheduler=args.scheduler,
         policy=args.policy,
         priority_aging=args.priority_aging,

@@ -523,6 +523,7 @@ class EngineStats:
     evictions: int = 0  # cached pages that were reused for new content
     deferred: int = 0  # requests that wait, and may not run beside others yet, or at all
     suspects: int = 0  # requests that were in flight when runners died, and are not cleared
+    spare_runners: int = 0  # ready to take over from a runner that dies
     runner_restarts: int = 0
     step_seconds: float = 0.0  # of all steps, in the runner
     tokens_computed: int = 0  # of requests at their first admission: not in the cache ...

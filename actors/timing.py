@@ -103,6 +103,15 @@ PROCESS_GONE_SECONDS = 20.0  # the same on another node, and until Ray frees an 
 NAME_POLL_SECONDS = 0.05
 LIFELINE_POLL_SECONDS = 0.5  # how often a process looks at its own lease
 
+# Spare runners (scheduler/faults/spare_runners.py). One is made when the runner has served for a
+# while, so that it takes nothing from a start. One that does not say who it is in time, or imports
+# for ever, is ended.
+
+SPARE_TURN_SECONDS = 1.0  # between looks at them
+SPARE_CALM_SECONDS = 3.0
+SPARE_ANSWER_SECONDS = 5.0
+SPARE_WARM_SECONDS = 600.0
+
 # A folder of packed weights (--weights-cache). An unfinished file of this age was left by a process
 # that has died. One that has just changed may change again within the same tick of its clock.
 UNFINISHED_FILE_SECONDS = 3600.0

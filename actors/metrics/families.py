@@ -223,6 +223,7 @@ ENGINE_GAUGES = (
         "Since it finished a step, while it has work; 0 when idle.",
         lambda s: s.seconds_since_progress,
     ),
+    _gauge("spare_runners", "Spare runners that are ready.", lambda s: s.spare_runners),
     _gauge("quarantine_suspects", "Requests on trial for a runner's death.", lambda s: s.suspects),
     _gauge("grammars_loaded", "Compiled grammars in the runner.", lambda s: s.grammars_loaded),
     _gauge("adapters_resident", "LoRA adapters in the runner.", lambda s: len(s.adapters.resident)),
@@ -233,11 +234,7 @@ ENGINE_GAUGES = (
         "Those requests; they are among the deferred ones.",
         lambda s: s.adapters.requests_waiting,
     ),
-    _gauge(
-        "image_cache_bytes",
-        "Embeddings of images in the runner.",
-        lambda s: s.image_cache_bytes,
-    ),
+    _gauge("image_cache_bytes", "Images' embeddings in the runner.", lambda s: s.image_cache_bytes),
 )
 
 ENGINE_COUNTERS = (

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +16,20 @@ from rayfin.actors.adapters.files import AdapterFiles, read_ref
 from rayfin.actors.config import BatchLimits, EngineArgs, EngineConfig, ModelFacts
 from rayfin.actors.errors import AdapterUnavailable, InvalidRequest, RayfinError, RequestFailed
 from rayfin.actors.messages import AdapterRef, SchedulerInfo, StepResult
+from rayfin.actors.processes.host_memory import resident_bytes
 from rayfin.actors.processes.identity import Process, this_process
 from rayfin.actors.processes.lifeline import Lifeline
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.processes.registry import NAMESPACE
 from rayfin.actors.runner.parallel.rank import Address, ParallelRank
 from rayfin.actors.runner.result_cache import StepResultCache
+from rayfin.actors.runner.spare import (
+    RunnerState,
+    SparePlan,
+    import_modules,
+    maps_weights,
+    plan_spares,
+)
 from rayfin.actors.runner.step_turns import StepTurns
 from rayfin.actors.timing import (
     ADAPTER_FETCH_PAUSE_SECONDS,
@@ -53,9 +62,10 @@ OPTIONS: dict[str, Any] = {
 
 @ray.remote(**OPTIONS)
 class ModelRunnerActor:
-    """One process with one device: one rank of its engine's group. Calls run one at a time, in the
-    order in which they are sent, but ``prepare``, which runs beside the others, and
-    ``execute_ahead``, of which two do.
+    """One process with one device: one rank of its engine's group, or a spare of it.
+
+    Calls run one at a time, in the order in which they are sent, but those of the group "prepare",
+    one of which runs beside the others, and ``execute_ahead``, of which two do.
 
     Ray retries nothing here: a step that may or may not have run is sent again by its group, and
     answered from memory if it has (result_cache.py).
@@ -68,6 +78,9 @@ class ModelRunnerActor:
         self._turns = StepTurns(self._results, STEP_OVERTAKEN_SECONDS)
         self._speaks = True  # for its group
         self._store: Any = None
+        self._runner: Any = None  # a ModelRunner, whose module imports torch
+        self._loading = threading.Lock()
+        self._started_bytes = 0  # of this process, when its pages were allocated first
         self._lifeline = Lifeline(lease, _exit)
         self._lifeline.watch()
 
@@ -84,11 +97,16 @@ class ModelRunnerActor:
             return _host(), self._store.port
 
     def load(
-        self, args: EngineArgs, rank: int = 0, store: Address | None = None
-    ) -> tuple[ModelFacts, BatchLimits]:
-        """Loads the weights, or a rank's share of them, and measures the memory left for pages.
+        self,
+        args: EngineArgs,
+        rank: int = 0,
+        store: Address | None = None,
+        measure: bool = True,
+    ) -> tuple[ModelFacts, BatchLimits] | None:
+        """Loads the weights, or a rank's share of them, unless a spare runner has done so.
 
         Args:
+            measure: whether to measure the memory left for pages, by a step. None otherwise.
             store: of rank 0, where there are several; then all ranks load at once.
 
         Raises:
@@ -98,24 +116,50 @@ class ModelRunnerActor:
         with self._lifeline.work():  # to import torch may take longer than the lease
             if failpoints.ACTIVE:
                 failpoints.ACTIVE.hit("runner.load")
-            # Here, where the device is: the scheduler's process sees this class, and no torch.
-            from rayfin.actors.runner.model_runner import ModelRunner
-            from rayfin.actors.runner.plugins import RunnerPlugins
-
             place = None
             if store is not None:
                 sizes = (args.tensor_parallel_size, args.pipeline_parallel_size)
                 place = ParallelRank(rank, *sizes, store, _host())
                 self._speaks = place.answers
-            self._args = args
-            plugins = RunnerPlugins(fetch_adapter=_fetch)
-            self._runner = ModelRunner(args, place, plugins)
-            return self._runner.profile()
+            self._load(args, place)
+            if not measure:
+                return None
+            profile: tuple[ModelFacts, BatchLimits] = self._runner.profile()
+            return profile
+
+    def _load(self, args: EngineArgs, place: ParallelRank | None = None) -> None:
+        # Here, where the device is: the scheduler's process sees this class, and no torch.
+        with self._loading:
+            if self._runner is None:
+                from rayfin.actors.runner.model_runner import ModelRunner
+                from rayfin.actors.runner.plugins import RunnerPlugins
+
+                self._args = args
+                self._runner = ModelRunner(args, place, RunnerPlugins(fetch_adapter=_fetch))
+
+    @ray.method(concurrency_group="prepare")
+    def plan_spares(self, served: bool) -> SparePlan:
+        """What spares there may be beside this runner, and what they import."""
+        if self._args is None or self._config is None:
+            return SparePlan(0)
+        grown = resident_bytes() - self._started_bytes
+        return plan_spares(self._args, self._config, grown, served=served)
+
+    @ray.method(concurrency_group="prepare")
+    def warm(self, args: EngineArgs, modules: Sequence[str]) -> None:
+        """Makes this a spare runner, whose ``load`` is short; it may take over before this ends."""
+        set_up(args.log_format, args.log_level)
+        with self._lifeline.work():
+            import_modules(modules)
+            if maps_weights(args):
+                self._load(args)
 
     def start(self, config: EngineConfig, epoch: int) -> None:
         """Allocates the pages."""
         with self._lifeline.work(), self._turns.alone():
             self._runner.start(config, epoch)
+            if self._config is None:
+                self._started_bytes = resident_bytes()
             self._config = config
 
     def sleep(self) -> None:
@@ -186,9 +230,10 @@ class ModelRunnerActor:
             return error.message
         return None
 
-    def ping(self) -> None:
-        """Somebody wants this runner still."""
+    def ping(self) -> RunnerState:
+        """Somebody wants this runner still; who it is."""
         self._lifeline.heard()
+        return RunnerState(self.process(), serves=self._config is not None)
 
     def pid(self) -> int:
         return os.getpid()

@@ -154,6 +154,7 @@ class SchedulerActor:
             self._engine = Engine(self._group.start(), self._group)
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
         RunnerPinger(self._group, self._engine, self._report_broken).watch()
+        self._group.spares.watch()
         status_line.watch(self._engine.stats, partial(logger.info, "engine %s: %s", self._name))
         return self._info()
 
@@ -338,7 +339,9 @@ class SchedulerActor:
     def _stats(self, engine: Engine) -> EngineStats:
         stats = engine.stats()
         stats.seconds_since_tick = time.monotonic() - self._ticked
-        stats.generation = self._group.generation if self._group else 0
+        if self._group is not None:
+            stats.generation = self._group.generation
+            stats.spare_runners = self._group.spares.num_ready
         return stats
 
     def _info(self) -> EngineInfo:
@@ -460,7 +463,7 @@ class SchedulerActor:
         self._leaving = True
         try:
             if self._group is not None:
-                self._group.stop()
+                self._group.close()
             if self._started.placement is not None:
                 remove_placement_group(self._started.placement)
         finally:

@@ -5,12 +5,13 @@ ref stands for the step until its StepResult is fetched. With two steps in fligh
 hidden behind the step before. Several ranks get one shared ref, and the first rank of the last
 stage answers; for one rank a ``ray.put`` costs more than it saves (docs/design.md).
 
-If one rank is lost, all are replaced under a new epoch.
+If one rank is lost, all are replaced under a new epoch. A spare runner takes over from a rank that
+is alone, if there is one (faults/spare_runners.py).
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -38,16 +39,21 @@ from rayfin.actors.processes.registry import (
     NAMESPACE,
     describe,
     end_process,
+    find_actor,
     runner_name,
     when_name_is_free,
 )
 from rayfin.actors.runner.actor import GENERATION_BITS, Adoption, ModelRunnerActor
 from rayfin.actors.runner.parallel.rank import group_size
+from rayfin.actors.runner.spare import RunnerState, SparePlan
+from rayfin.actors.scheduler.faults.spare_runners import SpareRunners
 from rayfin.actors.scheduler.faults.watchdog import Watchdog
+from rayfin.actors.settings.spare_runners import seats
 from rayfin.actors.timing import (
     MODEL_LOAD_SECONDS,
     RUNNER_ADOPTION_SECONDS,
     RUNNER_PROCESS_SECONDS,
+    SPARE_ANSWER_SECONDS,
     STEP_RESEND_PAUSE_SECONDS,
     STEP_RESEND_SECONDS,
     WAIT_SLICE_SECONDS,
@@ -111,6 +117,41 @@ class _RemotePrepare:
         return None
 
 
+class _SpareActors:
+    """The spares of a group as actors; see ``SpareCalls``."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        runners: Callable[[], list[Any]],
+        create: Callable[[str], Any | None],
+        *,
+        served: bool,
+    ) -> None:
+        self._args = args
+        self._runners = runners
+        self._served = served
+        self._create = create
+
+    def plan(self) -> Future[SparePlan] | None:
+        runners = self._runners()
+        return _answer(runners[0].plan_spares.remote(self._served)) if runners else None
+
+    def make(self, name: str) -> Any | None:
+        return self._create(name)
+
+    def warm(self, runner: Any, plan: SparePlan) -> Future[None]:
+        return _answer(runner.warm.remote(self._args, plan.modules))
+
+    def ping(self, runner: Any) -> Future[RunnerState]:
+        return _answer(runner.ping.remote())
+
+    def end(self, runner: Any, process: Process | None) -> None:
+        if process is not None:
+            end_process(process)
+        ray.kill(runner)
+
+
 class RunnerGroup:
     """Starts or adopts the runners of the engine ``name``, sends them steps, replaces them.
 
@@ -140,7 +181,9 @@ class RunnerGroup:
         self.epoch = generation << GENERATION_BITS
         self.watchdog = Watchdog()
         self._args = args
-        self._names = [runner_name(name, rank) for rank in range(group_size(args))]
+        names = [runner_name(name, seat) for seat in range(seats(args))]
+        ranks = group_size(args)
+        self._names = names[:ranks]  # by rank
         self._placement = placement
         self._detached = detached
         self._on_wait = on_wait
@@ -148,6 +191,10 @@ class RunnerGroup:
         self._on_prepared = on_prepared
         self._runners: list[Any] = []  # by rank
         self._processes = list(known)
+        # In its engine's bundle a spare needs no room: it computes only when the runner has died.
+        calls = _SpareActors(args, lambda: self._runners, self._create_spare, served=detached)
+        has_spares = ranks == 1 and placement is not None
+        self.spares = SpareRunners(names if has_spares else names[:1], calls)
         self._config: EngineConfig | None = None
 
     @property
@@ -234,6 +281,15 @@ class RunnerGroup:
         """The runners' processes, once they have started."""
         return list(self._processes)
 
+    def close(self) -> None:
+        """Kills the runners and their spares, for good.
+
+        Raises:
+            RunnerGroupFailed: the runners cannot be killed.
+        """
+        self.spares.close()
+        self.stop()
+
     def stop(self) -> None:
         """Kills the runners; returns when their processes have ended and their memory is free.
 
@@ -282,7 +338,7 @@ class RunnerGroup:
 
     def _adopt(self) -> Adoption | None:
         """Adopts live runners if all of them have the model; else kills them and returns None."""
-        self._runners = [runner for name in self._names if (runner := _find(name)) is not None]
+        self._find_runners()
         if len(self._runners) < len(self._names):
             self.stop()
             return None
@@ -300,6 +356,38 @@ class RunnerGroup:
             return None
         return adopted[0]
 
+    def _find_runners(self) -> None:
+        """Finds the live runners, by rank.
+
+        The only runner of an engine with spares may have any of its names. Its spares are ended,
+        for they may be of another version of the code: the next ones are this scheduler's.
+        """
+        names = self.spares.names if len(self.spares.names) > 1 else self._names
+        found = {name: actor for name in names if (actor := find_actor(name)) is not None}
+        if names is not self._names:
+            serving = self._serving(found)
+            for name in found.keys() - {serving}:
+                ray.kill(found.pop(name))
+            if serving is not None:
+                self.spares.serving = self._names[0] = serving
+        self._runners = list(found.values())
+
+    def _serving(self, found: Mapping[str, Any]) -> str | None:
+        """Which of the actors has pages. If none says so, the one that says nothing: it may be busy
+        with a step, or hang."""
+        asked = {actor.ping.remote(): name for name, actor in found.items()}
+        deadline = time.monotonic() + SPARE_ANSWER_SECONDS
+        while asked and time.monotonic() < deadline:
+            self._on_wait()
+            for ref in ray.wait(list(asked), timeout=WAIT_SLICE_SECONDS)[0]:
+                name = asked.pop(ref)
+                try:
+                    if ray.get(ref).serves:
+                        return name
+                except RayError as error:
+                    logger.warning("%s cannot be adopted: %s", name, describe(error))
+        return next(iter(asked.values()), None)
+
     def _on_all(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of each runner; returns refs by rank."""
         return [getattr(runner, method).remote(*arguments) for runner in self._runners]
@@ -313,8 +401,15 @@ class RunnerGroup:
     def _start_new(self, patience: float) -> EngineConfig:
         """Starts all ranks; ``patience`` seconds are for the processes, not for their model."""
         self.watchdog.restart()
-        for rank in range(len(self._names)):
-            self._runners.append(self._new_runner(rank))
+        self.spares.rest()
+        if (spare := self.spares.take()) is None:
+            for rank in range(len(self._names)):
+                self._runners.append(self._new_runner(rank))
+        else:
+            logger.warning("the spare runner %s takes over", spare.name)
+            self._names[0], self._runners = spare.name, [spare.runner]
+            self._processes = [spare.process] if spare.process else []  # stop() ends them
+            patience = SPARE_ANSWER_SECONDS
         load = "loading the model"
         try:
             self._processes = self.wait(self._on_all("process"), patience, "starting")
@@ -324,6 +419,7 @@ class RunnerGroup:
                 self._config = resolve(self._args, scarcest(facts), limits[0])
             start = self._on_all("start", self._config, self.epoch)
             self.wait(start, MODEL_LOAD_SECONDS, load)
+            self.spares.rest()
         except RunnerGroupFailed as failure:
             task = failure.__cause__
             cause = task.cause if isinstance(task, RayTaskError) else None
@@ -334,18 +430,34 @@ class RunnerGroup:
         return self._config
 
     def _load(self) -> list[Any]:
+        measure = self._config is None
         if len(self._runners) == 1:
-            return self._on_all("load", self._args)
+            return self._on_all("load", self._args, 0, None, measure)
         first = [self._runners[0].open_store.remote()]
         (store,) = self.wait(first, MODEL_LOAD_SECONDS, "opening a store")
         return [
-            runner.load.remote(self._args, rank, store) for rank, runner in enumerate(self._runners)
+            runner.load.remote(self._args, rank, store, measure)
+            for rank, runner in enumerate(self._runners)
         ]
 
     def _new_runner(self, rank: int) -> Any:
-        name = self._names[rank]
+        return when_name_is_free(lambda: self._create(self._names[rank], rank))
+
+    def _create_spare(self, name: str) -> Any | None:
+        """A spare's actor; None if the name is not free yet, or this scheduler was replaced."""
+        try:
+            return self._create(name, spare=True) if self._may_restart() else None
+        except ValueError:
+            return None
+
+    def _create(self, name: str, rank: int = 0, *, spare: bool = False) -> Any:
+        """Creates a runner's actor.
+
+        Raises:
+            ValueError: another actor has the name.
+        """
         options: dict[str, Any] = {
-            "num_cpus": 1,
+            "num_cpus": 0 if spare else 1,
             "name": name,
             "namespace": NAMESPACE,
             "enable_task_events": False,  # Ray's GCS would keep a record of each step
@@ -360,7 +472,7 @@ class RunnerGroup:
                 placement_group_bundle_index=rank // self._args.tensor_parallel_size,
             )
         actor_class: Any = ModelRunnerActor  # Ray's stubs lose `options` on a decorated class
-        return when_name_is_free(lambda: actor_class.options(**options).remote())
+        return actor_class.options(**options).remote()
 
     def _submit_planted(self, info: SchedulerInfo) -> _RemoteStep:
         assert failpoints.ACTIVE is not None
@@ -372,8 +484,6 @@ class RunnerGroup:
         return _RemoteStep(self, self.send(info), info)
 
 
-def _find(name: str) -> Any | None:
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return None
+def _answer(ref: Any) -> Future[Any]:
+    answer: Future[Any] = ref.future()
+    return answer

@@ -11,8 +11,8 @@ from ray.exceptions import RayError
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.processes.registry import engine_names, find_actor, runner_name
-from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.actor import EngineClaim
+from rayfin.actors.settings.spare_runners import seats
 from rayfin.actors.timing import PULSE_ANSWER_SECONDS, PULSE_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,9 @@ def engines_without_scheduler(names: list[str], args: EngineArgs) -> Iterator[st
 
 
 def has_runners(name: str, args: EngineArgs) -> bool:
-    """Whether any runner of the engine ``name`` exists."""
-    ranks = range(group_size(args))
-    return any(find_actor(runner_name(name, rank)) is not None for rank in ranks)
+    """Whether any runner of the engine ``name`` exists, or a spare of it."""
+    names = [runner_name(name, seat) for seat in range(seats(args))]
+    return any(find_actor(each) is not None for each in names)
 
 
 async def other_model_exists(name: str, identity: str) -> bool:

@@ -43,8 +43,8 @@ from rayfin.actors.processes.registry import (
     runner_name,
     when_name_is_free,
 )
-from rayfin.actors.runner.parallel.rank import group_size
 from rayfin.actors.scheduler.actor import EngineStart
+from rayfin.actors.settings.spare_runners import seats
 from rayfin.actors.supervision.adoption import (
     claim_engine,
     engines_without_scheduler,
@@ -150,14 +150,14 @@ class Supervisor:
             logger.warning("engine %s died before it was drained: %s", self.name, error)
 
     def stop(self) -> None:
-        """Kills scheduler and runners, and frees their resources."""
+        """Kills scheduler, runners and spares, and frees their resources."""
         if self._watching is not None:
             self._watching.cancel()
         if self._scheduler is None:
             return
         ray.kill(self._scheduler)
-        for rank in range(group_size(self._args)):
-            kill_named(runner_name(self.name, rank))
+        for seat in range(seats(self._args)):
+            kill_named(runner_name(self.name, seat))
         if self._placement is not None:
             remove_placement_group(self._placement)
 

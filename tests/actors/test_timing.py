@@ -37,6 +37,7 @@ SERVE_STRIKES = 3
         (t.LEASE_RENEWAL_SECONDS, t.CLIENT_LEASE_SECONDS, 3),
         (t.RUNNER_PING_SECONDS, t.PING_PATIENCE_SECONDS, 3),
         (t.RUNNER_PING_SECONDS, t.RUNNER_LEASE_SECONDS, 3),
+        (t.SPARE_TURN_SECONDS + t.RUNNER_PING_SECONDS, t.RUNNER_LEASE_SECONDS, 3),
         (t.PULSE_SECONDS, t.SUPERVISOR_CLAIM_SECONDS, 3),
         (t.PULSE_ANSWER_SECONDS, t.SUPERVISOR_LEASE_SECONDS, 3),
         (t.LIFELINE_POLL_SECONDS, t.HUB_LEASE_SECONDS, 10),
@@ -70,6 +71,11 @@ def test_requests_wait_until_a_hung_scheduler_is_replaced() -> None:
 
 def test_a_hung_idle_runner_is_replaced_before_it_would_exit() -> None:
     assert t.RUNNER_PING_SECONDS + t.PING_PATIENCE_SECONDS < t.RUNNER_LEASE_SECONDS
+
+
+def test_a_spare_that_hangs_delays_a_restart_less_than_a_process_that_does_not_start() -> None:
+    assert t.SPARE_ANSWER_SECONDS < t.RUNNER_PROCESS_SECONDS < t.SPARE_WARM_SECONDS
+    assert t.SPARE_ANSWER_SECONDS < t.LOOP_STUCK_SECONDS
 
 
 def test_a_supervisor_is_replaced_before_its_engine_leaves() -> None:

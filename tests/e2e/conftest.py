@@ -48,7 +48,12 @@ except RayfinError as error:
     print(f"error: {type(error).__name__}: {error}")
     sys.exit(2)
 """
-SETTINGS: dict[str, Any] = {"model": MODEL, "threads": 1, "kv_cache_memory": 64 * 1024**2}
+SETTINGS: dict[str, Any] = {
+    "model": MODEL,
+    "threads": 1,
+    "kv_cache_memory": 64 * 1024**2,
+    "spare_runners": 0,  # each is a process more; test_spare_runners.py has one
+}
 
 T = TypeVar("T")
 Held = dict[str, tuple[int, int]]  # actor -> its open files, its unfinished tasks

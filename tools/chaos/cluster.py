@@ -168,6 +168,7 @@ class Cluster:
         if (number := engines or layout.engines) > 1:
             server["data_parallel_size"] = number
         engine.setdefault("tensor_parallel_size", layout.ranks)
+        engine.setdefault("spare_runners", 0)  # a row kills runners, and means one that serves
         per_page = 1024 if layout.runner == "hash" else 16 * 1024
         engine.setdefault("kv_cache_memory", (layout.pages or 4096) * per_page)
         app = bind_app(ServerArgs(**server), EngineArgs(**engine | settings))

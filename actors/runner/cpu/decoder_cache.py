@@ -82,6 +82,10 @@ class DecoderCache:
         found = self._weights.find(self._key)
         return None if found is None else self._restored(found, make_kernels)
 
+    def holds(self) -> bool:
+        """Whether the decoder is there; ``find`` may still see that its file is broken."""
+        return self._weights.holds(self._key)
+
     def keep(self, model: Any, kernels: CpuKernels, facts: Facts, positions: int | None) -> Any:
         """Keeps a decoder of ``positions``, and gives it over the file, which processes share.
 

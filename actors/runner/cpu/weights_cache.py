@@ -66,6 +66,10 @@ class WeightsCache:
             self.drop(key, str(error))
             return None
 
+    def holds(self, key: str) -> bool:
+        """Whether there is a file for ``key``; its content is not looked at."""
+        return self._path(key).exists()
+
     def drop(self, key: str, why: str) -> None:
         """Removes a file that cannot be used."""
         logger.warning("%s is ignored: %s", self._path(key), why)

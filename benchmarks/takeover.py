@@ -1,0 +1,187 @@
+"""Measures how long a killed runner pauses a stream, with and without a spare runner.
+
+    python benchmarks/takeover.py [--shape 135m] [--weights-cache] [--rounds 5]
+
+Two applications run on one Ray of the script's own: one engine with ``spare_runners`` 0, one with 1.
+They take turns: a stream starts, its runner is killed (SIGKILL), and the pause is the longest gap
+between two of its events. Each round waits until the spare is ready. The model is the built-in one,
+or one of random weights of a size in shapes.py.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+from server import free_ports
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.messages import EngineStats
+from rayfin.actors.processes.environment import set_ray_environment
+from rayfin.deployments.app import bind_app
+from rayfin.deployments.client.engine_names import find_engine
+from rayfin.deployments.serve.server_args import ServerArgs
+
+BEFORE, LENGTH = 20, 120
+"""Tokens of a stream before its runner is killed, and in all."""
+
+PATIENCE = 600.0  # seconds; only a failure waits so long
+
+
+@dataclass(frozen=True, slots=True)
+class App:
+    """An application with one engine."""
+
+    name: str
+    url: str
+    spares: int
+
+    def scheduler(self) -> Any:
+        return until(lambda: find_engine(self.name), "an engine is registered")
+
+    def settle(self) -> None:
+        """Waits until the engine is idle and its spares are ready."""
+
+        def settled() -> bool:
+            stats: EngineStats = ray.get(self.scheduler().stats.remote())
+            return not stats.running + stats.waiting and stats.spare_runners == self.spares
+
+        until(settled, "the spare is ready")
+
+    def kill_runner(self) -> None:
+        (process,) = ray.get(self.scheduler().runners.remote())
+        os.kill(process.pid, signal.SIGKILL)
+
+    async def pause(self) -> float:
+        """The longest gap of a stream whose runner is killed, seconds."""
+        body = {
+            "prompt": "Tell me a story.",
+            "max_tokens": LENGTH,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0,
+        }
+        times: list[float] = []
+        async with (
+            httpx.AsyncClient(base_url=self.url, timeout=PATIENCE) as http,
+            http.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    assert '"error"' not in line, line
+                    times.append(time.perf_counter())
+                    if len(times) == BEFORE:
+                        await asyncio.to_thread(self.kill_runner)
+        return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+
+
+def until(probe: Callable[[], Any], what: str) -> Any:
+    """The first truthy answer of ``probe``."""
+    deadline = time.monotonic() + PATIENCE
+    while not (answer := probe()):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"never happened: {what}")
+        time.sleep(0.1)
+    return answer
+
+
+def make_model(folder: Path, shape: str) -> str:
+    """Saves random weights of a real size, with the built-in model's tokenizer."""
+    import engines  # imports torch
+
+    engines.make_model(folder, shape, "float32")
+    return str(folder)
+
+
+def deploy(port: int, spares: int, settings: dict[str, Any]) -> App:
+    name = f"spares-{spares}"
+    engine = EngineArgs(**settings, spare_runners=spares)
+    serve.run(bind_app(ServerArgs(), engine), name=name, route_prefix=f"/{name}")
+    return App(name, f"http://127.0.0.1:{port}/{name}", spares)
+
+
+def measure(apps: list[App], rounds: int) -> dict[int, list[float]]:
+    """Seconds of each pause, by the number of spares."""
+    pauses: dict[int, list[float]] = {app.spares: [] for app in apps}
+    for round_ in range(rounds):
+        for app in apps if round_ % 2 else apps[::-1]:
+            for each in apps:
+                each.settle()
+            pauses[app.spares].append(asyncio.run(app.pause()))
+    return pauses
+
+
+def memory(apps: list[App]) -> list[str]:
+    """What the spares' processes hold, as the system counts it."""
+    from rayfin.actors.processes.registry import find_actor, runner_name
+
+    lines = []
+    for app in apps:
+        engine = ray.get(app.scheduler().info.remote()).name
+        for seat in range(app.spares + 1):
+            actor = find_actor(runner_name(engine, seat))
+            if actor is None:
+                continue
+            state = ray.get(actor.ping.remote())
+            sums = Path(f"/proc/{state.process.pid}/smaps_rollup").read_text().splitlines()
+            kib = {line.split()[0]: int(line.split()[1]) for line in sums if line.endswith(" kB")}
+            own = kib["Private_Clean:"] + kib["Private_Dirty:"]
+            what = "runner" if state.serves else "spare"
+            lines.append(
+                f"{app.name}: {what}: {kib['Rss:'] / 1024:.0f} MiB in memory, of which "
+                f"{own / 1024:.0f} MiB are its own alone"
+            )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", help="a size of shapes.py; default: the built-in model")
+    parser.add_argument("--weights-cache", action="store_true", help="with packed weights")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as folder:
+        settings: dict[str, Any] = {"model": "demo", "kv_cache_memory": 1 << 28}
+        if options.shape:
+            settings["model"] = make_model(Path(folder, "model"), options.shape)
+            settings["max_model_len"] = 2048
+        if options.weights_cache:
+            settings["weights_cache"] = str(Path(folder, "weights"))
+        set_ray_environment()
+        ray.init(
+            address="local",
+            _temp_dir=folder,
+            include_dashboard=False,
+            num_cpus=4,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        (port,) = free_ports(1)
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        try:
+            apps = [deploy(port, spares, settings) for spares in (0, 1)]
+            pauses = measure(apps, options.rounds)
+            apps[1].settle()
+            print("| spare runners | pause of a stream, s: median | longest | all |")
+            print("| --- | --- | --- | --- |")
+            for spares, found in pauses.items():
+                each = ", ".join(f"{seconds:.2f}" for seconds in found)
+                print(f"| {spares} | {statistics.median(found):.2f} | {max(found):.2f} | {each} |")
+            print(*memory(apps), sep="\n")
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
