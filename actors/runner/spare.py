@@ -37,9 +37,7 @@ class SparePlan:
     modules: tuple[str, ...] = ()  # that it has imported, in this order
 
 
-def plan_spares(
-    args: EngineArgs, config: EngineConfig, grown: int, *, served: bool
-) -> SparePlan:
+def plan_spares(args: EngineArgs, config: EngineConfig, grown: int, *, served: bool) -> SparePlan:
     """What spares a runner may have beside it, by the memory of its machine.
 
     Args:

@@ -9,9 +9,7 @@ if TYPE_CHECKING:
     from rayfin.actors.config import EngineArgs, ModelFacts
 
 
-def too_long(
-    args: "EngineArgs", facts: "ModelFacts", wanted: int, available: int
-) -> InvalidConfig:
+def too_long(args: "EngineArgs", facts: "ModelFacts", wanted: int, available: int) -> InvalidConfig:
     """Names what would fit: settings with the longest request that each makes room for.
 
     Args:
