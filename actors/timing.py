@@ -52,9 +52,10 @@ STEP_OVERTAKEN_SECONDS = 0.1
 # Finding the tokens that a row's grammar allows: time beyond this, and beyond two forwards, is
 # overtime, and a request fails when its masks have had too much of it. So a hiccup fails no
 # request, and a hostile grammar holds up its neighbours for a second. Processor time, as others
-# may be busy.
+# may be busy. The runner refuses the grammar to new requests for a while.
 MASK_SECONDS = 0.05
 MASK_OVERTIME_SECONDS = 1.0
+GRAMMAR_BARRED_SECONDS = 600.0
 
 # A runner's table of step times: how long its measurement may take at the start. Speculation that
 # has cost more than it gave in a window pauses; the pause doubles each time, up to the last.

@@ -1,5 +1,6 @@
 """A runner's compiled grammars, by their text, and the vocabulary that they are compiled for."""
 
+import hashlib
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import GrammarFailed, RayfinError
 from rayfin.actors.grammar_limits import limits, ll_tokenizer_of, load_fast
+from rayfin.actors.timing import GRAMMAR_BARRED_SECONDS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -26,6 +28,8 @@ WordArray: TypeAlias = npt.NDArray[np.uint32]
 
 IDLE = 128
 """Grammars that are kept for requests to come, beside those of running ones."""
+
+MOST_BARRED = 1024  # grammars, the last ones
 
 STACK_BYTES = 64 << 20  # grammars nest; the process that checks them has a smaller stack
 NICE = 5  # added to that of a thread whose compilation no step waits for
@@ -101,6 +105,7 @@ class GrammarBook:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # failed ones too
         self._held = Counter[str]()
+        self._barred: OrderedDict[bytes, float] = OrderedDict()  # until when, by digest
         self._compile_seconds: list[float] = []  # since they were last taken, as the next two
         self._hits = 0
         self._misses = 0
@@ -160,6 +165,22 @@ class GrammarBook:
             self._held -= Counter(texts)
             self._drop_idle()
 
+    def bar(self, texts: Iterable[str]) -> None:
+        """No request begins with these for a while: their masks have held up a step."""
+        until = time.monotonic() + GRAMMAR_BARRED_SECONDS
+        with self._lock:
+            for text in texts:
+                self._barred[_digest(text)] = until
+            while len(self._barred) > MOST_BARRED:
+                self._barred.popitem(last=False)
+
+    def bars(self, texts: Iterable[str]) -> bool:
+        """Whether one of them is barred."""
+        if not self._barred:
+            return False
+        now = time.monotonic()
+        return any(self._barred.get(_digest(text), now) > now for text in texts)
+
     def take_counts(self) -> tuple[tuple[float, ...], int, int]:
         """(seconds of each compilation, grammars held that were here, and not) since last time."""
         if not (self._compile_seconds or self._hits or self._misses):
@@ -212,6 +233,10 @@ def words_of(tokens: Iterable[int], words: int) -> WordArray:
     flags = np.zeros(words * WORD, np.uint8)
     flags[np.fromiter(tokens, np.int64)] = 1
     return np.packbits(flags, bitorder="little").view(np.uint32)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 def brief(error: str) -> str:

@@ -20,6 +20,7 @@ from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.sampling.processors.base import Rows
 from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.actors.timing import GRAMMAR_BARRED_SECONDS
 
 Make = Callable[..., Any]
 KINDS = ["byte_level", "sentencepiece"]
@@ -312,10 +313,35 @@ def test_slow_masks_fail_their_row(tiny_book: Make, monkeypatch: pytest.MonkeyPa
             assert processor.masks(Rows([0], [3], [5]), 128).errors == masks.errors
 
 
-def introduce(slot: int, guidance: Guidance) -> Any:
+def test_a_grammar_that_held_up_a_step_is_barred(
+    tiny_book: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For new requests, and for a while; one that was preempted goes on, and so do others."""
+    module = "rayfin.actors.runner.sampling.processors.guidance"
+    now = 100.0
+    monkeypatch.setattr("rayfin.actors.runner.sampling.grammars.time.monotonic", lambda: now)
+    processor = GuidanceProcessor(torch.device("cpu"), tiny_book())
+    with monkeypatch.context() as patch:
+        for name in ("MASK_SECONDS", "MASK_OVERTIME_SECONDS", "SLOWER_THAN_FORWARD"):
+            patch.setattr(f"{module}.{name}", 0.0)
+        processor.add(0, introduce(0, GUIDANCES["rows"]))
+        assert processor.masks(Rows([0], [0], [5]), 128).errors
+
+    def error_of(slot: int, guidance: Guidance, *output: int) -> Any:
+        processor.add(slot, introduce(slot, guidance, *output))
+        return processor.masks(Rows([0], [slot], [5 + len(output)]), 128).errors.get(0)
+
+    assert error_of(1, GUIDANCES["rows"]).code == "grammar_too_slow"
+    assert error_of(2, GUIDANCES["object"]) is None
+    assert error_of(3, GUIDANCES["rows"], 104 - 1) is None
+    now += GRAMMAR_BARRED_SECONDS + 1  # the refusal has not made it longer
+    assert error_of(4, GUIDANCES["rows"]) is None
+
+
+def introduce(slot: int, guidance: Guidance, *output: int) -> Any:
     from rayfin.actors.messages import NewRequest
 
-    history = np.array([9, 9, 9, 9, 9], np.int32)
+    history = np.array([9, 9, 9, 9, 9, *output], np.int32)
     return NewRequest(slot, Sampling(guidance=guidance), 99, history=history, prompt_len=5)
 
 

@@ -24,6 +24,7 @@ SLOWER_THAN_FORWARD = 2.0
 
 
 NOTHING_LEFT = "no token is left that the request's grammar lets through"
+BARRED = "the masks of the request's grammar have held up steps; it is refused for some minutes"
 
 
 def mask_threads() -> int:
@@ -67,7 +68,9 @@ class GuidanceProcessor:
         assert request.history is not None, "a guided request comes without its history"
         self._book.hold(guidance.grammars)
         output = request.history[request.prompt_len :].tolist()
-        self._rows[slot] = GuidedRow(guidance, self._book, output)
+        row = self._rows[slot] = GuidedRow(guidance, self._book, output)
+        if not output and self._book.bars(guidance.grammars):
+            row.error = GrammarTooSlow(BARRED)  # one that has begun goes on after a preemption
         return True
 
     def remove(self, slot: int) -> None:
@@ -109,6 +112,8 @@ class GuidanceProcessor:
         for place, row in enumerate(guided):
             if row.error is not None:
                 words[place] = 0
+                if isinstance(row.error, GrammarTooSlow) and row.overtime:
+                    self._book.bar(row.guidance.grammars)
                 errors[rows.index[place]] = row.error
         self._since = time.perf_counter()
         self._mask_seconds.append(self._since - started)
