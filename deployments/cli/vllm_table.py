@@ -131,7 +131,11 @@ SERVER: tuple[VllmFlag, ...] = (
     value("--tool-server", "servers of built-in tools", Lacks("built-in tools")),
     value("--reasoning-parser", "how reasoning is written", Alias("reasoning_parser")),
     value("--reasoning-parser-plugin", "file with a parser", OWN_CLASSES),
-    config("--reasoning-config", "tokens of reasoning", Lacks("budget of reasoning")),
+    config(
+        "--reasoning-config",
+        "marks of reasoning",
+        Accepted("the chat template shows them; thinking_token_budget is served without it"),
+    ),
     switch("--cohere-is-reasoning-model", "Cohere's route", Accepted("there is no such route")),
     value("--cohere-format", "Cohere's prompts", Accepted("there is no such route")),
     value(
