@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -11,7 +11,7 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.build import answer_grammar, build_guidance
-from rayfin.deployments.guidance.calls import make_call_rules
+from rayfin.deployments.guidance.calls import arguments_grammar, make_call_rules
 from rayfin.deployments.guidance.fields import size_up_to
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.thinking import make_thinking
@@ -41,6 +41,7 @@ class AnswerRules:
     structured_param: str = "response_format"  # its path in the request, for errors
     budget: int | None = None  # tokens of a thought
     budget_param: str = "thinking_token_budget"
+    loose: frozenset[str] = frozenset()  # functions whose schemas were given up
 
     @property
     def take_long(self) -> bool:
@@ -111,17 +112,21 @@ async def plan_answers(
         InvalidRequest: a field that this model cannot follow, or a grammar that is refused.
         Overloaded: too many unknown grammars wait.
     """
-    make = partial(
-        make_plan,
-        service.formats,
-        service.tokenizer,
-        rules,
-        opening,
-        earlier_calls,
-        service.warden.max_bytes,
-    )
-    plan = await asyncio.to_thread(make) if rules.take_long else make()
-    return await _checked(service, plan, rules, tenant)
+    while True:
+        make = partial(
+            make_plan,
+            service.formats,
+            service.tokenizer,
+            rules,
+            opening,
+            earlier_calls,
+            service.warden.max_bytes,
+        )
+        plan = await asyncio.to_thread(make) if rules.take_long else make()
+        try:
+            return await _checked(service, plan, rules, tenant)
+        except InvalidRequest as refusal:
+            rules = replace(rules, loose=await _given_up(service, rules, refusal, tenant))
 
 
 async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = "") -> OutputPlan:
@@ -144,6 +149,40 @@ async def _checked(
     if plan.kind:
         service.counts.output.guided(plan.kind)
     return plan
+
+
+async def _given_up(
+    service: "OpenAIService", rules: AnswerRules, refusal: InvalidRequest, tenant: str
+) -> frozenset[str]:
+    """Returns the functions whose schemas are not enforced, so that a refused request may run.
+
+    These are the ones whose schema is refused alone; if all of them together are too much, all.
+
+    Raises:
+        InvalidRequest: the schema of a strict function is refused, and ``param`` is its path; or
+            ``refusal``, if there is nothing to give up.
+    """
+    choice = rules.choice
+    if rules.structured is not None:  # the form may be what is refused
+        raise refusal
+    held = [
+        tool
+        for tool in choice.callable_tools(rules.tools)
+        if tool.strict or choice.forced or service.formats.tool_guidance == "schema"
+    ]
+    refused: set[str] = set()
+    for tool in held if not rules.loose else ():
+        text = arguments_grammar(tool)
+        try:
+            await service.warden.check([text] if text else [], tool.path, tenant)
+        except InvalidRequest:
+            if tool.strict:
+                raise
+            refused.add(tool.name)
+    loose = frozenset(refused or (tool.name for tool in held if not tool.strict))
+    if loose <= rules.loose:
+        raise refusal
+    return loose
 
 
 _call_rules = lru_cache(KNOWN_TOOLS)(make_call_rules)  # of many tools: ten milliseconds
@@ -180,6 +219,7 @@ def make_plan(
         tokenizer,
         guidance=formats.tool_guidance,
         answer=answer,
+        loose=rules.loose,
     )
     thinking = make_thinking(
         formats.reasoning,

@@ -40,6 +40,7 @@ def make_call_rules(
     *,
     guidance: ToolGuidance = "json",
     answer: Grammar | None = None,
+    loose: frozenset[str] = frozenset(),
 ) -> CallRules:
     """Returns what holds an answer to the tools and the choice of a request.
 
@@ -49,6 +50,8 @@ def make_call_rules(
             ``json``: they are any object, but those of strict functions; ``off``: only strict
             functions and a limit on calls have rules.
         answer: the form of the answer where it is no call.
+        loose: names of functions whose arguments are any object, whatever their schema says; the
+            rules name these schemas.
 
     Raises:
         InvalidRequest: a form beside a forced call, or a schema that cannot be enforced.
@@ -58,9 +61,9 @@ def make_call_rules(
             "A forced tool call excludes a response format.", "tool_choice", "invalid_value"
         )
     if choice.forced and choice.name is not None and format is None:
-        return _arguments_alone(tools, choice)
+        return _arguments_alone(tools, choice, loose)
     row = format if format is not None else TOOL_FORMATS["json"] if choice.forced else None
-    maker = None if row is None else _RuleMaker(row, tokenizer, choice, guidance, answer)
+    maker = None if row is None else _RuleMaker(row, tokenizer, choice, guidance, answer, loose)
     if maker is None:
         return CallRules(grammar="" if answer is None else answer.text)
     callable_tools = choice.callable_tools(tuple(tools))
@@ -79,11 +82,13 @@ class _RuleMaker:
         choice: ToolChoice,
         guidance: ToolGuidance,
         answer: Grammar | None,
+        loose: frozenset[str],
     ) -> None:
         self._row = row
         self._choice = choice
         self._guidance = guidance
         self._answer = answer
+        self._loose = loose
         self._ids = mark_ids(tokenizer, [row])
         self._lark = LarkWriter(self._ids, tokenizer.eos_token_ids)
         self._unenforced: list[str] = []
@@ -147,6 +152,9 @@ class _RuleMaker:
     def _callee(self, tool: FunctionTool) -> Callee:
         if not (tool.strict or self._choice.forced or self._guidance == "schema"):
             return Callee(tool.name)
+        if tool.name in self._loose:
+            self._unenforced.append(tool.path)
+            return Callee(tool.name)
         callee, unenforced = held_callee(tool)
         if callee.schema is not None and not CallWriter(self._lark, self._row).can_hold(callee):
             if tool.strict:
@@ -188,10 +196,24 @@ def held_callee(tool: FunctionTool) -> tuple[Callee, tuple[str, ...]]:
     return Callee(tool.name, found["json_schema"]), grammar.unenforced
 
 
-def _arguments_alone(tools: Sequence[FunctionTool], choice: ToolChoice) -> CallRules:
+def arguments_grammar(tool: FunctionTool) -> str:
+    """Returns the grammar of a function's arguments alone, "" if they are any object.
+
+    Raises:
+        InvalidRequest: as :func:`held_callee`.
+    """
+    schema = held_callee(tool)[0].schema
+    return "" if schema is None else json.dumps({"grammars": [{"json_schema": schema}]})
+
+
+def _arguments_alone(
+    tools: Sequence[FunctionTool], choice: ToolChoice, loose: frozenset[str]
+) -> CallRules:
     """The arguments of the named function are the whole answer, where no format is known."""
     (tool,) = choice.callable_tools(tuple(tools))
-    callee, unenforced = held_callee(tool)
+    callee, unenforced = Callee(tool.name), (tool.path,)
+    if tool.name not in loose:
+        callee, unenforced = held_callee(tool)
     lark = LarkWriter({})
     text = lark.text(lark.json(ANY_OBJECT if callee.schema is None else callee.schema))
     return CallRules(grammar=text, unenforced=unenforced, forced=tool.name)

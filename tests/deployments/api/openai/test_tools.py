@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.messages import EngineInfo, TokenLog
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.guidance.verdicts import InlineChecker, Verdict
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -394,6 +396,67 @@ async def test_schemas_that_cannot_be_held(http: httpx.AsyncClient, engine: Any)
     body = {**BODY, "tools": tools(False, **unique), "tool_choice": "required"}
     response = await http.post(PATH, json=body)
     assert response.status_code == 200 and "tools[0]" in response.headers["x-rayfin-unenforced"]
+
+
+class Wary(InlineChecker):
+    """Refuses grammars that hold all of some words, as a warden whose limits they meet."""
+
+    def __init__(self, tokenizer: Tokenizer, *words: str) -> None:
+        super().__init__(tokenizer)
+        self._words = words
+
+    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
+        texts = list(texts)
+        if any(all(word in text for word in self._words) for text in texts):
+            Verdict("too_complex").check(param)
+        await super().check(texts, param, tenant)
+
+
+@pytest.mark.parametrize(
+    ("refused", "unenforced"),
+    [
+        (('"zebra"',), "tools[0].function.parameters"),
+        (('"zebra"', '"yak"'), "tools[0].function.parameters, tools[1].function.parameters"),
+    ],
+)
+async def test_schemas_that_the_warden_refuses(
+    http: httpx.AsyncClient,
+    engine: Any,
+    service: OpenAIService,
+    marked: Tokenizer,
+    refused: tuple[str, ...],
+    unenforced: str,
+) -> None:
+    """Those that are too much, or all if only together they are; never strict ones."""
+    service.warden = Wary(marked, *refused)
+
+    def tools(*strict: str) -> list[Any]:
+        functions = [
+            {
+                "name": f"see_{name}",
+                "parameters": {"type": "object", "properties": {name: {"type": "string"}}},
+                "strict": name in strict,
+            }
+            for name in ("zebra", "yak")
+        ]
+        return [{"type": "function", "function": function} for function in functions]
+
+    async def ask(*strict: str) -> httpx.Response:
+        body = {**BODY, "tools": tools(*strict), "tool_choice": "required"}
+        return await http.post(PATH, json=body)
+
+    response = await ask()
+    assert response.status_code == 200, response.text
+    assert response.headers["x-rayfin-unenforced"] == unenforced
+    grammar = guidance(engine).grammar
+    assert '"zebra"' not in grammar and ('"yak"' in grammar) == (len(refused) == 1)
+    response = await ask("yak")
+    assert response.headers["x-rayfin-unenforced"] == "tools[0].function.parameters"
+    response = await ask("zebra", "yak")
+    error = response.json()["error"]
+    alone = len(refused) == 1
+    assert (response.status_code, error["code"]) == (400, "schema_too_complex")
+    assert error["param"] == ("tools[0].function.parameters" if alone else "tools")
 
 
 async def test_a_search_reads_calls_and_forces_none(
