@@ -54,8 +54,14 @@ class ToolChoice:
         return tuple(tool for tool in tools if names is None or tool.name in names)
 
 
-def function_tools(tools: object) -> tuple[FunctionTool, ...]:
-    """Returns the functions of a request's ``tools``.
+PARAMETERS = ".function.parameters"  # of a tool of a chat
+
+
+def function_tools(tools: object, schema: str = PARAMETERS) -> tuple[FunctionTool, ...]:
+    """Returns the functions of a request's ``tools``, the same objects while they are known.
+
+    Args:
+        schema: where a tool of the API has its schema, for errors of that.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
@@ -70,17 +76,17 @@ def function_tools(tools: object) -> tuple[FunctionTool, ...]:
             "tools",
             "string_above_max_length",
         )
-    return _functions(text)
+    return _functions(text, schema)
 
 
 @lru_cache(KNOWN_TOOLS)
-def _functions(text: str) -> tuple[FunctionTool, ...]:
+def _functions(text: str, schema: str) -> tuple[FunctionTool, ...]:
     found = []
     for i, tool in enumerate(plain_tools(json.loads(text))):
-        function, path = tool["function"], f"tools[{i}].function"
+        function = tool["function"]
         parameters = function.get("parameters") or {}
         strict = function.get("strict") is True
-        found.append(FunctionTool(function["name"], parameters, strict, f"{path}.parameters"))
+        found.append(FunctionTool(function["name"], parameters, strict, f"tools[{i}]{schema}"))
     return tuple(found)
 
 

@@ -1,7 +1,6 @@
 """Anthropic's tools, tool choice, thinking and output format as the rules of an answer."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
@@ -72,8 +71,7 @@ def answer_rules(body: PromptBody) -> AnswerRules:
         InvalidRequest: ``param`` is the path of what is wrong.
     """
     with rename_error_paths(OUR_PATHS):
-        listed = function_tools(_functions(body.tools)) if body.tools else ()
-    tools = tuple(replace(tool, path=f"tools[{i}].input_schema") for i, tool in enumerate(listed))
+        tools = function_tools(_functions(body.tools), ".input_schema") if body.tools else ()
     form = _format(body)
     return AnswerRules(
         tools=tools,

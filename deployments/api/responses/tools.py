@@ -1,6 +1,5 @@
 """Tools, tool choice, reasoning and text format of a response as the rules of its answer."""
 
-from dataclasses import replace
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
@@ -63,8 +62,7 @@ def answer_rules(body: ResponsePromptBody) -> AnswerRules:
         InvalidRequest: ``param`` is the path of what is wrong.
     """
     with rename_error_paths(OUR_PATHS):
-        listed = function_tools(_functions(body)) if body.tools else ()
-    tools = tuple(replace(tool, path=tool.path.replace(".function.", ".")) for tool in listed)
+        tools = function_tools(_functions(body), ".parameters") if body.tools else ()
     form = _format(body)
     asked = None if body.tool_choice == "auto" else body.tool_choice
     return AnswerRules(
