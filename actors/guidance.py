@@ -20,6 +20,7 @@ class Thinking:
     open_ids: tuple[int, ...] = ()  # an answer that begins with these begins with a thought
     budget: int | None = None  # tokens of a thought, its marks not counted; None is no limit
     ends_at_call: bool = False  # a trigger of a call within a thought ends it
+    calls: tuple[int, ...] = ()  # marks of calls: one with which the grammar may begin ends it too
 
 
 @dataclass(slots=True, frozen=True)

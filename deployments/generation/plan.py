@@ -1,7 +1,7 @@
 """How the answers of one request are guided and read."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from rayfin.deployments.guidance.build import answer_grammar, build_guidance
 from rayfin.deployments.guidance.calls import arguments_grammar, make_call_rules
 from rayfin.deployments.guidance.fields import size_up_to
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
-from rayfin.deployments.guidance.thinking import make_thinking
+from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.guidance.tool_choice import KNOWN_TOOLS, FunctionTool, ToolChoice
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.format import IdStyle
@@ -221,17 +221,21 @@ def make_plan(
         answer=answer,
         loose=rules.loose,
     )
+    marks = call_marks(formats.tools if rules.tools else None, formats.reasoning, tokenizer)
     thinking = make_thinking(
         formats.reasoning,
         opening,
         tokenizer,
         budget=rules.budget,
         has_grammar=bool(calls.grammar),
+        calls=marks.values(),
     )
     guidance = build_guidance(grammar=calls.grammar, calls=calls, thinking=thinking)
     return OutputPlan(
         guidance=guidance,
-        make_parser=_parser_of(formats, tokenizer, rules, opening, calls.forced),
+        make_parser=_parser_of(
+            formats, tokenizer, rules, opening, calls.forced, marks if calls.grammar else None
+        ),
         unenforced=(*(answer.unenforced if answer is not None else ()), *calls.unenforced),
         id_style="openai" if formats.tools is None else formats.tools.id_style,
         earlier_calls=earlier_calls,
@@ -242,7 +246,12 @@ def make_plan(
 
 
 def _parser_of(
-    formats: Detected, tokenizer: Tokenizer, rules: AnswerRules, opening: str, forced: str
+    formats: Detected,
+    tokenizer: Tokenizer,
+    rules: AnswerRules,
+    opening: str,
+    forced: str,
+    ends_thoughts: Collection[str] | None,
 ) -> "Callable[[], OutputParser] | None":
     """Returns what makes a parser; None if answers are plain text."""
     callable_tools = rules.choice.callable_tools(rules.tools)
@@ -259,4 +268,5 @@ def _parser_of(
         starts_inside=thought_start(formats.reasoning, opening),
         forced=forced,
         special=tokenizer.special_texts,
+        ends_thoughts=ends_thoughts,
     )

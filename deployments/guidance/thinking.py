@@ -1,7 +1,9 @@
 """The rules for a model's thoughts."""
 
+from collections.abc import Iterable
+
 from rayfin.actors.guidance import Thinking
-from rayfin.deployments.text.parsing.format import ReasoningFormat
+from rayfin.deployments.text.parsing.format import ReasoningFormat, ToolFormat
 from rayfin.deployments.text.parsing.thought import closed, thought_start
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -13,6 +15,7 @@ def make_thinking(
     *,
     budget: int | None = None,
     has_grammar: bool = False,
+    calls: Iterable[int] = (),
 ) -> Thinking | None:
     """Returns the rules of a thought, or None if nothing of the request depends on it.
 
@@ -20,6 +23,7 @@ def make_thinking(
         opening: what the template puts into the model's mouth.
         budget: tokens of a thought; None is no limit.
         has_grammar: the whole answer has one, which begins after the thought.
+        calls: ids of the marks of calls that may end a thought and begin that grammar.
     """
     if reasoning is None or not reasoning.close or (budget is None and not has_grammar):
         return None
@@ -34,4 +38,18 @@ def make_thinking(
         open_ids=tuple(tokenizer.encode(first, add_special_tokens=False)) if first else (),
         budget=budget,
         ends_at_call=reasoning.ends_at_call,
+        calls=tuple(calls) if has_grammar else (),
     )
+
+
+def call_marks(
+    tools: ToolFormat | None, reasoning: ReasoningFormat | None, tokenizer: Tokenizer
+) -> dict[str, int]:
+    """Returns the marks of calls, and their ids, that end a thought where a grammar follows it.
+
+    A mark in letters does not: the runner would not see it, and the call would have no rules.
+    """
+    if tools is None or reasoning is None or not reasoning.ends_at_call:
+        return {}
+    added = tokenizer.added_ids
+    return {mark: added[mark] for mark in tools.begins if mark in added}

@@ -25,6 +25,7 @@ class OutputParser:
         starts_inside: the prompt has opened a thought.
         forced: "required" or the name of a function: the answer is calls. Without ``tools`` it is a
             JSON list of calls, or the arguments of the named function alone.
+        ends_thoughts: marks of calls that may end a thought; None: all, if the format says so.
         special: marks that are special tokens: text that looks like one stays text.
     """
 
@@ -37,6 +38,7 @@ class OutputParser:
         starts_inside: bool = False,
         forced: str = "",
         special: Collection[str] = (),
+        ends_thoughts: Collection[str] | None = None,
     ) -> None:
         if tools is None and forced == "required":
             tools = TOOL_FORMATS["json"]
@@ -48,7 +50,10 @@ class OutputParser:
         ):
             self._steps = ChannelReader(self._feed, self._writer).run()
         else:
-            self._steps = AnswerReader(self._feed, self._writer, tools, reasoning, forced).run()
+            reader = AnswerReader(
+                self._feed, self._writer, tools, reasoning, forced, ends_thoughts
+            )
+            self._steps = reader.run()
         self._advance()
 
     @property
@@ -114,7 +119,7 @@ class AnswerReader:
     """Reads thoughts, content and calls between marks.
 
     Args:
-        forced: as of ``OutputParser``.
+        forced, ends_thoughts: as of ``OutputParser``.
     """
 
     def __init__(
@@ -124,6 +129,7 @@ class AnswerReader:
         tools: ToolFormat | None,
         reasoning: ReasoningFormat | None,
         forced: str,
+        ends_thoughts: Collection[str] | None = None,
     ) -> None:
         self._feed = feed
         self._writer = writer
@@ -140,7 +146,8 @@ class AnswerReader:
         # Of text, and of text behind a broken call.
         self._stops = [marks(*begins, *row.dropped), marks(*begins, *row.dropped, *ends)]
         self._is_broken = False
-        self._stops_of_thought = marks(*row.close, *(begins if row.ends_at_call else ()))
+        ends = begins if ends_thoughts is None else ends_thoughts
+        self._stops_of_thought = marks(*row.close, *(ends if row.ends_at_call else ()))
         # A sentence that closes a thought may also begin another one.
         closing = [mark for mark in row.close if not mark[0].isalpha()]
         self._closing = marks(*closing, *row.dropped[1::2])

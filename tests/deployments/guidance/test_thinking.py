@@ -3,9 +3,9 @@
 import pytest
 
 from call_walks import byte_tokenizer, tokens_of
-from rayfin.deployments.guidance.thinking import make_thinking
+from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.text.parsing.format import ReasoningFormat
-from rayfin.deployments.text.parsing.rows import REASONING_FORMATS
+from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
 
 THINK = REASONING_FORMATS["think"]
 TOKENIZER = byte_tokenizer(tokens_of(THINK))
@@ -48,3 +48,19 @@ def test_marks_of_several_tokens_are_spelled(row: ReasoningFormat) -> None:
         assert thinking is not None
         assert tokenizer.decode(thinking.close_ids, False) == row.close[0]
         assert tokenizer.decode(thinking.open_ids, False) == row.open[0]
+
+
+def test_marks_of_calls_that_are_tokens_end_a_thought() -> None:
+    kimi = TOOL_FORMATS["kimi_k2"]
+    begins = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
+    tokenizer = byte_tokenizer([*tokens_of(THINK), *begins])
+    marks = call_marks(kimi, THINK, tokenizer)
+    assert marks == {mark: tokenizer.added_ids[mark] for mark in begins}
+    assert call_marks(kimi, THINK, TOKENIZER) == {}
+    assert call_marks(kimi, REASONING_FORMATS["deepseek_r1"], tokenizer) == {}
+    assert call_marks(None, THINK, tokenizer) == {}
+    ids = tuple(marks.values())
+    thinking = make_thinking(THINK, "", tokenizer, has_grammar=True, calls=ids)
+    assert thinking is not None and thinking.calls == ids
+    thinking = make_thinking(THINK, "", tokenizer, budget=3, calls=ids)
+    assert thinking is not None and thinking.calls == ()

@@ -137,6 +137,7 @@ class GuidedRow:
         self._book = book
         self._output = list(output)
         self._plain = not guidance.forbidden
+        self._foreign: list[int] | None = None  # marks of calls that may not be within a thought
         self._replay()
 
     @property
@@ -200,6 +201,7 @@ class GuidedRow:
         guidance = self.guidance
         words[:] = self._book.vocabulary.all
         _ban(words, guidance.forbidden)
+        _ban(words, self._foreign or ())
         if guidance.grammar:
             self._thought.ban_beyond(words)
         if guidance.grammar or position < guidance.ends_from:
@@ -304,12 +306,11 @@ class GuidedRow:
     def _is_call_within(self, token: int) -> bool:
         """Whether the token ends a thought that may end with a call."""
         calls, thinking = self.guidance.calls, self.guidance.thinking
-        return (
-            calls is not None
-            and thinking is not None
-            and thinking.ends_at_call
-            and token in calls.triggers
-        )
+        if thinking is None:
+            return False
+        if token in thinking.calls:
+            return True
+        return calls is not None and thinking.ends_at_call and token in calls.triggers
 
     def _opens(self, token: int) -> bool:
         """Whether the answer still begins as a thought does; else it is an answer from now on."""
@@ -341,6 +342,13 @@ class GuidedRow:
         self._matcher = self._opening = None
         self._thought = OpenThought(thinking, self._book.vocabulary)
         self.phase = Phase.THINKING
+        if thinking.calls and self._foreign is None:
+            whole = self.guidance.grammar
+            self._foreign = [
+                token
+                for token in thinking.calls
+                if not self._book.matcher(whole).try_consume_tokens([token])
+            ]
 
     def _begin_answer(self) -> None:
         self._thought = None

@@ -359,6 +359,7 @@ async def test_forced_calls_begin_after_the_thought(
         reply = await whole(http, tool_choice=choice, reasoning_effort="high", max_tokens=4)
         message = reply["choices"][0]["message"]
         assert message["content"] == "" and "tool_calls" not in message
+    assert guidance(engine).thinking.calls == (marked.added_ids["<tool_call>"],)
     say(engine, marked, ANSWER.partition(f"{TEXT}\n")[2].partition("\n<tool_call>")[0])
     for choice, reason in (("required", "tool_calls"), (named, "stop")):
         (answer,) = (await whole(http, tool_choice=choice))["choices"]

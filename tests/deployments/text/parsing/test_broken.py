@@ -237,6 +237,12 @@ def test_a_call_within_a_thought_ends_it() -> None:
     parser = make("hermes", "deepseek_r1", starts_inside=True)
     events = read(parser, CALL + "</think>" + CALL)
     assert events == [Event("reasoning", CALL), *WHOLE]
+    # Where a grammar follows the thought, marks in letters do not end it: they have no rules.
+    parser = make("hermes", "qwen3", starts_inside=True, forced="f", ends_thoughts=())
+    events = read(parser, CALL + "</think>" + CALL)
+    assert events == [Event("reasoning", CALL), *WHOLE]
+    parser = make("hermes", "qwen3", starts_inside=True, ends_thoughts=["<tool_call>"])
+    assert read(parser, "Hm.\n" + CALL) == [Event("reasoning", "Hm."), *WHOLE]
 
 
 def test_blanks_around_calls_are_no_content() -> None:

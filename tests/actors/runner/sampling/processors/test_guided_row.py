@@ -26,6 +26,7 @@ ENDS = (END,)
 ONE_WORD = 'start: "abc" | "th"'
 JSON = 'start: "{" KEY ":" /[0-9]{1,3}/ "}"\nKEY: "\\"" /[a-c]{1,2}/ "\\""'
 OF_A_CALL = f"start: JSON <[{CALLED}]>\nJSON: /\\{{[a-z]{{0,3}}\\}}/"
+FORCED = f"start: <[{CALL}]> JSON <[{CALLED}]>\nJSON: /\\{{[a-z]{{0,3}}\\}}/"
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +253,24 @@ def test_a_call_may_end_a_thought(book: GrammarBook, ids: Make) -> None:
         assert row.phase is (Phase.BOUND if ends else Phase.THINKING)
 
 
+def test_a_mark_of_a_call_begins_the_grammar_within_a_thought(
+    book: GrammarBook, ids: Make
+) -> None:
+    """If the grammar may begin with it; else it is not sampled, as no call has begun."""
+    thinking = replace(SPECIAL, calls=(CALL, CALLED))
+    guidance = Guidance(grammar=FORCED, thinking=thinking, ends=ENDS)
+    row = GuidedRow(guidance, book, ids("ab"))
+    assert sampled(row, book) == set(range(116)) - {END, CALLED}
+    row.accept(CALL)
+    assert row.phase is Phase.BOUND
+    allowed = sampled(row, book)
+    assert allowed is not None and {*ids("{")} <= allowed and not {*ids("a"), CALL} & allowed
+    accept(row, [*ids("{a}"), CALLED])
+    assert sampled(row, book) == {END}
+    row = GuidedRow(replace(guidance, grammar=ONE_WORD), book, ids("ab"))
+    assert sampled(row, book) == set(range(116)) - {END, CALL, CALLED}
+
+
 # Failures.
 
 
@@ -294,6 +313,7 @@ GUIDANCES = [
         thinking=Thinking("</think>", (13, 21, 90), True, budget=6),
         ends=ENDS,
     ),
+    Guidance(grammar=FORCED, thinking=replace(SPECIAL, calls=(CALL, CALLED)), ends=ENDS),
     Guidance(
         calls=CallGrammar((CALL,), OF_A_CALL),
         thinking=Thinking("</think>", (CLOSE,), False, open_ids=(THINK, 20), budget=3),
