@@ -228,6 +228,7 @@ def make_plan(
         tokenizer,
         budget=rules.budget,
         has_grammar=bool(calls.grammar),
+        has_calls=calls.calls is not None,
         calls=marks.values(),
     )
     guidance = build_guidance(grammar=calls.grammar, calls=calls, thinking=thinking)

@@ -47,7 +47,7 @@ def build_guidance(
     """Returns the rules of all choices of a request, or None if their tokens are free.
 
     ``build_requests`` adds the ends, which depend on the prompt. A thought without a budget
-    matters only where a grammar follows it.
+    matters only where a grammar or calls follow it.
 
     Args:
         grammar: of the whole answer after its thought, forced calls included.

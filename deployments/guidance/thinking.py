@@ -15,6 +15,7 @@ def make_thinking(
     *,
     budget: int | None = None,
     has_grammar: bool = False,
+    has_calls: bool = False,
     calls: Iterable[int] = (),
 ) -> Thinking | None:
     """Returns the rules of a thought, or None if nothing of the request depends on it.
@@ -23,9 +24,13 @@ def make_thinking(
         opening: what the template puts into the model's mouth.
         budget: tokens of a thought; None is no limit.
         has_grammar: the whole answer has one, which begins after the thought.
+        has_calls: a trigger begins a call of an answer that is free otherwise.
         calls: ids of the marks of calls that may end a thought and begin that grammar.
     """
-    if reasoning is None or not reasoning.close or (budget is None and not has_grammar):
+    if reasoning is None or not reasoning.close:
+        return None
+    no_calls = has_calls and not reasoning.ends_at_call  # a trigger within the thought begins none
+    if budget is None and not has_grammar and not no_calls:
         return None
     if closed(reasoning, opening):  # templates close a thought that is switched off
         return None

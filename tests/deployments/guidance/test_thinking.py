@@ -16,6 +16,13 @@ def test_nothing_depends_on_a_thought_without_a_grammar_or_a_budget() -> None:
     assert make_thinking(None, "<think>\n", TOKENIZER, budget=3, has_grammar=True) is None
 
 
+def test_a_thought_about_calls_is_no_call_unless_calls_end_it() -> None:
+    assert make_thinking(THINK, "<think>\n", TOKENIZER, has_calls=True) is None
+    row = REASONING_FORMATS["deepseek_r1"]
+    thinking = make_thinking(row, "<think>\n", TOKENIZER, has_calls=True)
+    assert thinking is not None and thinking.starts_inside and not thinking.ends_at_call
+
+
 @pytest.mark.parametrize(
     ("opening", "inside"), [("<|im_start|>assistant\n<think>\n", True), ("assistant\n", False)]
 )
