@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MANY_TOOLS = 32  # from which on their rules are made off the event loop
 LONG_FORM = 4096  # bytes, from which on the same holds
+MOST_REFUSED = 2  # schemas of functions, before all are given up
 UNENFORCED = "x-rayfin-unenforced"
 LONGEST_HEADER = 4096  # bytes; proxies refuse the headers of an answer beyond 8 KiB or so
 
@@ -170,8 +171,16 @@ async def _given_up(
         for tool in choice.callable_tools(rules.tools)
         if tool.strict or choice.forced or service.formats.tool_guidance == "schema"
     ]
+    if len(held) == 1 and held[0].strict:
+        (tool,) = held
+        said = refusal.message.removeprefix(rules.grammar_param)
+        raise InvalidRequest(tool.path + said, tool.path, refusal.code)
+    held.sort(key=lambda tool: not tool.strict)  # those that cannot be given up first
     refused: set[str] = set()
-    for tool in held if not rules.loose else ():
+    for tool in held if len(held) > 1 and not rules.loose else ():
+        if len(refused) == MOST_REFUSED:  # each may take seconds
+            refused.clear()
+            break
         text = arguments_grammar(tool)
         try:
             await service.warden.check([text] if text else [], tool.path, tenant)

@@ -458,6 +458,13 @@ async def test_schemas_that_the_warden_refuses(
     alone = len(refused) == 1
     assert (response.status_code, error["code"]) == (400, "schema_too_complex")
     assert error["param"] == ("tools[0].function.parameters" if alone else "tools")
+    if alone:
+        body = {**BODY, "tools": tools("zebra")[:1]}
+        error = (await http.post(PATH, json=body)).json()["error"]
+        assert (error["param"], error["code"]) == (
+            "tools[0].function.parameters",
+            "schema_too_complex",
+        )
 
 
 async def test_a_search_reads_calls_and_forces_none(
