@@ -50,9 +50,7 @@ class OutputParser:
         ):
             self._steps = ChannelReader(self._feed, self._writer).run()
         else:
-            reader = AnswerReader(
-                self._feed, self._writer, tools, reasoning, forced, ends_thoughts
-            )
+            reader = AnswerReader(self._feed, self._writer, tools, reasoning, forced, ends_thoughts)
             self._steps = reader.run()
         self._advance()
 

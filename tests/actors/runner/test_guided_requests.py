@@ -320,7 +320,8 @@ def test_a_grammar_that_held_up_a_step_is_barred(
     module = "rayfin.actors.runner.sampling.processors.guidance"
     now = 100.0
     monkeypatch.setattr("rayfin.actors.runner.sampling.grammars.time.monotonic", lambda: now)
-    processor = GuidanceProcessor(torch.device("cpu"), tiny_book())
+    book = tiny_book()
+    processor = GuidanceProcessor(torch.device("cpu"), book)
     with monkeypatch.context() as patch:
         for name in ("MASK_SECONDS", "MASK_OVERTIME_SECONDS", "SLOWER_THAN_FORWARD"):
             patch.setattr(f"{module}.{name}", 0.0)
@@ -333,7 +334,7 @@ def test_a_grammar_that_held_up_a_step_is_barred(
 
     assert error_of(1, GUIDANCES["rows"]).code == "grammar_too_slow"
     assert error_of(2, GUIDANCES["object"]) is None
-    assert error_of(3, GUIDANCES["rows"], 104 - 1) is None
+    assert error_of(3, GUIDANCES["rows"], *book.vocabulary.tokens.tokenize_str("a")) is None
     now += GRAMMAR_BARRED_SECONDS + 1  # the refusal has not made it longer
     assert error_of(4, GUIDANCES["rows"]) is None
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -74,7 +74,7 @@ def test_schemas(schema: Any, strict: bool | None, closed: bool) -> None:
         outputs = StructuredOutputs(
             json=written, strict=strict, disable_additional_properties=closed
         )
-        grammar = refused_or_done(lambda: make_grammar(outputs))
+        grammar = refused_or_done(partial(make_grammar, outputs))
         if grammar is not None:
             is_plain(grammar.text)
             json.loads(grammar.text)

@@ -253,9 +253,7 @@ def test_a_call_may_end_a_thought(book: GrammarBook, ids: Make) -> None:
         assert row.phase is (Phase.BOUND if ends else Phase.THINKING)
 
 
-def test_a_mark_of_a_call_begins_the_grammar_within_a_thought(
-    book: GrammarBook, ids: Make
-) -> None:
+def test_a_mark_of_a_call_begins_the_grammar_within_a_thought(book: GrammarBook, ids: Make) -> None:
     """If the grammar may begin with it; else it is not sampled, as no call has begun."""
     thinking = replace(SPECIAL, calls=(CALL, CALLED))
     guidance = Guidance(grammar=FORCED, thinking=thinking, ends=ENDS)
