@@ -62,6 +62,11 @@ class AnswerParts:
         return events
 
     @property
+    def holds_back(self) -> bool:
+        """There is text that may be the beginning of a mark."""
+        return self._parser.holds_back
+
+    @property
     def unparsed(self) -> int:
         """Calls that did not parse and became content."""
         return self._parser.unparsed

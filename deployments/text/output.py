@@ -174,7 +174,10 @@ class OutputText:
         self._tokens += silent
         if delta.finish_reason is not None and self._detokenizer is not None:
             last = delta.tokens[-1] if silent else None
-            yield self._detokenizer.finish(), last, self._armed
+            tail = self._detokenizer.finish()
+            if delta.finish_reason == "length" and self._parts and self._parts.holds_back:
+                tail = ""  # half a character of a mark
+            yield tail, last, self._armed
 
     def _silent_tail(self, delta: TokenDelta) -> int:
         """Returns 1 if the last token is a stop token without text, else 0."""

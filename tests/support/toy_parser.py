@@ -13,6 +13,7 @@ class ToyParser:
 
     markers = frozenset(MARKS)
     unparsed = 0
+    holds_back = False
 
     def __init__(self, starts_inside: bool = False) -> None:
         self.in_reasoning = starts_inside

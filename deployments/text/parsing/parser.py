@@ -65,6 +65,11 @@ class OutputParser:
         return self._writer.in_thought
 
     @property
+    def holds_back(self) -> bool:
+        """There is text that may be the beginning of a mark."""
+        return bool(self._feed.rest)
+
+    @property
     def unparsed(self) -> int:
         """Calls that became content."""
         return self._writer.unparsed

@@ -15,6 +15,8 @@ from rayfin.deployments.generation.plan import OutputPlan
 from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.text.output import OutputText, TextDelta
 from rayfin.deployments.text.parsing.events import Event
+from rayfin.deployments.text.parsing.parser import OutputParser
+from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
 from toy_parser import ToyParser
 
@@ -152,3 +154,20 @@ def test_why_an_answer_ended_and_its_content(
     answer.add(events, 0)
     assert (answer.finish_reason(reason), answer.content("")) == (expected, content)
     assert len(answer.whole_calls) == sum(event.kind == "call_end" for event in events)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v31", "step3"])
+def test_half_a_character_of_a_mark_that_is_cut_is_not_shown(
+    byte_level: Tokenizer, name: str
+) -> None:
+    """Whichever of its tokens is the last one: the marks have characters of three bytes."""
+    row = TOOL_FORMATS[name]
+    mark = row.section[0] + row.call[0]
+    ids = byte_level.encode(f"Hi.{mark}", False)
+    head = len(byte_level.encode("Hi.<", False))
+    assert len(ids) > head + 10
+    for end in range(head, len(ids) + 1):
+        parser = OutputParser(row, None, functions={"f": {}})
+        request = EngineRequest("r", np.array([5], np.int32), Sampling(), StopRules(999))
+        whole = read(OutputText(byte_level, SamplingParams(), request, parser), ids[:end], [])
+        assert f"Hi.{mark}".startswith(whole.text), (end, whole.text)
