@@ -3,9 +3,9 @@
     python benchmarks/takeover.py [--shape 135m] [--weights-cache] [--rounds 5]
 
 Two applications run on one Ray of the script's own: an engine with ``spare_runners`` 0, and one
-with 1. They take turns: a stream starts, its runner is killed (SIGKILL), and the pause is the longest gap
-between two of its events. Each round waits until the spare is ready. The model is the built-in one,
-or one of random weights of a size in shapes.py.
+with 1. They take turns: a stream starts, its runner is killed (SIGKILL), and the pause is the
+longest gap between two of its events. Each round waits until the spare is ready. The model is the
+built-in one, or one of random weights of a size in shapes.py.
 """
 
 import argparse

@@ -207,7 +207,7 @@ class ModelRunnerActor:
     def _execute(self, info: SchedulerInfo) -> StepResult:
         if failpoints.ACTIVE:
             failpoints.ACTIVE.hit_step("runner.before_execute", info)
-        result = self._runner.execute(info)
+        result: StepResult = self._runner.execute(info)
         self._results.keep(result)
         if failpoints.ACTIVE:
             failpoints.ACTIVE.hit_step("runner.before_reply", info)

@@ -56,7 +56,13 @@ def import_modules(names: Sequence[str]) -> None:
 
     A name that cannot be imported (one that another module has made) is left out.
     """
-    _at_low_priority(lambda: [_try_import(name) for name in names if name not in sys.modules])
+
+    def import_all() -> None:
+        for name in names:
+            if name not in sys.modules:
+                _try_import(name)
+
+    _at_low_priority(import_all)
 
 
 def maps_weights(args: EngineArgs) -> bool:
@@ -86,7 +92,7 @@ def _try_import(name: str) -> None:
         logger.debug("a spare runner does not import %s: %s", name, error)
 
 
-def _at_low_priority(work: Callable[[], object]) -> None:
+def _at_low_priority(work: Callable[[], None]) -> None:
     """Runs ``work`` in a thread that ends with it, because a priority cannot be raised again.
 
     Only Linux has priorities of threads; elsewhere the priority stays.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rayfin.actors import timing
 from rayfin.actors.processes.identity import Process
 from rayfin.actors.runner.spare import RunnerState, SparePlan
 from rayfin.actors.scheduler.faults import spare_runners as room
@@ -94,7 +95,7 @@ def ready(scene: Scene) -> Scene:
 
 def test_one_is_made_when_the_runner_has_served_for_a_while(scene: Scene) -> None:
     scene.spares.rest()
-    scene.pass_time(room.SPARE_CALM_SECONDS - 1)
+    scene.pass_time(timing.SPARE_CALM_SECONDS - 1)
     assert scene.calls.made == []
     scene.pass_time(2)
     assert scene.calls.made == ["r1"]
@@ -155,23 +156,23 @@ def test_one_that_has_taken_over_is_not_looked_after(ready: Scene) -> None:
 
 
 def test_a_dead_one_is_made_again(ready: Scene) -> None:
-    ready.pass_time(room.RUNNER_PING_SECONDS)
+    ready.pass_time(timing.RUNNER_PING_SECONDS)
     ready.calls.pings["r1#1"].set_exception(RuntimeError("it was killed"))
     ready.pass_time(1)
     assert (ready.calls.ended, ready.spares.num_ready) == (["r1#1"], 0)
-    ready.pass_time(room.SPARE_CALM_SECONDS + 1)
+    ready.pass_time(timing.SPARE_CALM_SECONDS + 1)
     assert ready.calls.made == ["r1", "r1"]
 
 
 def test_one_that_falls_silent_is_made_again(ready: Scene) -> None:
-    ready.pass_time(room.RUNNER_PING_SECONDS + room.PING_PATIENCE_SECONDS - 2)
+    ready.pass_time(timing.RUNNER_PING_SECONDS + timing.PING_PATIENCE_SECONDS - 2)
     assert ready.calls.ended == []
     ready.pass_time(4)
     assert ready.calls.ended == ["r1#1"]
 
 
 def test_a_process_may_take_longer_to_start_than_to_answer(scene: Scene) -> None:
-    scene.pass_time(room.RUNNER_PROCESS_SECONDS - 1)
+    scene.pass_time(timing.RUNNER_PROCESS_SECONDS - 1)
     assert scene.calls.ended == []
     scene.pass_time(2)
     assert scene.calls.ended == ["r1#1"]
@@ -197,17 +198,17 @@ def test_those_that_die_of_their_imports_are_made_ever_more_rarely(scene: Scene)
             scene.pass_time(0.5)
         times.append(scene.clock.now)
     pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
-    assert pauses[0] < pauses[1] < pauses[2] <= room.MAX_RESTART_PAUSE_SECONDS + 2
+    assert pauses[0] < pauses[1] < pauses[2] <= timing.MAX_RESTART_PAUSE_SECONDS + 2
     assert pauses[-1] == pytest.approx(pauses[-2])
 
 
 def test_where_memory_is_short_none_is_made_until_there_is_some(scene: Scene) -> None:
     scene.calls.count = 0
-    scene.pass_time(room.MAX_RESTART_PAUSE_SECONDS * 2)
+    scene.pass_time(timing.MAX_RESTART_PAUSE_SECONDS * 2)
     assert scene.calls.made == []
     assert scene.calls.plans <= 3  # the runner is not asked all the time
     scene.calls.count = 1
-    scene.pass_time(room.MAX_RESTART_PAUSE_SECONDS + 1)
+    scene.pass_time(timing.MAX_RESTART_PAUSE_SECONDS + 1)
     assert scene.calls.made == ["r1"]
 
 
