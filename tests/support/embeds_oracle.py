@@ -27,7 +27,7 @@ class Oracle:
 
     def __init__(self) -> None:
         folder = Path(__file__).parents[2] / "deployments" / "demo" / "model"
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.hidden = int(self.model.config.hidden_size)
 
     def rows(self, count: int, seed: int = 0) -> torch.Tensor:
