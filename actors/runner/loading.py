@@ -24,6 +24,7 @@ from rayfin.actors.runner.lora.adapted_model import AdaptedModel
 from rayfin.actors.runner.lora.reader import layer_sizes
 from rayfin.actors.runner.lora.store import AdapterStore, Fetch
 from rayfin.actors.runner.models.compare import require_equal
+from rayfin.actors.runner.models.narrow import widen
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
 from rayfin.actors.runner.models.weights import (
@@ -247,6 +248,8 @@ def _load(
         kernels = _cpu_kernels(args, parameters, ranks)
         if kernels and model.dtype in TOLERANCE:
             pack_quantized(model, kernels, round_rows=args.activations == "int8")
+    if not kernels:
+        widen(model)
     dequantize(model if vision is None else vision.model)  # what has no kernel
     _require_rounding(args, model)
     saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
@@ -445,7 +448,7 @@ def _load_weights(
         return view, None, None, vision
     if peers is None:
         keep = args.quantization != "dequantize"
-        model = load_model(args, config, device, ATTENTION, keep_quantized=keep)
+        model = load_model(args, config, device, ATTENTION, keep_quantized=keep, narrow=True)
         return model, None, None, None
     model = load_share(args, config, device, ATTENTION, peers)
     peers.connect("load", MODEL_LOAD_SECONDS)
@@ -484,6 +487,7 @@ def on_cpu_kernels(
         raise UnsupportedModel(
             f"{name} cannot be quantised: it reads its weights for itself", "quantization"
         )
+    widen(paged.transformer)
     return paged
 
 

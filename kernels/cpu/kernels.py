@@ -6,7 +6,7 @@ rows, and float32 unless documented otherwise.
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -58,7 +58,7 @@ class CpuKernels:
         paired: bool = False,
         storage: torch.dtype | None = None,
     ) -> "Matrix":
-        """Packs weights [N_i, K] (float32 or bfloat16), stacked, for ``matmul``.
+        """Packs weights [N_i, K], stacked, for ``matmul``; float16 ones as their float32 numbers.
 
         ``storage`` None keeps them exact: bfloat16 if that holds every value, else float32. int8
         gives each output a scale, and the matmul then rounds its rows to 8 bits as well
@@ -81,7 +81,8 @@ class CpuKernels:
         """Whether every value is exactly representable in bfloat16."""
         if weight.dtype == torch.bfloat16:
             return True
-        return bool(self.library.rayfin_fits_bfloat16(weight.data_ptr(), weight.numel()))
+        fits = self.library.rayfin_fits_bfloat16
+        return all(fits(rows.data_ptr(), rows.numel()) for _, rows in _readable(weight))
 
     def matmul(
         self,
@@ -250,14 +251,11 @@ class Matrix:
     def fill(self, first: int, weight: torch.Tensor) -> None:
         """Packs weight [n, inputs] as the outputs from index ``first``."""
         assert self._parts is None, "the memory is shared"
-        if weight.dtype not in (torch.float32, torch.bfloat16):
-            weight = weight.float()
         assert weight.shape[1] == self.inputs and first + len(weight) <= self.outputs
         assert weight.is_contiguous()
-        storage = STORAGES[weight.dtype]
-        self._library.rayfin_matrix_fill(
-            self.handle, first, len(weight), weight.data_ptr(), weight.stride(0), storage
-        )
+        for at, rows in _readable(weight):
+            place = (first + at, len(rows), rows.data_ptr(), rows.stride(0))
+            self._library.rayfin_matrix_fill(self.handle, *place, STORAGES[rows.dtype])
 
     def parts(self) -> list[Part]:
         """Its blocks of memory, which this matrix keeps: the caller does too while it reads."""
@@ -278,6 +276,20 @@ class Matrix:
             self.handle, outputs.data_ptr(), len(outputs), out.data_ptr(), self.inputs
         )
         return out
+
+
+WIDENED = 1 << 20
+"""Numbers of a weight in another dtype that are widened at once."""
+
+
+def _readable(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """First rows, and rows [n, K] from there on, in a dtype that the compiled kernels read."""
+    if weight.dtype in (torch.float32, torch.bfloat16):
+        yield 0, weight
+        return
+    step = max(1, WIDENED // weight.shape[1])
+    for first in range(0, len(weight), step):
+        yield first, weight[first : first + step].float()
 
 
 def try_kernels(threads: int) -> CpuKernels | None:

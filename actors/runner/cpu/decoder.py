@@ -16,6 +16,7 @@ from torch import nn
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, Tables, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
+from rayfin.actors.runner.models.narrow import packed
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import verified_replacement
 from rayfin.actors.runner.quantized.packed import CodedLinear, merged
@@ -158,20 +159,20 @@ def build_cpu_decoder(
 
 def _build(paged: PagedModel, kernels: CpuKernels, packing: Packing) -> CpuDecoder:
     parts = inspect_decoder(paged)
-    packed = [
+    layers = [
         _pack_layer(kernels, part, spec, parts.rotary[index], packing.layers)
         for index, (part, spec) in enumerate(zip(parts.layers, parts.attending, strict=True))
     ]
     embedding, lm_head = parts.embedding, parts.head
-    head = _packed(kernels, [lm_head], packing.head)
     coded = isinstance(lm_head, CodedLinear)
     tied = not coded and lm_head.weight.data_ptr() == embedding.weight.data_ptr()
+    head = _packed([lm_head], packing.head)
     return CpuDecoder(
         PackedDecoder(
             kernels,
             parts.shape,
-            packed,
-            embedding=head if tied else kernels.pack([embedding.weight]),
+            layers,
+            embedding=head if tied else packed(kernels.pack, [embedding.weight]),
             head=head,
             final_norm=parts.final_norm,
             head_bias=_float(lm_head.bias),
@@ -212,7 +213,7 @@ def _pack_layer(
         return None if weight is None else weight[0]
 
     def pack(linears: list[Linear], paired: bool = False) -> Matrix:
-        return _packed(kernels, linears, pack_plain, paired=paired)
+        return _packed(linears, pack_plain, paired=paired)
 
     assert isinstance(part.mlp, GatedParts)  # inspect_decoder accepts no experts by default
     return DecoderLayer(
@@ -238,13 +239,7 @@ def _pack_layer(
     )
 
 
-def _packed(
-    kernels: CpuKernels,
-    linears: list[Linear],
-    pack: Pack,
-    *,
-    paired: bool = False,
-) -> Matrix:
+def _packed(linears: list[Linear], pack: Pack, *, paired: bool = False) -> Matrix:
     """The layers' weights in one matrix.
 
     Raises:
@@ -252,7 +247,7 @@ def _packed(
     """
     plain = [linear.weight for linear in linears if not isinstance(linear, CodedLinear)]
     if len(plain) == len(linears):
-        return pack(plain, paired=paired)
+        return packed(pack, plain, paired=paired)
     coded = [linear for linear in linears if isinstance(linear, CodedLinear)]
     matrix = None if plain else merged(coded, paired=paired)
     if matrix is None:

@@ -19,6 +19,7 @@ from rayfin.actors.runner.cpu.packed_parts import (
 )
 from rayfin.actors.runner.models.inspect_decoder import ACTIVATIONS
 from rayfin.actors.runner.models.inspect_layers import is_experts
+from rayfin.actors.runner.models.narrow import packed, rest_in_each, stored
 from rayfin.actors.runner.models.replace import Replaceable, verified_replacement
 from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.cpu.experts import PackedExperts
@@ -40,7 +41,7 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self._kernels = kernels
-        self._weight = pack([weight])
+        self._weight = packed(pack, [weight])
         self._bias = None if bias is None else bias.detach().float().contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +136,11 @@ def _packed(
 ) -> nn.Module:
     if is_experts(module):
         assert activation is not None
-        weights = (module.gate_up_proj, module.down_proj)
-        return PackedExpertsModule(PackedExperts(kernels, *weights, activation, packing.layers))
+        weights = (stored(module.gate_up_proj), stored(module.down_proj))
+        experts = PackedExperts(kernels, *weights, activation, packing.layers)
+        rest_in_each(module.gate_up_proj, experts.gate_up)
+        rest_in_each(module.down_proj, experts.down)
+        return PackedExpertsModule(experts)
     if is_gated_mlp(module):
         assert activation is not None
         return PackedMLP(kernels, module, activation, packing.layers)

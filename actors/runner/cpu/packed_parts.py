@@ -12,6 +12,7 @@ from torch import nn
 
 from rayfin.actors.errors import UnrecognizedModule
 from rayfin.actors.runner.models.inspect_layers import norm_weight
+from rayfin.actors.runner.models.narrow import packed
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
 
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -46,8 +47,8 @@ class PackedMLP(nn.Module):
     def __init__(self, kernels: CpuKernels, mlp: Any, activation: Activation, pack: Pack) -> None:
         super().__init__()
         self._kernels, self._activation = kernels, activation
-        self._gate_up = pack([mlp.gate_proj.weight, mlp.up_proj.weight], paired=True)
-        self._down = pack([mlp.down_proj.weight])
+        self._gate_up = packed(pack, [mlp.gate_proj.weight, mlp.up_proj.weight], paired=True)
+        self._down = packed(pack, [mlp.down_proj.weight])
         first = [mlp.gate_proj.bias, mlp.up_proj.bias]
         self._first_bias = None if first[0] is None else torch.cat(first).detach().float()
         last = mlp.down_proj.bias
@@ -111,7 +112,7 @@ def _packed_gated_norm(
     if not isinstance(eps, float):
         return None
     x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype).unsqueeze(0)
-    packed = PackedGatedNorm(kernels, weight.detach().float().contiguous(), eps)
+    made = PackedGatedNorm(kernels, weight.detach().float().contiguous(), eps)
     tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
-    one, other = module(x, x.flip(1)).float(), packed(x, x.flip(1)).float()
-    return packed if torch.allclose(one, other, rtol=tolerance, atol=tolerance) else None
+    one, other = module(x, x.flip(1)).float(), made(x, x.flip(1)).float()
+    return made if torch.allclose(one, other, rtol=tolerance, atol=tolerance) else None

@@ -1,0 +1,125 @@
+"""The memory that a load takes on a CPU: at its peak, beside what stays.
+
+    python benchmarks/load_memory.py
+    python benchmarks/load_memory.py --stored float16 --experts 8
+
+A Llama (Mixtral with experts) of random weights is loaded in a process of its own, as an engine
+loads it. Anonymous memory is what the process cannot give back; pages of the mapped checkpoint are
+the system's cache, which it takes back whenever it needs them.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+INTERVAL = 0.002
+"""Seconds between two looks at the memory."""
+
+KINDS = {"anonymous": ("RssAnon",), "all": ("RssAnon", "RssFile", "RssShmem")}
+Memory = dict[str, float]
+"""MiB by kind."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer, of half its width")
+    parser.add_argument("--stored", default="bfloat16", help="dtype of the checkpoint")
+    parser.add_argument("--settings", type=json.loads, default={}, help="EngineArgs, as JSON")
+    parser.add_argument("--json", action="store_true", help="print MiB as JSON")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(load(options.child, options.settings)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), options)
+        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        command = [sys.executable, __file__, "--child", folder]
+        command += ["--settings", json.dumps(options.settings)]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    measured: dict[str, Memory] = json.loads(output.splitlines()[-1])
+    if options.json:
+        print(json.dumps(measured))
+        return 0
+    print(f"a checkpoint of {size / 2**20:.0f} MiB in {options.stored}; MiB of memory")
+    for kind in KINDS:
+        before, peak, after = (measured[when][kind] for when in ("before", "peak", "after"))
+        print(
+            f"{kind:10} {before:6.0f} before, {peak:6.0f} at the peak, {after:6.0f} after: "
+            f"{(peak - before) / (after - before):.2f} x of what stays"
+        )
+    return 0
+
+
+def write_model(folder: Path, options: argparse.Namespace) -> None:
+    """Random weights; heads of 64, a quarter of them for keys and values."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    width = 11 * options.hidden // 4
+    sizes: dict[str, Any] = {
+        "vocab_size": options.vocabulary,
+        "hidden_size": options.hidden,
+        "intermediate_size": width // 2 if options.experts else width,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 64,
+        "num_key_value_heads": max(1, options.hidden // 256),
+        "max_position_embeddings": 2048,
+    }
+    if options.experts:
+        sizes |= {"num_local_experts": options.experts, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("mixtral" if options.experts else "llama", **sizes)
+    make: Any = AutoModelForCausalLM
+    make.from_config(config, dtype=getattr(torch, options.stored)).save_pretrained(folder)
+
+
+def load(folder: str, settings: dict[str, Any]) -> dict[str, Memory]:
+    """Loads the model as a runner does; MiB before, at the peak and after."""
+    from rayfin.actors.config import EngineArgs
+    from rayfin.actors.runner.model_runner import ModelRunner
+
+    gc.collect()
+    before = memory()
+    peak, ended = dict(before), threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            for kind, size in memory().items():
+                peak[kind] = max(peak[kind], size)
+            time.sleep(INTERVAL)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        runner = ModelRunner(EngineArgs(**{"model": folder, "device": "cpu", **settings}))
+    finally:
+        ended.set()
+        watcher.join()
+    gc.collect()
+    after = memory()
+    del runner
+    return {"before": before, "peak": peak, "after": after}
+
+
+def memory() -> Memory:
+    """What this process has now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return {
+        kind: sum(int(fields[name].split()[0]) for name in names) / 1024
+        for kind, names in KINDS.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
