@@ -23,12 +23,16 @@ WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-pthread"]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+NEON = ["-march=armv8.2-a+dotprod"]
 ISAS: dict[str, list[str]] = {"portable": []}
 if sysconfig.get_platform().endswith("x86_64"):  # of a cross build: the other machine's
     ISAS |= {"avx2": AVX2, "avx512": AVX512, "amx": AMX}
+elif sysconfig.get_platform().endswith(("aarch64", "arm64")):
+    ISAS |= {"neon": NEON}
 # What /proc/cpuinfo calls the extensions of an instruction set
 CPU_FLAGS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
 CPU_FLAGS["amx"] = {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}
+CPU_FLAGS["neon"] = {"asimddp"}
 
 
 def wanted_isas() -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(
     *(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__", "tests", "benchmarks")
 )
-ISAS = {"x86_64": ("portable", "avx2", "avx512", "amx")}
+ISAS = {"x86_64": ("portable", "avx2", "avx512", "amx"), "aarch64": ("portable", "neon")}
 
 
 class IncompleteWheel(Exception):

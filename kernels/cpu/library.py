@@ -9,11 +9,17 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import sysconfig
 from pathlib import Path
 
-ISAS = ("portable", "avx2", "avx512", "amx")
-"""Instruction sets from the most common to the widest; amx is avx512 with Intel's matrix tiles."""
+_BY_MACHINE = {
+    "aarch64": ("portable", "neon"),
+    "arm64": ("portable", "neon"),  # macOS' name
+}
+ISAS = _BY_MACHINE.get(platform.machine(), ("portable", "avx2", "avx512", "amx"))
+"""Instruction sets from the most common to the widest; amx is avx512 with Intel's matrix tiles, neon
+has dot products of bytes (plain NEON is "portable")."""
 
 FOLDER = Path(__file__).parent
 logger = logging.getLogger(__name__)

@@ -7,6 +7,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace rayfin {
 
@@ -42,6 +45,17 @@ const char* find_best_isa() {
   if (!avx512) return "avx2";
   return has_amx() ? "amx" : "avx512";
 }
+
+#elif defined(__aarch64__) && defined(__linux__)
+
+const char* find_best_isa() {
+  constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP
+  return getauxval(AT_HWCAP) & kDotProducts ? "neon" : "portable";
+}
+
+#elif defined(__aarch64__) && defined(__APPLE__)
+
+const char* find_best_isa() { return "neon"; }  // all of Apple's processors for computers have dot products
 
 #else
 

@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define RAYFIN_INLINE inline __attribute__((always_inline))
@@ -20,6 +22,9 @@ constexpr int kRows = 12;   // rows of the largest register tile: 12 x 2 sums + 
 #elif defined(__AVX2__)
 constexpr int kWidth = 8;
 constexpr int kRows = 6;  // 6 x 2 sums + 2 weights + 1 broadcast of 16 registers
+#elif defined(__aarch64__)
+constexpr int kWidth = 4;
+constexpr int kRows = 12;  // 12 x 2 sums + 2 weights of 32 registers
 #else
 constexpr int kWidth = 4;
 constexpr int kRows = 6;

@@ -40,6 +40,9 @@ struct Table4 : Nibbles {
   explicit Table4(const float* table) : low(load(table)) {
     if constexpr (kWidth == 8) high = load(table + 8);
     std::memcpy(all, table, sizeof(all));
+#if defined(__aarch64__)
+    for (int i = 0; i < 4; ++i) bytes.val[i] = bit_cast<uint8x16_t>(load(table + 4 * i));
+#endif
   }
 
   RAYFIN_INLINE VecI prepare(VecI words) const { return words; }
@@ -51,6 +54,9 @@ struct Table4 : Nibbles {
     const __m256 first = _mm256_permutevar8x32_ps(bit_cast<__m256>(low), bit_cast<__m256i>(codes));
     const __m256 second = _mm256_permutevar8x32_ps(bit_cast<__m256>(high), bit_cast<__m256i>(codes));
     return bit_cast<Vec>(_mm256_blendv_ps(first, second, bit_cast<__m256>(codes << 28)));
+#elif defined(__aarch64__)  // a lane's four bytes of the table's 64
+    const VecI places = (codes & 15) * 0x04040404 + 0x03020100;
+    return bit_cast<Vec>(vqtbl4q_u8(bytes, bit_cast<uint8x16_t>(places)));
 #else
     Vec out;
     for (int i = 0; i < kWidth; ++i) out[i] = all[codes[i] & 15];
@@ -60,6 +66,9 @@ struct Table4 : Nibbles {
 
   Vec low, high{};
   float all[16];
+#if defined(__aarch64__)
+  uint8x16x4_t bytes;
+#endif
 };
 
 struct Bytes {

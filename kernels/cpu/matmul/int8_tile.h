@@ -1,7 +1,7 @@
 // The inner int8 product: a few rows of x times panels of an 8-bit weight, all sums in registers.
 //
-// A panel holds four depth steps of an output side by side in 32 bits, a vector of outputs for each four steps. Two
-// classes multiply them: `Widened` on any machine, `Vnni` where the machine has that instruction.
+// A panel holds four depth steps of an output side by side in 32 bits, a vector of outputs for each four steps. Three
+// classes multiply them: `Widened` on any machine, `Vnni` (x86) and `Sdot` (Arm) where the machine has that instruction.
 #pragma once
 
 #include "matmul/register_tile.h"
@@ -34,6 +34,8 @@ RAYFIN_INLINE VecI rounded(Vec v) {  // to the nearest integer, ties to even
   return bit_cast<VecI>(_mm256_cvtps_epi32(bit_cast<__m256>(v)));
 #elif defined(__SSE2__)
   return bit_cast<VecI>(_mm_cvtps_epi32(bit_cast<__m128>(v)));
+#elif defined(__aarch64__)
+  return bit_cast<VecI>(vcvtnq_s32_f32(bit_cast<float32x4_t>(v)));
 #else
   VecI out;
   for (int i = 0; i < kWidth; ++i) out[i] = int32_t(__builtin_lrintf(v[i]));
@@ -113,6 +115,31 @@ struct Vnni {
   static RAYFIN_INLINE void store(Value* p, VecI steps) {
     typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
     const Bytes bytes = __builtin_convertvector(steps + kOffset, Bytes);
+    std::memcpy(p, &bytes, sizeof(bytes));
+  }
+};
+#endif
+
+#if defined(__ARM_FEATURE_DOTPROD)
+// sdot multiplies signed bytes and adds four products to a sum.
+struct Sdot {
+  typedef int8_t Value;
+  typedef VecI Weights;
+  static constexpr int32_t kOffset = 0;
+  static constexpr int kMaxRows = kRows;
+
+  static constexpr int panels_at_once(int64_t rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
+
+  static RAYFIN_INLINE Weights load(const int8_t* p) { return load_int(p); }
+
+  static RAYFIN_INLINE VecI add(VecI sums, const Weights& w, const char* x) {
+    return bit_cast<VecI>(vdotq_s32(bit_cast<int32x4_t>(sums), bit_cast<int8x16_t>(w),
+                                    bit_cast<int8x16_t>(broadcast_int(x))));
+  }
+
+  static RAYFIN_INLINE void store(Value* p, VecI steps) {
+    typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+    const Bytes bytes = __builtin_convertvector(steps, Bytes);
     std::memcpy(p, &bytes, sizeof(bytes));
   }
 };

@@ -17,7 +17,7 @@ constexpr int64_t kMinChunk = 48, kMaxChunk = 384;
 constexpr int64_t kQuantisedAtOnce = 16 << 10;  // values, a few microseconds of work
 constexpr double kTileSeconds = 15e-6, kBytesPerSecond = 10e9;
 constexpr double kOperationsPerSecond = kWidth == 16 ? 400e9 : 120e9;
-constexpr int kMaxRows = kWidth == 16 ? 8 : 4;  // of a tile, twice as many sums as the registers hold for fewer
+constexpr int kMaxRows = kWidth == 16 ? 8 : kRows == 12 ? 6 : 4;  // of a tile, twice as many sums as the registers hold for fewer
 
 constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
@@ -34,6 +34,16 @@ struct VnniDot {
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(high), "x"(broadcast_int(x + 4)));
 #endif
     return sums;
+  }
+};
+#elif defined(__ARM_FEATURE_DOTPROD)
+struct SdotDot {
+  static RAYFIN_INLINE VecI add(VecI sums, VecI low, VecI high, const char* x) {
+    const auto dot = [](VecI sum, VecI codes, VecI steps) RAYFIN_LAMBDA {
+      return bit_cast<VecI>(
+          vdotq_s32(bit_cast<int32x4_t>(sum), bit_cast<int8x16_t>(codes), bit_cast<int8x16_t>(steps)));
+    };
+    return dot(dot(sums, low, broadcast_int(x)), high, broadcast_int(x + 4));
   }
 };
 #endif
@@ -237,6 +247,8 @@ void matmul_int4(Pool& pool, const Matrix& weight, const float* x, int64_t x_str
   };
 #if defined(__AVX2__)
   if (pool.vnni) return run(VnniDot());
+#elif defined(__ARM_FEATURE_DOTPROD)
+  if (pool.vnni) return run(SdotDot());
 #endif
   run(PairDot());
 }

@@ -166,6 +166,8 @@ bool has_vnni() {
 #else
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 #endif
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return true;  // the library is loaded by machines with it only (isa.cpp)
 #else
   return false;
 #endif
@@ -175,6 +177,8 @@ void matmul_int8(Pool& pool, const Matrix& weight, const float* x, int64_t x_str
                  int64_t y_stride, const Epilogue& epilogue) {
 #if defined(__AVX2__)
   if (pool.vnni) return matmul_by<Vnni>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  if (pool.vnni) return matmul_by<Sdot>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
 #endif
   matmul_by<Widened>(pool, weight, x, x_stride, rows, y, y_stride, epilogue);
 }

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kStreams = 4;  // keys multiplied at once: their sums fill the FMA pipes
 constexpr int64_t kAheadBytes = 3 << 10;  // prefetch distance of a stream, rounded up to a power of two of keys
-constexpr int kMaxHeads = kWidth == 16 ? 6 : 3;  // heads whose sums fit into registers
+constexpr int kMaxHeads = kRows == 12 ? 6 : 3;  // heads whose sums fit into registers
 constexpr int64_t kSharedValues = 16;  // values added between two accesses to the outputs, if several rows share them
 
 template <class Stored>
