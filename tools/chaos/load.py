@@ -55,6 +55,18 @@ TRIP: dict[str, Any] = {
 TOOL = "plan_trip"
 TOOLS = [{"type": "function", "function": {"name": TOOL, "parameters": TRIP}}]
 CHOICE = {"type": "function", "function": {"name": TOOL}}
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "Get the current weather for a city.",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "minLength": 200, "maxLength": 300}},
+        "required": ["city"],
+    },
+}
+"""A function that the demo model calls by itself; its arguments are long."""
+
 FORM = {"json": TRIP, "disable_any_whitespace": True}
 LONGEST_FORM = 600  # tokens
 
@@ -74,6 +86,7 @@ class Ask:
     settings: dict[str, Any] = field(default_factory=dict)  # temperature, penalties, form
     question: str = ""  # of a chat; then there is no prompt
     pictures: tuple[int, ...] = ()  # of a chat; without any it must call TOOL
+    free: bool = False  # the chat may call WEATHER, or answer in words
     adapter: str = ""  # name of a LoRA adapter; "": the base model
 
     @property
@@ -82,13 +95,23 @@ class Ask:
 
     @property
     def calls(self) -> bool:
-        """Whether it is a chat that must call TOOL."""
+        """Whether it is a chat with tools: it must call TOOL, or may call WEATHER."""
         return bool(self.question) and not self.pictures
 
     @property
     def form(self) -> dict[str, Any] | None:
         """The JSON schema of the answer, or of the arguments of its calls."""
+        if self.free:
+            return None
         return TRIP if self.calls or "structured_outputs" in self.settings else None
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": WEATHER}] if self.free else TOOLS
+
+    @property
+    def tool_choice(self) -> Any:
+        return "auto" if self.free else CHOICE
 
     def body(self, model: str) -> dict[str, Any]:
         """The body of the HTTP request."""
@@ -96,14 +119,14 @@ class Ask:
         if self.question:
             asked = {"messages": self.messages}
         if self.calls:
-            asked |= {"tools": TOOLS, "tool_choice": CHOICE}
+            asked |= {"tools": self.tools, "tool_choice": self.tool_choice}
         body = {
             "model": self.adapter or model,
             **asked,
             "max_tokens": self.max_tokens,
             "seed": self.seed,
             "n": self.n,
-            "ignore_eos": True,
+            "ignore_eos": not self.free,
             "return_token_ids": True,
             **self.settings,
         }
@@ -149,7 +172,7 @@ class Asks:
         """A long stream: greedy or sampled, with penalties, stops, two choices, or a grammar."""
         draw = self._random
         if self._forms and draw.random() < 0.8:
-            return draw.choice([self.formed, self.calling])()
+            return draw.choice([self.formed, self.calling, self.asking])()
         if self._images and draw.random() < 0.8:
             return self.looking()
         kind = draw.choice(["greedy", "greedy", "seeded", "penalties", "stop", "two"])
@@ -177,6 +200,12 @@ class Asks:
         question = f"Plan trip {draw.randrange(10_000)} to {draw.choice(PLACES)}."
         settings = {"temperature": draw.choice([0, 0.9])}
         return self._ask("calling", LONGEST_FORM, question=question, settings=settings)
+
+    def asking(self) -> Ask:
+        """A chat that may call a tool."""
+        question = f"What is the weather in {self._random.choice(PLACES)}?"
+        settings = {"temperature": 0}  # drawn, it may also write words behind the call
+        return self._ask("asking", LONGEST_FORM, question=question, free=True, settings=settings)
 
     def looking(self, *, new: bool = False) -> Ask:
         """A stream about one or two pictures; a ``new`` one is in no other request."""

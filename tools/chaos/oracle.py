@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import tokenizers
 from history import Choice, Expected
-from load import CHOICE, TOOLS, Ask, written
+from load import Ask, written
 
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.serve.preflight import DEMO_FOLDER
@@ -82,14 +82,15 @@ class ModelOracle:
             adapters = [self._adapter(ask.adapter) for ask in texts] if self._adapters else None
             outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
             answers |= {ask.name: output for ask, output in zip(texts, outputs, strict=True)}
-        for calls in (True, False):
-            chats = [ask for ask in asks if ask.question and ask.calls == calls]
+        for calls, free in ((True, False), (True, True), (False, False)):
+            alike = calls, free
+            chats = [ask for ask in asks if ask.question and (ask.calls, ask.free) == alike]
             if chats:
                 outputs = self._llm.chat(
                     [ask.messages for ask in chats],
                     [sampling_of(ask) for ask in chats],
-                    tools=TOOLS if calls else None,
-                    tool_choice=CHOICE if calls else None,
+                    tools=chats[0].tools if calls else None,
+                    tool_choice=chats[0].tool_choice if calls else None,
                     use_tqdm=False,
                 )
                 answers |= {ask.name: output for ask, output in zip(chats, outputs, strict=True)}
@@ -108,7 +109,7 @@ def sampling_of(ask: Ask) -> SamplingParams:
         n=ask.n,
         stop=list(ask.stop) or None,
         stop_token_ids=list(ask.stop_token_ids) or None,
-        ignore_eos=True,
+        ignore_eos=not ask.free,
         **ask.settings,
     )
 

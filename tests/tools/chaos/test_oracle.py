@@ -2,15 +2,18 @@
 
 import importlib.util
 import inspect
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import adapter_files
 import image_model
+import jsonschema
 import numpy as np
 import pytest
-from load import Ask, Asks
+from load import WEATHER, Ask, Asks
 from oracle import FIRST, VOCAB_SIZE, HashOracle, ModelOracle
 
 from rayfin.actors import failpoints
@@ -191,3 +194,16 @@ def test_a_models_oracle_sees_pictures(tmp_path: Path) -> None:
     assert len(said) == len(asks)
     one, two = together[0].prompt_tokens, together[2].prompt_tokens
     assert two - one == (image_model.PIXELS // image_model.PATCH) ** 2
+
+
+def test_the_model_calls_a_tool_that_it_is_free_to_call() -> None:
+    """Its arguments follow the strict schema; it may also answer in words."""
+    ask = Asks(1, forms=True).asking()
+    quiet = replace(ask, name="quiet", question="Hello")
+    called, said = ModelOracle("demo").expect([ask, quiet])
+    (choice,) = called.choices
+    assert choice.finish_reason == "tool_calls" and len(choice.calls) == 1
+    assert len(choice.tokens) > 60
+    arguments = json.loads(choice.text.partition("<get_weather>")[2])
+    jsonschema.validate(arguments, WEATHER["parameters"])
+    assert said.choices[0].calls == []
