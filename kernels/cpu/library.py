@@ -18,8 +18,8 @@ _BY_MACHINE = {
     "arm64": ("portable", "neon"),  # macOS' name
 }
 ISAS = _BY_MACHINE.get(platform.machine(), ("portable", "avx2", "avx512", "amx"))
-"""Instruction sets from the most common to the widest; amx is avx512 with Intel's matrix tiles, neon
-has dot products of bytes (plain NEON is "portable")."""
+"""Instruction sets from the most common to the widest: amx is avx512 with Intel's matrix tiles,
+neon has dot products of bytes (plain NEON is "portable")."""
 
 FOLDER = Path(__file__).parent
 logger = logging.getLogger(__name__)

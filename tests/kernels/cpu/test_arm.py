@@ -40,7 +40,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 def test_results(flags: tuple[str, ...], expected: np.ndarray, tmp_path: Path) -> None:
     found = results(tmp_path, COMPILER, "-static", *flags, run=(EMULATOR,))
     assert found.shape == expected.shape
-    # Portable x86 has no FMAs. Where rows are rounded to 8 bits, another last bit may be another step.
+    # Portable x86 has no FMAs; where rows are rounded to 8 bits, a last bit may move a step.
     wrong = ~np.isclose(found, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
     assert not wrong.any(), (np.flatnonzero(wrong)[:10], found[wrong][:10], expected[wrong][:10])
     assert np.isclose(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True).mean() > 0.9999
