@@ -118,6 +118,9 @@ async def chat_prompt(
     continued = bool(continue_final_message)
     variables = {**service.template_defaults, **(variables or {})}
     _check_template(service, chat_template)
+    characters = _characters(messages)
+    if not (any_length or given):  # before images are decoded, which takes far longer
+        check_length(characters, service.tokenizer, service.max_model_len, param)
     images = await _read_images(service, messages, param, given)
     marked = mark_embeds(messages) if embeds else None
     rows = [] if marked is None else await _read_embeds(service, marked, given)
@@ -143,9 +146,6 @@ async def chat_prompt(
             prompt = replace(prompt, ids=service.tokenizer.with_special_tokens(prompt.ids))
         return _placed(service, prompt, images, rows, param)
 
-    characters = _characters(messages)
-    if not (any_length or given):
-        check_length(characters, service.tokenizer, service.max_model_len, param)
     try:
         try:
             return await off_loop(characters, partial(render, INLINE_TEMPLATE_SECONDS))

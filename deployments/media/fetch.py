@@ -22,6 +22,9 @@ REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
 HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "rayfin"}
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+GLOBAL6 = ipaddress.ip_network("2000::/3")
+"""All of IPv6 that is given out. The rest hides IPv4 in forms of its own, or is a site's."""
+EXAMPLES6 = ipaddress.ip_network("3fff::/20")  # RFC 9637, which older Pythons do not know
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -160,7 +163,14 @@ def is_public(written: str) -> bool:
         address = ipaddress.ip_address(written)
     except ValueError:
         return False
-    return all(one.is_global and not one.is_multicast for one in _unwrapped(address))
+    return all(map(_is_global, _unwrapped(address)))
+
+
+def _is_global(address: Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        if address not in GLOBAL6 or address in EXAMPLES6:
+            return False
+    return address.is_global and not address.is_multicast
 
 
 def _unwrapped(address: Address) -> list[Address]:

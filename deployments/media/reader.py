@@ -125,11 +125,11 @@ class MediaReader:
         try:
             if part.picture is not None:
                 return self._process(_picture(part))
-            assert part.data is not None
-            name = hashlib.sha256(part.data).digest()
+            data = part.file()
+            name = hashlib.sha256(data).digest()
             known = self._cache.get(name)
             if known is None:
-                known = self._process(decode(part.data, self.settings.max_pixels, part.param))
+                known = self._process(decode(data, self.settings.max_pixels, part.param))
                 self._cache.add(name, known)
             return known
         except InvalidRequest as error:
@@ -141,7 +141,7 @@ class MediaReader:
         return made if self._put is None else replace(made, pixels=self._put(made.pixels))
 
     def _check_bytes(self, part: ImagePart, rest: int) -> int:
-        size = 0 if part.data is None else len(part.data)
+        size = part.size
         if size > min(rest, self.settings.max_bytes):
             raise InvalidRequest(
                 f"'{part.param}' has {size} bytes; an image has at most "

@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,8 @@ def test_first_frame_of_an_animation() -> None:
     assert np.array(decode(data, PIXELS, "m"))[0, 0, 0] > 200
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A PNG that says it is large, with little behind it."""
+def bomb(width: int, height: int, kind: bytes = b"", body: bytes = b"") -> bytes:
+    """A PNG that says it is large, with little behind it, and a further chunk."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return (
@@ -77,8 +78,39 @@ def bomb(width: int, height: int) -> bytes:
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     rows = zlib.compress(bytes(1000))
-    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
+    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + (chunk(kind, body) if kind else b"")
     return start + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def large_jpeg() -> bytes:
+    data = bytearray(encoded(blocks(), "JPEG"))
+    at = data.index(b"\xff\xc0") + 5  # height and width behind the start of the frame
+    data[at : at + 4] = struct.pack(">HH", 65_500, 65_500)
+    return bytes(data)
+
+
+def large_bmp(width: int, height: int) -> bytes:
+    data = bytearray(encoded(blocks(), "BMP"))
+    data[18:26] = struct.pack("<ii", width, height)
+    return bytes(data)
+
+
+def large_webp() -> bytes:
+    """The largest that the format has, and nothing behind its header."""
+    side = 16_384 - 1
+    body = b"\x2f" + struct.pack("<I", side | side << 14) + bytes(27)
+    chunk = b"VP8L" + struct.pack("<I", len(body)) + body
+    return b"RIFF" + struct.pack("<I", 4 + len(chunk)) + b"WEBP" + chunk
+
+
+def large_gif() -> bytes:
+    """A frame beyond the screen that the file names."""
+    screen = struct.pack("<HHBBB", 1, 1, 0x80, 0, 0) + bytes(6)
+    frame = b"," + struct.pack("<HHHHB", 0, 0, 60_000, 60_000, 0) + b"\x02\x02\x4c\x01\x00"
+    return b"GIF89a" + screen + frame + b";"
+
+
+ZEROS = zlib.compress(bytes(10**8))
 
 
 WRONG = {
@@ -96,6 +128,13 @@ WRONG = {
     "bomb": bomb(60_000, 60_000),
     "wide bomb": bomb(2**31 - 1, 1),
     "zero": bomb(0, 5),
+    "large jpeg": large_jpeg(),
+    "large bmp": large_bmp(60_000, 60_000),
+    "bmp upside down": large_bmp(60_000, -60_000),
+    "large webp": large_webp(),
+    "large gif": large_gif(),
+    "text in a png": bomb(10, 10, b"zTXt", b"k\0\0" + ZEROS),
+    "colors in a png": bomb(10, 10, b"iCCP", b"k\0\0" + ZEROS),
 }
 
 
@@ -105,3 +144,19 @@ def test_refused(name: str) -> None:
         decode(WRONG[name], PIXELS, "messages[0].content[1]")
     assert refused.value.code == "invalid_image"
     assert refused.value.param == "messages[0].content[1]"
+
+
+def memory(name: str) -> int:
+    """KiB of this process: ``VmRSS`` now, ``VmHWM`` at most."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux has this file")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_refused_takes_no_memory(name: str) -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
+    before = memory("VmRSS")
+    with pytest.raises(InvalidRequest):
+        decode(WRONG[name], PIXELS, "m")
+    assert memory("VmHWM") - before < 32 * 2**10

@@ -33,6 +33,8 @@ NOT_PUBLIC = (
     *("255.255.255.255", "::", "::1", "fe80::1", "fc00::1", "ff02::1", "2001:db8::1"),
     *("::ffff:10.0.0.1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe"),
     *("2002:7f00:1::", "2002:a00:1::", "no address", ""),
+    *("::10.0.0.1", "::ffff:0:10.0.0.1", "fec0::1", "fe80::1%eth0", "64:ff9b:1::7f00:1", "100::1"),
+    *("2001::1", "2001:0:a00:1::", "3fff::1", "5f00::1", "4000::1", "ff05::1"),
 )
 
 
@@ -76,6 +78,35 @@ async def test_every_address_of_a_name_must_be_public() -> None:
 
     with pytest.raises(InvalidRequest, match="is refused"):
         await MediaFetcher(MediaSettings(), resolve).fetch("http://two.example/", "m", LIMIT)
+
+
+async def test_a_second_answer_of_a_name_server_changes_nothing(port: int) -> None:
+    """A name is resolved once for each address, and the connection goes to what was checked."""
+    answers = [["169.254.169.254"], ["127.0.0.1"]]
+
+    async def resolve(host: str, asked: int) -> list[str]:
+        return answers.pop()
+
+    settings = MediaSettings(domains=("good.example",))
+    fetcher = MediaFetcher(settings, resolve, lambda address: address == "127.0.0.1")
+    url = f"http://good.example:{port}"
+    assert await fetcher.fetch(f"{url}/png", "m", LIMIT) == png() and len(answers) == 1
+    answers.append(["127.0.0.1"])
+    with pytest.raises(InvalidRequest, match="is refused"):  # its redirect is resolved anew
+        await fetcher.fetch(f"{url}/hop", "m", LIMIT)
+    assert not answers
+
+
+async def test_three_redirects_are_followed(port: int) -> None:
+    async def resolve(host: str, asked: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    settings = MediaSettings(domains=("good.example",))
+    fetcher = MediaFetcher(settings, resolve, lambda address: True)
+    url = f"http://good.example:{port}"
+    assert await fetcher.fetch(f"{url}/hops3", "m", LIMIT) == png()
+    with pytest.raises(InvalidRequest, match="too often"):
+        await fetcher.fetch(f"{url}/hops4", "m", LIMIT)
 
 
 async def test_domains_and_no_urls() -> None:
@@ -127,6 +158,15 @@ class _Server(http.server.BaseHTTPRequestHandler):
 
     def give_hop(self) -> None:
         self._send(302, location="/png")
+
+    def give_hops4(self) -> None:
+        self._send(302, location="/hops3")
+
+    def give_hops3(self) -> None:
+        self._send(302, location="/hops2")
+
+    def give_hops2(self) -> None:
+        self._send(302, location="/hop")
 
     def give_inside(self) -> None:
         self._send(302, location="http://169.254.169.254/latest")
