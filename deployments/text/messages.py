@@ -106,6 +106,16 @@ def is_image(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
 
 
+def has_named_image(messages: object) -> bool:
+    """Whether an image in unchecked messages has vLLM's ``uuid``."""
+    if isinstance(messages, list):
+        return any(map(has_named_image, messages))
+    if not isinstance(messages, Mapping):
+        return False
+    named = is_image(messages) and messages.get("uuid") is not None
+    return named or has_named_image(messages.get("content"))
+
+
 def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
     """Returns the text of a plain message's content."""
     if isinstance(content, str):

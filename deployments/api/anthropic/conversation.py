@@ -22,6 +22,7 @@ BLOCKS = {  # role -> the types of its blocks
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+RESULT_BLOCKS = ("text", "image")  # of a tool's result
 FAILED = "Error: "  # before the result of a tool that failed; templates have no place for it
 
 
@@ -153,12 +154,24 @@ def _result(block: Mapping[str, Any], path: str, called: set[str]) -> dict[str, 
     content, failed = block.get("content"), block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
         raise wrong_type("a boolean", failed, f"{path}.is_error")
-    text = "" if content is None or content == [] else _text(content, f"{path}.content")
-    return {
-        "role": "tool",
-        "tool_call_id": call_id,
-        "content": FAILED + text if failed else text,
-    }
+    shown = "" if content is None or content == [] else _shown(content, f"{path}.content")
+    if failed:
+        shown = FAILED + shown if isinstance(shown, str) else [*_parts(FAILED.strip()), *shown]
+    return {"role": "tool", "tool_call_id": call_id, "content": shown}
+
+
+def _shown(content: object, path: str) -> str | list[Any]:
+    """What a tool gave: its texts as one, or its parts in order if there are images."""
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = []
+    for i, written in enumerate(as_list(content, path, MAX_MESSAGES, TEXT_OR_PARTS)):
+        where = f"{path}[{i}]"
+        kind, part = _block(as_object(written, where), where, RESULT_BLOCKS, set())
+        parts += _parts(part) if kind == "text" else [part]
+    if any(isinstance(part, PlacedPart) for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def _text(content: object, path: str) -> str:
@@ -176,7 +189,7 @@ def _misplaced(kind: str, path: str) -> InvalidRequest:
     if any(kind in kinds for kinds in BLOCKS.values()):
         return InvalidRequest(f"A block of type {kind!r} does not belong here.", f"{path}.type")
     return InvalidRequest(
-        f"Blocks of type {kind[:32]!r} are not supported: this model reads text only.",
+        f"Blocks of type {kind[:32]!r} are not supported, only text and images are.",
         f"{path}.type",
         "unsupported_content",
     )

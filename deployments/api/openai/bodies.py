@@ -16,7 +16,7 @@ from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_ch
 from rayfin.deployments.requests.prompts import WrittenPrompt, read_prompts
 from rayfin.deployments.requests.settings import MAX_CHOICES
 from rayfin.deployments.text.checks import as_choice, as_list, missing
-from rayfin.deployments.text.messages import MAX_MESSAGES
+from rayfin.deployments.text.messages import MAX_MESSAGES, has_named_image
 
 GIVEN_PROMPT = "kv_transfer_params.prompt_token_ids"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -133,6 +133,11 @@ class ChatCompletionRequest(_CompletionBody):
 
     def logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def ignored_fields(self) -> list[str]:
+        """Also an image's ``uuid``: its content names it, for another's could have that name."""
+        named = ["messages.content.uuid"] if has_named_image(self.messages) else []
+        return super().ignored_fields() + named
 
     def conversations(self) -> list[Any]:
         """Returns the conversations, unchecked; the answer has choices for each."""

@@ -30,6 +30,8 @@ from rayfin.deployments.text.checks import (
 )
 from rayfin.deployments.text.messages import MAX_MESSAGES, PlacedPart
 
+Part = InputText | InputImage | OutputTextPart | ReasoningTextPart
+
 ROLES = ("system", "developer", "user", "assistant")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 RESULTS = {"input_text": "text", "output_text": "text", "text": "text"}
@@ -91,7 +93,8 @@ def chat_messages(items: Iterable[Item], instructions: str | None) -> list[dict[
     for item in items:
         if isinstance(item, FunctionCallOutput):
             turn = None
-            chat.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            shown = item.output if isinstance(item.output, str) else _parts(item.output)
+            chat.append({"role": "tool", "tool_call_id": item.call_id, "content": shown})
         elif isinstance(item, OutputMessage) and item.role != "assistant":
             turn = None
             chat.append({"role": item.role, "content": _content(item)})
@@ -108,28 +111,41 @@ def texts_of(item: Item) -> list[str]:
     if isinstance(item, FunctionCallItem):
         return [item.name, item.arguments]
     if isinstance(item, FunctionCallOutput):
-        return [item.output]
+        shown = item.output
+        return [shown] if isinstance(shown, str) else _texts_in(shown)
     if isinstance(item, ReasoningItem) and not item.content:
         return [part.text for part in item.summary]
-    return [part.text for part in item.content if not isinstance(part, InputImage)]
+    return _texts_in(item.content)
 
 
 def addresses_of(item: Item) -> list[str]:
     """Returns the addresses of an item's images, data: addresses with all of their bytes."""
-    if not isinstance(item, OutputMessage):
-        return []
-    return [part.image_url for part in item.content if isinstance(part, InputImage)]
+    parts: Sequence[Part] = ()
+    if isinstance(item, OutputMessage):
+        parts = item.content
+    elif isinstance(item, FunctionCallOutput) and not isinstance(item.output, str):
+        parts = item.output
+    return [part.image_url for part in parts if isinstance(part, InputImage)]
+
+
+def _texts_in(parts: Sequence[Part]) -> list[str]:
+    return [part.text for part in parts if not isinstance(part, InputImage)]
 
 
 def _content(item: OutputMessage) -> str | list[dict[str, Any]]:
     """A message's texts as one, or its parts in order if it has images."""
     if not any(isinstance(part, InputImage) for part in item.content):
         return "\n".join(texts_of(item))
+    return _parts(item.content)
+
+
+def _parts(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Parts as a chat has them, in order."""
     return [
         PlacedPart(part.model_dump(), part.path)
         if isinstance(part, InputImage)
         else {"type": "text", "text": part.text}
-        for part in item.content
+        for part in parts
     ]
 
 
@@ -177,9 +193,34 @@ def _item(written: object, path: str) -> Item:
         return FunctionCallOutput(
             id=_id(item, path, "fco"),
             call_id=_call_id(item, path),
-            output="\n".join(_texts(required(item, "output", path), f"{path}.output", RESULTS)),
+            output=_output(required(item, "output", path), f"{path}.output"),
         )
     return _reasoning(item, path) if kind == "reasoning" else _message(item, path)
+
+
+def _output(written: object, path: str) -> str | list[InputText | InputImage]:
+    """What a function gave: its texts as one, or its parts in order if it has images."""
+    if not (isinstance(written, list) and any(map(_is_image, written))):
+        return "\n".join(_texts(written, path, RESULTS))
+    return _with_images(written, path, RESULTS)
+
+
+def _with_images(
+    written: list[Any], path: str, kinds: Mapping[str, str]
+) -> list[InputText | InputImage]:
+    """Parts, in order: images, and texts of these kinds."""
+    parts: list[InputText | InputImage] = []
+    for i, part in enumerate(as_list(written, path, MAX_MESSAGES, TEXT_OR_PARTS)):
+        where = f"{path}[{i}]"
+        if _is_image(part):
+            parts.append(_image(part, where))
+        else:
+            parts.append(InputText(text=_part_text(part, where, kinds)))
+    return parts
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
 
 
 def _message(item: Mapping[str, Any], path: str) -> OutputMessage:
@@ -190,12 +231,7 @@ def _message(item: Mapping[str, Any], path: str) -> OutputMessage:
         texts = _texts(written, f"{path}.content", TEXTS)
         content += [OutputTextPart(text=text) for text in texts]
     elif isinstance(written, list):
-        for i, part in enumerate(as_list(written, f"{path}.content", MAX_MESSAGES, TEXT_OR_PARTS)):
-            where = f"{path}.content[{i}]"
-            if isinstance(part, Mapping) and part.get("type") == "input_image":
-                content.append(_image(part, where))
-            else:
-                content.append(InputText(text=_part_text(part, where, TEXTS)))
+        content += _with_images(written, f"{path}.content", TEXTS)
     else:
         content += [InputText(text=text) for text in _texts(written, f"{path}.content", TEXTS)]
     return OutputMessage(id=_id(item, path, "msg"), role=role, content=content)
@@ -240,7 +276,7 @@ def _part_text(part: object, where: str, kinds: Mapping[str, str]) -> str:
     kind = as_string(required(part, "type", where), f"{where}.type")
     if kind not in kinds:
         raise InvalidRequest(
-            f"Content of type {kind[:32]!r} is not supported: this model reads text only.",
+            f"Content of type {kind[:32]!r} is not supported, only text and images are.",
             f"{where}.type",
             "unsupported_content",
         )

@@ -87,7 +87,7 @@ class FunctionCallOutput(BaseModel):
     type: Literal["function_call_output"] = "function_call_output"
     status: ItemStatus = "completed"
     call_id: str
-    output: str
+    output: str | list[InputText | InputImage]
 
 
 Item = OutputMessage | ReasoningItem | FunctionCallItem | FunctionCallOutput

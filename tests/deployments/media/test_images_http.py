@@ -3,10 +3,15 @@
 import base64
 import io
 import json
+import re
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import anthropic
 import httpx
+import httpx2  # of Anthropic's client
+import openai
 import pytest
 from PIL import Image
 
@@ -18,6 +23,7 @@ from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.store import ResponseStore
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.media.parts import ImagePart
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.text.parsing.detect import detect
@@ -61,7 +67,7 @@ async def client(tiny: VisionModel, llm: LLM) -> AsyncIterator[httpx.AsyncClient
     app = build_api(service, responses=ResponseStoreClient(store=ResponseStore()))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        client.engine = engine  # type: ignore[attr-defined]
+        client.engine, client.app = engine, app  # type: ignore[attr-defined]
         yield client
 
 
@@ -175,6 +181,42 @@ async def test_responses_keep_their_images(client: httpx.AsyncClient, tiny: Visi
     assert engine.seen[0].images[0].digest == engine.seen[1].images[0].digest
 
 
+async def test_tools_may_give_images(client: httpx.AsyncClient, tiny: VisionModel) -> None:
+    """In Anthropic's messages and in responses: the prompt has the picture in its place."""
+    prompt, _ = expected(tiny, "user: hi\nassistant: \ntool: see", picture(5), "\nassistant: ")
+    url = data_url(picture(5))
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    shown = [{"type": "text", "text": "see"}, {"type": "image", "source": source}]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t", "content": shown}],
+        },
+    ]
+    body = {"model": "tiny", "messages": messages}
+    reply = await client.post("/v1/messages/count_tokens", json=body)
+    assert reply.json() == {"input_tokens": len(prompt)}, reply.text
+    given = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": url}]
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "t", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "t", "output": given},
+    ]
+    body = {"model": "tiny", "input": items, "max_output_tokens": 2, "store": True}
+    first = await client.post("/v1/responses", json=body)
+    assert first.json()["usage"]["input_tokens"] == len(prompt), first.text
+    more = {"model": "tiny", "input": "so?", "previous_response_id": first.json()["id"]}
+    second = await client.post("/v1/responses", json={**more, "max_output_tokens": 2})
+    assert second.status_code == 200, second.text
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    assert [len(request.images) for request in engine.seen] == [1, 1]
+
+
 async def test_tokenize_expands(client: httpx.AsyncClient, tiny: VisionModel) -> None:
     content = [{"type": "image_url", "image_url": data_url(picture(1))}]
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
@@ -213,6 +255,18 @@ BAD: dict[str, tuple[list[Any], str, str]] = {
         "messages[0].content[0].type", "unsupported_content"),
     "file_id": ([{"type": "input_image", "file_id": "f"}],
         "messages[0].content[0].file_id", "unsupported_content"),
+    "embeds": ([{"type": "image_embeds", "image_embeds": "AAAA"}],
+        "messages[0].content[0].type", "unsupported_content"),
+    "a picture of Python's": ([{"type": "image_pil", "image_pil": "x"}],
+        "messages[0].content[0]", "invalid_type"),
+    "transformers' file": ([{"type": "image", "image": "file:///etc/passwd"}],
+        "messages[0].content[0].image", "media_url_refused"),
+    "second of two": ([GOOD, {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}],
+        "messages[0].content[1]", "invalid_image"),
+    "no part": ([GOOD, "x"], "messages[0].content[1]", "invalid_type"),
+    "no source": ([{"type": "image"}], "messages[0].content[0].image_url", "invalid_type"),
+    "source of a kind": ([{"type": "image", "source": {"type": "file", "file_id": "f"}}],
+        "messages[0].content[0].source.type", "unsupported_content"),
 }  # fmt: skip
 
 
@@ -224,6 +278,108 @@ async def test_bad_parts(client: httpx.AsyncClient, name: str) -> None:
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (400, code), error
     assert error["param"].startswith(param)
+
+
+async def test_an_expanded_prompt_over_the_context(client: httpx.AsyncClient) -> None:
+    """Its text alone would fit."""
+    content = [GOOD] * 3 + [{"type": "text", "text": "x" * 480}]
+    body = {**CHAT, "messages": [{"role": "user", "content": content}]}
+    reply = await client.post("/v1/chat/completions", json=body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (400, "context_length_exceeded"), error
+    assert error["param"] == "messages" and "512" in error["message"]
+    (given,) = re.findall(r"it has (\d+) tokens", error["message"])
+    assert int(given) >= 480 + 3 * 16
+
+
+async def test_a_text_too_long_is_refused_before_its_images_are_read(
+    client: httpx.AsyncClient, tiny: VisionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(MediaReader, "process", read)
+    content = [GOOD, {"type": "text", "text": "x" * 10**5}]
+    body = {**CHAT, "messages": [{"role": "user", "content": content}]}
+    reply = await client.post("/v1/chat/completions", json=body)
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_bytes_are_decoded_off_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    real = ImagePart.file
+
+    def file(part: ImagePart) -> bytes:
+        threads.add(threading.current_thread().name)
+        return real(part)
+
+    monkeypatch.setattr(ImagePart, "file", file)
+    body = {**CHAT, "messages": [{"role": "user", "content": [GOOD, GOOD]}]}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert threads and all(name.startswith("media") for name in threads)
+
+
+async def test_a_clients_name_of_an_image_is_ignored(client: httpx.AsyncClient) -> None:
+    """And told of: what an image is called may be another's."""
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    other = {"type": "image_url", "image_url": {"url": data_url(picture(2))}}
+    for part in (GOOD, other):
+        body = {**CHAT, "messages": [{"role": "user", "content": [{**part, "uuid": "mine"}]}]}
+        reply = await client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["x-rayfin-ignored-fields"] == "messages.content.uuid"
+    first, second = (request.images[0].digest for request in engine.seen)
+    assert first != second
+    body = {**CHAT, "messages": [{"role": "user", "content": [GOOD]}]}
+    reply = await client.post("/v1/chat/completions", json=body)
+    assert "x-rayfin-ignored-fields" not in reply.headers
+
+
+async def test_clients_of_others_send_pictures(client: httpx.AsyncClient) -> None:
+    """OpenAI's and Anthropic's own, in the forms that their documents have."""
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    url, ask = data_url(picture(6)), {"type": "text", "text": "What?"}
+    theirs = openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=client)
+    shown: Any = [{"type": "image_url", "image_url": {"url": url, "detail": "high"}}, ask]
+    await theirs.chat.completions.create(
+        model="tiny", max_tokens=2, messages=[{"role": "user", "content": shown}]
+    )
+    given: Any = [
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+        {"type": "input_text", "text": "What?"},
+    ]
+    await theirs.responses.create(
+        model="tiny", max_output_tokens=2, input=[{"role": "user", "content": given}]
+    )
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    blocks: Any = [{"type": "image", "source": source}, ask]
+    transport: Any = httpx2.ASGITransport(client.app)  # type: ignore[attr-defined]
+    async with httpx2.AsyncClient(transport=transport) as own:
+        others = anthropic.AsyncAnthropic(base_url="http://test", api_key="-", http_client=own)
+        await others.messages.create(
+            model="tiny", max_tokens=2, messages=[{"role": "user", "content": blocks}]
+        )
+    assert len({tuple(request.prompt) for request in engine.seen}) == 1
+    assert [len(request.images) for request in engine.seen] == [1, 1, 1]
+
+
+async def test_langchain_sends_pictures(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its standard form of a picture."""
+    for name in ("LANGSMITH_TRACING", "LANGCHAIN_TRACING_V2"):
+        monkeypatch.setenv(name, "false")
+    langchain = pytest.importorskip("langchain_openai")
+    chat = langchain.ChatOpenAI(
+        model="tiny", base_url="http://test/v1", api_key="-", http_async_client=client, max_tokens=2
+    )
+    data = data_url(picture(6)).partition(",")[2]
+    shown = {"type": "image", "base64": data, "mime_type": "image/png"}
+    await chat.ainvoke([("user", [shown, {"type": "text", "text": "What?"}])])
+    engine: Any = client.engine  # type: ignore[attr-defined]
+    assert [len(request.images) for request in engine.seen] == [1]
 
 
 async def test_images_and_refusals_are_counted(tiny: VisionModel) -> None:

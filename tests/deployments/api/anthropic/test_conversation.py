@@ -53,6 +53,17 @@ def test_a_round_of_calls() -> None:
     assert not is_continued(chat)
 
 
+def test_a_tool_may_give_images() -> None:
+    """Its parts keep their order; an error is said before them."""
+    image = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
+    for failed, before in ((False, []), (True, [{"type": "text", "text": "Error:"}])):
+        shown = turn("user", result("f", [TEXT, image], is_error=failed))
+        chat = chat_messages([turn("assistant", used("f")), shown], None)
+        assert chat[-1]["role"] == "tool"
+        assert chat[-1]["content"] == [*before, {"type": "text", "text": "look"}, image]
+        assert chat[-1]["content"][-1].path == "messages[1].content[0].content[1]"
+
+
 @pytest.mark.parametrize(
     ("block", "content"),
     [

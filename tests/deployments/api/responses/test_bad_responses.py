@@ -53,7 +53,22 @@ BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [CALL, {**OUTPUT, "output": None}]}, "input[1].output", MISSING),
     ({"input": [CALL, {**OUTPUT, "output": {}}]}, "input[1].output", TYPE),
     (
+        {"input": [CALL, {**OUTPUT, "output": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[1].output[0].type",
+        CONTENT,
+    ),
+    (
+        {"input": [CALL, {**OUTPUT, "output": [{"type": "input_image", "file_id": "x"}]}]},
+        "input[1].output[0].file_id",
+        CONTENT,
+    ),
+    (
         {"input": [CALL, {**OUTPUT, "output": [{"type": "input_image"}]}]},
+        "input[1].output[0].image_url",
+        MISSING,
+    ),
+    (
+        {"input": [CALL, {**OUTPUT, "output": [{"type": "input_file"}]}]},
         "input[1].output[0].type",
         CONTENT,
     ),

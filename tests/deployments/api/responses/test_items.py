@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from rayfin.deployments.api.responses.items import chat_messages, input_items
+from rayfin.deployments.api.responses.items import (
+    addresses_of,
+    chat_messages,
+    input_items,
+    texts_of,
+)
 from rayfin.deployments.api.responses.prompt import cuts
 
 USER = {"role": "user", "content": "hi"}
@@ -61,6 +66,18 @@ def test_a_round_of_calls() -> None:
         {"role": "tool", "tool_call_id": "c", "content": "5"},
         {"role": "assistant", "content": "look"},
     ]
+
+
+def test_a_function_may_give_images() -> None:
+    """Its parts keep their order, and images their paths."""
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    items = input_items([called("a"), output("a", [{"type": "input_text", "text": "see"}, image])])
+    (tool,) = [said for said in chat_messages(items, None) if said["role"] == "tool"]
+    text, shown = tool["content"]
+    assert text == {"type": "text", "text": "see"}
+    assert (shown["type"], shown["image_url"]) == ("input_image", image["image_url"])
+    assert shown.path == "input[1].output[1]"
+    assert addresses_of(items[1]) == [image["image_url"]] and texts_of(items[1]) == ["see"]
 
 
 def test_messages_stay_apart() -> None:
