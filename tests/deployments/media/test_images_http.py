@@ -322,7 +322,7 @@ async def test_bytes_are_decoded_off_the_event_loop(
 
 
 async def test_a_clients_name_of_an_image_is_ignored(client: httpx.AsyncClient) -> None:
-    """And told of: what an image is called may be another's."""
+    """A header names it: another's image could have that name."""
     engine: Any = client.engine  # type: ignore[attr-defined]
     other = {"type": "image_url", "image_url": {"url": data_url(picture(2))}}
     for part in (GOOD, other):
