@@ -1,9 +1,10 @@
 """Builds the wheel: the package with compiled kernels, for machines without a compiler.
 
-    python tools/wheel.py [--into dist]      # make wheel
+    python tools/wheel.py [--into dist] [--machine aarch64]      # make wheel
 
 The wheel must have the kernels of all instruction sets; auditwheel finds the oldest Linux that
-it runs on and names it in the file's name.
+it runs on and names it in the file's name. For another machine than this one a cross compiler
+builds the kernels, which need nothing of that machine's Python.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -27,13 +29,36 @@ class IncompleteWheel(Exception):
     """Kernels are missing; the message says which."""
 
 
-def build(into: Path) -> Path:
+def other_machine(machine: str) -> dict[str, str]:
+    """Variables with which setuptools builds for another kind of machine, by Debian's compilers.
+
+    Raises:
+        IncompleteWheel: there is no compiler for it.
+    """
+    own, compiler = platform.machine(), f"{machine}-linux-gnu-g++"
+    if machine == own:
+        return {}
+    if shutil.which(compiler) is None:
+        raise IncompleteWheel(
+            f"a wheel for {machine} needs {compiler} (Debian: g++-{machine}-linux-gnu)"
+        )
+    return {
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+        "SETUPTOOLS_EXT_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX").replace(own, machine),
+        "CC": compiler.replace("g++", "gcc"),
+        "CXX": compiler,
+        "LDSHARED": f"{compiler} -shared",
+        "LDCXXSHARED": f"{compiler} -shared",
+    }
+
+
+def build(into: Path, machine: str) -> Path:
     """Builds the wheel of a copy of the repository: a build leaves files that the next one takes.
 
     Raises:
-        IncompleteWheel: a compiler does not know an instruction set.
+        IncompleteWheel: a compiler is missing, or does not know an instruction set.
     """
-    environment = {**os.environ, "RAYFIN_BUILD_ISAS": "all"}
+    environment = {**os.environ, "RAYFIN_BUILD_ISAS": "all", **other_machine(machine)}
     with tempfile.TemporaryDirectory() as name:
         source = Path(name, "source")
         shutil.copytree(ROOT, source, symlinks=True, ignore=NOT_COPIED)
@@ -43,7 +68,7 @@ def build(into: Path) -> Path:
         )
     (wheel,) = into.glob("rayfin-*-linux_*.whl")
     inside = {Path(path).name.split(".")[0] for path in zipfile.ZipFile(wheel).namelist()}
-    expected = ISAS.get(platform.machine(), ("portable",))
+    expected = ISAS.get(machine, ("portable",))
     if missing := [isa for isa in expected if f"_{isa}" not in inside]:
         raise IncompleteWheel(f"{wheel.name} has no kernels for {', '.join(missing)}")
     return wheel
@@ -69,11 +94,12 @@ def audit(wheel: Path, into: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, default=ROOT / "dist")
+    parser.add_argument("--machine", default=platform.machine(), help="x86_64 or aarch64")
     args = parser.parse_args()
     args.into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         try:
-            wheel = audit(build(Path(name)), Path(name))
+            wheel = audit(build(Path(name), args.machine), Path(name))
         except IncompleteWheel as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
