@@ -81,7 +81,14 @@ class EmbedsReader:
         except InvalidRequest as error:
             message = error.message.replace(FIELD, param, 1)
             raise InvalidRequest(message, param, error.code) from None
-        return self.take(tensor, param, info, cut, before)
+        shaped = _shaped(tensor, param, info, before)
+        if _repeats(shaped.array):  # a list of such would copy to many times what came
+            raise InvalidRequest(
+                f"'{param}' repeats its numbers by its strides; send tensor.clone().",
+                param,
+                "invalid_embeds",
+            )
+        return self.take(shaped, param, info, cut, before)
 
     def take(
         self,
@@ -177,6 +184,13 @@ def _read_safetensors(raw: bytes) -> Tensor:
         raise refused(f"{tensor['dtype']} is not of {', '.join(DTYPES)}")
     numbers = np.frombuffer(tensor["data"], DTYPES[dtype])
     return Tensor(numbers.reshape(tensor["shape"]), dtype)
+
+
+def _repeats(array: np.ndarray) -> bool:
+    """Whether places of an array share numbers; its strides are not negative."""
+    sizes = zip(array.shape, array.strides, strict=True)
+    reach = sum((count - 1) * step for count, step in sizes) + array.itemsize
+    return reach < array.nbytes
 
 
 def _shaped(tensor: Tensor, param: str, info: EngineInfo, before: int) -> Tensor:

@@ -163,6 +163,8 @@ def _bad(oracle: Oracle) -> dict[str, tuple[Any, str]]:
         "over 32 bits": (torch_file(endless), "finite"),
         "too long": (torch_file(oracle.rows(65)), "maximum context length"),
         "as long as the context": (torch_file(oracle.rows(64)), "maximum context length"),
+        "a row many times": (torch_file(rows[:1].expand(9, -1)), "repeats"),
+        "rows that overlap": (torch_file(rows.as_strided((4, oracle.hidden), (1, 1))), "repeats"),
         "far too long, in few bytes": (torch_file(long), "maximum context length"),
         "far too large": ("A" * (64 * oracle.hidden * 8 * 4 // 3 + 2**18), "characters"),
         "a dictionary": (torch_file({"prompt_embeds": rows}), "dense tensor"),
