@@ -10,15 +10,44 @@ from peer import serve
 import rayfin
 from rayfin.actors.adapters.files import read_folder
 from rayfin.actors.config import EngineArgs, resolve
-from rayfin.actors.messages import AdapterRef, EngineRequest, Sampling, StopRules
+from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.images.processor import ImageProcessor
+from rayfin.actors.images.virtual_ids import put_virtual_ids
+from rayfin.actors.messages import AdapterRef, EngineRequest, Int32Array, Sampling, StopRules
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.engine import Engine
+from rayfin.deployments.media.parts import ImagePart
+from rayfin.deployments.media.reader import MediaReader
+
+
+class Pictures:
+    """Puts the files of a folder into prompts: id -1 - N stands for N.png.
+
+    Args:
+        place: tokens of a prompt for an image.
+    """
+
+    def __init__(self, args: EngineArgs, folder: Path, place: list[int]) -> None:
+        processor = ImageProcessor.load(args)
+        assert processor is not None, "the model reads text only"
+        self._reader = MediaReader(processor)
+        self._folder, self._place = folder, place
+
+    def placed(self, prompt: list[int]) -> tuple[Int32Array, tuple[ImageInput, ...]]:
+        """The prompt with the tokens of its images, and those."""
+        names = [f"{-1 - token}.png" for token in prompt if token < 0]
+        parts = [ImagePart(name, data=(self._folder / name).read_bytes()) for name in names]
+        ids = [own for token in prompt for own in (self._place if token < 0 else [token])]
+        images = [self._reader.process(part) for part in parts]
+        whole, inputs = self._reader.place(ids, images, "prompt")
+        token_id = self._reader.image_token_id
+        return put_virtual_ids(np.array(whole, np.int32), inputs, token_id), inputs
 
 
 class Rayfin:
     """An Engine over an inline runner. With the setting ``adapters``, a folder of folders, requests
-    take those in turn."""
+    take those in turn; with ``images``, a folder of pictures, negative ids of prompts are those."""
 
     version = f"rayfin {rayfin.__version__}"
 
@@ -26,19 +55,19 @@ class Rayfin:
         folder = settings.pop("adapters", None)
         paths = sorted(map(str, Path(folder).iterdir())) if folder else []
         self._adapters = [AdapterRef(read_folder(path).digest, path, path) for path in paths]
+        pictures, place = settings.pop("images", None), settings.pop("image_place", [])
         args = EngineArgs.from_dict({"model": model, "max_lease": 1, **settings})
+        self._pictures = Pictures(args, Path(pictures), place) if pictures else None
         runner = ModelRunner(args)
         config = resolve(args, *runner.profile())
         self._engine = Engine(config, InlineExecutor(runner, config))
 
     def add(self, index: int, prompt: list[int], output_tokens: int) -> None:
-        request = EngineRequest(
-            str(index),
-            np.array(prompt, np.int32),
-            Sampling(),
-            StopRules(output_tokens),
-            key=index,
-        )
+        ids, images = np.array(prompt, np.int32), ()
+        if self._pictures is not None:
+            ids, images = self._pictures.placed(prompt)
+        rules = StopRules(output_tokens)
+        request = EngineRequest(str(index), ids, Sampling(), rules, key=index, images=images)
         if self._adapters:
             request.use(self._adapters[index % len(self._adapters)])
         self._engine.add(request)

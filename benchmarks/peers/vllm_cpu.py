@@ -10,6 +10,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import vllm
 from peer import serve
+from PIL import Image
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
@@ -17,7 +18,8 @@ from vllm.sampling_params import RequestOutputKind
 
 class Vllm:
     """``LLMEngine.step`` over tokens; prompts as ids, no detokenizing. With the setting
-    ``adapters``, a folder of folders, requests take those in turn."""
+    ``adapters``, a folder of folders, requests take those in turn; with ``images``, a folder of
+    pictures, id -1 - N of a prompt is N.png, for which it has the ids of ``image_place``."""
 
     version = f"vllm {vllm.__version__}"
 
@@ -27,6 +29,11 @@ class Vllm:
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
         }
+        pictures = settings.pop("images", None)
+        self._pictures = None if pictures is None else Path(pictures)
+        self._place: list[int] = settings.pop("image_place", [])
+        if pictures is not None:  # its processors need a tokenizer
+            defaults["skip_tokenizer_init"] = False
         folder = settings.pop("adapters", None)
         paths = sorted(map(str, Path(folder).iterdir())) if folder else []
         self._adapters = [
@@ -46,8 +53,17 @@ class Vllm:
         )
         adapter = self._adapters[index % len(self._adapters)] if self._adapters else None
         self._engine.add_request(
-            f"{index}-{self._runs}", {"prompt_token_ids": prompt}, params, lora_request=adapter
+            f"{index}-{self._runs}", self._written(prompt), params, lora_request=adapter
         )
+
+    def _written(self, prompt: list[int]) -> dict[str, Any]:
+        """A prompt as vLLM takes it."""
+        if self._pictures is None or min(prompt) >= 0:
+            return {"prompt_token_ids": prompt}
+        ids = [own for token in prompt for own in (self._place if token < 0 else [token])]
+        files = [self._pictures / f"{-1 - token}.png" for token in prompt if token < 0]
+        images = [Image.open(file).convert("RGB") for file in files]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
     def step(self) -> Iterable[tuple[int, int]]:
         for output in self._engine.step():

@@ -1,0 +1,280 @@
+"""What images cost: requests with one, a second question about one, and text streams beside some.
+
+    python benchmarks/images.py --peer vllm_cpu=/opt/vllm/bin/python [--rounds 3]
+    python benchmarks/images.py --family qwen2_vl ...       # the shape of Qwen2-VL, not of LLaVA
+    python benchmarks/images.py --sizes tiny --requests 4 --rounds 1
+
+A peer is a script of peers/ that takes images, with the Python of its environment; it gets the same
+files, prompts and times of arrival in turns. Every image but that of a second question is new.
+"tokens/s": --requests requests at once, each with an image and --prompt tokens, --output out.
+"first", "second": time to the first token of two questions about an image, one after the other.
+"alone", "beside": p99 of the gaps in 8 streams of text, and while 8 images arrive.
+"text": tokens/s of as many tokens without images; the last line is a model of text alone.
+Processors run in the engine's own thread everywhere, so that they count.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from image_models import SIZES, Sizes, make_model, make_text_model
+from PIL import Image
+
+from rayfin.deployments.bench.measures import Timeline, figures
+from rayfin.deployments.bench.peers import Peer, PeerSpec
+from rayfin.deployments.bench.report import median
+from rayfin.deployments.bench.workload import Job, Lengths, random_jobs
+
+PEERS = Path(__file__).with_name("peers")
+OURS, TEXT = "rayfin", "text model"
+VOCABULARY = 2000
+STREAMS = 8  # of text, beside as many images
+BARS = {"tokens/s": 1.3, "beside": 0.6}  # Rayfin's, divided by a peer's: at least, at most
+SECOND = 0.25  # most of a second question's time, as a share of the first one's
+HEADER = (
+    "engine",
+    "tokens/s",
+    "first, ms",
+    "second, ms",
+    "second / first",
+    "alone, ms",
+    "beside, ms",
+    "beside / alone",
+    "text",
+)
+
+
+class Pictures:
+    """A folder of pictures that no engine has seen: 0.png, 1.png and so on."""
+
+    def __init__(self, folder: Path, pixels: int) -> None:
+        self.folder = folder
+        self._pixels = pixels
+        self._draw = np.random.default_rng(0)
+        self._count = 0
+
+    def new(self) -> int:
+        """Draws a picture; returns its number."""
+        blocks = self._draw.integers(0, 256, (16, 16, 3), np.uint8)
+        side = (self._pixels, self._pixels)
+        Image.fromarray(blocks, "RGB").resize(side).save(self.folder / f"{self._count}.png")
+        self._count += 1
+        return self._count - 1
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Figures of an engine, one of each round: tokens a second, and seconds."""
+
+    batch: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    second: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+    beside: list[float] = field(default_factory=list)
+    text: list[float] = field(default_factory=list)
+
+
+def about(image: int, job: Job, arrival: float = 0.0) -> Job:
+    """The job with an image before its tokens: id -1 - N stands for picture N (``peers/``)."""
+    return Job((-1 - image, *job.prompt), job.output_tokens, arrival)
+
+
+@dataclass(slots=True)
+class Workloads:
+    """The jobs of rounds, which are the same for all engines."""
+
+    pictures: Pictures
+    requests: int
+    prompt: int
+    output: int
+    image_tokens: int
+
+    def texts(self, count: int, prompt: int, output: int, seed: int) -> list[Job]:
+        lengths = Lengths(prompt, prompt), Lengths(output, output)
+        return random_jobs(count, *lengths, vocabulary=VOCABULARY, seed=seed)
+
+    def batch(self, seed: int) -> list[Job]:
+        """Requests with an image each, all at once."""
+        texts = self.texts(self.requests, self.prompt, self.output, seed)
+        return [about(self.pictures.new(), job) for job in texts]
+
+    def without_images(self, seed: int) -> list[Job]:
+        """As many tokens, all of them text."""
+        return self.texts(self.requests, self.prompt + self.image_tokens, self.output, seed)
+
+    def questions(self, seed: int) -> tuple[Job, Job]:
+        """Two questions about one image."""
+        image = self.pictures.new()
+        first, second = self.texts(2, self.prompt, 4, seed)
+        return about(image, first), about(image, second)
+
+    def streams(self, seed: int) -> list[Job]:
+        """Streams of text."""
+        return self.texts(STREAMS, 64, 5 * self.output, seed)
+
+    def arriving(self, seconds: float, seed: int) -> list[Job]:
+        """As many requests with an image, from a tenth of ``seconds`` to eight."""
+        texts = self.texts(STREAMS, self.prompt, 4, seed)
+        times = [seconds * (1 + at) / (STREAMS + 2) for at in range(STREAMS)]
+        return [about(self.pictures.new(), *own) for own in zip(texts, times, strict=True)]
+
+
+def measure(peers: Sequence[Peer], work: Workloads, rounds: int) -> dict[str, Rounds]:
+    """Runs the workloads on all engines in turns; an uncounted round warms up."""
+    found = {peer.spec.name: Rounds() for peer in peers}
+    seeing = [peer for peer in peers if peer.spec.name != TEXT]
+    for number in range(rounds + 1):
+        seed = 10 * number
+        one = {name: Rounds() for name in found}
+        batch, text = work.batch(seed), work.without_images(seed + 1)
+        for peer in peers:
+            one[peer.spec.name].text.append(speed(peer.run(text)))
+        for peer in seeing:
+            one[peer.spec.name].batch.append(speed(peer.run(batch)))
+        questions = work.questions(seed + 2)
+        for peer in seeing:
+            for own, job in zip(("first", "second"), questions, strict=True):
+                (timeline,) = answered(peer.run([job]))
+                getattr(one[peer.spec.name], own).append(timeline.ttft or 0.0)
+        streams = work.streams(seed + 3)
+        quickest = float("inf")
+        for peer in seeing:
+            alone = answered(peer.run(streams))
+            one[peer.spec.name].alone.append(gap(alone))
+            quickest = min(quickest, *(line.e2el or 0.0 for line in alone))
+        both = [*work.streams(seed + 4), *work.arriving(quickest, seed + 5)]
+        for peer in seeing:
+            one[peer.spec.name].beside.append(gap(answered(peer.run(both))[:STREAMS]))
+        if number:
+            for name, own in one.items():
+                for column in Rounds.__slots__:
+                    getattr(found[name], column).extend(getattr(own, column))
+    return found
+
+
+def answered(timelines: Sequence[Timeline]) -> Sequence[Timeline]:
+    """The same timelines; a failed one is no figure."""
+    errors = [line.error for line in timelines if line.error is not None]
+    assert not errors, errors[0]
+    return timelines
+
+
+def speed(timelines: Sequence[Timeline]) -> float:
+    """Output tokens a second."""
+    return figures(answered(timelines)).output_per_second
+
+
+def gap(timelines: Sequence[Timeline]) -> float:
+    """p99 of the seconds between tokens."""
+    return figures(timelines).itl.p99 or 0.0
+
+
+def rows(found: dict[str, Rounds]) -> list[list[str]]:
+    """A row for each engine: medians over its rounds."""
+    lines = []
+    for name, own in found.items():
+        if not own.batch:
+            lines.append([name, *[""] * 7, f"{median(own.text):.1f}"])
+            continue
+        first, second, alone, beside = (
+            1000 * median(values) for values in (own.first, own.second, own.alone, own.beside)
+        )
+        lines.append(
+            [
+                name,
+                f"{median(own.batch):.1f}",
+                f"{first:.1f}",
+                f"{second:.1f}",
+                f"{second / max(first, 1e-9):.2f}",
+                f"{alone:.1f}",
+                f"{beside:.1f}",
+                f"{beside / max(alone, 1e-9):.2f}",
+                f"{median(own.text):.1f}",
+            ]
+        )
+    return lines
+
+
+def verdicts(found: dict[str, Rounds]) -> list[str]:
+    """A line for each bar: Rayfin's figure and what it is held to."""
+    ours = found[OURS]
+    share = median(ours.second) / max(median(ours.first), 1e-9)
+    lines = [f"second / first: {share:.2f} (at most {SECOND})"]
+    if TEXT in found:
+        share = median(ours.text) / max(median(found[TEXT].text), 1e-9)
+        lines.append(f"text / that of a model of text alone: {share:.2f} (at least 0.98)")
+    for name, own in found.items():
+        if name in (OURS, TEXT):
+            continue
+        share = median(ours.batch) / max(median(own.batch), 1e-9)
+        lines.append(f"tokens/s / {name}'s: {share:.2f} (at least {BARS['tokens/s']})")
+        share = median(ours.beside) / max(median(own.beside), 1e-9)
+        lines.append(f"beside / {name}'s: {share:.2f} (at most {BARS['beside']})")
+    return lines
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """The rows in Markdown."""
+    whole = [HEADER, ["---"] * len(HEADER), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in whole)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--peer", action="append", default=[], help="[LABEL:]NAME=PYTHON,key=value")
+    parser.add_argument("--settings", default="threads=2", help="settings of Rayfin: key=value,...")
+    parser.add_argument("--family", choices=["llava", "qwen2_vl"], default="llava")
+    parser.add_argument("--sizes", choices=SIZES, default="100m")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of text")
+    parser.add_argument("--output", type=int, default=32, help="tokens of an output")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args(arguments)
+
+
+def specs(options: argparse.Namespace, folder: Path, places: list[int]) -> list[PeerSpec]:
+    """Rayfin, the peers, and Rayfin with a model of text alone."""
+    limits = "max_model_len=4096"
+    seeing = f"{OURS}:rayfin_engine={sys.executable},{limits},{options.settings}"
+    text = f"{TEXT}:rayfin_engine={sys.executable},{limits},{options.settings}"
+    found = [PeerSpec.parse(own, PEERS) for own in (seeing, *options.peer)]
+    for spec in found:
+        spec.settings.setdefault("max_model_len", 4096)
+        spec.settings.update(images=str(folder), image_place=places)
+    return [*found, PeerSpec.parse(text, PEERS)]
+
+
+def main() -> None:
+    options = parse()
+    sizes: Sizes = SIZES[options.sizes]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pictures = folder / "pictures"
+        pictures.mkdir()
+        places = make_model(folder / "model", options.family, sizes)
+        make_text_model(folder / "text", options.family, sizes)
+        peers = []
+        for spec in specs(options, pictures, places):
+            model = folder / ("text" if spec.name == TEXT else "model")
+            peers.append(stack.enter_context(Peer(spec, model, folder / f"{spec.name}.log")))
+            print(f"{spec.name}: {peers[-1].version}, ready in {peers[-1].ready_seconds:.1f} s")
+        work = Workloads(
+            Pictures(pictures, sizes.pixels),
+            options.requests,
+            options.prompt,
+            options.output,
+            sizes.image_tokens,
+        )
+        found = measure(peers, work, options.rounds)
+    print(table(rows(found)), *verdicts(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
