@@ -211,7 +211,8 @@ def _arguments_alone(
 ) -> CallRules:
     """The arguments of the named function are the whole answer, where no format is known."""
     (tool,) = choice.callable_tools(tuple(tools))
-    callee, unenforced = Callee(tool.name), (tool.path,)
+    callee = Callee(tool.name)
+    unenforced: tuple[str, ...] = (tool.path,)
     if tool.name not in loose:
         callee, unenforced = held_callee(tool)
     lark = LarkWriter({})

@@ -149,8 +149,8 @@ class AnswerReader:
         # Of text, and of text behind a broken call.
         self._stops = [marks(*begins, *row.dropped), marks(*begins, *row.dropped, *ends)]
         self._is_broken = False
-        ends = begins if ends_thoughts is None else ends_thoughts
-        self._stops_of_thought = marks(*row.close, *(ends if row.ends_at_call else ()))
+        calling = begins if ends_thoughts is None else tuple(ends_thoughts)
+        self._stops_of_thought = marks(*row.close, *(calling if row.ends_at_call else ()))
         # A sentence that closes a thought may also begin another one.
         closing = [mark for mark in row.close if not mark[0].isalpha()]
         self._closing = marks(*closing, *row.dropped[1::2])
