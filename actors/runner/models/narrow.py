@@ -263,10 +263,15 @@ def hold_narrow(model: nn.Module, names: Iterable[str]) -> None:
                 module._parameters[name] = held[id(parameter)]  # type: ignore[assignment]
 
 
-def widen(model: nn.Module) -> None:
-    """Makes the weights that are narrow still plain float32 parameters, one after the other."""
+def widen(model: nn.Module, but: nn.Module | None = None) -> None:
+    """Makes the weights that are narrow still plain float32 parameters, one after the other.
+
+    Args:
+        but: a part whose modules keep theirs.
+    """
+    left = set() if but is None else set(but.modules())
     wide: dict[int, nn.Parameter] = {}  # by the narrow one
-    for module in model.modules():
+    for module in (one for one in model.modules() if one not in left):
         for name, own in module._parameters.items():
             if isinstance(own, NarrowWeight):
                 if id(own) not in wide:

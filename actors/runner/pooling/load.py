@@ -55,13 +55,13 @@ def load_decoder(
         InvalidConfig, UnsupportedModel: as ``load_model``; or a token of a label is unknown.
     """
     if recipe.label_tokens:
-        model: Any = load_model(args, config, device, attention, AutoModelForCausalLM)
+        model: Any = load_model(args, config, device, attention, AutoModelForCausalLM, narrow=True)
         head: Head = LinearHead(_label_rows(args, recipe, model.lm_head.weight))
         return HeadlessDecoder(model.model), head
     if recipe.kind == "classify":
         model = load_model(args, config, device, attention, AutoModelForSequenceClassification)
         return HeadlessDecoder(model.base_model), LinearHead(model.score.weight, model.score.bias)
-    base = load_model(args, config, device, attention, AutoModel)
+    base = load_model(args, config, device, attention, AutoModel, narrow=True)
     return HeadlessDecoder(base), vector_head(args, recipe, device)
 
 

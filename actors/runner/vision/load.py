@@ -24,6 +24,7 @@ from rayfin.actors.images.processor import (
 )
 from rayfin.actors.images.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import NewRequest, Sampling
+from rayfin.actors.runner.models.narrow import widen
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
 from rayfin.actors.runner.models.weights import load_model
@@ -90,8 +91,9 @@ def load_vision(
         raise UnsupportedModel(f"{name} cannot be served with LoRA adapters", "enable_lora")
     processor = ImageProcessor.load(args)
     attention = {"text_config": ATTENTION, "vision_config": "sdpa", "": "sdpa"}
-    whole = load_model(args, config, device, attention, AutoModelForImageTextToText)
+    whole = load_model(args, config, device, attention, AutoModelForImageTextToText, narrow=True)
     text = TextView(whole)
+    widen(whole, but=text)
     set_attention(text, ATTENTION)  # type: ignore[arg-type]
     if processor is None:
         return text, None

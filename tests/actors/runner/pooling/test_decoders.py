@@ -1,11 +1,14 @@
 """Decoders that pool: sentence-transformers' vectors, in any chunks, with pages shared."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sentence_transformers import SentenceTransformer
+from transformers import AutoModelForCausalLM
 
 from pooling_models import SIZE, TEXTS, add_modules, make_decoder
 from rayfin import LLM
@@ -76,3 +79,16 @@ def test_a_generative_model_embeds_if_it_is_converted(tmp_path: Path) -> None:
         found = vectors_of(llm, TEXTS)
     assert found.shape == (len(TEXTS), SIZE)
     assert np.abs(np.linalg.norm(found, axis=1) - 1).max() < 1e-6
+
+
+def test_a_checkpoint_in_16_bits_gives_the_same_bits(tmp_path: Path) -> None:
+    """As one that holds the same numbers in 32: it is packed as it is stored."""
+    folder, found = make_decoder(tmp_path / "made"), []
+    for dtype in (torch.bfloat16, torch.float32):
+        copy = Path(shutil.copytree(folder, tmp_path / str(dtype)))
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(copy)
+        folder = copy
+        add_modules(copy, {"pooling_mode_lasttoken": True})
+        with LLM(str(copy), threads=1, num_pages=32, max_batch_tokens=64) as llm:
+            found.append(vectors_of(llm, TEXTS))
+    assert (found[0] == found[1]).all()

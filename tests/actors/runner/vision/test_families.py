@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest, RunnerGroupFailed, UnsupportedModel
 from rayfin.actors.messages import EngineInfo
@@ -277,3 +279,22 @@ def test_missing_processor(llava: VisionModel, engine_args: Make, tmp_path: Path
         (folder / name).unlink()
     with pytest.raises(InvalidConfig, match="processor cannot be loaded"):
         load(engine_args(folder))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
+def test_a_checkpoint_in_16_bits_gives_the_same_bits(
+    name: str, made: Make, served: Make, request_of: Make, tmp_path: Path
+) -> None:
+    """As one that holds the same numbers in 32: its language model is packed as it is stored."""
+    tiny, found = made(name), []
+    folder = tiny.folder
+    for dtype in (torch.bfloat16, torch.float32):
+        copy = Path(shutil.copytree(folder, tmp_path / str(dtype)))
+        AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).save_pretrained(copy)
+        folder = copy
+        engine = served(copy, **_settings(tiny, 16))
+        prompt = tiny.prompt(BEFORE, picture(1), AFTER)
+        engine.run(_request(request_of, 0, prompt))
+        places = range(len(prompt[0]), len(prompt[0]) + OUTPUT)
+        found.append(torch.stack([engine.sampled[0][place] for place in places]))
+    assert torch.equal(*found)
