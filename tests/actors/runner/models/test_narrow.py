@@ -79,9 +79,18 @@ def test_the_same_bits_as_of_a_model_in_float32(
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"quantization": "int4"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"enable_lora": True},
+        {"enable_prompt_embeds": True},
+        {"attention": "torch"},
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_rounded_weights_are_the_same(
+def test_the_same_bits_with_other_settings(
     family: str,
     settings: dict[str, Any],
     checkpoint: Make,
@@ -94,6 +103,17 @@ def test_rounded_weights_are_the_same(
     monkeypatch.setattr(weights, "narrow_loads", lambda wanted: narrow_loads(False))
     expected = answers(served, request_of, folder, **settings)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_cache_of_weights_holds_the_same_bits(
+    checkpoint: Make, served: Make, request_of: Make, tmp_path: Path
+) -> None:
+    folder = checkpoint("llama")
+    expected = answers(served, request_of, folder)
+    for _ in range(2):  # the second start reads no checkpoint
+        found = answers(served, request_of, folder, weights_cache=str(tmp_path / "cache"))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert list((tmp_path / "cache").iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
