@@ -42,8 +42,8 @@ def checkpoint(tiny_model: Make, tmp_path: Path) -> Make:
 def load(folder: Path, *, wanted: bool) -> Any:
     """A float32 model, and the names of its narrow weights."""
     with narrow_loads(wanted) as names:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    hold_narrow(model.requires_grad_(False), names)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    hold_narrow(model.eval().requires_grad_(False), names)
     return model, names
 
 
@@ -64,7 +64,7 @@ def test_the_same_bits_as_of_a_model_in_float32(
 ) -> None:
     folder = checkpoint(family)
     held: list[set[str]] = []
-    real = weights.hold_narrow
+    real = narrow.hold_narrow
 
     def spy(model: nn.Module, names: set[str]) -> None:
         held.append(set(names))
@@ -143,7 +143,8 @@ def test_a_narrow_model_computes_in_float32(
 def test_tied_weights_stay_one(tiny_models: Any, tmp_path: Path) -> None:
     config = tiny_models.tiny_config("llama")
     config.tie_word_embeddings = True
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    make: Any = AutoModelForCausalLM
+    make.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     model, _ = load(tmp_path, wanted=True)
     head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
     assert isinstance(head, NarrowWeight) and head is embedding
