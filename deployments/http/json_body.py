@@ -183,7 +183,7 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 
 @contextmanager
 def renamed_paths(inner: str, outer: str) -> Iterator[None]:
-    """Errors that name a path inside of ``inner`` name the same place of ``outer``.
+    """Errors that name ``inner``, or a path inside of it, name the same place of ``outer``.
 
     Raises:
         InvalidRequest: the body raised it.
@@ -192,6 +192,8 @@ def renamed_paths(inner: str, outer: str) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         path = error.param or ""
+        if path == inner:
+            error.param = outer
         if inner == outer or not path.startswith(f"{inner}["):
             raise
         moved = outer + path.removeprefix(inner)

@@ -74,7 +74,7 @@ class ChatAdapter(CompletionAdapter):
         for number, messages in enumerate(self._conversations):
             path = body.conversation_param(number)
             with renamed_paths("messages", path):
-                rendered = await self._render(messages, path, given)
+                rendered = await self._render(messages, given)
             if number == 0:
                 self._opening = rendered.opening
             elif self._thinks_at_first(rendered.opening) != self._thinks_at_first(self._opening):
@@ -119,12 +119,11 @@ class ChatAdapter(CompletionAdapter):
         last = plain_messages(messages, images=self._service.media is not None)[-1]
         return text_of(last["content"]) if last["role"] == self._role(messages) else ""
 
-    async def _render(self, messages: Any, param: str, given: list[int] | None) -> ChatPrompt:
+    async def _render(self, messages: Any, given: list[int] | None) -> ChatPrompt:
         body = self._body
         return await chat_prompt(
             self._service,
             messages,
-            param,
             given=given,
             chat_template=body.chat_template,
             tools=body.tools,

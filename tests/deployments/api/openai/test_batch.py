@@ -63,6 +63,7 @@ async def test_roles_and_echoes_are_those_of_each(http: httpx.AsyncClient) -> No
         ({"messages": HELLO}, "messages[0]"),
         ({"messages": None}, "messages"),
         ({"messages": [HELLO, []]}, "messages[1]"),
+        ({"messages": [HELLO, [{"role": "user", "content": "x" * 300_000}]]}, "messages[1]"),
         ({"messages": [HELLO, [{"role": "user"}]]}, "messages[1][0].content"),
         ({"messages": [HELLO] * 5}, "messages"),
         ({"stream": True}, "stream"),
