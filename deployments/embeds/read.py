@@ -190,7 +190,7 @@ def _repeats(array: np.ndarray) -> bool:
     """Whether places of an array share numbers; its strides are not negative."""
     sizes = zip(array.shape, array.strides, strict=True)
     reach = sum((count - 1) * step for count, step in sizes) + array.itemsize
-    return reach < array.nbytes
+    return bool(reach < array.nbytes)
 
 
 def _shaped(tensor: Tensor, param: str, info: EngineInfo, before: int) -> Tensor:

@@ -62,8 +62,9 @@ class Marked:
 
     def tokenizer(self, inner: "PreTrainedTokenizerFast") -> "PreTrainedTokenizerFast":
         """A view of a tokenizer whose chat templates give ids of parts for markers."""
+        kind: Any = type(inner)
         view: Any = copy.copy(inner)
-        view.__class__ = _cutting(type(inner))
+        view.__class__ = _cutting(kind)
         view.marked = self
         return cast("PreTrainedTokenizerFast", view)
 
