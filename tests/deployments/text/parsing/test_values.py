@@ -86,8 +86,10 @@ def test_following_a_text_is_reading_it(value: Any, data: st.DataObject) -> None
         piece, out = text[begin:end], list[str]()
         reader.read(piece, 0, len(piece), out)
         as_written = "".join(out) == piece and not reader.done
-        assert follower.follow(piece) == as_written
-        if not as_written:
+        # Surrogates stand for marker tokens, which only `read` looks up.
+        followed = follower.follow(piece)
+        assert followed == (as_written and "\ud800" not in piece)
+        if not followed:
             follower.read(piece, 0, len(piece), [])
         states = [(one.done, one.broken, one.whole) for one in (reader, follower)]
         assert states[0] == states[1]
