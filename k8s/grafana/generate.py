@@ -266,6 +266,7 @@ RELIABILITY = [
         "reqps",
     ),
     Panel("Suspects on trial", {BY_ENGINE: f"rayfin_quarantine_suspects{{{ENGINE}}}"}),
+    Panel("Spare runners ready", {BY_ENGINE: f"rayfin_spare_runners{{{ENGINE}}}"}),
     Panel("Logits that were not finite", {"requests": rate("corrupted_requests_total")}, "reqps"),
     Panel("Disconnected clients", {"requests": rate("client_disconnects_total", MODEL)}, "reqps"),
     Panel("No step finished for", {BY_ENGINE: f"rayfin_engine_stalled_seconds{{{ENGINE}}}"}, "s"),

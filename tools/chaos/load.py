@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import drawn_pictures
 import httpx
-import pictures
 from history import Event, Record
 
 from rayfin.deployments.bench.endpoint import DONE, event_data
@@ -143,7 +143,7 @@ class Ask:
         if not self.pictures:
             return [{"role": "user", "content": self.question}]
         parts: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": pictures.address(number)}}
+            {"type": "image_url", "image_url": {"url": drawn_pictures.address(number)}}
             for number in self.pictures
         ]
         return [{"role": "user", "content": [*parts, {"type": "text", "text": self.question}]}]
@@ -210,9 +210,9 @@ class Asks:
     def looking(self, *, new: bool = False) -> Ask:
         """A stream about one or two pictures; a ``new`` one is in no other request."""
         draw = self._random
-        shown = draw.choices(range(pictures.SHARED), k=draw.randint(1, 2))
+        shown = draw.choices(range(drawn_pictures.SHARED), k=draw.randint(1, 2))
         if new:
-            shown = [pictures.SHARED + self._count]
+            shown = [drawn_pictures.SHARED + self._count]
         temperature, n = draw.choice([(0, 1), (0.9, 1), (0.9, 2)])
         return self._ask(
             "looking",
@@ -238,7 +238,7 @@ class Asks:
             stream=False,
             settings=settings,
             question=self._question(),
-            pictures=(draw.randrange(pictures.SHARED),),
+            pictures=(draw.randrange(drawn_pictures.SHARED),),
         )
 
     def line(self) -> Ask:
