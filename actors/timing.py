@@ -178,12 +178,14 @@ OPERATION_POLL_SECONDS = 0.5  # of the command line, while an operation runs
 STATUS_LINE_SECONDS = 10.0
 TOOL_SECONDS = 10.0  # a tool that collect-env asks, such as nvidia-smi
 
-# Leaving. An engine that an update replaces by another model's takes requests until the ingresses
-# of the new one are there (handover): they start behind it, on a busy machine 10 s. After the drain
-# its requests are moved, and clients read the rest. An ingress stays until its streams have ended,
-# because a connection cannot be handed over.
+# Leaving. An engine that an update replaces by another model's takes requests until Serve has
+# replaced the ingresses as well (handover), which start behind the new engine. Then the proxies
+# hear of the new ones. After the drain its requests are moved, and clients read the rest. An
+# ingress stays until its streams have ended, because a connection cannot be handed over.
 
-HANDOVER_SECONDS = 15.0
+HANDOVER_SECONDS = 120.0  # at most
+HANDOVER_POLL_SECONDS = 0.5
+HANDOVER_SETTLE_SECONDS = 3.0
 DRAIN_POLL_SECONDS = 0.1
 EVICTION_SECONDS = 3.0
 CLIENT_LEAVE_SECONDS = 10.0

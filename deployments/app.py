@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.timing import ENGINE_STOP_SECONDS, INGRESS_DRAIN_SECONDS
+from rayfin.actors.timing import ENGINE_STOP_SECONDS, HANDOVER_SECONDS, INGRESS_DRAIN_SECONDS
 from rayfin.deployments.batches.routes import FORM_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_IMAGES_BODY_BYTES
 from rayfin.deployments.http.layers import Cors, HttpSettings
@@ -123,7 +123,7 @@ def bind_engines(model: ModelArgs, drain: float) -> Application:
         **number,
         name=model.deployment,
         max_surge_percent=ONE_MORE if has_room(model.engine, model.deployment, least) else 0,
-        graceful_shutdown_timeout_s=drain + ENGINE_STOP_SECONDS,
+        graceful_shutdown_timeout_s=HANDOVER_SECONDS + drain + ENGINE_STOP_SECONDS,
     ).bind(located(model.engine), drain)
     return bound
 

@@ -58,7 +58,6 @@ from rayfin.actors.timing import (
     ENGINE_STALL_SECONDS,
     ENGINE_STALL_STEPS,
     EVICTION_SECONDS,
-    HANDOVER_SECONDS,
     LOOP_STUCK_SECONDS,
     MAX_REPAIR_PAUSE_SECONDS,
     MISSED_PULSES,
@@ -132,15 +131,16 @@ class Supervisor:
         if self._failures >= MAX_FAILURES:
             raise EngineUnavailable(f"engine {self.name}: {self._reason}")
 
+    async def is_replaced(self) -> bool:
+        """Whether the deployment has an engine with another model, or of another version."""
+        return await other_model_exists(self.name, self._args.identity)
+
     async def drain(self, seconds: float) -> None:
         """Hands new requests back; after ``seconds`` the unfinished ones as well.
 
         Returns when no request is left, or when the engine is dead.
         """
         try:
-            if await other_model_exists(self.name, self._args.identity):
-                await asyncio.sleep(handover := min(HANDOVER_SECONDS, seconds))
-                seconds -= handover
             await self._scheduler.drain.remote()
             if not await self._wait_until_idle(seconds):
                 await self._scheduler.evict.remote()

@@ -10,6 +10,9 @@ from rayfin.actors.processes.registry import NAMESPACE, engine_names
 ENGINE = "engine"
 """The Serve deployment of the engines of an application's one model; of several, a name follows."""
 
+INGRESS = "ingress"
+"""The Serve deployment of an application's ingresses."""
+
 
 def engine_prefix(app: str, deployment: str = ENGINE) -> str:
     """What the names of all engines of a Serve deployment begin with; a number follows."""

@@ -1,16 +1,24 @@
 """The Serve deployment that keeps one engine alive: its life cycle; no token passes here."""
 
+import asyncio
 import logging
 import time
 
 from ray import serve
+from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.supervision.supervisor import Supervisor
-from rayfin.actors.timing import SERVE_HEALTH_PERIOD_SECONDS, SERVE_HEALTH_TIMEOUT_SECONDS
-from rayfin.deployments.client.engine_names import ENGINE, engine_prefix
+from rayfin.actors.timing import (
+    HANDOVER_POLL_SECONDS,
+    HANDOVER_SECONDS,
+    HANDOVER_SETTLE_SECONDS,
+    SERVE_HEALTH_PERIOD_SECONDS,
+    SERVE_HEALTH_TIMEOUT_SECONDS,
+)
+from rayfin.deployments.client.engine_names import ENGINE, INGRESS, engine_prefix
 from rayfin.deployments.serve.autoscaling import AutoscalingReport
 
 logger = logging.getLogger(__name__)
@@ -35,6 +43,7 @@ class EngineDeployment:
         self._drain_seconds = drain_seconds
         self._report = AutoscalingReport()
         own = serve.get_replica_context()
+        self._app = own.app_name
         prefix = engine_prefix(own.app_name, own.deployment)
         self._supervisor = Supervisor(args, prefix, detached=True)
         await self._supervisor.start()
@@ -56,5 +65,27 @@ class EngineDeployment:
 
     async def __del__(self) -> None:
         """Serve's last call: what runs may finish or is moved, then the engine goes."""
+        if await self._supervisor.is_replaced():
+            await wait_for_new_ingresses(self._app)
         await self._supervisor.drain(self._drain_seconds)
         self._supervisor.stop()
+
+
+async def wait_for_new_ingresses(app: str, seconds: float = HANDOVER_SECONDS) -> None:
+    """Returns when an update of ``app`` has replaced its ingresses, or after ``seconds``.
+
+    The old ingresses can use the old engine only, and take requests until then. Returns at once
+    if the application is deleted.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        status = (await asyncio.to_thread(serve.status)).applications.get(app)
+        if status is None or status.status is ApplicationStatus.DELETING:
+            return
+        ingress = status.deployments.get(INGRESS)
+        if ingress is None or ingress.status == "HEALTHY":
+            # The proxies still have to hear of it.
+            await asyncio.sleep(HANDOVER_SETTLE_SECONDS)
+            return
+        await asyncio.sleep(HANDOVER_POLL_SECONDS)
+    logger.warning("the update has not replaced the ingresses after %.0f s", seconds)

@@ -17,6 +17,7 @@ from rayfin.actors.processes.logs import set_up
 from rayfin.actors.timing import RETRY_AFTER_SECONDS
 from rayfin.deployments.api.app import build_api
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
+from rayfin.deployments.client.engine_names import INGRESS
 from rayfin.deployments.edge.flow import ReplicaFlow
 from rayfin.deployments.generation.quotas import TokenQuotas
 from rayfin.deployments.http.idempotency import AnswerStore
@@ -33,7 +34,7 @@ from rayfin.deployments.text.tokenizer import Tokenizer
 
 
 @serve.deployment(
-    name="ingress",
+    name=INGRESS,
     ray_actor_options={"num_cpus": 0},
     max_ongoing_requests=4096,
     max_queued_requests=4096,  # in the proxy, beyond what replicas have; then Serve refuses

@@ -124,7 +124,8 @@ def test_callers_wait_for_as_long_as_the_scheduler_does() -> None:
 def test_an_engine_leaves_in_time() -> None:
     assert t.EVICTION_SECONDS + t.CLIENT_LEAVE_SECONDS < t.ENGINE_STOP_SECONDS
     assert t.DRAIN_POLL_SECONDS < t.EVICTION_SECONDS
-    assert t.REGISTRY_REFRESH_SECONDS < t.HANDOVER_SECONDS < ServerArgs().shutdown_timeout
+    assert t.REGISTRY_REFRESH_SECONDS < t.HANDOVER_SETTLE_SECONDS < t.HANDOVER_SECONDS
+    assert t.HANDOVER_POLL_SECONDS < t.HANDOVER_SETTLE_SECONDS
     assert ServerArgs().shutdown_timeout + t.ENGINE_STOP_SECONDS < t.INGRESS_DRAIN_SECONDS
     assert t.ADMIN_STOP_SECONDS + t.ADMIN_BIND_PAUSE_SECONDS < t.ADMIN_BIND_SECONDS
 

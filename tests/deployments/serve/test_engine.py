@@ -1,0 +1,65 @@
+"""An engine that an update replaces waits for the new ingresses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.schema import ApplicationStatus
+
+from rayfin.actors.timing import HANDOVER_POLL_SECONDS, HANDOVER_SETTLE_SECONDS
+from rayfin.deployments.serve.engine import wait_for_new_ingresses
+
+pytestmark = pytest.mark.anyio
+
+UPDATING = (ApplicationStatus.DEPLOYING, "UPDATING")
+REPLACED = (ApplicationStatus.DEPLOYING, "HEALTHY")  # an engine still leaves
+DELETING = (ApplicationStatus.DELETING, "UPDATING")
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that are made, which take no time; the clock goes on by them."""
+    made: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr("rayfin.deployments.serve.engine.asyncio.sleep", sleep)
+    monkeypatch.setattr(
+        "rayfin.deployments.serve.engine.time", SimpleNamespace(monotonic=lambda: sum(made))
+    )
+    return made
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *states: tuple[Any, Any]) -> None:
+    """Serve's answers, of which the last one repeats."""
+    left = list(states)
+
+    def status() -> Any:
+        app, ingress = left.pop(0) if len(left) > 1 else left[0]
+        deployments = {"ingress": SimpleNamespace(status=ingress)}
+        applications = {"app": SimpleNamespace(status=app, deployments=deployments)}
+        return SimpleNamespace(applications=applications)
+
+    monkeypatch.setattr("rayfin.deployments.serve.engine.serve.status", status)
+
+
+async def test_until_they_are_there(monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> None:
+    say(monkeypatch, UPDATING, UPDATING, REPLACED)
+    await wait_for_new_ingresses("app")
+    polls = [HANDOVER_POLL_SECONDS] * 2
+    assert pauses == [*polls, HANDOVER_SETTLE_SECONDS]
+
+
+async def test_for_so_long(monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> None:
+    say(monkeypatch, UPDATING)
+    await wait_for_new_ingresses("app", seconds=7)
+    assert sum(pauses) == 7
+
+
+async def test_not_when_all_ends(monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> None:
+    say(monkeypatch, UPDATING, DELETING)
+    await wait_for_new_ingresses("app")
+    assert pauses == [HANDOVER_POLL_SECONDS]
+    await wait_for_new_ingresses("another")
+    assert len(pauses) == 1
