@@ -7,12 +7,13 @@ that only narrows is left out, and listed.
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.guidance.patterns.ecma import parse
 from rayfin.deployments.guidance.patterns.overlap import Fuel, Pattern
-from rayfin.deployments.guidance.patterns.parts import write
+from rayfin.deployments.guidance.patterns.parts import Part, write
 from rayfin.deployments.guidance.schema.keywords import (
     ANNOTATIONS,
     APPLICATORS,
@@ -171,7 +172,8 @@ class Rewriter:
         if value in FORMATS:
             node["format"] = value
         elif value in DATES:
-            text = self._written(path, DATES[value])
+            part, text = _parts_of_format(value)
+            self.patterns.setdefault(text, Pattern(part, self._fuel))
             if "pattern" in self._references.value(at[:-1]):
                 _also(node, Node(path, {"pattern": text}))
             else:
@@ -364,6 +366,13 @@ class Rewriter:
         text = write(part)
         self.patterns.setdefault(text, Pattern(part, self._fuel))
         return text
+
+
+@cache
+def _parts_of_format(name: str) -> tuple[Part, str]:
+    """The parts of a format that is a pattern for llguidance, and its text."""
+    part = parse(DATES[name], f"format {name}")
+    return part, write(part)
 
 
 def unsupported(path: str, what: str) -> InvalidRequest:
