@@ -16,7 +16,7 @@ export class Chat {
     this.messages = [];
     this.aborter = null;
     this.welcome = at("welcome");
-    this.pictures = new Pictures(at("pictures"), at("chat"), at("prompt"));
+    this.pictures = new Pictures(at("pictures"), at("pictures-note"), at("chat"), at("prompt"));
     at("chat-form").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
     at("prompt").addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

@@ -1,12 +1,18 @@
 // Pictures that are dropped or pasted, until the next message takes them.
-const MOST_BYTES = 20 * 2 ** 20; // the server's own limit may be lower
+const MEBIBYTE = 2 ** 20;
+const MOST_BYTES = 20 * MEBIBYTE; // the server's own limit may be lower
 
 export class Pictures {
-  constructor(shelf, drop, paste) {
+  // `note` is where the page says which files it did not take.
+  constructor(shelf, note, drop, paste) {
     this.shelf = shelf;
+    this.note = note;
     this.urls = [];
     paste.addEventListener("paste", (event) => {
-      if (this.add(event.clipboardData?.files)) event.preventDefault();
+      const pictures = [...(event.clipboardData?.files ?? [])].filter(isPicture);
+      if (!pictures.length) return; // text, which the field takes
+      event.preventDefault();
+      this.add(pictures);
     });
     drop.addEventListener("dragover", (event) => {
       if (!event.dataTransfer.types.includes("Files")) return;
@@ -16,7 +22,9 @@ export class Pictures {
     drop.addEventListener("dragleave", () => drop.classList.remove("over"));
     drop.addEventListener("drop", (event) => {
       drop.classList.remove("over");
-      if (this.add(event.dataTransfer.files)) event.preventDefault();
+      if (!event.dataTransfer.files.length) return; // text
+      event.preventDefault(); // or the browser leaves the page for the file
+      this.add(event.dataTransfer.files);
     });
   }
 
@@ -24,15 +32,24 @@ export class Pictures {
     return this.urls.length;
   }
 
-  // Whether there is a picture among the files.
+  // Takes the pictures among the files, and says why it does not take the others.
   add(files) {
-    const pictures = [...(files ?? [])].filter((file) => file.type.startsWith("image/") && file.size <= MOST_BYTES);
-    for (const file of pictures) {
+    const left = [];
+    for (const file of files) {
+      const why = refusal(file);
+      if (why) {
+        left.push(`${file.name || "The picture"} ${why}`);
+        continue;
+      }
       const reader = new FileReader();
       reader.addEventListener("load", () => { this.urls.push(reader.result); this.draw(); });
       reader.readAsDataURL(file);
     }
-    return pictures.length > 0;
+    this.say(left.join(" "));
+  }
+
+  say(text) {
+    this.note.textContent = text;
   }
 
   put(urls) {
@@ -43,6 +60,7 @@ export class Pictures {
   take() {
     const urls = this.urls;
     this.urls = [];
+    this.say("");
     this.draw();
     return urls;
   }
@@ -58,6 +76,17 @@ export class Pictures {
     }));
     this.shelf.hidden = !this.urls.length;
   }
+}
+
+function isPicture(file) {
+  return file.type.startsWith("image/");
+}
+
+// Why a file is not taken; "" if it is.
+function refusal(file) {
+  if (!isPicture(file)) return "is no picture.";
+  if (file.size <= MOST_BYTES) return "";
+  return `has ${Math.ceil((10 * file.size) / MEBIBYTE) / 10} MiB, and a picture at most ${MOST_BYTES / MEBIBYTE}.`;
 }
 
 export function thumbnail(url) {

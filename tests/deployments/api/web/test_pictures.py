@@ -11,11 +11,11 @@ from rayfin.actors.metrics.snapshot import EngineSnapshot
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 
-GIVE = """([kind, name, base64]) => {
+GIVE = """([kind, name, base64, more]) => {
   const bytes = Uint8Array.from(atob(base64), (own) => own.charCodeAt(0));
   const given = new DataTransfer();
   const type = name.endsWith("png") ? "image/png" : "text/plain";
-  given.items.add(new File([bytes], name, { type }));
+  given.items.add(new File([bytes, new Uint8Array(more ?? 0)], name, { type }));
   const options = { bubbles: true, cancelable: true };
   const event = kind === "drop"
     ? new DragEvent("drop", { ...options, dataTransfer: given })
@@ -62,3 +62,23 @@ def test_pictures_go_with_the_next_message(
     image, text = posted[0]["messages"][-1]["content"]
     assert image["image_url"]["url"] == f"data:image/png;base64,{png(2)}"
     assert text == {"type": "text", "text": "what is it?"}
+
+
+def test_a_file_that_is_not_taken_is_named(
+    url: str, page: Any, engine: Any, shown: EngineSnapshot
+) -> None:
+    """The browser stays on the page, also where no file is taken."""
+    engine.shown = [shown]
+    page.goto(url)
+    sync_api.expect(page.locator("#health")).to_have_text("serving")
+    note, kept = page.locator("#pictures-note"), page.locator("#pictures img")
+    sync_api.expect(note).to_be_hidden()
+    for kind in ("drop", "paste"):
+        assert page.evaluate(GIVE, [kind, "large.png", png(1), 20 * 2**20])
+        sync_api.expect(note).to_have_text("large.png has 20.1 MiB, and a picture at most 20.")
+    assert page.evaluate(GIVE, ["drop", "<b>.txt", png(1)])
+    sync_api.expect(note).to_have_text("<b>.txt is no picture.")
+    sync_api.expect(kept).to_have_count(0)
+    assert page.evaluate(GIVE, ["drop", "b.png", png(2)])
+    sync_api.expect(kept).to_have_count(1)
+    sync_api.expect(note).to_be_hidden()
