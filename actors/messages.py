@@ -244,6 +244,7 @@ class SchedulerInfo:
     # snapshots for states); before everything else of the step, in this order
     grants: Int32Array | None = None  # [R] most tokens that each row samples in this call, drafts
     # that are right among them; None if there are none: one in each decode step
+    image_tokens: int = 0  # of all images that its chunks reach into: a tower may have to run
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -9,6 +9,7 @@ must get exactly its tokens and one end, and the pages must add up after every s
 """
 
 import argparse
+import hashlib
 import heapq
 import math
 import random
@@ -27,7 +28,10 @@ from fake_stream import Stream
 from harness import make_harness
 from rayfin.actors.errors import InvalidRequest, Overloaded, RequestQuarantined
 from rayfin.actors.guidance import CallGrammar, Guidance
-from rayfin.actors.messages import COPY, BeamParams
+from rayfin.actors.images.image_input import VIRTUAL_TOKENS, ImageInput
+from rayfin.actors.images.virtual_ids import virtual_ids
+from rayfin.actors.messages import COPY, AdapterRef, BeamParams
+from rayfin.actors.settings.uncut import Uncut
 
 STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]
 """What prompts begin with, where they begin alike."""
@@ -41,6 +45,8 @@ class Life:
         self.guided = random.Random(f"guided {seed}")
         self.drafting = random.Random(f"drafting {seed}")
         self.pacing = random.Random(f"pacing {seed}")
+        self.adapting = random.Random(f"adapters {seed}")
+        self.seeing = random.Random(f"images {seed}")
         self.num_refused = 0
         self.num_quarantined = 0  # for the prompt of one that was convicted
         self.harness = make_harness(**self._settings())
@@ -49,6 +55,8 @@ class Life:
         self._plan_faults()
         self._plan_drafts()
         self._plan_grammars()
+        self._plan_adapters()
+        self._plan_images()
         self._plan_requests()
 
     def run(self) -> None:
@@ -77,6 +85,7 @@ class Life:
         page_size, rows = draw.choice([1, 2, 3, 4, 8, 16]), draw.randint(1, 8)
         pages_of_one = -(-self.model_len // page_size)
         scheduler = draw.choice(["v0", "v1", "v1"])
+        uncut = self._uncut()
         return {
             "scheduler": scheduler,
             "itl_target": self.pacing.choice([None, None, 0.0003, 0.002]),
@@ -91,7 +100,7 @@ class Life:
             "num_pages": pages_of_one + draw.randint(0, draw.choice([2, 3 * pages_of_one])),
             "max_model_len": self.model_len,
             "max_decoding_batch": rows,
-            "max_batch_tokens": draw.randint(rows, 64),
+            "max_batch_tokens": max(draw.randint(rows, 64), rows + self.most_image_tokens),
             "max_prefill_batch": draw.randint(1, 4),
             "vocab_size": draw.choice([3, 50]),
             "prefix_caching": draw.random() < 0.85,
@@ -100,6 +109,8 @@ class Life:
             "step_seconds": draw.choice([0.0, 0.0002, 0.0002, 0.001, 0.01]),
             "num_speculative_tokens": self.drafting.choice([0, 0, 1, 2, 5, 8])
             * (scheduler == "v1"),
+            "max_loras": self.adapting.choice([0, 0, 1, 2, 8]),
+            "uncut": uncut,
         }
 
     def _plan_faults(self) -> None:
@@ -141,6 +152,69 @@ class Life:
             return Guidance(calls=CallGrammar((1,), grammar))
         return Guidance(grammar if draw.random() < 0.9 else "")
 
+    def _uncut(self) -> Uncut:
+        """Whether images are computed whole. Those that are, are small beside a step."""
+        self.most_image_tokens = self.seeing.choice([0, 2, 9])
+        return Uncut(self.seeing.choice(["nothing", "image"]))
+
+    def _plan_adapters(self) -> None:
+        """Names of adapters and what they mean at first; how long a runner reads each content."""
+        draw, self.adapters = self.adapting, dict[str, AdapterRef]()
+        self.num_moved_names = 0
+        self.share_adapted = draw.choice([0.3, 0.9]) if self.harness.config.max_loras else 0.0
+        self._pauses = draw.choice([[0.0], [0.0, 0.001], [0.0005, 0.02], [0.01, math.inf]])
+        for name in ("x", "y", "z"):
+            self._move_name(name)
+        for _ in range(draw.randint(0, 6)):
+            self._at(draw.random() * 0.1, lambda: self._move_name(draw.choice("xyz")))
+            self._at(draw.random() * 0.1, lambda: self._forget_name(draw.choice("xyz")))
+
+    def _move_name(self, name: str) -> None:
+        """The name gets another content, or one that an earlier name had: what runs goes on."""
+        self.num_moved_names += name in self.adapters
+        content = self.adapting.randrange(5)
+        digest = hashlib.sha256(b"%d" % content).hexdigest()
+        seconds = self.harness.executor.prepare_seconds
+        seconds[digest] = self.adapting.choice(self._pauses)
+        self.adapters[name] = AdapterRef(digest, digest, f"/adapters/{content}")
+
+    def _forget_name(self, name: str) -> None:
+        self.adapters.pop(name, None)
+
+    def _adapter(self) -> AdapterRef | None:
+        if not self.adapters or self.adapting.random() >= self.share_adapted:
+            return None
+        return self.adapting.choice(list(self.adapters.values()))
+
+    def _plan_images(self) -> None:
+        """The images that prompts have, as their tokens by digest."""
+        self.images: dict[bytes, list[int]] = {}
+        for number in range(4 if self.most_image_tokens else 0):
+            digest = hashlib.sha256(b"image %d" % number).digest()
+            count = self.seeing.randint(1, self.most_image_tokens)
+            self.images[digest] = virtual_ids(digest, count).tolist()
+
+    def _see(self, prompt: list[int]) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """The prompt with an image or two in place of some tokens, beside those that it has."""
+        whole = list(prompt)
+        for tokens in self.images.values():
+            if len(whole) > len(tokens) and self.seeing.random() < 0.3:
+                start = self.seeing.randrange(len(whole) - len(tokens))
+                whole[start : start + len(tokens)] = tokens
+        found: list[ImageInput] = []
+        at = 0
+        while at < len(whole):
+            for digest, tokens in self.images.items():
+                if whole[at : at + len(tokens)] == tokens:
+                    found.append(ImageInput(digest, at, len(tokens), None))
+                    at += len(tokens)
+                    break
+            else:
+                if whole[at] < VIRTUAL_TOKENS:  # of an image that was cut
+                    whole[at] = -whole[at] % self.harness.config.vocab_size
+                at += 1
+        return whole, tuple(found)
+
     def _plan_requests(self) -> None:
         draw, now = self.random, 0.0
         pause = draw.choice([0.0, 0.0005, 0.005, 0.03])
@@ -158,6 +232,7 @@ class Life:
         prompt = self._prompt()[: self.model_len // 4 if self.outgrows else self.model_len - 1]
         most = 60 if self.outgrows else draw.choice([1, 5, 12, 40])
         longest = min(self.model_len - len(prompt), most)
+        prompt, images = self._see(prompt)
         vocabulary = range(harness.config.vocab_size)
         settings: dict[str, Any] = {
             "stop": draw.sample(vocabulary, draw.choice([0, 0, 1, min(12, len(vocabulary) - 1)])),
@@ -170,7 +245,11 @@ class Life:
             "logprobs": draw.choice([None, None, None, 0, 3]),
             "prompt_logprobs": draw.choice([None, None, None, None, 2]),
             "deaths": draw.choice([0] * 12 + [1]),
+            "adapter": self._adapter(),
+            "images": images,
         }
+        if images:  # refused before it comes here
+            settings["prompt_logprobs"] = None
         if draw.random() < 0.12:
             settings["beams"] = BeamParams(
                 draw.randint(1, 5),
@@ -347,6 +426,11 @@ def simulate(seed: int) -> Counter[str]:
     )
     happened["forks"] = sum(int((info.moves[:, 0] == COPY).sum()) for info in harness.executor.log)
     happened["leases"] = sum(info.num_steps > 1 for info in harness.executor.log)
+    happened["adapters"] = sum(
+        stream.source.adapter is not None for stream in harness.streams.values()
+    )
+    happened["names moved"] = life.num_moved_names
+    happened["images"] = sum(len(stream.source.images) for stream in harness.streams.values())
     happened["guided"] = sum(
         stream.source.sampling.guidance is not None for stream in harness.streams.values()
     )

@@ -88,7 +88,8 @@ class _RemoteStep:
                 time.sleep(STEP_RESEND_PAUSE_SECONDS)
                 self.refs = group.send(self.info)
         result: StepResult = next(answer for answer in answers if answer is not None)
-        group.watchdog.observe(self.info, result.seconds)
+        in_tower = 0.0 if result.images is None else sum(result.images.seconds)
+        group.watchdog.observe(self.info, result.seconds, in_tower)
         if failpoints.ACTIVE and failpoints.ACTIVE.hit_step("group.reply", self.info) == "drop":
             group.wait(None, patience, "the step")
         return result

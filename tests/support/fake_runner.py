@@ -21,6 +21,7 @@ from fake_stream import (
     Mirror,
     Stream,
     guided_token,
+    model_seed,
     next_logprobs,
     next_token,
     score_prompt,
@@ -41,12 +42,13 @@ from rayfin.actors.messages import (
     SchedulerInfo,
     StepResult,
 )
-from step_checks import check_form, check_limits
+from step_checks import check_form, check_limits, check_parts
 
 UNWRITTEN = -7  # a slot of a page not written since it was allocated
 JUNK_TOKEN = 0
 WRONG = -8  # what a draft that was wrong leaves in its row's pages
 JUNK = -9  # what a row leaves in its own pages that goes on after its end
+EMPTY = (UNWRITTEN, WRONG, JUNK)  # images have other ids below zero
 
 
 @dataclass(slots=True)
@@ -176,6 +178,7 @@ class FakeExecutor:
         check_limits(info, self.config)
         self._moved |= self._move_pages(info)
         self._take_news(info)
+        check_parts(info, {handle: own.new for handle, own in self.live.items()}, self.config)
         if call in self.stale_at:
             self._count_death(info)
         self._width = info.num_steps if info.grants is None else int(info.grants.max(initial=1))
@@ -242,7 +245,8 @@ class FakeExecutor:
         for kind, source, target in info.moves.tolist():
             content = (self._host if kind == SWAP_IN else self._memory)[source]
             spoiled = content[0] == JUNK or (kind != SWAP_IN and source in self._spoiled)
-            assert source >= 0 and (content[0] >= 0 or spoiled), "what is moved holds nothing"
+            assert source >= 0, "what is moved holds nothing"
+            assert content[0] not in EMPTY or spoiled, "what is moved holds nothing"
             if kind != SWAP_OUT:
                 (self._spoiled.add if spoiled else self._spoiled.discard)(target)
             assert kind == SWAP_IN or source in held | moved, (
@@ -299,6 +303,7 @@ class FakeExecutor:
             source = stream.source
             if source.beams is None:
                 assert new.sampling == source.sampling
+                assert (new.adapter, new.images) == (source.adapter, source.images)
                 self._check_history(new, stream)
             assert new.cap == len(source.prompt) + source.stopping.max_tokens
             assert new.stop_token_ids == source.stopping.stop_token_ids
@@ -313,7 +318,8 @@ class FakeExecutor:
         self.entered.append(new.sampling.seed)
 
     def _check_history(self, new: NewRequest, stream: Stream) -> None:
-        if new.sampling.needs_history or self.config.num_speculative_tokens:
+        seeing = bool(stream.source.images)
+        if new.sampling.needs_history or self.config.num_speculative_tokens or seeing:
             prompt, known = (
                 len(stream.source.prompt),
                 len(stream.source.prompt) + len(stream.tokens),
@@ -493,15 +499,16 @@ class FakeExecutor:
             for holder in holders:  # I4
                 truth = token if holder.stream is None else holder.stream.truth(position + 1)[-1]
                 assert token == truth, "another token is written to a shared page"
-            self._memory[page, position % size] = token
+            self._memory[page, position % size] = token ^ mark(mirror.new.extra_keys)
         mirror.num_tokens += len(tokens)
         mirror.sampled = None
 
     def _sample(self, info: SchedulerInfo, row: int, column: int, result: StepResult) -> None:
         """Reads the row's context back from its pages, and says what comes next."""
         mirror = self.live[int(info.ids[row])]
-        stream, seed, end = mirror.stream, mirror.new.sampling.seed, mirror.num_tokens
-        context = self._memory[mirror.pages].reshape(-1)[:end]
+        new, stream, end = mirror.new, mirror.stream, mirror.num_tokens
+        seed = model_seed(new.sampling.seed, new.adapter)
+        context = self._memory[mirror.pages].reshape(-1)[:end] ^ np.int32(mark(new.extra_keys))
         if not self._spoiled.isdisjoint(mirror.pages) and not self._fails(mirror, end):
             self._sample_junk(info, row, column, mirror, result)
             return
@@ -529,7 +536,7 @@ class FakeExecutor:
     def _next(self, mirror: Mirror, context: Int32Array) -> int:
         """The token after ``context`` [N]; a grammar knows the tokens that it was sent, alone."""
         sampling, size = mirror.new.sampling, self.config.vocab_size
-        token = next_token(context, sampling.seed, size)
+        token = next_token(context, model_seed(sampling.seed, mirror.new.adapter), size)
         if sampling.guidance is not None:
             assert len(mirror.history) == len(context), "its history lacks tokens"
             for grammar in sampling.guidance.grammars:
@@ -568,3 +575,8 @@ class FakeExecutor:
             mirror.over_since = self.num_run
             return False
         return mirror.num_tokens + 1 < mirror.new.cap
+
+
+def mark(extra_keys: tuple[str, ...]) -> int:
+    """What tokens in pages are marked with: an adapter's keys and values are no other one's."""
+    return (zlib.crc32(repr(extra_keys).encode()) & 0x3FFF) << 16 if extra_keys else 0

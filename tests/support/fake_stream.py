@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from rayfin.actors.messages import (
+    AdapterRef,
     Ended,
     EngineRequest,
     Float32Array,
@@ -24,6 +25,11 @@ from rayfin.actors.messages import (
 def next_token(context: Int32Array, seed: int, vocab_size: int) -> int:
     """The fake model: a hash of the whole context [N] and the request's seed."""
     return zlib.crc32(context.astype(np.int32).tobytes(), seed) % vocab_size
+
+
+def model_seed(seed: int, adapter: AdapterRef | None) -> int:
+    """The seed of the fake model for a request: an adapter makes another model of it."""
+    return seed if adapter is None else zlib.crc32(bytes.fromhex(adapter.digest), seed)
 
 
 def guided_token(token: int, history: Sequence[int] | Int32Array, grammar: str, size: int) -> int:
@@ -53,6 +59,10 @@ class Stream:
         return self.source.sampling.seed
 
     @property
+    def model_seed(self) -> int:
+        return model_seed(self.seed, self.source.adapter)
+
+    @property
     def open(self) -> bool:
         return self.ended is None and not self.aborted
 
@@ -62,7 +72,7 @@ class Stream:
             tokens = np.concatenate([self._truth, np.zeros(length, np.int32)])
             guidance = self.source.sampling.guidance
             for end in range(len(self._truth), length):
-                token = next_token(tokens[:end], self.seed, self._vocab_size)
+                token = next_token(tokens[:end], self.model_seed, self._vocab_size)
                 for grammar in guidance.grammars if guidance is not None else ():
                     token = guided_token(token, tokens[:end], grammar, self._vocab_size)
                 tokens[end] = token
@@ -88,7 +98,7 @@ class Stream:
 
     def _check_logprob(self, position: int, logprob: TokenLogprob, most: int, size: int) -> None:
         context = self.truth(position + 1)
-        row = next_logprobs(context[:-1], self.seed, size)
+        row = next_logprobs(context[:-1], self.model_seed, size)
         assert logprob.logprob == row[context[-1]]
         assert logprob.rank == 1 + (row > logprob.logprob).sum()
         likeliest = np.argsort(-row, kind="stable")[:most]
@@ -170,13 +180,14 @@ def search_by_the_book(source: EngineRequest, vocab_size: int) -> tuple[list[Hyp
     beams, stopping = source.beams, source.stopping
     assert beams is not None
     width, penalty, early = beams.width, beams.length_penalty, beams.early_stopping
+    seed = model_seed(source.sampling.seed, source.adapter)
     running: list[tuple[np.float32, list[int]]] = [(np.float32(0), [])]
     done: list[Hypothesis] = []
     for length in range(1, stopping.max_tokens + 1):
         every: list[tuple[np.float32, list[int]]] = []
         for score, text in running:
             context = np.concatenate([source.prompt, np.array(text, np.int32)])
-            row = next_logprobs(context, source.sampling.seed, vocab_size)
+            row = next_logprobs(context, seed, vocab_size)
             likeliest = sorted(range(vocab_size), key=lambda token: -row[token])
             every += [(score + row[token], [*text, token]) for token in likeliest]
         every.sort(key=lambda candidate: -candidate[0])
@@ -203,7 +214,7 @@ def score_prompt(
     """What the model thinks of the prompt tokens that follow those of the row's chunk."""
     assert new.history is not None, "a prompt to score was not sent"
     first = int(info.kv_len[row]) + 1
-    prompt, seed = new.history[: new.prompt_len], new.sampling.seed
+    prompt, seed = new.history[: new.prompt_len], model_seed(new.sampling.seed, new.adapter)
     size = size_of_prompt(prompt, vocab_size)
     said = [
         (at, int(prompt[at]), next_logprobs(prompt[:at], seed, size))

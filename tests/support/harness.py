@@ -16,7 +16,9 @@ from fake_stream import Stream
 from rayfin.actors.config import BatchLimits, EngineConfig
 from rayfin.actors.errors import DeadlineExceeded, InvalidRequest, RequestQuarantined
 from rayfin.actors.guidance import Guidance
+from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.messages import (
+    AdapterRef,
     BeamParams,
     EngineRequest,
     Pin,
@@ -70,6 +72,8 @@ class Harness:
         repetition: Repetition | None = None,
         pin: Pin | None = None,
         background: bool = False,
+        adapter: AdapterRef | None = None,
+        images: tuple[ImageInput, ...] = (),
     ) -> Stream:
         """Hands a request to the engine; a number is the length of a prompt of its own."""
         seed = self.num_added
@@ -96,7 +100,10 @@ class Harness:
             deaths=deaths,
             pin=pin,
             background=background,
+            images=images,
         )
+        if adapter is not None:
+            source.use(adapter)
         if guidance is not None and not self.executor.grammar_errors.isdisjoint(guidance.grammars):
             self.executor.errors.add((seed, len(output)))  # a step that compiles fails its row
         waiting = len(self.engine.lifecycle.lobby)

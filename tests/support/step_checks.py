@@ -1,9 +1,11 @@
 """What every step must look like, whatever is in it: for tests, and for the fake runner."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from rayfin.actors.config import EngineConfig
-from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT, SchedulerInfo
+from rayfin.actors.messages import COPY, SWAP_IN, SWAP_OUT, NewRequest, SchedulerInfo
 
 
 def check_form(info: SchedulerInfo) -> None:
@@ -48,3 +50,24 @@ def check_limits(info: SchedulerInfo, config: EngineConfig) -> None:
         assert info.grants.max() <= info.num_steps * (1 + most)
     if config.scheduler == "v0":
         assert not (info.decoding_batch and info.prefill_batch), "V0 mixes"
+
+
+def check_parts(info: SchedulerInfo, known: Mapping[int, NewRequest], config: EngineConfig) -> None:
+    """No more adapters than a step has; one image that begins beside streams; none cut if whole."""
+    rows = [known[handle] for handle in info.ids.tolist()]
+    digests = {new.adapter.digest for new in rows if new.adapter is not None}
+    assert len(digests) <= config.max_loras, "too many adapters in a step"
+    begun = tokens = 0
+    for row, new in enumerate(rows):
+        if info.is_decoding[row]:
+            continue
+        start = int(info.kv_len[row])
+        end = start + int(info.chunk_len[row])
+        for image in new.images:
+            first, last = image.start, image.start + image.length
+            begun += start <= first < end
+            tokens += image.length if first < end and start < last else 0
+            whole = config.uncut.ahead == "image"
+            assert not whole or not first < end < last, "an image is cut"
+    assert not info.decoding_batch or begun <= 1, "a token waits for two images"
+    assert info.image_tokens == tokens

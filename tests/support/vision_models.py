@@ -465,8 +465,8 @@ class VisionModel:
         whole, inputs = put_images(ids, images, IMAGE, "prompt", self.processor.place_id)
         return put_virtual_ids(np.array(whole, np.int32), inputs, IMAGE).tolist(), inputs
 
-    def greedy(self, ids: Sequence[int], images: Any, max_tokens: int) -> list[int]:
-        """What transformers' own ``generate`` says."""
+    def greedy(self, ids: Sequence[int], images: Any, max_tokens: int, **more: Any) -> list[int]:
+        """What transformers' own ``generate`` says, with ``more`` settings."""
         plain = torch.tensor([[IMAGE if token < VIRTUAL_TOKENS else token for token in ids]])
         fields: dict[str, Any] = {}
         if images:
@@ -486,6 +486,7 @@ class VisionModel:
             do_sample=False,
             pad_token_id=PAD,
             **fields,
+            **more,
         )
         tokens: list[int] = output[0, plain.shape[1] :].tolist()
         return tokens

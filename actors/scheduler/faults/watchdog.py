@@ -3,7 +3,8 @@
 Ray detects a process that has died, but not one that has stopped (SIGSTOP, a collective that never
 ends, a lock). So each step has a time limit: a multiple of what its work should take by the pace
 measured so far, and at least a floor. Work is counted in tokens. A token in a long context counts
-for more, so that a long prompt does not look like a hang.
+for more, so that a long prompt does not look like a hang. Tokens of images that a tower computes
+have a pace of their own: a chunk of few tokens may be the first to reach into a large image.
 """
 
 import numpy as np
@@ -39,6 +40,7 @@ class Watchdog:
         self._slowest_first = 0.0  # of the first steps of all runners
         self._seconds_per_token = 0.0
         self._seconds_per_step = 0.0
+        self._seconds_per_image_token = 0.0  # in the tower
 
     def restart(self) -> None:
         """The runners are new: they compile again, about as fast as the ones before."""
@@ -59,17 +61,24 @@ class Watchdog:
     def patience(self, info: SchedulerInfo) -> float:
         """Seconds that the step may take."""
         expected = info.num_steps * self._seconds_per_step + work(info) * self._seconds_per_token
+        expected += info.image_tokens * self._seconds_per_image_token
         least = self._first if self._steps < FIRST_STEPS else self._floor
+        if info.image_tokens and not self._seconds_per_image_token:
+            least = self._longest_first  # how fast the tower is is not known yet
         return max(least, MULTIPLE * expected)
 
-    def observe(self, info: SchedulerInfo, seconds: float) -> None:
-        """A step took the runners ``seconds``."""
+    def observe(self, info: SchedulerInfo, seconds: float, in_tower: float = 0.0) -> None:
+        """A step took the runners ``seconds``, of which ``in_tower`` were for images."""
         if self._steps < FIRST_STEPS:
             self._slowest_first = max(seconds, self._slowest_first)
         self._steps += 1
         self._restarts = 0
+        if info.image_tokens and in_tower:
+            pace = in_tower / info.image_tokens
+            slowest = self._seconds_per_image_token * FORGETTING
+            self._seconds_per_image_token = max(pace, slowest)
         if info.prefill_batch:
-            pace = seconds / max(work(info), 1.0)
+            pace = (seconds - in_tower) / max(work(info), 1.0)
             self._seconds_per_token = max(pace, self._seconds_per_token * FORGETTING)
         else:
             pace = seconds / info.num_steps

@@ -27,6 +27,9 @@ def test_lives(simulate: ModuleType) -> None:
         "prefix hits",
         "forks",
         "searches",
+        "adapters",
+        "names moved",
+        "images",
     ):
         assert happened[what] > 10, what
     assert happened["leases"] > 50

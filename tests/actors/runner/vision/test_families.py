@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rayfin.actors.errors import InvalidConfig, InvalidRequest, RunnerGroupFailed, UnsupportedModel
-from rayfin.actors.messages import EngineInfo
+from rayfin.actors.messages import BeamParams, EngineInfo
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.models import paged_model
@@ -124,6 +124,24 @@ def test_preempted_inside_an_image(tiny: VisionModel, served: Make, request_of: 
     )
     assert tokens == {key: tiny.greedy(*own, 20) for key, own in enumerate(prompts)}
     assert engine.engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
+def test_forks_and_beams_see_the_image(
+    name: str, made: Make, served: Make, request_of: Make
+) -> None:
+    """Choices of one prompt and a search over it, while the image is encoded once."""
+    tiny = made(name)
+    engine = served(tiny.folder, **_settings(tiny, 8))
+    prompt = tiny.prompt(BEFORE, picture(1), AFTER)
+    first, second, search = (_request(request_of, key, prompt) for key in range(3))
+    second.parent_key = first.key
+    search.beams = BeamParams(3)
+    tokens = engine.run(first, second, search)
+    assert tokens[0] == tokens[1] == tiny.greedy(*prompt, OUTPUT)
+    best = tiny.greedy(*prompt, OUTPUT, num_beams=3)
+    assert engine.hypotheses[2][0].tokens == best
+    assert engine.runner._loaded.vision.encoder.num_encoded == 1
 
 
 def test_a_step_beside_streams_begins_one_image(
