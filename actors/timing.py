@@ -27,7 +27,8 @@ table is for processes that hang and for networks that are cut.
 
 The order matters. Clients leave a hung scheduler (7) long before it is replaced (4), so that their
 streams go on elsewhere. It is replaced before its runners exit (4 < 3), so that the next scheduler
-adopts them with their weights. Serve replaces a hung supervisor before its engine leaves (< 6).
+adopts them with their weights. The supervisor renews their lease while it replaces it, which takes
+long on a busy machine. Serve replaces a hung supervisor before its engine leaves (< 6).
 Each lease is several times the period that renews it, so that one lost message ends nothing.
 ``tests/actors/test_timing.py`` asserts all of this.
 """

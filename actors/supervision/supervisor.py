@@ -39,6 +39,7 @@ from rayfin.actors.processes.registry import (
     describe,
     end_process,
     engine_names,
+    find_actor,
     kill_named,
     runner_name,
     when_name_is_free,
@@ -63,6 +64,7 @@ from rayfin.actors.timing import (
     MISSED_PULSES,
     PULSE_ANSWER_SECONDS,
     PULSE_SECONDS,
+    RUNNER_PING_SECONDS,
 )
 
 logger = logging.getLogger(__name__)
@@ -273,11 +275,33 @@ class Supervisor:
     async def _repair(self, reason: str) -> None:
         logger.error("engine %s: %s; replacing its scheduler", self.name, reason)
         self._reason = reason
-        await asyncio.to_thread(self._end_scheduler)
-        self._missed = 0
-        self._generation += 1
-        self._scheduler = await asyncio.to_thread(when_name_is_free, self._create_scheduler)
-        await self._launch()
+        keeping = asyncio.create_task(self._keep_runners())
+        try:
+            await asyncio.to_thread(self._end_scheduler)
+            self._missed = 0
+            self._generation += 1
+            create = self._create_scheduler
+            self._scheduler = await asyncio.to_thread(when_name_is_free, create)
+            await self._launch()
+        finally:
+            keeping.cancel()
+
+    async def _keep_runners(self) -> None:
+        """Renews the leases of runners that have no scheduler, until it is cancelled.
+
+        On a busy machine a new scheduler may take longer to come than a lease lasts. Without it
+        they would exit, and their successors load the model once more.
+        """
+        names = [runner_name(self.name, seat) for seat in range(seats(self._args))]
+        while True:
+            for name in names:
+                try:
+                    runner = await asyncio.to_thread(find_actor, name)
+                    if runner is not None:
+                        runner.ping.remote()
+                except RayError as error:
+                    logger.warning("%s cannot be pinged: %s", name, describe(error))
+            await asyncio.sleep(RUNNER_PING_SECONDS)
 
     def _end_scheduler(self) -> None:
         if self._processes and not end_process(self._processes[0]):

@@ -19,6 +19,7 @@ ONE = Layout()
 TWO = Layout(engines=2)
 ROOMY = Layout(spare=1)
 HASTY = Layout(server=(("shutdown_timeout", 2.0),))  # shorter than the streams
+PATIENT = Layout(server=(("engine_timeout", 60.0),))
 NODES = Layout(engines=2, ingresses=2, workers=2)
 HEAD_APART = replace(NODES, driver_apart=True)
 REDIS = Layout(engines=1, redis=True)
@@ -260,6 +261,14 @@ CASES = [
     ),
     Case("scheduler", "17", "scheduler killed", faults.kill_scheduler),
     Case("scheduler-two", "17", "one of two schedulers killed", faults.kill_scheduler, TWO),
+    Case(
+        "scheduler-late",
+        "17",
+        "scheduler killed, its successor begins 24 s later",
+        faults.kill_scheduler_with_a_late_successor,
+        PATIENT,
+        after=8,
+    ),
     Case("scheduler-paused", "18", "scheduler stopped for 3 s", faults.stop_scheduler_briefly),
     Case("scheduler-slow", "18", "scheduler 200 ms slower each turn", faults.slow_scheduler),
     Case("scheduler-zombie", "19", "scheduler stopped for 25 s, then woken", faults.two_schedulers),

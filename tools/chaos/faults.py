@@ -11,6 +11,8 @@ from nemesis import Nemesis
 POISON = 100
 """A token that is in no other prompt and that the hash runner never generates."""
 
+LATE_SECONDS = 24  # longer than the runners' lease
+
 JOB = "import ray; ray.init(address='{address}', log_to_driver=False); print('inside', flush=True)"
 NODE = """
 import ray
@@ -143,6 +145,17 @@ async def limit_memory_of_runner(nemesis: Nemesis) -> None:
 
 async def kill_scheduler(nemesis: Nemesis) -> None:
     nemesis.kill("scheduler")
+
+
+async def kill_scheduler_with_a_late_successor(nemesis: Nemesis) -> None:
+    """The successor comes when the lease of the runners is over; they must have their weights."""
+    runners = await asyncio.to_thread(nemesis.cluster.pids, "runner")
+    nemesis.plant_once(f"scheduler.start=sleep:{LATE_SECONDS}")
+    nemesis.kill("scheduler")
+    await asyncio.sleep(LATE_SECONDS + 4)
+    nemesis.plant("")
+    if await asyncio.to_thread(nemesis.cluster.pids, "runner") != runners:
+        nemesis.complaints.append("the runners did not wait for the next scheduler")
 
 
 async def kill_registry(nemesis: Nemesis) -> None:

@@ -1,0 +1,82 @@
+"""A supervisor that replaces its scheduler: what it does for the runners meanwhile."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.supervision import supervisor
+from rayfin.actors.supervision.supervisor import Supervisor
+
+NAME = "app/engine/0"
+
+
+class Runner:
+    """The handle of a runner; counts its pings."""
+
+    def __init__(self) -> None:
+        self.pings = 0
+        self.ping = self
+
+    def remote(self) -> None:
+        self.pings += 1
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+    """One whose scheduler has died, without Ray."""
+    monkeypatch.setattr(supervisor, "RUNNER_PING_SECONDS", 0.01)
+    own = Supervisor(EngineArgs(model="m", device="cpu"), NAME, detached=True)
+    monkeypatch.setattr(own, "_end_scheduler", lambda: None)
+    monkeypatch.setattr(own, "_create_scheduler", object)
+    return own
+
+
+def test_runners_are_kept_until_their_next_scheduler_has_come(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes, and also when Ray does not answer for a moment."""
+    runner, failures = Runner(), [GetTimeoutError("the registry is away")]
+
+    def find(name: str) -> Runner | None:
+        if failures:
+            raise failures.pop()
+        return runner if name == f"{NAME}/runner/0" else None
+
+    async def launch() -> None:
+        while runner.pings < 3:
+            await asyncio.sleep(0.01)
+
+    async def repair() -> None:
+        await asyncio.wait_for(engine._repair("planted"), 60)
+        pings = runner.pings
+        await asyncio.sleep(0.1)
+        assert runner.pings == pings, "it still pings runners that have a scheduler"
+
+    monkeypatch.setattr(supervisor, "find_actor", find)
+    monkeypatch.setattr(engine, "_launch", launch)
+    asyncio.run(repair())
+    assert engine._generation == 1 and not failures
+
+
+def test_nobody_pings_after_a_repair_that_failed(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner()
+
+    async def launch() -> None:
+        await asyncio.sleep(0.05)
+        raise RuntimeError("planted")
+
+    async def repair() -> None:
+        with pytest.raises(RuntimeError, match="planted"):
+            await engine._repair("planted")
+        pings = runner.pings
+        await asyncio.sleep(0.1)
+        assert runner.pings == pings
+
+    monkeypatch.setattr(supervisor, "find_actor", lambda name: runner)
+    monkeypatch.setattr(engine, "_launch", launch)
+    asyncio.run(repair())
