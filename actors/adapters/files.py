@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ PICKLED = "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHT_BYTES = 4 << 30
 PARAM = "lora_path"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 INVALID_ADAPTER = "invalid_adapter"
 """The code of an adapter that cannot be served."""
@@ -52,7 +54,7 @@ def read_folder(path: str) -> AdapterFiles:
     folder = Path(path)
     try:
         if not folder.is_dir():
-            raise NotFound(f"No adapter at {path[:256]!r}: there is no such folder.", PARAM)
+            folder = _from_hub(path)
         if not (folder / CONFIG).is_file():
             raise NotFound(f"No adapter at {path[:256]!r}: it has no {CONFIG}.", PARAM)
         config = _read(folder / CONFIG, MAX_CONFIG_BYTES)
@@ -63,6 +65,19 @@ def read_folder(path: str) -> AdapterFiles:
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         raise invalid(f"The adapter cannot be read: {error}.") from error
     return AdapterFiles(_parse(config), weights)
+
+
+def _from_hub(name: str) -> Path:
+    """The folder with the two files of a repository on Hugging Face, or in its cache."""
+    missing = NotFound(f"No adapter at {name[:256]!r}: there is no such folder.", PARAM)
+    if HUB_NAME.fullmatch(name) is None:
+        raise missing
+    from huggingface_hub import snapshot_download  # only where a name is one
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
+    except Exception as error:  # no such repository, no access, no network
+        raise missing from error
 
 
 def read_ref(ref: AdapterRef) -> AdapterFiles:

@@ -161,3 +161,27 @@ def test_pairs_of_a_file(tmp_path: Path) -> None:
     assert {path: (own.rank, own.inputs, own.outputs) for path, own in pairs.items()} == {
         "layers.0.q": (2, 4, 6)
     }
+
+
+def test_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two files are fetched; a folder of that name goes first, and other paths are no names."""
+    asked: list[str] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        assert allow_patterns == ["adapter_config.json", "adapter_model.safetensors"]
+        asked.append(name)
+        if name != "org/good":
+            raise OSError("no such repository")
+        return str(write(tmp_path / "cache"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    digest = read_folder("org/good").digest
+    assert read_folder(str(tmp_path / "cache")).digest == digest
+    for path in ("org/none", "/org/good", "../good", "org/good/more", "org", "org/..", "-o/a"):
+        with pytest.raises(NotFound, match="no such folder"):
+            read_folder(path)
+    assert asked == ["org/good", "org/none"]
+    other = write(tmp_path / "org", CONFIG)
+    write(other / "good", {**CONFIG, "lora_alpha": 8})
+    assert read_folder("org/good").digest != digest and len(asked) == 2
