@@ -170,7 +170,7 @@ class ServerArgs:
     lora_modules: list[str] | None = _model_flag(
         None,
         'LoRA adapter as name=path or JSON {"name": ..., "path": ...}; may be repeated; path is a '
-        "folder that peft has written",
+        "folder that peft has written, or its name on Hugging Face",
     )
     lora_dir: str | None = _model_flag(
         None,
