@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rayfin.actors.errors import RayfinError
+from rayfin.actors.errors import InvalidRequest, RayfinError
 from rayfin.actors.messages import AdapterRef
 from rayfin.actors.timing import ADAPTER_POLL_SECONDS, ADAPTER_RETRY_SECONDS
 
@@ -32,11 +32,19 @@ class Registry(Protocol):
         """Returns the table once it has another version, or after so many seconds."""
         ...
 
-    async def load(self, name: str, path: str, in_place: bool) -> AdapterTable: ...
+    async def read(self, name: str, path: str, in_place: bool) -> AdapterRef:
+        """Reads a folder for a name, which gets it by ``assign``."""
+        ...
+
+    async def find(self, name: str) -> AdapterRef | None:
+        """What a name means, or its folder in --lora-dir, which it gets by ``assign``."""
+        ...
+
+    async def assign(self, ref: AdapterRef, in_place: bool) -> AdapterTable:
+        """Gives the name of ``ref`` its content. A name that has one keeps it, but ``in_place``."""
+        ...
 
     async def unload(self, name: str) -> AdapterTable: ...
-
-    async def resolve(self, name: str) -> AdapterTable: ...
 
 
 class AdapterNames:
@@ -79,16 +87,15 @@ class AdapterNames:
         """Loads an adapter; returns when every later request may name it here.
 
         Raises:
-            NotFound, InvalidRequest: it cannot be served, or the name is taken.
+            NotFound, InvalidRequest: it cannot be served, or the name is taken. A name that
+                meant something still does.
         """
-        table = await self._registry.load(name, path, in_place)
-        ref = table.refs[name]
-        try:
-            await self._check(ref)
-        except RayfinError:
-            self._table = await self._registry.unload(name)
-            raise
-        self._table = table
+        await self._introduce()
+        ref = await self._registry.read(name, path, in_place)
+        await self._check(ref)
+        self._table = await self._registry.assign(ref, in_place)
+        if self._table.refs.get(name) != ref:  # another caller was faster
+            raise name_taken(name)
         return ref
 
     async def unload(self, name: str) -> None:
@@ -97,27 +104,37 @@ class AdapterNames:
         Raises:
             NotFound: there is no such adapter.
         """
+        await self._introduce()
         self._table = await self._registry.unload(name)
 
     async def find(self, name: str) -> AdapterRef | None:
-        """The adapter of that name, also one that is only in --lora-dir yet."""
+        """The adapter of that name, also one that is only in --lora-dir yet.
+
+        Raises:
+            EngineUnavailable: an engine, or the registry, does not answer.
+        """
         if name in self._table.refs or not self._resolves:
             return self._table.refs.get(name)
         now = time.monotonic()
         if self._unknown.get(name, 0.0) > now:
             return None
         try:
-            table = await self._registry.resolve(name)
-            if name in table.refs:
-                await self._check(table.refs[name])
-                self._table = table
-        except RayfinError as error:
+            await self._introduce()
+            ref = await self._registry.find(name)
+            if ref is not None:
+                await self._check(ref)
+                self._table = await self._registry.assign(ref, in_place=False)
+        except InvalidRequest as error:
             logger.warning("adapter %r is not served: %s", name[:128], error)
         if name not in self._table.refs:
             if len(self._unknown) >= MAX_UNKNOWN:
                 self._unknown.clear()
             self._unknown[name] = now + ADAPTER_RETRY_SECONDS
         return self._table.refs.get(name)
+
+    async def _introduce(self) -> None:
+        """Has a registry that has just begun learn the names, before it changes any."""
+        self._table = await self._registry.changed(self._table.version, self._table, 0.0)
 
     async def _follow(self) -> None:
         while True:
@@ -129,6 +146,15 @@ class AdapterNames:
             except RayfinError as error:
                 logger.warning("the registry of adapters does not answer: %s", error)
                 await asyncio.sleep(1.0)
+
+
+def name_taken(name: str) -> InvalidRequest:
+    """vLLM's error of a name that has an adapter."""
+    return InvalidRequest(
+        f"The lora adapter '{name}' has already been loaded. If you want to load the "
+        "adapter in place, set 'load_inplace' to True.",
+        "lora_name",
+    )
 
 
 def card(ref: AdapterRef) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from rayfin.actors.adapters.tensors import read_pairs
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, RayfinError
 from rayfin.actors.messages import AdapterRef
 from rayfin.actors.processes.registry import NAMESPACE
-from rayfin.actors.timing import ADAPTER_REGISTRY_CALL_SECONDS, ADAPTER_REGISTRY_LEASE_SECONDS
+from rayfin.actors.timing import ADAPTER_REGISTRY_CALL_SECONDS as SECONDS
+from rayfin.actors.timing import ADAPTER_REGISTRY_LEASE_SECONDS
 from rayfin.deployments.adapters.flags import folder_in
-from rayfin.deployments.adapters.names import AdapterTable
+from rayfin.deployments.adapters.names import AdapterTable, name_taken
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class AdapterContents:
         self._root = root
         self._incarnation = uuid.uuid4().hex[:8]
         self._changes = 0
+        self._learned = False  # the names of the registry before this one
         self._refs: dict[str, AdapterRef] = {}
         self._files: OrderedDict[str, AdapterFiles] = OrderedDict()  # by digest
         self._paths: dict[str, str] = {}  # of every digest that was ever loaded
@@ -60,10 +62,11 @@ class AdapterContents:
         return AdapterTable(f"{self._incarnation}.{self._changes}", dict(self._refs))
 
     async def changed(self, version: str, known: AdapterTable, seconds: float) -> AdapterTable:
-        """See ``Registry``; a registry without a name learns those that the caller knows."""
+        """See ``Registry``; a new registry learns the names that the first caller knows."""
         self.called = time.monotonic()
-        if not self._changes and known.refs:
-            self._refs = dict(known.refs)
+        if not self._learned and known.refs and not version.startswith(self._incarnation):
+            self._learned = True
+            self._refs = {**known.refs, **self._refs}
             self._paths |= {ref.digest: ref.path for ref in known.refs.values()}
             await self._note_change()
         async with self._condition:
@@ -74,8 +77,8 @@ class AdapterContents:
                 pass
         return self.table
 
-    async def load(self, name: str, path: str, in_place: bool) -> AdapterTable:
-        """Reads a folder, and gives it a name.
+    async def read(self, name: str, path: str, in_place: bool) -> AdapterRef:
+        """See ``Registry``.
 
         Raises:
             NotFound, InvalidRequest: it holds no adapter that can be served.
@@ -84,15 +87,17 @@ class AdapterContents:
         if not name or len(name) > MAX_NAME:
             raise InvalidRequest(f"lora_name must have 1 to {MAX_NAME} characters.", "lora_name")
         if name in self._refs and not in_place:
-            raise InvalidRequest(
-                f"The lora adapter '{name}' has already been loaded. If you want to load the "
-                "adapter in place, set 'load_inplace' to True.",
-                "lora_name",
-            )
+            raise name_taken(name)
         files = await asyncio.to_thread(self._read, path)
         self._hold(files, path)
-        self._refs[name] = AdapterRef(files.digest, name, path, self._store)
-        await self._note_change()
+        return AdapterRef(files.digest, name, path, self._store)
+
+    async def assign(self, ref: AdapterRef, in_place: bool) -> AdapterTable:
+        """See ``Registry``; a registry that has begun since ``read`` may read the folder again."""
+        if self._refs.get(ref.name) != ref and (in_place or ref.name not in self._refs):
+            self._refs[ref.name] = ref
+            self._paths[ref.digest] = ref.path
+            await self._note_change()
         return self.table
 
     async def unload(self, name: str) -> AdapterTable:
@@ -106,17 +111,16 @@ class AdapterContents:
         await self._note_change()
         return self.table
 
-    async def resolve(self, name: str) -> AdapterTable:
-        """Loads ``name`` from --lora-dir, if it is there.
+    async def find(self, name: str) -> AdapterRef | None:
+        """See ``Registry``.
 
         Raises:
             InvalidRequest: what is there cannot be served.
         """
-        if name not in self._refs and self._root is not None:
-            folder = await asyncio.to_thread(folder_in, self._root, name)
-            if folder is not None:
-                return await self.load(name, str(folder), in_place=True)
-        return self.table
+        if name in self._refs or self._root is None:
+            return self._refs.get(name)
+        folder = await asyncio.to_thread(folder_in, self._root, name)
+        return None if folder is None else await self.read(name, str(folder), in_place=True)
 
     async def fetch(self, digest: str) -> AdapterFiles | None:
         """The content, None if neither memory nor its folder has it any more."""
@@ -169,14 +173,17 @@ class AdapterRegistry:
             self._watch = asyncio.create_task(self._leave_when_unused())
         return await self._contents.changed(version, known, seconds)
 
-    async def load(self, name: str, path: str, in_place: bool) -> AdapterTable:
-        return await self._contents.load(name, path, in_place)
+    async def read(self, name: str, path: str, in_place: bool) -> AdapterRef:
+        return await self._contents.read(name, path, in_place)
+
+    async def assign(self, ref: AdapterRef, in_place: bool) -> AdapterTable:
+        return await self._contents.assign(ref, in_place)
 
     async def unload(self, name: str) -> AdapterTable:
         return await self._contents.unload(name)
 
-    async def resolve(self, name: str) -> AdapterTable:
-        return await self._contents.resolve(name)
+    async def find(self, name: str) -> AdapterRef | None:
+        return await self._contents.find(name)
 
     async def fetch(self, digest: str) -> AdapterFiles | None:
         return await self._contents.fetch(digest)
@@ -194,24 +201,31 @@ class RegistryClient:
         self._settings = (name, max_rank, root)
 
     async def changed(self, version: str, known: AdapterTable, seconds: float) -> AdapterTable:
-        patience = seconds + ADAPTER_REGISTRY_CALL_SECONDS
-        return await self._call(patience, "changed", version, known, seconds)
+        patience = seconds + SECONDS
+        table: AdapterTable = await self._call(patience, "changed", version, known, seconds)
+        return table
 
-    async def load(self, name: str, path: str, in_place: bool) -> AdapterTable:
-        return await self._call(ADAPTER_REGISTRY_CALL_SECONDS, "load", name, path, in_place)
+    async def read(self, name: str, path: str, in_place: bool) -> AdapterRef:
+        ref: AdapterRef = await self._call(SECONDS, "read", name, path, in_place)
+        return ref
+
+    async def find(self, name: str) -> AdapterRef | None:
+        ref: AdapterRef | None = await self._call(SECONDS, "find", name)
+        return ref
+
+    async def assign(self, ref: AdapterRef, in_place: bool) -> AdapterTable:
+        table: AdapterTable = await self._call(SECONDS, "assign", ref, in_place)
+        return table
 
     async def unload(self, name: str) -> AdapterTable:
-        return await self._call(ADAPTER_REGISTRY_CALL_SECONDS, "unload", name)
+        table: AdapterTable = await self._call(SECONDS, "unload", name)
+        return table
 
-    async def resolve(self, name: str) -> AdapterTable:
-        return await self._call(ADAPTER_REGISTRY_CALL_SECONDS, "resolve", name)
-
-    async def _call(self, seconds: float, method: str, *args: Any) -> AdapterTable:
+    async def _call(self, seconds: float, method: str, *args: Any) -> Any:
         try:
             actor = await asyncio.to_thread(start_registry, *self._settings)
             async with asyncio.timeout(seconds):
-                table: AdapterTable = await getattr(actor, method).remote(*args)
-                return table
+                return await getattr(actor, method).remote(*args)
         except RayTaskError as error:
             if isinstance(error.cause, RayfinError):
                 raise error.cause from None

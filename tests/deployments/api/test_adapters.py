@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from rayfin.actors.adapters.files import read_folder
 from rayfin.actors.adapters.usage import AdapterStats, short
+from rayfin.actors.errors import EngineUnavailable, InvalidRequest
 from rayfin.actors.messages import EngineStats
 from rayfin.deployments.adapters.flags import folder_in, read_modules
 from rayfin.deployments.adapters.names import AdapterNames
@@ -126,6 +127,39 @@ async def test_load_unload_and_their_mistakes(
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
 
 
+async def test_a_load_that_fails_changes_nothing(
+    http: httpx.AsyncClient, engine: Any, tmp_path: Path, root: Path
+) -> None:
+    """A name keeps its content, and a name of --lora-dir is not listed."""
+    first, second = write(tmp_path / "v1"), write(tmp_path / "v2", seed=1)
+    body = {"lora_name": "a", "lora_path": str(first)}
+    assert (await http.post(LOAD, json=body)).status_code == 200
+    engine.bad_adapters = {"a", "inside"}
+    moved = body | {"lora_path": str(second), "load_inplace": True}
+    assert (await http.post(LOAD, json=moved)).status_code == 400
+    ask = {"prompt": "hi", "max_tokens": 1}
+    assert (await http.post("/v1/completions", json={"model": "a", **ask})).status_code == 200
+    assert engine.seen[-1].adapter.digest == read_folder(str(first)).digest
+    assert (await http.post("/v1/completions", json={"model": "inside", **ask})).status_code == 404
+    cards = (await http.get("/v1/models")).json()["data"]
+    assert "inside" not in {card["id"] for card in cards}
+
+
+async def test_an_engine_that_is_away_is_no_missing_adapter(
+    http: httpx.AsyncClient, service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked again with the next request, not in a minute."""
+    body = {"model": "inside", "prompt": "hi", "max_tokens": 1}
+
+    async def away(ref: Any) -> None:
+        raise EngineUnavailable("it is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.adapters, "_check", away)
+        assert (await http.post("/v1/completions", json=body)).status_code == 503
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+
+
 async def test_a_folder_of_adapters(http: httpx.AsyncClient, engine: Any, root: Path) -> None:
     body = {"prompt": "hi", "max_tokens": 1}
     assert (await http.post("/v1/completions", json={"model": "inside", **body})).status_code == 200
@@ -187,6 +221,27 @@ async def test_a_new_registry_learns_the_names_and_others_follow(tmp_path: Path)
     assert await second.fetch(ref.digest) is files, "it is held"
     names.close()
     other.close()
+
+
+async def test_a_new_registry_may_hear_of_a_load_first(tmp_path: Path) -> None:
+    """It learns the names of the one before it from its first caller, once."""
+
+    async def fits(ref: Any) -> None:
+        pass
+
+    first, second = AdapterContents("store"), AdapterContents("store")
+    names = AdapterNames(first, fits)
+    await names.start()
+    a = await names.load("a", str(write(tmp_path / "a")))
+    before = names._table
+    names._registry = second
+    b = await names.load("b", str(write(tmp_path / "b", seed=1)))
+    assert names.refs == second.table.refs == {"a": a, "b": b}
+    await second.unload("a")
+    assert (await second.changed(before.version, before, 0.0)).refs == {"b": b}
+    with pytest.raises(InvalidRequest, match="already been loaded"):
+        await names.load("b", str(tmp_path / "a"))
+    names.close()
 
 
 def test_flags() -> None:
