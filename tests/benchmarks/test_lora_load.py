@@ -7,7 +7,8 @@ from lora_load import PHASES, Phase, Stream, gaps_within, rows, verdicts
 
 def found() -> dict[str, Phase]:
     """Gaps of 100 ms, 3 % of them longer beside loads."""
-    phases = {name: Phase([0.1] * 97 + [long] * 3) for name, long in zip(PHASES, (0.1, 0.11, 0.15), strict=True)}
+    longest = zip(PHASES, (0.1, 0.11, 0.15), strict=True)
+    phases = {name: Phase([0.1] * 97 + [long] * 3) for name, long in longest}
     phases["known"].first = [0.2, 0.3, 0.25]
     phases["new"].first = [0.4, 0.6]
     return phases

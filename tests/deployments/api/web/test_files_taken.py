@@ -30,7 +30,8 @@ const said = [];
 for (const [kind, files] of EVENTS) {
   let prevented = false;
   const given = { files, types: files.length ? ["Files"] : ["text/plain"] };
-  const event = { dataTransfer: given, clipboardData: given, preventDefault() { prevented = true; } };
+  const event = { dataTransfer: given, clipboardData: given };
+  event.preventDefault = () => { prevented = true; };
   (kind === "drop" ? drop : paste).heard[kind](event);
   said.push([prevented, note.textContent, pictures.count]);
 }
