@@ -500,6 +500,8 @@ class EngineStats:
     waiting_tokens: int = 0  # of prompts that wait for their first admission
     pages_total: int = 0
     pages_held: int = 0
+    background_waiting_tokens: int = 0  # as waiting_tokens, which leaves background requests out
+    background_pages: int = 0  # that running background requests hold; shared ones count for each
     host_pages_total: int = 0  # of swap space
     host_pages_held: int = 0
     preemptions: int = 0  # for want of pages ...

@@ -124,7 +124,7 @@ def bind_engines(model: ModelArgs, drain: float) -> Application:
         name=model.deployment,
         max_surge_percent=ONE_MORE if has_room(model.engine, model.deployment, least) else 0,
         graceful_shutdown_timeout_s=HANDOVER_SECONDS + drain + ENGINE_STOP_SECONDS,
-    ).bind(located(model.engine), drain)
+    ).bind(located(model.engine), drain, model.server.batch_scale)
     return bound
 
 

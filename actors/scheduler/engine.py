@@ -103,7 +103,7 @@ class Engine:
         microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
         steps = make_scheduler(config, self.lifecycle, microbatcher)
         rest = config.batch_mode == "idle"
-        scheduler = BackgroundScheduler(self.lifecycle, steps, microbatcher, rest=rest)
+        scheduler = BackgroundScheduler(self.lifecycle, steps, microbatcher, rest=rest, clock=clock)
         self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
         adapters = AdapterGate(state.running, config.max_loras)
         self.lifecycle.gates = [self._quarantine, adapters, scheduler]

@@ -36,6 +36,8 @@ def take_stats(
         waiting_tokens=state.queue_limits.num_tokens,
         pages_total=config.num_pages,
         pages_held=state.tables.num_held,
+        background_waiting_tokens=state.queue_limits.num_background_tokens,
+        background_pages=int(state.tables.held[state.waiting.slots].sum()),
         host_pages_total=config.num_host_pages,
         host_pages_held=lifecycle.preemption.num_held,
         page_size=config.page_size,

@@ -3,12 +3,14 @@
 import json
 import os
 import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.deployments.batches.lines import id_hash
+from rayfin.deployments.batches.usage import usage_of
 
 BLOCK = 64 * 1024  # bytes
 
@@ -68,14 +70,18 @@ class Known:
     numbers: set[int] = field(default_factory=set)  # of lines without one
     ok: int = 0
     failed: int = 0
+    usage: Counter[str] = field(default_factory=Counter)  # tokens of all answers
 
-    def add(self, custom_id: str | None, number: int | None, *, ok: bool) -> None:
+    def add(
+        self, custom_id: str | None, number: int | None, body: Any = None, *, ok: bool
+    ) -> None:
         if custom_id is not None:
             self.ids.add(id_hash(custom_id))
         elif number is not None:
             self.numbers.add(number)
         self.ok += ok
         self.failed += not ok
+        self.usage += usage_of(body)
 
 
 class AnswerFile:
@@ -162,13 +168,14 @@ def read_known(path: Path, known: Known) -> None:
                 custom_id, error, response = value["custom_id"], value["error"], value["response"]
                 line = error.get("line") if isinstance(error, dict) else None
                 status = response["status_code"] if response is not None else None
+                body = response.get("body") if response is not None else None
                 ok = error is None and status is not None and status < 400
             except (ValueError, KeyError, TypeError):
                 raise InvalidConfig(
                     f"line {number} of {path} is no answer of a batch: name another file",
                     "output_file",
                 ) from None
-            known.add(custom_id, line, ok=ok)
+            known.add(custom_id, line, body, ok=ok)
 
 
 def sync_folder(folder: Path) -> None:

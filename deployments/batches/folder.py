@@ -144,6 +144,7 @@ class BatchFolder:
         endpoint: str,
         window: str,
         metadata: dict[str, str] | None,
+        output_seconds: int | None = None,
     ) -> StoredBatch:
         """Raises:
         NotFound: the tenant has no such file.
@@ -168,6 +169,7 @@ class BatchFolder:
             output_id=new_file_id(),
             error_id=new_file_id(),
             metadata=metadata,
+            output_seconds=output_seconds,
         )
         with _storing(self._batches, batch.id) as made:
             _link(self._files / file.id / "data", made / "input.jsonl")
@@ -302,7 +304,8 @@ class BatchLease:
             StorageFull: the disk is full.
         """
         batch, now = self.batch, int(time.time())
-        expires = now + int(self._folder.limits.retention)
+        kept, own = self._folder.limits.retention, batch.output_seconds
+        expires = now + int(kept if own is None else own)
         for path, file_id, kind in (
             (self.output, batch.output_id, "output"),
             (self.errors, batch.error_id, "error"),

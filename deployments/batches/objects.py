@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rayfin.actors.errors import InvalidRequest
+from rayfin.deployments.batches.usage import shown_usage
 
 STATUSES = (
     *("validating", "in_progress", "finalizing", "completed", "failed"),
@@ -60,6 +61,8 @@ class StoredBatch:
     errors: list[dict[str, Any]] = field(default_factory=list)  # of a batch that failed
     has_output: bool = False
     has_errors: bool = False
+    output_seconds: int | None = None  # that the answers are kept; None: as the folder has it
+    usage: dict[str, int] = field(default_factory=dict)  # of all answers, see usage.py
     times: dict[str, int] = field(default_factory=dict)  # "in_progress" -> seconds since 1970
 
     @property
@@ -94,6 +97,7 @@ class StoredBatch:
                 "completed": self.completed,
                 "failed": self.failed,
             },
+            "usage": shown_usage(self.usage) if self.usage else None,
             "metadata": self.metadata,
         }
 

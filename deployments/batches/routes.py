@@ -32,6 +32,15 @@ DIGITS = re.compile(r"[0-9]{1,9}")
 MAX_FILES_PAGE, MAX_BATCHES_PAGE = 10_000, 100
 
 
+class OutputExpiresAfter(BaseModel):
+    """How long the files of a batch's answers are kept, from when they are there."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    anchor: Literal["created_at"]
+    seconds: int
+
+
 class BatchRequest(BaseModel):
     """The body of ``POST /v1/batches``."""
 
@@ -41,16 +50,19 @@ class BatchRequest(BaseModel):
     endpoint: str
     completion_window: str = "24h"
     metadata: dict[str, str] | None = None
+    output_expires_after: OutputExpiresAfter | None = None
 
     def check(self) -> None:
         """Raises:
-        InvalidRequest: an endpoint that batches do not have, or too much metadata.
+        InvalidRequest: an endpoint that batches do not have, too much metadata, or another age.
         """
         if self.endpoint not in ENDPOINTS:
             known = ", ".join(ENDPOINTS)
             raise InvalidRequest(
                 f"endpoint must be one of {known}, got {self.endpoint[:64]!r}.", "endpoint"
             )
+        if self.output_expires_after is not None:
+            check_age(self.output_expires_after.seconds, "output_expires_after.seconds")
         given = self.metadata or {}
         if len(given) > MAX_METADATA:
             raise InvalidRequest(f"metadata takes at most {MAX_METADATA} keys.", "metadata")
@@ -85,6 +97,7 @@ def add_batch_routes(app: FastAPI, folder: BatchFolder | None) -> None:
                 endpoint=body.endpoint,
                 window=body.completion_window,
                 metadata=body.metadata,
+                output_seconds=body.output_expires_after and body.output_expires_after.seconds,
             )
         )
         return batch.shown()
@@ -184,17 +197,21 @@ def _upload(form: FormData, max_bytes: int) -> tuple[UploadFile, int | None]:
         return file, None
     if anchor != "created_at":
         raise InvalidRequest("expires_after.anchor must be created_at.", "expires_after.anchor")
-    low, high = MIN_MAX_AGE
     if not isinstance(seconds, str) or not DIGITS.fullmatch(seconds):
         raise InvalidRequest(
             "expires_after.seconds must be a whole number.", "expires_after.seconds"
         )
-    if not low <= int(seconds) <= high:
-        raise InvalidRequest(
-            f"expires_after.seconds must be in [{low}, {high}], got {seconds}.",
-            "expires_after.seconds",
-        )
+    check_age(int(seconds), "expires_after.seconds")
     return file, int(seconds)
+
+
+def check_age(seconds: int, param: str) -> None:
+    """Raises:
+    InvalidRequest: files are not kept for so long, or so short.
+    """
+    low, high = MIN_MAX_AGE
+    if not low <= seconds <= high:
+        raise InvalidRequest(f"{param} must be in [{low}, {high}], got {seconds}.", param)
 
 
 def _page(request: Request, found: Sequence[T], most: int, default: int) -> dict[str, Any]:

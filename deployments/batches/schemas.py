@@ -46,6 +46,24 @@ class RequestCounts(BaseModel):
     failed: int
 
 
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class ReasoningTokens(BaseModel):
+    reasoning_tokens: int
+
+
+class BatchUsage(BaseModel):
+    """Of the answers so far."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
 class BatchObject(BaseModel):
     id: str
     object: Literal["batch"]
@@ -75,6 +93,7 @@ class BatchObject(BaseModel):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: RequestCounts
+    usage: BatchUsage | None
     metadata: dict[str, str] | None
 
 

@@ -236,7 +236,12 @@ class BatchRun:
     def _open(self) -> None:
         self._output = AnswerFile.open(self._lease.output, self._known)
         self._errors = AnswerFile.open(self._lease.errors, self._known)
-        self._batch.completed, self._batch.failed = self._known.ok, self._known.failed
+        self._count()
+
+    def _count(self) -> None:
+        """What is recorded, in the batch's record."""
+        batch, known = self._batch, self._known
+        batch.completed, batch.failed, batch.usage = known.ok, known.failed, dict(known.usage)
 
     def _close(self) -> None:
         for file in (self._output, self._errors):
@@ -259,8 +264,8 @@ class BatchRun:
             if group:
                 file.append(b"".join(answer.line() for answer in group))
                 for answer in group:
-                    self._known.add(answer.custom_id, answer.number, ok=answer.ok)
-        self._batch.completed, self._batch.failed = self._known.ok, self._known.failed
+                    self._known.add(answer.custom_id, answer.number, answer.body, ok=answer.ok)
+        self._count()
         self._worker.counts.lines["ok"] += len(good)
         self._worker.counts.lines["error"] += len(bad)
         self._lease.save()

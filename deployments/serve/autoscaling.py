@@ -68,9 +68,14 @@ def autoscaling(least: int, most: int, idle_seconds: float) -> dict[str, Any]:
 
 
 class AutoscalingReport:
-    """What one engine reports, from its counters at each look."""
+    """What one engine reports, from its counters at each look.
 
-    def __init__(self) -> None:
+    Args:
+        batches: background requests count too.
+    """
+
+    def __init__(self, batches: bool = False) -> None:
+        self._batches = batches
         self._before: EngineStats | None = None
         self._at = 0.0
         self._pace = 0.0  # prompt tokens admitted a second, while some waited
@@ -78,7 +83,7 @@ class AutoscalingReport:
     def update(self, stats: EngineStats, now: float) -> dict[str, float]:
         """The values of ``TARGETS``' names; ``now`` in seconds.
 
-        And "busy": 1 if there is work, or was since the last look, or there was no look yet yet.
+        And "busy": 1 if there is work, or was since the last look, or there was no look yet.
         """
         before, seconds = self._before, now - self._at
         busy = before is None or _work(stats) != _work(before) or stats.running or stats.waiting
@@ -87,11 +92,15 @@ class AutoscalingReport:
             admitted = max(0.0, (before.waiting_tokens + came - stats.waiting_tokens) / seconds)
             self._pace = FORGETTING * self._pace + (1 - FORGETTING) * admitted
         self._before, self._at = stats, now
-        waiting = stats.waiting_tokens
+        waiting, held = stats.waiting_tokens, stats.pages_held
+        if self._batches:
+            waiting += stats.background_waiting_tokens
+        else:
+            held = max(0, held - stats.background_pages)
         return {
             "waiting_tokens": float(waiting),
-            "page_share": stats.pages_held / stats.pages_total if stats.pages_total else 0.0,
-            "ttft": waiting / self._pace if waiting and self._pace else 0.0,
+            "page_share": held / stats.pages_total if stats.pages_total else 0.0,
+            "ttft": stats.waiting_tokens / self._pace if self._pace else 0.0,
             "busy": 1.0 if busy else 0.0,
         }
 

@@ -38,10 +38,12 @@ class EngineDeployment:
     The engine does not die with the replica: the next one adopts it.
     """
 
-    async def __init__(self, args: EngineArgs, drain_seconds: float) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, args: EngineArgs, drain_seconds: float, batches_scale: bool = False
+    ) -> None:
         set_up(args.log_format, args.log_level)
         self._drain_seconds = drain_seconds
-        self._report = AutoscalingReport()
+        self._report = AutoscalingReport(batches_scale)
         own = serve.get_replica_context()
         self._app = own.app_name
         prefix = engine_prefix(own.app_name, own.deployment)

@@ -222,6 +222,9 @@ class ServerArgs:
     batch_concurrency: int | None = _flag(
         None, "requests of batches in flight; default: twice --max-decoding-batch, of all engines"
     )
+    batch_scale: bool = _model_flag(
+        False, "with --max-engines: lines of batches start engines too, not only other requests"
+    )
     max_batch_lines: int = _flag(50_000, "maximum number of lines of a batch")
     max_file_bytes: int = _flag(200 * 2**20, "maximum size of an uploaded file in bytes")
     otlp_traces_endpoint: str | None = _flag(

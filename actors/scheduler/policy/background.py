@@ -4,10 +4,13 @@ A request in the foreground that lacks a slot or pages gets those of background 
 again. What they have computed stays in the prefix index for as long as no other needs the pages.
 
 Where background requests *rest*, they do nothing while a foreground request runs or waits: those
-that decode keep their slots and pages, those amid their prompts go back to the queue. On a CPU each
-row makes a step longer. Where they *share*, they decode beside the others and only rank behind
-them: on a GPU most of a batch costs nothing.
+that decode keep their slots and pages for a while, those amid their prompts go back to the queue at
+once. On a CPU each row makes a step longer. Where they *share*, they decode beside the others and
+only rank behind them: on a GPU most of a batch costs nothing.
 """
+
+import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,6 +20,7 @@ from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
 from rayfin.actors.scheduler.state.request import Request
+from rayfin.actors.timing import BACKGROUND_REST_SECONDS
 
 NO_SLOTS: Int64Array = np.zeros(0, np.int64)
 
@@ -25,7 +29,9 @@ class BackgroundScheduler:
     """A scheduler around ``scheduler``; without background requests it only passes on.
 
     Args:
-        rest: background requests rest while others run.
+        rest: background requests rest while others run; after ``BACKGROUND_REST_SECONDS`` they
+            give their slots and pages back.
+        clock: seconds.
     """
 
     def __init__(
@@ -35,11 +41,14 @@ class BackgroundScheduler:
         microbatcher: DecodeMicrobatcher,
         *,
         rest: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle = lifecycle
         self._scheduler = scheduler
         self._microbatcher = microbatcher
         self._rest = rest
+        self._clock = clock
+        self._resting_since: float | None = None
 
     def may_admit(self, request: Request) -> bool:
         """See ``AdmissionGate``: a request that would rest at once waits."""
@@ -50,10 +59,13 @@ class BackgroundScheduler:
         """See ``StepScheduler``."""
         self._microbatcher.resting = NO_SLOTS
         queue = self._lifecycle.state.waiting
-        if queue.has_foreground and len(slots := queue.slots):
+        if not (queue.has_foreground and len(slots := queue.slots)):
+            self._resting_since = None
+        else:
             self._make_room()
             if self._rest:
                 self._stop_prompts(slots)
+                self._give_back()
                 self._microbatcher.resting = queue.slots
         return self._scheduler.schedule()
 
@@ -75,6 +87,15 @@ class BackgroundScheduler:
             if not gated and not lifecycle.lacks_room(request):
                 return
             lifecycle.preempt(lifecycle.victim())
+
+    def _give_back(self) -> None:
+        """Preempts all background requests that have rested for long."""
+        now = self._clock()
+        if self._resting_since is None:
+            self._resting_since = now
+        if now - self._resting_since >= BACKGROUND_REST_SECONDS:
+            while len(slots := self._lifecycle.state.waiting.slots):
+                self._lifecycle.preempt(int(slots[0]))
 
     def _stop_prompts(self, slots: Int64Array) -> None:
         running = self._lifecycle.state.running

@@ -10,7 +10,7 @@ from rayfin.actors.scheduler.state.request import Request
 class QueueLimits:
     """Counts what waits for its first admission, in requests and in prompt tokens.
 
-    Background requests are not counted: their sender limits them.
+    Background requests are not limited, and counted apart: their sender limits them.
 
     Requests that wait again after a preemption or new runners are not counted, since that must not
     refuse new requests.
@@ -19,6 +19,7 @@ class QueueLimits:
     def __init__(self, max_requests: int, max_tokens: int | None) -> None:
         self.num_requests = 0
         self.num_tokens = 0
+        self.num_background_tokens = 0
         self._max_requests = max_requests
         self._max_tokens = max_tokens
 
@@ -45,15 +46,20 @@ class QueueLimits:
             )
 
     def joined(self, request: Request) -> None:
-        if not request.source.background:
-            self.num_requests += 1
-            self.num_tokens += len(request.source.prompt)
+        self._count(request, 1)
 
     def left(self, request: Request) -> None:
         """The request was admitted or ended; ignored if it was admitted before."""
-        if not request.admitted and not request.source.background:
-            self.num_requests -= 1
-            self.num_tokens -= len(request.source.prompt)
+        if not request.admitted:
+            self._count(request, -1)
+
+    def _count(self, request: Request, sign: int) -> None:
+        tokens = sign * len(request.source.prompt)
+        if request.source.background:
+            self.num_background_tokens += tokens
+        else:
+            self.num_requests += sign
+            self.num_tokens += tokens
 
 
 WINDOW_SECONDS = 30.0

@@ -56,7 +56,8 @@ class Engine:
         await self.gate.wait()
         if prompt == "bad":
             return httpx.Response(400, json={"error": {"message": "no"}})
-        return httpx.Response(200, json={"echo": prompt})
+        usage = {"prompt_tokens": 2, "completion_tokens": 3}
+        return httpx.Response(200, json={"echo": prompt, "usage": usage})
 
 
 class Site:
@@ -360,6 +361,11 @@ def test_bad_uploads_are_refused(
         ({"metadata": {"k": "v" * 513}}, 400, "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata"),
         ({"more": 1}, 400, "more"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 60}},
+            *(400, "output_expires_after.seconds"),
+        ),
+        ({"output_expires_after": {"seconds": 3600}}, 400, "output_expires_after.anchor"),
         ({"endpoint": None}, 400, "endpoint"),
     ],
 )
@@ -473,6 +479,7 @@ def test_workers_that_die_answer_each_line_once(tmp_path: Path) -> None:
         answers = await _read(client, batch.output_file_id)
         assert set(answers) == {f"r{i}" for i in range(200)}
         assert (batch.request_counts.total, batch.request_counts.completed) == (200, 200)
+        assert (batch.usage.input_tokens, batch.usage.output_tokens) == (400, 600)
         assert all(len(seeds) == 1 for seeds in site.engine.seeds.values()), "another text"
 
     _run(run)
@@ -534,6 +541,20 @@ def test_what_is_past_its_time_is_removed(tmp_path: Path) -> None:
     assert [own.filename for own in folder.files("a")] == ["x"]
     assert not (tmp_path / "files" / gone.id).exists()
     assert (tmp_path / "files" / ".new-1").exists()  # it may be an upload that runs
+
+
+def test_answers_are_kept_for_as_long_as_asked(tmp_path: Path) -> None:
+    async def run() -> None:
+        site = Site(tmp_path)
+        client = site.client()
+        kept: Any = {"anchor": "created_at", "seconds": 7200}
+        batch = await _submit(client, _lines(2), output_expires_after=kept)
+        async with site.working():
+            batch = await _until(client, batch, "completed")
+        file = await client.files.retrieve(batch.output_file_id)
+        assert file.expires_at == file.created_at + 7200
+
+    _run(run)
 
 
 def test_a_full_disk_is_507(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,3 +116,14 @@ def test_flags() -> None:
     assert (asleep.min_replicas, asleep.initial_replicas, asleep.downscale_delay_s) == (0, 1, 300)
     with pytest.raises(InvalidConfig, match="max_engines must be at least 1"):
         ServerArgs(min_engines=0, max_engines=0)
+
+
+def test_batches_start_engines_only_if_they_may() -> None:
+    stats = EngineStats(
+        **{"waiting_tokens": 10, "background_waiting_tokens": 9000, "running": 3},
+        **{"pages_total": 100, "pages_held": 90, "background_pages": 80},
+    )
+    apart, together = (AutoscalingReport(own).update(stats, 1.0) for own in (False, True))
+    assert (apart["waiting_tokens"], apart["page_share"]) == (10.0, 0.1)
+    assert (together["waiting_tokens"], together["page_share"]) == (9010.0, 0.9)
+    assert apart["busy"] == together["busy"] == 1.0

@@ -7,6 +7,7 @@ import pytest
 
 from harness import Harness, make_harness
 from rayfin.actors.errors import Overloaded
+from rayfin.actors.timing import BACKGROUND_REST_SECONDS
 
 POLICIES = ("fcfs", "priority", "fair")
 
@@ -64,6 +65,25 @@ def test_resting_requests_do_nothing_and_keep_their_pages() -> None:
     h.run()
     h.check()
     assert h.engine.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("mode", ["idle", "share"])
+def test_those_that_rest_for_long_give_their_pages_back(mode: Any) -> None:
+    h = make_harness(batch_mode=mode, steps_in_flight=1)
+    resting = [h.add(4, 60, background=True) for _ in range(2)]
+    h.step()
+    other = h.add(4, 30)
+    h.step()
+    h.executor.clock += BACKGROUND_REST_SECONDS - 1
+    h.step()
+    assert len(_running(h)) == 3
+    h.executor.clock += 1.5
+    h.step()
+    assert _running(h) == ([False] if mode == "idle" else [True, True, False])
+    assert other.open
+    h.run()
+    h.check()
+    assert all(own.ended for own in resting)
 
 
 def test_a_prompt_that_is_half_computed_goes_back_to_the_queue() -> None:
@@ -168,4 +188,23 @@ def test_an_aborted_background_request_is_gone() -> None:
     h.abort(waiting)
     h.abort(running)
     h.run()
+    h.check()
+
+
+def test_background_requests_are_counted_apart() -> None:
+    h = make_harness(max_decoding_batch=2, steps_in_flight=1)
+    for _ in range(3):
+        h.add(9, 20, background=True)
+    h.step()
+    stats = h.engine.stats()
+    assert (stats.waiting_tokens, stats.background_waiting_tokens) == (0, 9)
+    assert stats.background_pages == stats.pages_held > 0
+    h.add(5, 20)
+    assert h.engine.stats().waiting_tokens == 5
+    h.step()
+    stats = h.engine.stats()
+    assert 0 < stats.background_pages < stats.pages_held
+    h.run()
+    stats = h.engine.stats()
+    assert (stats.background_waiting_tokens, stats.background_pages) == (0, 0)
     h.check()
