@@ -5,8 +5,8 @@
     python benchmarks/batches.py interactive [--minutes 4] [--rounds 3]
     python benchmarks/batches.py                       # all of them; without --peer, Rayfin alone
 
-``validation``: the worker of a server, from an upload of short lines to the first that runs, and the
-memory that it takes. ``offline``: chats of W1's lengths of engines.py, run by ``rayfin run-batch``
+``validation``: the worker of a server, from an upload of short lines to the first that runs, and
+its memory. ``offline``: chats of W1's lengths of engines.py, run by ``rayfin run-batch``
 and by ``vllm run-batch``, each a process of its own, in turns; output tokens a second of the whole
 command, and without the time of a file of one line. ``interactive``: streams of W1's lengths that
 come five a minute, without a batch and beside one, in turns on one server.
@@ -122,9 +122,7 @@ def offline(options: argparse.Namespace) -> None:
         )
 
 
-def run(
-    name: str, options: argparse.Namespace, folder: Path, source: Path
-) -> tuple[float, int]:
+def run(name: str, options: argparse.Namespace, folder: Path, source: Path) -> tuple[float, int]:
     """Runs an engine's run-batch over a file. Returns its seconds and output tokens.
 
     Raises:

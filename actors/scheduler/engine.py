@@ -243,8 +243,15 @@ class Engine:
                 self.wake()
 
     def drain(self) -> None:
-        """Accepts no more requests; those that it has may finish."""
+        """Accepts no more requests; those that it has may finish.
+
+        Background requests are handed back at once, for they would hold the drain up.
+        """
         self._draining = True
+        moved = RequestHandedBack("this engine drains")
+        for request in list(self.lifecycle.state.live.values()):
+            if request.source.background:
+                self._end(request, "error", error=moved)
 
     def admit_again(self) -> None:
         """Ends a drain."""

@@ -32,6 +32,19 @@ def test_a_drain_ends(harness: Make) -> None:
     h.check()
 
 
+def test_a_drain_hands_background_requests_back(harness: Make) -> None:
+    h = harness(max_decoding_batch=2)
+    other = h.add(8, 12)
+    background = [h.add(8, 12, background=True) for _ in range(3)]
+    h.step()
+    h.engine.carry_out(Command.DRAIN)
+    h.step()
+    assert all(isinstance(own.ended.error, RequestHandedBack) for own in background)
+    assert other.open
+    h.run()
+    h.check_stream(other)
+
+
 @pytest.mark.parametrize("running", [False, True])
 def test_a_cache_that_was_reset_gives_nothing(harness: Make, running: bool) -> None:
     """Nor harms those whose pages were in it."""
