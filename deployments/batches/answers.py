@@ -72,9 +72,7 @@ class Known:
     failed: int = 0
     usage: Counter[str] = field(default_factory=Counter)  # tokens of all answers
 
-    def add(
-        self, custom_id: str | None, number: int | None, body: Any = None, *, ok: bool
-    ) -> None:
+    def add(self, custom_id: str | None, number: int | None, body: Any = None, *, ok: bool) -> None:
         if custom_id is not None:
             self.ids.add(id_hash(custom_id))
         elif number is not None:

@@ -91,13 +91,14 @@ def add_batch_routes(app: FastAPI, folder: BatchFolder | None) -> None:
         store = _store(folder)
         body = await read_body(request, BatchRequest)
         body.check()
+        kept = body.output_expires_after
         batch = await asyncio.to_thread(
             lambda: store.add_batch(
                 *(_tenant(request), body.input_file_id),
                 endpoint=body.endpoint,
                 window=body.completion_window,
                 metadata=body.metadata,
-                output_seconds=body.output_expires_after and body.output_expires_after.seconds,
+                output_seconds=None if kept is None else kept.seconds,
             )
         )
         return batch.shown()

@@ -38,7 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> np.ndarray:
     with LLM(str(folder), **SETTINGS) as llm:
-        return np.array([one.outputs.embedding for one in llm.embed(TEXTS, use_tqdm=False)])
+        found: list[Any] = [one.outputs for one in llm.embed(TEXTS, use_tqdm=False)]
+    return np.array([own.embedding for own in found])
 
 
 @pytest.fixture(scope="module")

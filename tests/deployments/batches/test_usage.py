@@ -45,7 +45,12 @@ FULL = {"input": 7, "cached": 4, "output": 3, "reasoning": 2}
         ({"usage": {"prompt_tokens": 5, "total_tokens": 5}}, {"input": 5}),
         ({"meta": {"billed_units": {"input_tokens": 5}}}, {"input": 5}),
         ({"usage": {"prompt_tokens": 5, "prompt_tokens_details": None}}, {"input": 5}),
-        *((own, {}) for own in (None, "text", [], {}, {"usage": 3}, {"usage": {"x": 1}})),
+        (None, {}),
+        ("text", {}),
+        ([], {}),
+        ({}, {}),
+        ({"usage": 3}, {}),
+        ({"usage": {"x": 1}}, {}),
     ],
 )
 def test_usage_of_a_body(body: Any, counts: dict[str, int]) -> None:
