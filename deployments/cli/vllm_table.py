@@ -30,7 +30,7 @@ OWN_CLASSES = Lacks("classes of a user's own for this")
 PROBES = Lacks("supervisor of ranks; Ray replaces what fails")
 KERNELS = Accepted("Rayfin chooses its kernels")
 GRAPHS = Accepted("Rayfin captures the CUDA graphs that its batches need")
-DETAIL = Lacks("such a measurement")
+DETAIL = Lacks("such measurement")
 RPC = Accepted("Ray carries what processes say to each other")
 RLHF = Lacks("hooks for training")
 ALWAYS = "Rayfin always does"
@@ -119,7 +119,7 @@ SERVER: tuple[VllmFlag, ...] = (
     switch(
         "--exclude-tools-when-tool-choice-none",
         "no tools with tool_choice none",
-        Lacks("such setting; send no tools"),
+        Alias("exclude_tools_when_tool_choice_none"),
     ),
     value("--tool-call-parser", "how calls are written", Alias("tool_call_parser")),
     value("--tool-parser-plugin", "file with a parser", OWN_CLASSES),

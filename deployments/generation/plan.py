@@ -1,7 +1,7 @@
 """How the answers of one request are guided and read."""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -16,8 +16,9 @@ from rayfin.deployments.guidance.fields import size_up_to
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.guidance.tool_choice import KNOWN_TOOLS, FunctionTool, ToolChoice
+from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
 from rayfin.deployments.text.parsing.detect import Detected
-from rayfin.deployments.text.parsing.format import IdStyle
+from rayfin.deployments.text.parsing.format import IdStyle, ToolGuidance
 from rayfin.deployments.text.parsing.thought import thought_start
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -113,21 +114,38 @@ async def plan_answers(
         InvalidRequest: a field that this model cannot follow, or a grammar that is refused.
         Overloaded: too many unknown grammars wait.
     """
-    while True:
-        make = partial(
-            make_plan,
-            service.formats,
-            service.tokenizer,
-            rules,
-            opening,
-            earlier_calls,
-            service.warden.max_bytes,
+    most = service.warden.max_bytes
+
+    async def make(rules: AnswerRules) -> OutputPlan:
+        work = partial(
+            make_plan, service.formats, service.tokenizer, rules, opening, earlier_calls, most
         )
-        plan = await asyncio.to_thread(make) if rules.take_long else make()
-        try:
-            return await _checked(service, plan, rules, tenant)
-        except InvalidRequest as refusal:
-            rules = replace(rules, loose=await _given_up(service, rules, refusal, tenant))
+        return await asyncio.to_thread(work) if rules.take_long else work()
+
+    plan = await _allowed(make, service.warden, service.formats, rules, tenant)
+    return _counted(service, plan)
+
+
+def plan_offline(
+    formats: Detected,
+    tokenizer: Tokenizer,
+    checker: InlineChecker,
+    rules: AnswerRules,
+    opening: str = "",
+    earlier_calls: int = 0,
+) -> OutputPlan:
+    """As :func:`plan_answers`, for callers without an event loop."""
+
+    async def make(rules: AnswerRules) -> OutputPlan:
+        most = checker.max_bytes
+        return make_plan(formats, tokenizer, rules, opening, earlier_calls, most)
+
+    try:
+        _allowed(make, checker, formats, rules).send(None)
+    except StopIteration as ended:
+        plan: OutputPlan = ended.value
+        return plan
+    raise RuntimeError("a check in this process waits for something")
 
 
 async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = "") -> OutputPlan:
@@ -139,21 +157,48 @@ async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = 
     most = service.warden.max_bytes
     make = partial(make_plan, Detected(), service.tokenizer, rules, max_grammar_bytes=most)
     plan = await asyncio.to_thread(make) if rules.take_long else make()
-    return await _checked(service, plan, rules, tenant)
+    await _check(service.warden, plan, rules, tenant)
+    return _counted(service, plan)
 
 
-async def _checked(
-    service: "OpenAIService", plan: OutputPlan, rules: AnswerRules, tenant: str
-) -> OutputPlan:
-    if plan.guidance is not None:
-        await service.warden.check(plan.guidance.grammars, rules.grammar_param, tenant)
+def _counted(service: "OpenAIService", plan: OutputPlan) -> OutputPlan:
     if plan.kind:
         service.counts.output.guided(plan.kind)
     return plan
 
 
+async def _check(
+    checker: GrammarChecker, plan: OutputPlan, rules: AnswerRules, tenant: str
+) -> None:
+    if plan.guidance is not None:
+        await checker.check(plan.guidance.grammars, rules.grammar_param, tenant)
+
+
+async def _allowed(
+    make: Callable[[AnswerRules], Awaitable[OutputPlan]],
+    checker: GrammarChecker,
+    formats: Detected,
+    rules: AnswerRules,
+    tenant: str = "",
+) -> OutputPlan:
+    """Returns a plan whose grammars may run; schemas of functions are given up until they may."""
+    while True:
+        plan = await make(rules)
+        try:
+            await _check(checker, plan, rules, tenant)
+        except InvalidRequest as refusal:
+            loose = await _given_up(checker, formats.tool_guidance, rules, refusal, tenant)
+            rules = replace(rules, loose=loose)
+        else:
+            return plan
+
+
 async def _given_up(
-    service: "OpenAIService", rules: AnswerRules, refusal: InvalidRequest, tenant: str
+    checker: GrammarChecker,
+    guidance: ToolGuidance,
+    rules: AnswerRules,
+    refusal: InvalidRequest,
+    tenant: str,
 ) -> frozenset[str]:
     """Returns the functions whose schemas are not enforced, so that a refused request may run.
 
@@ -169,7 +214,7 @@ async def _given_up(
     held = [
         tool
         for tool in choice.callable_tools(rules.tools)
-        if tool.strict or choice.forced or service.formats.tool_guidance == "schema"
+        if tool.strict or choice.forced or guidance == "schema"
     ]
     if len(held) == 1 and held[0].strict:
         (tool,) = held
@@ -183,7 +228,7 @@ async def _given_up(
             break
         text = arguments_grammar(tool)
         try:
-            await service.warden.check([text] if text else [], tool.path, tenant)
+            await checker.check([text] if text else [], tool.path, tenant)
         except InvalidRequest:
             if tool.strict:
                 raise

@@ -13,9 +13,10 @@ from rayfin.actors.timing import INLINE_TEMPLATE_SECONDS, TEMPLATE_SECONDS
 from rayfin.deployments.embeds.parts import is_embeds, mark_embeds, place_embeds, read_parts
 from rayfin.deployments.generation.generation import off_loop
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.guidance.tool_choice import DeclaredTools
 from rayfin.deployments.requests.prompts import WrittenPrompt, check_length, prompt_ids
 from rayfin.deployments.text.markers import Marked
-from rayfin.deployments.text.messages import is_image
+from rayfin.deployments.text.messages import PlainTools, is_image
 from rayfin.deployments.text.opening import ChatPrompt, render_prompt
 
 
@@ -148,13 +149,28 @@ async def chat_prompt(
 
     try:
         try:
-            return await off_loop(characters, partial(render, INLINE_TEMPLATE_SECONDS))
+            size = characters + _tool_characters(tools)
+            return await off_loop(size, partial(render, INLINE_TEMPLATE_SECONDS))
         except TemplateTooSlow:  # may run longer, but not in the event loop
             return await asyncio.to_thread(render, TEMPLATE_SECONDS)
     except InvalidRequest as error:
         if error.param == "messages":
             error.param = param
         raise
+
+
+def shown_tools(service: OpenAIService, tools: DeclaredTools, barred: bool) -> PlainTools | None:
+    """Returns the tools that the chat template sees.
+
+    Args:
+        barred: ``tool_choice`` lets the answer call none.
+    """
+    return None if barred and service.replies.hide_barred_tools else tools.shown
+
+
+def _tool_characters(tools: object) -> int:
+    """Counts the characters of a request's tools, checked or not."""
+    return tools.characters if isinstance(tools, PlainTools) else _characters(tools)
 
 
 def _check_template(service: OpenAIService, template: str | None) -> None:
@@ -205,7 +221,7 @@ def _placed(
 
 
 def _characters(messages: object) -> int:
-    """Counts the characters of all texts in unchecked ``messages``."""
+    """Counts the characters of all texts in unchecked ``messages`` or tools."""
     if isinstance(messages, str):
         return len(messages)
     if is_image(messages) or is_embeds(messages):

@@ -1,10 +1,12 @@
 """Which functions a request declares, and how its answer may call them: the same for all APIs."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
+
+from pydantic_core import to_json
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.checks import (
@@ -16,7 +18,7 @@ from rayfin.deployments.text.checks import (
     required,
     wrong_type,
 )
-from rayfin.deployments.text.messages import MAX_TOOLS, plain_tools
+from rayfin.deployments.text.messages import MAX_TOOLS, PlainTools, plain_tools
 
 MAX_TOOLS_SIZE = 256 * 1024  # characters of JSON
 KNOWN_TOOLS = 64  # lists of tools that were read lately: an agent sends its own each time
@@ -55,39 +57,61 @@ class ToolChoice:
 
 
 PARAMETERS = ".function.parameters"  # of a tool of a chat
+ChatForm = Callable[[Sequence[Any]], list[dict[str, Any]]]
+"""From the tools of an API to those of a chat."""
 
 
-def function_tools(tools: object, schema: str = PARAMETERS) -> tuple[FunctionTool, ...]:
-    """Returns the functions of a request's ``tools``, the same objects while they are known.
+@dataclass(slots=True, frozen=True, eq=False)
+class DeclaredTools:
+    """The tools of a request. The same tools give the same object while known."""
+
+    functions: tuple[FunctionTool, ...] = ()  # as answers are held to them
+    shown: PlainTools | None = None  # as a chat template reads them; None if there are none
+
+
+NO_TOOLS = DeclaredTools()
+
+
+def declared_tools(
+    tools: object, schema: str = PARAMETERS, chat_form: ChatForm | None = None
+) -> DeclaredTools:
+    """Reads and checks a request's ``tools``; those that are known take microseconds.
 
     Args:
         schema: where a tool of the API has its schema, for errors of that.
+        chat_form: a function of a module; None: the tools have the form of a chat. Templates see
+            no ``strict`` in what it has returned.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
     """
     try:
-        text = json.dumps(tools, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
+        text = to_json(tools)  # several times as fast as the standard library's
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"'tools' must be JSON: {error}.", "tools", "invalid_type") from error
-    if len(text) > MAX_TOOLS_SIZE:
-        raise InvalidRequest(
-            f"'tools' may have {MAX_TOOLS_SIZE} characters of JSON, got {len(text)}.",
-            "tools",
-            "string_above_max_length",
-        )
-    return _functions(text, schema)
+    return _read(text, schema, chat_form)
 
 
 @lru_cache(KNOWN_TOOLS)
-def _functions(text: str, schema: str) -> tuple[FunctionTool, ...]:
+def _read(text: bytes, schema: str, chat_form: ChatForm | None) -> DeclaredTools:
+    characters = len(text.decode("utf-8"))
+    if characters > MAX_TOOLS_SIZE:
+        raise InvalidRequest(
+            f"'tools' may have {MAX_TOOLS_SIZE} characters of JSON, got {characters}.",
+            "tools",
+            "string_above_max_length",
+        )
+    tools = json.loads(text)
+    plain = plain_tools(tools if chat_form is None else chat_form(tools))
     found = []
-    for i, tool in enumerate(plain_tools(json.loads(text))):
+    for i, tool in enumerate(plain):
         function = tool["function"]
         parameters = function.get("parameters") or {}
         strict = function.get("strict") is True
         found.append(FunctionTool(function["name"], parameters, strict, f"tools[{i}]{schema}"))
-    return tuple(found)
+        if chat_form is not None:
+            function.pop("strict", None)
+    return DeclaredTools(tuple(found), plain)
 
 
 def read_tool_choice(

@@ -28,9 +28,9 @@ from rayfin.actors.messages import (
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.sampling_params import BeamSearchParams, SamplingParams
 from rayfin.deployments.client.deltas import WholeDeltas, split_deltas
-from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, make_plan
+from rayfin.deployments.generation.plan import NO_PLAN, AnswerRules, OutputPlan, plan_offline
 from rayfin.deployments.guidance.fields import read_structured_outputs
-from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
+from rayfin.deployments.guidance.tool_choice import NO_TOOLS, declared_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.media.settings import MediaSettings, read_limits
 from rayfin.deployments.offline.engines import OfflineEngine, start_engine
@@ -265,13 +265,14 @@ class LLM:
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         )
         params = self._params_for(conversations, sampling_params)
-        functions = () if tools is None else function_tools(tools)
+        declared = NO_TOOLS if tools is None else declared_tools(tools)
+        functions = declared.functions
         rules = AnswerRules(functions, read_tool_choice(tool_choice, functions))
         render = partial(
             render_prompt,
             tokenizer,
             formats=self._formats,
-            tools=tools,
+            tools=declared.shown,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template=self._chat_template,
@@ -558,9 +559,8 @@ class LLM:
         if params.structured_outputs is not None:
             form = read_structured_outputs(params.structured_outputs, "structured_outputs")
             rules = replace(rules, structured=form.outputs, structured_param=form.param)
-        plan = make_plan(formats, self._text_side(), rules, opening, earlier_calls)
-        if plan.guidance is not None:
-            self._checker.check_now(plan.guidance.grammars, rules.grammar_param)
+        text = self._text_side()
+        plan = plan_offline(formats, text, self._checker, rules, opening, earlier_calls)
         if plan.unenforced:
             logger.warning("%s: not enforced: %s", rules.grammar_param, ", ".join(plan.unenforced))
         return plan

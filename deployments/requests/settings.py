@@ -22,6 +22,7 @@ class ReplySettings:
     tokens_as_ids: bool = False  # the default of return_tokens_as_token_ids
     prompt_tokens_details: bool = True  # in usage
     metrics: bool = False  # times of each request
+    hide_barred_tools: bool = False  # from chat templates, with tool_choice none
     response_role: str = "assistant"  # of chat completions, unless the last message is continued
 
     def check_prompts(self, count: int, param: str) -> None:

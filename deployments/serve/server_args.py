@@ -164,6 +164,9 @@ class ServerArgs:
         "arguments of tool calls with tool_choice auto: schema: they follow the tool's schema; "
         "json: they are a JSON object; off: they are as the model writes them",
     )
+    exclude_tools_when_tool_choice_none: bool = _flag(
+        False, "the chat template sees no tools if tool_choice is none"
+    )
     reasoning_field: ReasoningField = _model_flag(
         "both", "field of chat messages that has the model's reasoning"
     )

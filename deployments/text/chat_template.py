@@ -1,7 +1,7 @@
 """Chat messages to token ids, through the model's chat template."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -11,7 +11,13 @@ import jinja2
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.timing import TEMPLATE_SECONDS
 from rayfin.deployments.text.markers import Marked
-from rayfin.deployments.text.messages import ContentFormat, plain_messages, plain_tools
+from rayfin.deployments.text.messages import (
+    ContentFormat,
+    PlainTools,
+    plain_messages,
+    plain_tools,
+    texts_in,
+)
 from rayfin.deployments.text.parsing.format import IdStyle
 from rayfin.deployments.text.template_watch import watched
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -90,7 +96,7 @@ def render_chat(
         content=history.content,
         images=images,
     )
-    listed: list[Any] | None = plain_tools(tools) if tools is not None else None
+    listed = plain_tools(tools) if tools is not None else None
     extras = _variables(variables or {}, tokenizer)
     template = _template(tokenizer, chat_template, listed is not None)
     if add_generation_prompt and continue_final_message:
@@ -99,7 +105,7 @@ def render_chat(
             "continue_final_message",
         )
     _fit(conversation, template)
-    sources = (conversation, listed, extras)
+    texts = list(texts_in((conversation, extras)))
     has_tags = _holds_tag(tokenizer, conversation)
     inner = tokenizer.literal_inner if has_tags else tokenizer.inner
     if marked is not None:
@@ -111,11 +117,13 @@ def render_chat(
         chat_template=template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        sanitize_control_tokens=_holds_control_token(tokenizer, sources) or has_tags,
+        sanitize_control_tokens=_holds_control_token(tokenizer, texts, listed) or has_tags,
         return_dict=False,
         **extras,
     )
-    sent = sum(len(text) for text, _ in _texts(sources))
+    sent = sum(len(text) for text, _ in texts)
+    if listed is not None:
+        sent += listed.characters
     try:
         ids = watched(render, seconds, MAX_GROWTH * sent + MAX_OWN_TEXT)
     except jinja2.TemplateError as error:
@@ -171,21 +179,25 @@ def _variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
     return dict(variables)
 
 
-def _holds_control_token(tokenizer: Tokenizer, sources: object) -> bool:
-    """Whether a text in ``sources`` holds a control token.
+def _holds_control_token(
+    tokenizer: Tokenizer, texts: Sequence[tuple[str, bool]], tools: PlainTools | None
+) -> bool:
+    """Whether one of ``texts``, as ``texts_in`` yields them, or of ``tools`` holds a control token.
 
     Raises:
         InvalidRequest: the key of an object holds one; keys cannot be made literal.
     """
-    holds_token = False
-    for text, is_key in _texts(sources):
-        if tokenizer.control_tokens.search(text):
-            if is_key:
-                raise InvalidRequest(
-                    "The keys of tools and of tool arguments may not hold control tokens.", "tools"
-                )
-            holds_token = True
-    return holds_token
+    search = tokenizer.control_tokens.search
+    in_value, in_key = (False, False) if tools is None else tools.find(tokenizer.control_tokens)
+    for text, is_key in texts:
+        if search(text):
+            in_key |= is_key
+            in_value = True
+    if in_key:
+        raise InvalidRequest(
+            "The keys of tools and of tool arguments may not hold control tokens.", "tools"
+        )
+    return in_value
 
 
 def _holds_tag(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> bool:
@@ -193,21 +205,8 @@ def _holds_tag(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) 
     search = tokenizer.paired_tags.search
     for message in conversation:
         outside = message["role"] not in INSIDE
-        if outside and any(search(text) for text, _ in _texts(message["content"])):
+        if outside and any(search(text) for text, _ in texts_in(message["content"])):
             return True
-        if any(search(text) for text, _ in _texts(message.get("tool_calls", ()))):
+        if any(search(text) for text, _ in texts_in(message.get("tool_calls", ()))):
             return True
     return False
-
-
-def _texts(value: object) -> Iterator[tuple[str, bool]]:
-    """Every string inside ``value``, and whether it is the key of an object."""
-    if isinstance(value, str):
-        yield value, False
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key), True
-            yield from _texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)

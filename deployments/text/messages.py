@@ -1,7 +1,8 @@
 """Validates OpenAI's chat messages and tools, and simplifies them for a chat template."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from rayfin.actors.errors import InvalidRequest
@@ -75,12 +76,41 @@ def plain_messages(
     return plain
 
 
-def plain_tools(tools: object) -> list[dict[str, Any]]:
-    """Returns the function tools of a request.
+class PlainTools(list[dict[str, Any]]):
+    """Checked tools, which no one changes: what is found out of their texts is kept."""
+
+    def __init__(self, tools: Iterable[dict[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        texts = list(texts_in([*self]))
+        self._values = "\0".join(text for text, is_key in texts if not is_key)
+        self._keys = "\0".join(text for text, is_key in texts if is_key)
+        self._found: dict[re.Pattern[str], tuple[bool, bool]] = {}
+
+    @property
+    def characters(self) -> int:
+        """Of all of their texts."""
+        return len(self._values) + len(self._keys)
+
+    def find(self, pattern: re.Pattern[str]) -> tuple[bool, bool]:
+        """Returns whether a value matches somewhere, and whether a key does.
+
+        Args:
+            pattern: of a tokenizer, which lives as long; it matches no NUL.
+        """
+        if pattern not in self._found:
+            values, keys = pattern.search(self._values), pattern.search(self._keys)
+            self._found[pattern] = (values is not None, keys is not None)
+        return self._found[pattern]
+
+
+def plain_tools(tools: object) -> PlainTools:
+    """Returns the function tools of a request; those that it has returned are not checked again.
 
     Raises:
         InvalidRequest: ``param`` is the path of the invalid value, such as tools[0].function.name.
     """
+    if isinstance(tools, PlainTools):
+        return tools
     listed = as_list(tools, "tools", MAX_TOOLS)
     names: set[str] = set()
     for i, tool in enumerate(listed):
@@ -98,7 +128,20 @@ def plain_tools(tools: object) -> list[dict[str, Any]]:
         strict = function.get("strict")
         if strict is not None and not isinstance(strict, bool):
             raise wrong_type("a boolean", strict, f"{path}.function.strict")
-    return [dict(tool) for tool in listed]
+    return PlainTools(dict(tool) for tool in listed)
+
+
+def texts_in(value: object) -> Iterator[tuple[str, bool]]:
+    """Yields every string inside ``value``, and whether it is the key of an object."""
+    if isinstance(value, str):
+        yield value, False
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key), True
+            yield from texts_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts_in(item)
 
 
 def is_image(part: object) -> bool:

@@ -1,5 +1,7 @@
 """Request bodies of Anthropic's API."""
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -7,8 +9,9 @@ from pydantic import BaseModel, ConfigDict
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import GenerationBody
-from rayfin.deployments.http.json_body import rename_error_params
-from rayfin.deployments.text.checks import missing
+from rayfin.deployments.guidance.tool_choice import NO_TOOLS, DeclaredTools, declared_tools
+from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
+from rayfin.deployments.text.checks import as_object, as_string, missing, required
 
 UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that change nothing
     "container": (),
@@ -16,6 +19,7 @@ UNSERVED: dict[str, tuple[object, ...]] = {  # field -> values that change nothi
     "mcp_servers": ([],),
 }
 MAX_TEMPERATURE = 1.0
+OUR_PATHS = {".function.parameters": ".input_schema", ".function.": "."}  # of chat tools -> theirs
 OUR_NAMES = {"stop": "stop_sequences"}
 
 
@@ -46,6 +50,18 @@ class PromptBody(BaseModel):
                 raise unserved(name)
         if self.messages is None:
             raise missing("messages")
+
+    @cached_property
+    def declared_tools(self) -> DeclaredTools:
+        """The checked tools, read once.
+
+        Raises:
+            InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].input_schema.
+        """
+        with rename_error_paths(OUR_PATHS):
+            return (
+                declared_tools(self.tools, ".input_schema", chat_tools) if self.tools else NO_TOOLS
+            )
 
     def ignored_fields(self) -> list[str]:
         return [name for name in self.model_extra or {} if name not in UNSERVED]
@@ -90,6 +106,31 @@ class MessagesRequest(PromptBody):
         )
         with rename_error_params(OUR_NAMES):
             return shared.sampling_params(defaults, self.max_tokens)
+
+
+def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the tools in the form of chat completions."""
+    functions = []
+    for i, written in enumerate(tools):
+        path = f"tools[{i}]"
+        tool = as_object(written, path)
+        kind = as_string(tool.get("type") or "custom", f"{path}.type")
+        if kind != "custom":
+            raise InvalidRequest(
+                f"Tools of type {kind[:32]!r} are not supported by this version of Rayfin, only "
+                "functions of the client's are.",
+                f"{path}.type",
+                "unsupported_parameter",
+            )
+        function = {
+            "name": required(tool, "name", path),
+            "description": tool.get("description"),
+            "parameters": required(tool, "input_schema", path),
+            "strict": tool.get("strict"),
+        }
+        given = {name: value for name, value in function.items() if value is not None}
+        functions.append({"type": "function", "function": given})
+    return functions
 
 
 def unserved(name: str) -> InvalidRequest:

@@ -27,20 +27,19 @@ from rayfin.deployments.api.anthropic.replies import (
 )
 from rayfin.deployments.api.anthropic.tools import (
     answer_rules,
-    chat_tools,
     shows_thinking,
     template_variables,
 )
 from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.plan import plan_answers
-from rayfin.deployments.generation.prompts import chat_prompt
+from rayfin.deployments.generation.prompts import chat_prompt, shown_tools
 from rayfin.deployments.generation.route import GenerationAdapter
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import error_event
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import rename_error_params
-from rayfin.deployments.text.messages import count_calls
+from rayfin.deployments.text.messages import PlainTools, count_calls
 from rayfin.deployments.text.opening import ChatPrompt
 from rayfin.deployments.text.output import TextDelta
 from rayfin.deployments.text.parsing.events import Event
@@ -68,12 +67,17 @@ async def prompt_of(
     rendered = await chat_prompt(
         service,
         chat,
-        tools=chat_tools(body.tools),
+        tools=_shown_tools(service, body),
         continue_final_message=is_continued(chat),
         variables=template_variables(body),
         any_length=any_length,
     )
     return MessagesPrompt(rendered, count_calls(chat))
+
+
+def _shown_tools(service: OpenAIService, body: PromptBody) -> PlainTools | None:
+    barred = (body.tool_choice or {}).get("type") == "none"
+    return shown_tools(service, body.declared_tools, barred)
 
 
 class MessagesAdapter(GenerationAdapter):
@@ -129,7 +133,7 @@ class MessagesAdapter(GenerationAdapter):
         part = await chat_prompt(
             self._service,
             chat_messages(shown, body.system),
-            tools=chat_tools(body.tools),
+            tools=_shown_tools(self._service, body),
             add_generation_prompt=False,
             variables=template_variables(body),
             any_length=True,

@@ -8,8 +8,7 @@ from rayfin.deployments.api.anthropic.bodies import PromptBody, unserved
 from rayfin.deployments.generation.plan import AnswerRules
 from rayfin.deployments.generation.prompts import thinking_variables
 from rayfin.deployments.guidance.fields import AnswerFormat, read_response_format
-from rayfin.deployments.guidance.tool_choice import ToolChoice, function_tools
-from rayfin.deployments.http.json_body import rename_error_paths
+from rayfin.deployments.guidance.tool_choice import ToolChoice
 from rayfin.deployments.text.checks import (
     as_choice,
     as_object,
@@ -17,51 +16,11 @@ from rayfin.deployments.text.checks import (
     required,
     wrong_type,
 )
-from rayfin.deployments.text.messages import plain_tools
 
 CHOICES = ("auto", "any", "tool", "none")
 THINKING = ("enabled", "adaptive", "disabled")
 DISPLAYS = ("summarized", "omitted")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
-OUR_PATHS = {".function.parameters": ".input_schema", ".function.": "."}  # of chat tools -> theirs
-
-
-def chat_tools(tools: list[Any] | None) -> list[dict[str, Any]] | None:
-    """Returns the tools as a chat template reads them; None if there are none.
-
-    Raises:
-        InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].input_schema.
-    """
-    with rename_error_paths(OUR_PATHS):
-        listed = plain_tools(_functions(tools)) if tools else None
-    for tool in listed or ():
-        tool["function"].pop("strict", None)  # of the grammar only
-    return listed
-
-
-def _functions(tools: list[Any]) -> list[dict[str, Any]]:
-    """Returns the tools in the form of chat completions."""
-    functions = []
-    for i, written in enumerate(tools):
-        path = f"tools[{i}]"
-        tool = as_object(written, path)
-        kind = as_string(tool.get("type") or "custom", f"{path}.type")
-        if kind != "custom":
-            raise InvalidRequest(
-                f"Tools of type {kind[:32]!r} are not supported by this version of Rayfin, only "
-                "functions of the client's are.",
-                f"{path}.type",
-                "unsupported_parameter",
-            )
-        function = {
-            "name": required(tool, "name", path),
-            "description": tool.get("description"),
-            "parameters": required(tool, "input_schema", path),
-            "strict": tool.get("strict"),
-        }
-        given = {name: value for name, value in function.items() if value is not None}
-        functions.append({"type": "function", "function": given})
-    return functions
 
 
 def answer_rules(body: PromptBody) -> AnswerRules:
@@ -70,8 +29,7 @@ def answer_rules(body: PromptBody) -> AnswerRules:
     Raises:
         InvalidRequest: ``param`` is the path of what is wrong.
     """
-    with rename_error_paths(OUR_PATHS):
-        tools = function_tools(_functions(body.tools), ".input_schema") if body.tools else ()
+    tools = body.declared_tools.functions
     form = _format(body)
     return AnswerRules(
         tools=tools,

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -12,7 +13,12 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.embeds.read import listed
 from rayfin.deployments.generation.bodies import GenerationBody
 from rayfin.deployments.generation.plan import AnswerRules
-from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
+from rayfin.deployments.guidance.tool_choice import (
+    NO_TOOLS,
+    DeclaredTools,
+    declared_tools,
+    read_tool_choice,
+)
 from rayfin.deployments.requests.prompts import WrittenPrompt, read_prompts
 from rayfin.deployments.requests.settings import MAX_CHOICES
 from rayfin.deployments.text.checks import as_choice, as_list, missing
@@ -167,6 +173,15 @@ class ChatCompletionRequest(_CompletionBody):
             )
         return ids
 
+    @cached_property
+    def declared_tools(self) -> DeclaredTools:
+        """The checked tools, read once.
+
+        Raises:
+            InvalidRequest: ``param`` is the path of what is wrong.
+        """
+        return NO_TOOLS if self.tools is None else declared_tools(self.tools)
+
     def answer_rules(self) -> AnswerRules:
         """Returns what the request says of the form of its answers.
 
@@ -175,7 +190,7 @@ class ChatCompletionRequest(_CompletionBody):
         """
         if self._rules is not None:
             return self._rules
-        tools = () if self.tools is None else function_tools(self.tools)
+        tools = self.declared_tools.functions
         choice = read_tool_choice(self.tool_choice, tools, parallel=self.parallel_tool_calls)
         budget = self.thinking_token_budget
         if budget is not None and budget < -1:

@@ -26,7 +26,7 @@ from rayfin.deployments.generation.logprobs import (
     prompt_logprobs,
 )
 from rayfin.deployments.generation.plan import OutputPlan, plan_answers
-from rayfin.deployments.generation.prompts import chat_prompt, thinking_variables
+from rayfin.deployments.generation.prompts import chat_prompt, shown_tools, thinking_variables
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import renamed_paths
@@ -120,13 +120,13 @@ class ChatAdapter(CompletionAdapter):
         return text_of(last["content"]) if last["role"] == self._role(messages) else ""
 
     async def _render(self, messages: Any, given: list[int] | None) -> ChatPrompt:
-        body = self._body
+        body, service = self._body, self._service
         return await chat_prompt(
-            self._service,
+            service,
             messages,
             given=given,
             chat_template=body.chat_template,
-            tools=body.tools,
+            tools=shown_tools(service, body.declared_tools, body.tool_choice == "none"),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,

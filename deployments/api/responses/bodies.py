@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -10,7 +11,9 @@ from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.generation.bodies import FORMAT_FIELDS, GenerationBody
 from rayfin.deployments.generation.bodies import UNSERVED as UNSERVED_ANYWHERE
-from rayfin.deployments.http.json_body import rename_error_params
+from rayfin.deployments.guidance.tool_choice import NO_TOOLS, DeclaredTools, declared_tools
+from rayfin.deployments.http.json_body import rename_error_params, rename_error_paths
+from rayfin.deployments.text.checks import as_object, as_string, required
 
 MAX_METADATA = 16  # pairs
 MAX_KEY = 64  # characters
@@ -41,6 +44,7 @@ SAMPLING = (
     *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("skip_special_tokens", "include_stop_str_in_output"),
 )
+OUR_PATHS = {".function.": "."}  # of chat tools -> of flat ones
 OUR_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
@@ -77,6 +81,16 @@ class ResponsePromptBody(BaseModel):
             value = getattr(self, name, None)
             if value is not None and value not in harmless:
                 raise unserved(name)
+
+    @cached_property
+    def declared_tools(self) -> DeclaredTools:
+        """The checked tools, read once.
+
+        Raises:
+            InvalidRequest: ``param`` is the path of what is wrong, such as tools[0].parameters.
+        """
+        with rename_error_paths(OUR_PATHS):
+            return declared_tools(self.tools, ".parameters", chat_tools) if self.tools else NO_TOOLS
 
     def ignored_fields(self) -> list[str]:
         known = UNSERVED.keys() | UNSERVED_ANYWHERE.keys()
@@ -159,6 +173,25 @@ class ResponseRequest(ResponsePromptBody):
             )
         check_include(self.include or ())
         _check_metadata(self.metadata or {})
+
+
+def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns flat tools in the form of chat completions."""
+    functions = []
+    for i, written in enumerate(tools):
+        tool = as_object(written, f"tools[{i}]")
+        kind = as_string(required(tool, "type", f"tools[{i}]"), f"tools[{i}].type")
+        if kind != "function":
+            raise InvalidRequest(
+                f"Tools of type {kind[:32]!r} are not supported by this version of Rayfin, only "
+                "functions are.",
+                f"tools[{i}].type",
+                "unsupported_parameter",
+            )
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def check_include(names: Sequence[str]) -> None:

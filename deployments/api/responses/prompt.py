@@ -12,8 +12,8 @@ from rayfin.deployments.api.responses.replies import (
     OutputMessage,
 )
 from rayfin.deployments.api.responses.store_client import ResponseStoreClient
-from rayfin.deployments.api.responses.tools import chat_tools, template_variables
-from rayfin.deployments.generation.prompts import chat_prompt
+from rayfin.deployments.api.responses.tools import template_variables
+from rayfin.deployments.generation.prompts import chat_prompt, shown_tools
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.text.opening import ChatPrompt
 
@@ -53,7 +53,8 @@ async def prompt_of(
         InvalidRequest: the chat template refuses it, or it cannot fit.
     """
     auto = body.truncation == "auto"
-    tools, variables = chat_tools(body), template_variables(body)
+    tools = shown_tools(service, body.declared_tools, body.tool_choice == "none")
+    variables = template_variables(body)
 
     async def render(kept: list[Item]) -> ChatPrompt:
         return await chat_prompt(

@@ -16,7 +16,7 @@ from rayfin.deployments.guidance.calls import make_call_rules
 from rayfin.deployments.guidance.fields import asked_format
 from rayfin.deployments.guidance.grammar import make_grammar
 from rayfin.deployments.guidance.schema import keywords
-from rayfin.deployments.guidance.tool_choice import function_tools, read_tool_choice
+from rayfin.deployments.guidance.tool_choice import declared_tools, read_tool_choice
 from rayfin.deployments.guidance.verdicts import is_plain
 from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
@@ -175,7 +175,7 @@ def tokenizer_of(row: str | None) -> Tokenizer:
 def test_tools(row: str | None, tools: Any, choice: Any) -> None:
 
     def rules() -> Any:
-        listed = function_tools(tools)
+        listed = declared_tools(tools).functions
         chosen = read_tool_choice(choice, listed)
         format = None if row is None else TOOL_FORMATS[row]
         return make_call_rules(format, listed, chosen, tokenizer_of(row), guidance="schema")

@@ -8,8 +8,10 @@ import jsonschema
 import pytest
 
 from rayfin import LLM, SamplingParams
+from rayfin.actors.errors import InvalidRequest
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.rows import TOOL_FORMATS
+from wary import Wary, animals
 
 PARAMETERS = {
     "type": "object",
@@ -55,3 +57,43 @@ def test_a_forced_call(llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, cho
         if choice == NAMED and answer.finish_reason == "stop":
             assert len(answer.tool_calls) == 1
     assert whole
+
+
+@pytest.mark.parametrize("refused", [('"zebra"',), ('"zebra"', '"yak"')], ids=["one", "both"])
+def test_refused_schemas_are_given_up_as_in_the_server(
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refused: tuple[str, ...],
+) -> None:
+    """Those that are too much, or all if only together they are; never strict ones."""
+    monkeypatch.setattr(llm, "_checker", Wary(llm._text_side(), *refused))
+    params = SamplingParams(temperature=0, max_tokens=48)
+
+    def ask(*strict: str) -> Any:
+        tools = animals(*strict)
+        return llm.chat(QUESTION, params, tools=tools, tool_choice="required", use_tqdm=False)
+
+    assert ask()[0].outputs[0].token_ids
+    given_up = ["tools[0].function.parameters", "tools[1].function.parameters"][: len(refused)]
+    assert [record.args[1] for record in caplog.records] == [", ".join(given_up)]
+    assert ask("yak")[0].outputs[0].token_ids
+    with pytest.raises(InvalidRequest) as caught:
+        ask("zebra", "yak")
+    param = "tools[0].function.parameters" if len(refused) == 1 else "tools"
+    assert (caught.value.param, caught.value.code) == (param, "schema_too_complex")
+
+
+def test_a_schema_that_cannot_be_held_is_refused_if_strict(llm: LLM) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    params = SamplingParams(temperature=0, max_tokens=8)
+    for strict in (False, True):
+        function = {"name": "f", "parameters": parameters, "strict": strict}
+        tools = [{"type": "function", "function": function}]
+        if not strict:
+            assert llm.chat(QUESTION, params, tools=tools, use_tqdm=False)[0].outputs
+            continue
+        with pytest.raises(InvalidRequest) as caught:
+            llm.chat(QUESTION, params, tools=tools, use_tqdm=False)
+        assert caught.value.code == "unsupported_schema"
+        assert caught.value.param == "tools[0].function.parameters.properties.a.uniqueItems"

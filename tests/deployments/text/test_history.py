@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.errors import InvalidRequest
-from rayfin.deployments.guidance.tool_choice import function_tools
+from rayfin.deployments.guidance.tool_choice import declared_tools
 from rayfin.deployments.text.messages import plain_messages
 from rayfin.deployments.text.opening import opening_text
 from rayfin.deployments.text.parsing.format import IdStyle
@@ -69,7 +69,7 @@ def test_a_thought_has_both_names(name: str) -> None:
 def test_tools_over_the_limit_are_refused() -> None:
     function = {"name": "f", "description": "x" * 300_000}
     with pytest.raises(InvalidRequest) as error:
-        function_tools([{"type": "function", "function": function}])
+        declared_tools([{"type": "function", "function": function}])
     assert (error.value.param, error.value.code) == ("tools", "string_above_max_length")
 
 

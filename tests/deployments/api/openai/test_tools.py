@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.messages import EngineInfo, TokenLog
 from rayfin.deployments.generation.service import OpenAIService
-from rayfin.deployments.guidance.verdicts import InlineChecker, Verdict
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.rows import REASONING_FORMATS, TOOL_FORMATS
 from rayfin.deployments.text.tokenizer import Tokenizer
+from wary import Wary, animals
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"
@@ -325,6 +324,19 @@ async def test_without_formats_nothing_changes(
     assert reply["usage"]["completion_tokens_details"] is None
 
 
+async def test_tools_that_templates_do_not_see(
+    http: httpx.AsyncClient, engine: Any, service: OpenAIService, marked: Tokenizer
+) -> None:
+    """With --exclude-tools-when-tool-choice-none."""
+    for hidden in (False, True):
+        service.replies = replace(service.replies, hide_barred_tools=hidden)
+        for choice in ("auto", "none"):
+            await whole(http, tool_choice=choice)
+            prompt = marked.decode(engine.seen[-1].prompt.tolist(), False)
+            assert ("get_weather" in prompt) is not (hidden and choice == "none")
+            assert guidance(engine) is not None
+
+
 def guidance(engine: Any) -> Any:
     return engine.seen[-1].sampling.guidance
 
@@ -399,20 +411,6 @@ async def test_schemas_that_cannot_be_held(http: httpx.AsyncClient, engine: Any)
     assert response.status_code == 200 and "tools[0]" in response.headers["x-rayfin-unenforced"]
 
 
-class Wary(InlineChecker):
-    """Refuses grammars that hold all of some words, as a warden whose limits they meet."""
-
-    def __init__(self, tokenizer: Tokenizer, *words: str) -> None:
-        super().__init__(tokenizer)
-        self._words = words
-
-    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
-        texts = list(texts)
-        if any(all(word in text for word in self._words) for text in texts):
-            Verdict("too_complex").check(param)
-        await super().check(texts, param, tenant)
-
-
 @pytest.mark.parametrize(
     ("refused", "unenforced"),
     [
@@ -431,19 +429,8 @@ async def test_schemas_that_the_warden_refuses(
     """Those that are too much, or all if only together they are; never strict ones."""
     service.warden = Wary(marked, *refused)
 
-    def tools(*strict: str) -> list[Any]:
-        functions = [
-            {
-                "name": f"see_{name}",
-                "parameters": {"type": "object", "properties": {name: {"type": "string"}}},
-                "strict": name in strict,
-            }
-            for name in ("zebra", "yak")
-        ]
-        return [{"type": "function", "function": function} for function in functions]
-
     async def ask(*strict: str) -> httpx.Response:
-        body = {**BODY, "tools": tools(*strict), "tool_choice": "required"}
+        body = {**BODY, "tools": animals(*strict), "tool_choice": "required"}
         return await http.post(PATH, json=body)
 
     response = await ask()
@@ -459,7 +446,7 @@ async def test_schemas_that_the_warden_refuses(
     assert (response.status_code, error["code"]) == (400, "schema_too_complex")
     assert error["param"] == ("tools[0].function.parameters" if alone else "tools")
     if alone:
-        body = {**BODY, "tools": tools("zebra")[:1]}
+        body = {**BODY, "tools": animals("zebra")[:1]}
         error = (await http.post(PATH, json=body)).json()["error"]
         assert (error["param"], error["code"]) == (
             "tools[0].function.parameters",
