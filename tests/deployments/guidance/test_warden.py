@@ -35,6 +35,8 @@ def pattern(text: str) -> str:
     return LLMatcher.grammar_from_regex(text)
 
 
+MAX_ASKS = 5  # of one grammar, on a busy machine
+
 PLAIN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 PATTERNS = {"type": "string", "allOf": [{"pattern": f".*w{i}.*"} for i in range(20)]}
 CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(20_000)} | {"d20000": {}}
@@ -80,6 +82,17 @@ async def code_of(warden: Warden, text: str, tenant: str = "") -> str:
     return "ok"
 
 
+async def patient_code_of(warden: Warden, text: str) -> str:
+    """As ``code_of``, of a client that asks again while the machine is too busy for a verdict."""
+    for _ in range(MAX_ASKS):
+        started = time.monotonic()
+        code = await code_of(warden, text)
+        assert time.monotonic() - started < 10  # 2 s where the machine has time
+        if code != "queue_full":
+            break
+    return code
+
+
 async def test_known_verdicts_cost_nothing(warden: Warden) -> None:
     assert warden.pid is not None
     os.kill(warden.pid, signal.SIGSTOP)
@@ -101,12 +114,10 @@ async def test_the_same_grammar_is_checked_once(
 @pytest.mark.parametrize(("text", "code"), HOSTILE, ids=lambda value: str(value)[:40])
 async def test_hostile_grammars(warden: Warden, text: str, code: str) -> None:
     pid = warden.pid
-    started = time.monotonic()
-    assert await code_of(warden, text) == code
-    assert time.monotonic() - started < 10  # 2 s where the machine has time
+    assert await patient_code_of(warden, text) == code
     assert warden.pid == pid, "the helper has died"
     assert children_of(pid) == []
-    assert await code_of(warden, schema({"maxLength": len(text), **PLAIN})) == "ok"
+    assert await patient_code_of(warden, schema({"maxLength": len(text), **PLAIN})) == "ok"
 
 
 async def test_the_event_loop_and_plain_grammars_go_on_beside_bombs(warden: Warden) -> None:
