@@ -2,10 +2,13 @@
 
     python benchmarks/load_memory.py
     python benchmarks/load_memory.py --stored float16 --experts 8
+    python benchmarks/load_memory.py --settings '{"quantization": "int4"}'
+    python benchmarks/load_memory.py --checkpoint gptq
+    python benchmarks/load_memory.py --encoder
 
-A Llama (Mixtral with experts) of random weights is loaded in a process of its own, as an engine
-loads it. Anonymous memory is what the process cannot give back; pages of the mapped checkpoint are
-the system's cache, which it takes back whenever it needs them.
+A Llama (Mixtral with experts, BERT with --encoder) of random weights is loaded in a process of its
+own, as an engine loads it. Anonymous memory is what the process cannot give back; pages of the
+mapped checkpoint are the system's cache, which it takes back whenever it needs them.
 """
 
 import argparse
@@ -18,6 +21,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from gptq import quantise
 
 INTERVAL = 0.002
 """Seconds between two looks at the memory."""
@@ -34,6 +39,8 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--experts", type=int, default=0, help="of each layer, of half its width")
     parser.add_argument("--stored", default="bfloat16", help="dtype of the checkpoint")
+    parser.add_argument("--checkpoint", choices=["plain", "gptq", "fp8"], default="plain")
+    parser.add_argument("--encoder", action="store_true", help="a BERT")
     parser.add_argument("--settings", type=json.loads, default={}, help="EngineArgs, as JSON")
     parser.add_argument("--json", action="store_true", help="print MiB as JSON")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -51,7 +58,8 @@ def main() -> int:
     if options.json:
         print(json.dumps(measured))
         return 0
-    print(f"a checkpoint of {size / 2**20:.0f} MiB in {options.stored}; MiB of memory")
+    kind = options.stored if options.checkpoint == "plain" else options.checkpoint
+    print(f"a checkpoint of {size / 2**20:.0f} MiB in {kind}; MiB of memory")
     for kind in KINDS:
         before, peak, after = (measured[when][kind] for when in ("before", "peak", "after"))
         print(
@@ -66,6 +74,9 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if options.encoder:
+        write_encoder(folder, options)
+        return
     width = 11 * options.hidden // 4
     sizes: dict[str, Any] = {
         "vocab_size": options.vocabulary,
@@ -81,6 +92,44 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
     config = AutoConfig.for_model("mixtral" if options.experts else "llama", **sizes)
     make: Any = AutoModelForCausalLM
     make.from_config(config, dtype=getattr(torch, options.stored)).save_pretrained(folder)
+    if options.checkpoint == "gptq":
+        quantise(folder)
+    elif options.checkpoint == "fp8":
+        write_fp8(folder)
+
+
+def write_fp8(folder: Path) -> None:
+    """Makes 8-bit floats of the layers' weights, with a scale for each output."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.ones(len(tensors[name]), 1)
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fbgemm_fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_encoder(folder: Path, options: argparse.Namespace) -> None:
+    """A BERT of random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.for_model(
+        "bert",
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=4 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+    )
+    make: Any = AutoModel
+    make.from_config(config, dtype=getattr(torch, options.stored)).save_pretrained(folder)
+    options.settings |= {"runner": "pooling"}
 
 
 def load(folder: str, settings: dict[str, Any]) -> dict[str, Memory]:

@@ -401,6 +401,7 @@ def _load_encoder(
         if kernels and model.dtype in TOLERANCE:
             pack_linears(model, kernels)
             torch.set_num_threads(1)  # where an array is split would change bits at the seams
+    widen(model.transformer)
     parts = PoolingParts(recipe, head)
     return LoadedModel(device, config, model, None, model.dtype, kernels, None, None, parts)
 

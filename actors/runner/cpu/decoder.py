@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rayfin.actors.errors import UnrecognizedModule
+from rayfin.actors.runner.cpu.layer_by_layer import LayerByLayer
 from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, Tables, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
 from rayfin.actors.runner.models.narrow import packed
@@ -146,15 +147,26 @@ def build_cpu_decoder(
 ) -> CpuDecoder | None:
     """The model on compiled kernels, or None if it is not recognized or its results differ.
 
-    With ``quantization`` the weights are rounded after the comparison.
+    With ``quantization`` the weights are rounded after the comparison, which holds exact ones of
+    one layer at a time.
     """
-    decoder = verified_replacement(
-        paged, lambda: [_build(paged, kernels, packing(kernels))], TOLERANCE[paged.dtype]
-    )
-    if decoder is None or not quantization:
-        return decoder
-    del decoder  # frees its memory for the quantized one
+    tolerance = TOLERANCE[paged.dtype]
+    if not quantization:
+        exact = packing(kernels)
+        return verified_replacement(paged, lambda: [_build(paged, kernels, exact)], tolerance)
+    if verified_replacement(paged, lambda: [_layer_by_layer(paged, kernels)], tolerance) is None:
+        return None
     return _build(paged, kernels, packing(kernels, quantization))
+
+
+def _layer_by_layer(paged: PagedModel, kernels: CpuKernels) -> LayerByLayer:
+    parts, exact = inspect_decoder(paged), packing(kernels).layers
+
+    def pack(index: int) -> DecoderLayer:
+        part, spec = parts.layers[index], parts.attending[index]
+        return _pack_layer(kernels, part, spec, parts.rotary[index], exact)
+
+    return LayerByLayer(kernels, parts, pack, paged.layouts, paged.dtype)
 
 
 def _build(paged: PagedModel, kernels: CpuKernels, packing: Packing) -> CpuDecoder:

@@ -3,7 +3,8 @@
 Small products of few rows take most of a decode step, and torch on a CPU is slow at them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,18 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
 
 
+class PackedAtCall(nn.Module):
+    """A packed module that is made for each call and then forgotten."""
+
+    def __init__(self, pack: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self._make = pack
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the packed module gives."""
+        return self._make()(*args, **kwargs)
+
+
 class PackedExpertsModule(nn.Module):
     """Replaces transformers' experts: same arguments, one call of the compiled kernels."""
 
@@ -80,7 +93,7 @@ def pack_linears(
 
     With ``parts`` also its norms and gated MLPs, if the logits allow it. Returns False, with the
     original layers in place, if the model then gives other logits or reads a weight that is gone.
-    The comparison uses exact weights, also with ``quantization``.
+    The comparison uses exact weights; with ``quantization`` those of one module at a time.
     """
     if parts and _pack(paged, kernels, quantization, parts=True):
         return True
@@ -97,7 +110,8 @@ def _pack(
 
     def build() -> Iterator[Replaceable]:
         for owner, name, module in originals:
-            setattr(owner, name, _packed(kernels, module, activation, exact))
+            pack = partial(_packed, kernels, module, activation, exact)
+            setattr(owner, name, PackedAtCall(pack) if quantization else pack())
         for owner, name, norm in packed_norms(paged.transformer, kernels) if parts else ():
             setattr(owner, name, norm)
         yield paged
@@ -106,7 +120,8 @@ def _pack(
         return False
     if quantization:
         rounded = packing(kernels, quantization)
-        for owner, name, module in originals:
+        while originals:  # each is freed as soon as it is packed
+            owner, name, module = originals.pop()
             setattr(owner, name, _packed(kernels, module, activation, rounded, name))
     return True
 

@@ -4,7 +4,8 @@ On a CPU a model computes in float32, which holds every number of a 16-bit check
 would take twice the checkpoint's memory before one matrix is packed. So its large weights stay
 16-bit numbers, most of them in the mapped file, and a function that reads one gets float32 numbers
 for as long as it runs. A weight that is packed gives up its own memory, and is read back out of the
-packed matrix if somebody still wants it.
+packed matrix if somebody still wants it. Weights that are dequantized while they are loaded have 32
+bits, and give up their memory likewise.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rayfin.actors.runner.models.apart import PARTS, Parts, kept_apart
 from rayfin.actors.runner.models.inspect_layers import is_experts
-from rayfin.actors.runner.quantized.loader import read_header
+from rayfin.actors.runner.quantized.loader import Quantizer, read_header
 from rayfin.kernels.cpu.kernels import Matrix, Pack
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -37,26 +40,26 @@ Place = tuple[Matrix, int]
 
 
 class NarrowWeight(torch.Tensor):
-    """A float32 parameter without memory of its own: its numbers are ``stored`` in 16 bits.
+    """A float32 parameter whose numbers are ``stored``, most often in 16 bits.
 
     It has the shape and dtype that it looks like. Functions of torch get a float32 copy of what
     they read. Nothing may write it.
 
     Args:
-        stored: [N, K], or [E, N, K] of experts.
+        stored: [N, K], or [E, N, K] of experts, which may lie apart.
         mapped: they lie in a mapped file, unchanged.
     """
 
     _is_param = True  # what torch.nn tells a parameter by
 
     @staticmethod
-    def __new__(cls, stored: torch.Tensor, mapped: bool) -> "NarrowWeight":
+    def __new__(cls, stored: torch.Tensor | Parts, mapped: bool) -> "NarrowWeight":
         shown = torch.empty(1, dtype=torch.float32).expand(stored.shape)
         made: NarrowWeight = torch.Tensor._make_subclass(cls, shown, False)
         return made
 
-    def __init__(self, stored: torch.Tensor, mapped: bool) -> None:
-        self._stored: torch.Tensor | None = stored
+    def __init__(self, stored: torch.Tensor | Parts, mapped: bool) -> None:
+        self._stored: torch.Tensor | Parts | None = stored
         self._mapped = mapped
         self._places: list[Place] = []  # one, or one for each expert
         if mapped:
@@ -64,11 +67,19 @@ class NarrowWeight(torch.Tensor):
 
     def numbers(self) -> torch.Tensor:
         """Its numbers, as they are stored; float32 where they are packed already."""
+        if isinstance(self._stored, Parts):
+            return self._stored.merged()
         if self._stored is not None:
             return self._stored
         outputs = self.shape[-2]
         rows = [matrix.rows(torch.arange(at, at + outputs)) for matrix, at in self._places]
         return rows[0] if self.dim() == 2 else torch.stack(rows)
+
+    def part(self, index: Any) -> torch.Tensor:
+        """The numbers at ``index``, as they are stored; of one expert no other is read."""
+        if isinstance(self._stored, Parts):
+            return self._stored[index]
+        return self.numbers()[index]
 
     def wide(self) -> torch.Tensor:
         """A float32 copy."""
@@ -123,7 +134,8 @@ def _embedding(input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) ->
 
 
 def _item(weight: torch.Tensor, index: Any) -> torch.Tensor:
-    return stored(weight)[index].float()
+    own = weight.part(index) if isinstance(weight, NarrowWeight) else weight[index]
+    return own.float()
 
 
 _FEW_AT_ONCE: dict[Any, Callable[..., torch.Tensor]] = {
@@ -205,9 +217,13 @@ def narrow_loads(wanted: bool) -> Iterator[set[str]]:
     real, here = owner._load_pretrained_model, threading.get_ident()
 
     def load(model: Any, state_dict: Any, files: Any, load_config: Any, **more: Any) -> Any:
-        plain = state_dict is None and load_config.hf_quantizer is None
-        if plain and load_config.dtype == torch.float32 and threading.get_ident() == here:
-            names.update(_narrow(model, files))
+        quantizer = load_config.hf_quantizer
+        known = quantizer is None or isinstance(quantizer, Quantizer)
+        mine = state_dict is None and known and threading.get_ident() == here
+        if mine and load_config.dtype == torch.float32:
+            names.update(_narrow(model, files, quantized=quantizer is not None))
+            mapping = load_config.weight_mapping or ()
+            load_config = replace(load_config, weight_mapping=kept_apart(mapping, NARROW))
         return real(model, state_dict, files, load_config, **more)
 
     owner._load_pretrained_model = staticmethod(load)
@@ -217,12 +233,18 @@ def narrow_loads(wanted: bool) -> Iterator[set[str]]:
         owner._load_pretrained_model = staticmethod(real)
 
 
-def _narrow(model: nn.Module, files: Sequence[str] | None) -> Iterator[str]:
-    """Gives parameters of known modules, which have no memory yet, the dtype of the checkpoint."""
+def _narrow(model: nn.Module, files: Sequence[str] | None, *, quantized: bool) -> Iterator[str]:
+    """Gives parameters of known modules, which have no memory yet, the dtype of the checkpoint.
+
+    The experts of a quantized checkpoint are dequantized, and keep theirs.
+    """
     dtype = _dtype_of([Path(file) for file in files or ()])
-    if dtype not in NARROW:
-        return
     for path, module in model.named_modules():
+        if quantized and is_experts(module):
+            yield from (f"{path}.{name}" for name in module._parameters)
+            continue
+        if dtype not in NARROW:
+            continue
         for name, own in list(module._parameters.items()) if _is_known(module) else ():
             if own is not None and own.is_meta and own.dim() > 1 and own.dtype == torch.float32:
                 empty = torch.empty(own.shape, dtype=dtype, device="meta")
@@ -237,30 +259,48 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _dtype_of(files: Sequence[Path]) -> torch.dtype | None:
-    """The one dtype of all matrices of a checkpoint, None where there are several."""
+    """The one dtype of all plain matrices of a checkpoint, None where there are several."""
     found: set[torch.dtype | None] = set()
     for file in files:
         if file.suffix != ".safetensors":
             return None
-        found |= {dtype for _, (dtype, shape) in read_header(file) if len(shape) > 1}
+        found |= {
+            dtype
+            for name, (dtype, shape) in read_header(file)
+            if len(shape) > 1 and not _of_codes(name)
+        }
     found &= {*FLOATS, None}
     return found.pop() if len(found) == 1 else None
 
 
+def _of_codes(name: str) -> bool:
+    """Whether a tensor belongs to the codes of a quantized layer."""
+    leaf = name.rpartition(".")[2]
+    return any(word in leaf for word in ("scale", "absmax"))
+
+
 def hold_narrow(model: nn.Module, names: Iterable[str]) -> None:
-    """Makes the parameters of these names, of 16 bits, look and compute like float32 ones."""
+    """Makes the parameters of these names look and compute like float32 ones that are given up."""
     ranges = _unchanged_files()
     plain = [model.get_parameter(name) for name in names]
     held: dict[int, NarrowWeight] = {}  # tied weights stay one
     for own in plain:
-        if id(own) not in held and own.dtype in NARROW:
-            start, end = own.data_ptr(), own.data_ptr() + own.nbytes
-            mapped = any(first <= start and end <= last for first, last in ranges)
-            held[id(own)] = NarrowWeight(own.detach(), mapped)
+        if id(own) not in held and own.dtype in (*NARROW, torch.float32):
+            numbers: torch.Tensor | Parts = getattr(own, PARTS, None) or own.detach()
+            mapped = all(_is_within(tensor, ranges) for tensor in _tensors(numbers))
+            held[id(own)] = NarrowWeight(numbers, mapped)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if id(parameter) in held:
                 module._parameters[name] = held[id(parameter)]  # type: ignore[assignment]
+
+
+def hold_dense(layers: Iterable[nn.Linear]) -> None:
+    """Makes layers of float32, which no file holds, give up their weights once they are packed."""
+    for layer in layers:
+        if layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu":
+            held: Any = NarrowWeight(layer.weight.detach(), mapped=False)
+            layer._parameters["weight"] = held
 
 
 def widen(model: nn.Module, but: nn.Module | None = None) -> None:
@@ -299,10 +339,23 @@ def _unchanged_files() -> list[tuple[int, int]]:
     return ranges
 
 
-def _advise(tensor: torch.Tensor, advice: int) -> None:
-    """Tells Linux what to do with the pages that ``tensor`` alone lies on."""
-    page, begin = mmap.PAGESIZE, tensor.data_ptr()
-    start, end = -(-begin // page) * page, (begin + tensor.nbytes) // page * page
-    if start < end:
-        libc = ctypes.CDLL(None)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+def _tensors(numbers: torch.Tensor | Parts) -> Iterator[torch.Tensor]:
+    if isinstance(numbers, Parts):
+        yield from numbers.each()
+    else:
+        yield numbers
+
+
+def _is_within(tensor: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> bool:
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return any(first <= start and end <= last for first, last in ranges)
+
+
+def _advise(numbers: torch.Tensor | Parts, advice: int) -> None:
+    """Tells Linux what to do with the pages that a tensor of ``numbers`` alone lies on."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
+    for tensor in _tensors(numbers):
+        begin = tensor.data_ptr()
+        start, end = -(-begin // page) * page, (begin + tensor.nbytes) // page * page
+        if start < end:
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,13 @@ PROBE_TOKENS = 24
 PROBE_PAGE_SIZE = 8
 
 Model = TypeVar("Model", bound=StepModel)
+
+
+@runtime_checkable
+class ManySteps(StepModel, Protocol):
+    """A model that computes steps that follow one another better together."""
+
+    def forward_each(self, steps: Sequence[StepInputs]) -> list[torch.Tensor]: ...
 
 
 class Replaceable(StepModel, Protocol):
@@ -120,7 +127,7 @@ def chunked_logits(
     model.bind(cache)
     if paged.recurrent is not None:
         paged.recurrent.bind(StateTensors(paged.recurrent.layouts, 1, 0, paged.device))
-    logits = []
+    steps = []
     for start, end in pairwise(cuts):
         positions = torch.arange(start, end, device=device)
         starts, lengths = np.array([0, end - start], np.int32), np.array([end], np.int32)
@@ -139,6 +146,10 @@ def chunked_logits(
         inputs = StepInputs(tokens[start:end], batch, every)
         if slot is not None:
             inputs.slots = np.array([slot], np.int32)
-        logits.append(model.forward(inputs))
+        steps.append(inputs)
+    if isinstance(model, ManySteps):
+        logits = model.forward_each(steps)
+    else:
+        logits = [model.forward(step) for step in steps]
     model.bind(KVTensors(paged.layouts, 0, page_size, paged.dtype, paged.device))
     return torch.cat(logits).float()

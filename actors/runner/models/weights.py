@@ -20,7 +20,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.images.processor import reads_images
 from rayfin.actors.pooling.recipe import PoolingRecipe
-from rayfin.actors.runner.models.narrow import hold_narrow, narrow_loads
+from rayfin.actors.runner.models.narrow import hold_dense, hold_narrow, narrow_loads
 from rayfin.actors.runner.models.progress import logged_load
 from rayfin.actors.runner.quantized.loader import dequantize, plain, prepare
 from rayfin.actors.settings.choices import KVCacheDtype
@@ -104,8 +104,8 @@ def load_model(
         attention: its name in transformers' registry, or one for each part of the model.
         kind: the class of transformers that makes it. Of ``AutoModel`` the pooler may be missing.
         keep_quantized: leaves quantised layers as the checkpoint has them (``QuantLinear``).
-        narrow: keeps the 16-bit weights of a checkpoint in a CPU's float32 model (narrow.py), until
-            the caller packs or widens them.
+        narrow: keeps the 16-bit weights of a checkpoint in a CPU's float32 model, and dequantized ones
+            (narrow.py), until the caller packs or widens them.
 
     Raises:
         InvalidConfig: Weights are missing, broken, of other shapes or not safetensors.
@@ -116,7 +116,8 @@ def load_model(
         plain(config)
     else:
         prepare(config)
-    with narrow_loads(narrow and device.type == "cpu") as names:
+    narrow = narrow and device.type == "cpu"
+    with narrow_loads(narrow) as names:
         try:
             options = {"dtype": dtype, "attn_implementation": attention}
             model = _load(args, config, device, options, kind)
@@ -127,7 +128,8 @@ def load_model(
             model = _load(args, config, device, options, kind)
     hold_narrow(model, names)
     if not keep_quantized:
-        dequantize(model)
+        layers = dequantize(model)
+        hold_dense(layers if narrow else ())
     return model
 
 

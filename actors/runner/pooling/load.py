@@ -15,6 +15,7 @@ from transformers import (
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.runner.models.narrow import widen
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.pooling.encoder_model import ATTENTION, EncoderModel
 from rayfin.actors.runner.pooling.headless import HeadlessDecoder
@@ -59,7 +60,8 @@ def load_decoder(
         head: Head = LinearHead(_label_rows(args, recipe, model.lm_head.weight))
         return HeadlessDecoder(model.model), head
     if recipe.kind == "classify":
-        model = load_model(args, config, device, attention, AutoModelForSequenceClassification)
+        kind = AutoModelForSequenceClassification
+        model = load_model(args, config, device, attention, kind, narrow=True)
         return HeadlessDecoder(model.base_model), LinearHead(model.score.weight, model.score.bias)
     base = load_model(args, config, device, attention, AutoModel, narrow=True)
     return HeadlessDecoder(base), vector_head(args, recipe, device)
@@ -68,17 +70,18 @@ def load_decoder(
 def load_encoder(
     args: EngineArgs, config: PretrainedConfig, recipe: PoolingRecipe, device: torch.device
 ) -> tuple[EncoderModel, Head]:
-    """An encoder and its head.
+    """An encoder, whose weights the caller packs or widens, and its head.
 
     Raises:
         InvalidConfig, UnsupportedModel: as ``load_model`` and ``EncoderModel``.
     """
     if recipe.kind == "classify":
         kind = AutoModelForSequenceClassification
-        model: Any = load_model(args, config, device, ATTENTION, kind)
+        model: Any = load_model(args, config, device, ATTENTION, kind, narrow=True)
         base = model.base_model
+        widen(model, but=base)
         return EncoderModel(base), ClassifierHead(model, base)
-    base = load_model(args, config, device, ATTENTION, AutoModel)
+    base = load_model(args, config, device, ATTENTION, AutoModel, narrow=True)
     return EncoderModel(base), vector_head(args, recipe, device)
 
 

@@ -55,7 +55,11 @@ def read_formats(source: Config) -> Formats:
             f"the checkpoint's quant_method is {method!r}; known ones are "
             f"{', '.join(sorted(READERS))}"
         )
-    return reader(source)
+    try:
+        return reader(source)
+    except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:
+        why = " ".join(str(error).split())
+        raise refuse(f"the checkpoint's quantization_config cannot be read: {why}") from error
 
 
 def _bits(source: Config, key: str, served: tuple[int, ...]) -> int:

@@ -60,6 +60,8 @@ def source_config(config: PretrainedConfig) -> dict[str, Any] | None:
         found = getattr(text, "quantization_config", None)
     if found is None or isinstance(found, dict):
         return found
+    if not hasattr(found, "to_dict"):
+        raise refuse(f"the checkpoint's quantization_config is {found!r}, and not an object")
     return dict(found.to_dict())
 
 
@@ -109,6 +111,7 @@ class Quantizer(HfQuantizer):
     def __init__(self, quantization_config: QuantizerConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.formats = read_formats(quantization_config.source)
+        self.dtype = torch.float32  # of the model; set before weights are loaded
         if self.formats.experts == "mxfp4":
             parts = ("gate_up_proj", "down_proj")
             self.serialized_names = {one: [f"{one}_blocks", f"{one}_scales"] for one in parts}
@@ -147,7 +150,8 @@ class Quantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] = (), **_: Any
     ) -> None:
         layers = self._stored_layers(model, checkpoint_files)
-        dtype = model.dtype
+        self._require_whole_experts(layers)
+        dtype = self.dtype = model.dtype
         count = 0
         for name, module in list(model.named_modules()):
             if type(module) not in (nn.Linear, Conv1D) or name not in layers:
@@ -167,6 +171,24 @@ class Quantizer(HfQuantizer):
                     f"quantization_config names {method!r}, and the checkpoint has no such layer"
                 )
         logger.info("%d layers of %s", count, self.formats.default.label)
+
+    def _require_whole_experts(self, layers: Mapping[str, Stored]) -> None:
+        """Raises where an expert lacks a tensor, which transformers would report without its name."""
+        for name, stored in layers.items():
+            if self.formats.experts:
+                lacking = [
+                    f"{leaf.removesuffix('_blocks')}_scales"
+                    for leaf in stored
+                    if leaf.endswith("_blocks")
+                ]
+            elif ".experts." in name and (format := self._format_of(name, stored)) is not None:
+                optional: dict[str, tuple[int, ...]] = {}
+                lacking = list(format.slots(128, 128, optional))
+            else:
+                continue
+            for leaf in lacking:
+                if leaf not in stored:
+                    raise refuse(f"the checkpoint lacks {name}.{leaf}, which its experts need")
 
     def _format_of(self, name: str, stored: Stored) -> Format | None:
         """The format of a layer, or None if it is stored exactly."""
@@ -303,7 +325,7 @@ class DequantizeExperts(ConversionOps):
         for owner, leaves in owners.items():
             key = next(leaf for leaf in leaves if leaf in (*KEYS, "weight"))
             weights[f"{owner}.{key}"] = [
-                self._weight(name, one, inputs).to(model.dtype) for one in _each(leaves)
+                self._weight(name, one, inputs).to(self.hf_quantizer.dtype) for one in _each(leaves)
             ]
         return weights
 
@@ -366,7 +388,7 @@ class Mxfp4Experts(ConversionOps):
         if scales is None:
             raise refuse(f"the checkpoint lacks {name}_scales")
         weights = [mxfp4(one, some).T for one, some in zip(blocks, scales, strict=True)]
-        return {name: torch.stack(weights).to(kwargs["model"].dtype).contiguous()}
+        return {name: torch.stack(weights).to(self.hf_quantizer.dtype).contiguous()}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -383,10 +405,14 @@ def quant_linears(model: nn.Module) -> list[tuple[nn.Module, str, QuantLinear]]:
     ]
 
 
-def dequantize(model: nn.Module) -> None:
-    """Replaces the quantised layers by plain ones, one after the other."""
-    for owner, name, layer in quant_linears(model):
-        setattr(owner, name, layer.dequantized())
+def dequantize(model: nn.Module) -> list[nn.Linear]:
+    """Replaces the quantised layers by plain ones, one after the other; returns these."""
+    layers, made = quant_linears(model), []
+    while layers:
+        owner, name, layer = layers.pop()
+        made.append(layer.dequantized())
+        setattr(owner, name, made[-1])
+    return made
 
 
 def formats_of(model: PreTrainedModel) -> Formats | None:

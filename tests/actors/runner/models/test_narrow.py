@@ -218,15 +218,20 @@ def test_a_rounded_weight_keeps_its_memory(kernels: CpuKernels) -> None:
     assert torch.equal(weight.wide(), expected)
 
 
-def test_packed_experts_give_up_their_memory(checkpoint: Make, kernels: CpuKernels) -> None:
-    """transformers has merged them, so no file holds them so."""
+@pytest.mark.parametrize("mapped", [True, False])
+def test_packed_experts_give_up_their_memory(
+    mapped: bool, checkpoint: Make, kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mapped file still has them where it is one."""
+    if not mapped:
+        monkeypatch.setattr(narrow, "_unchanged_files", lambda: [])
     model, _ = load(checkpoint("mixtral"), wanted=True)
     experts = model.model.layers[0].mlp.experts
     expected = [experts.gate_up_proj.wide(), experts.down_proj.wide()]
     made = _packed(kernels, experts, Activation.SILU, packing(kernels))
     assert isinstance(made, PackedExpertsModule)
     for one, other in zip((experts.gate_up_proj, experts.down_proj), expected, strict=True):
-        assert one._stored is None
+        assert (one._stored is not None) == mapped
         assert torch.equal(one.wide(), other)
 
 
@@ -241,6 +246,13 @@ BAR = 1.2
         ["--layers", "8"],
         ["--layers", "6", "--stored", "float16"],
         ["--layers", "12", "--experts", "4"],
+        ["--layers", "16", "--settings", '{"quantization": "int8"}'],
+        ["--layers", "24", "--settings", '{"quantization": "int4"}'],
+        ["--layers", "12", "--experts", "4", "--settings", '{"quantization": "int8"}'],
+        ["--layers", "32", "--checkpoint", "gptq"],
+        ["--layers", "16", "--checkpoint", "fp8"],
+        ["--layers", "8", "--checkpoint", "gptq", "--settings", '{"quantization": "dequantize"}'],
+        ["--layers", "12", "--encoder"],
     ],
 )
 def test_a_load_takes_little_more_than_what_stays(shape: list[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantised import KINDS, QuantisedModel
+from quantised import KINDS, QuantisedModel, mxfp4_model
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.runner.loading import load
 
@@ -103,6 +103,18 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
     "blocks": ("fp8 blocks", settings(weight_block_size=[128]), r"blocks of \[128\]"),
     "modelopt": ("modelopt", settings(quant_algo="NVFP4"), "quant_algo 'NVFP4' of modelopt"),
     "no state": ("nf4", state, "lacks .*q_proj.weight_quant_state"),
+    "settings that are no object": (
+        *("w4a16", settings(config_groups=["group_0"])),
+        "quantization_config cannot be read: 'list' object",
+    ),
+    "weights that are no object": (
+        *("w4a16", settings(config_groups={"group_0": {"weights": "int4"}})),
+        "quantization_config cannot be read: 'str' object",
+    ),
+    "a pattern of layers": (
+        *("gptq", settings(dynamic={"+:(": {}})),
+        "quantization_config cannot be read: missing \\)",
+    ),
     "plain weights": ("gptq", plain, "names 'gptq', and the checkpoint has no such layer"),
 }
 
@@ -116,6 +128,38 @@ def test_broken(case: str, tmp_path: Path, engine_args: Make) -> None:
         load(engine_args(written.folder))
     assert caught.value.param == "quantization"
     assert "\n" not in str(caught.value)
+
+
+EXPERT = "model.layers.1.mlp.experts.2.down_proj."
+EXPERTS = [
+    *((kind, leaf) for kind in ("gptq", "awq") for leaf in ("qweight", "qzeros", "scales")),
+    *(("w4a16", leaf) for leaf in ("weight_packed", "weight_scale")),
+    *(("fp8 blocks", leaf) for leaf in ("weight", "weight_scale_inv")),
+]
+
+
+@pytest.mark.parametrize("kind, leaf", EXPERTS)
+def test_an_expert_lacks_a_tensor(
+    kind: str, leaf: str, tmp_path: Path, engine_args: Make
+) -> None:
+    written = QuantisedModel(kind, "qwen3_moe", tmp_path)
+    found = written.tensors
+    del found[EXPERT + leaf]
+    written.save(found)
+    with pytest.raises(InvalidConfig, match=rf"lacks .*experts\.2\.down_proj\.{leaf}, which") as caught:
+        load(engine_args(written.folder))
+    assert caught.value.param == "quantization"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
+def test_experts_in_mxfp4_lack_their_scales(part: str, tmp_path: Path, engine_args: Make) -> None:
+    written = mxfp4_model(tmp_path)
+    found = written.tensors
+    del found[f"model.layers.1.mlp.experts.{part}_scales"]
+    written.save(found)
+    with pytest.raises(InvalidConfig, match=rf"lacks model.*experts\.{part}_scales, which"):
+        load(engine_args(written.folder))
 
 
 @pytest.mark.parametrize("kind", ["fp8", None])
