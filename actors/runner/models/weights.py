@@ -104,7 +104,7 @@ def load_model(
         attention: its name in transformers' registry, or one for each part of the model.
         kind: the class of transformers that makes it. Of ``AutoModel`` the pooler may be missing.
         keep_quantized: leaves quantised layers as the checkpoint has them (``QuantLinear``).
-        narrow: keeps the 16-bit weights of a checkpoint in a CPU's float32 model, and dequantized ones
+        narrow: keeps 16-bit weights of a checkpoint, and dequantized ones, in a CPU's float32 model
             (narrow.py), until the caller packs or widens them.
 
     Raises:

@@ -173,7 +173,7 @@ class Quantizer(HfQuantizer):
         logger.info("%d layers of %s", count, self.formats.default.label)
 
     def _require_whole_experts(self, layers: Mapping[str, Stored]) -> None:
-        """Raises where an expert lacks a tensor, which transformers would report without its name."""
+        """Raises where an expert lacks a tensor: transformers would not name it."""
         for name, stored in layers.items():
             if self.formats.experts:
                 lacking = [

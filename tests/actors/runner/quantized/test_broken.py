@@ -139,14 +139,13 @@ EXPERTS = [
 
 
 @pytest.mark.parametrize("kind, leaf", EXPERTS)
-def test_an_expert_lacks_a_tensor(
-    kind: str, leaf: str, tmp_path: Path, engine_args: Make
-) -> None:
+def test_an_expert_lacks_a_tensor(kind: str, leaf: str, tmp_path: Path, engine_args: Make) -> None:
     written = QuantisedModel(kind, "qwen3_moe", tmp_path)
     found = written.tensors
     del found[EXPERT + leaf]
     written.save(found)
-    with pytest.raises(InvalidConfig, match=rf"lacks .*experts\.2\.down_proj\.{leaf}, which") as caught:
+    line = rf"lacks .*experts\.2\.down_proj\.{leaf}, which"
+    with pytest.raises(InvalidConfig, match=line) as caught:
         load(engine_args(written.folder))
     assert caught.value.param == "quantization"
     assert "\n" not in str(caught.value)
