@@ -71,12 +71,12 @@ class Apart(ConversionOps):
         source_patterns: list[str],
         target_patterns: list[str],
         **kwargs: Any,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Lists of tensors, one for each expert, by pattern -> the parameter."""
         lists = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
         if not self._are_alike(lists) or len(target_patterns) != 1:
             for merge in self.merges:
-                input_dict = merge.convert(  # type: ignore[no-untyped-call]
+                input_dict = merge.convert(
                     input_dict,
                     source_patterns=source_patterns,
                     target_patterns=target_patterns,
