@@ -15,7 +15,8 @@ from cpu_kernels import PAGE_SIZE, make_batch
 from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rayfin.actors.runner.cpu.decoder import CpuDecoder, build_cpu_decoder
+from rayfin.actors.runner.cpu.build_decoder import build_cpu_decoder
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.step.batch import StepInputs

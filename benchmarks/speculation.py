@@ -29,7 +29,7 @@ from rayfin.actors.config import EngineArgs, EngineConfig, resolve
 from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StopRules
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.models.paged_model import StepModel
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import Observer
 from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.proposers.draft_model import DraftedModel

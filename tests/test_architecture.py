@@ -119,6 +119,28 @@ def test_scheduler_process_has_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_runner_imports_no_modelling_code() -> None:
+    """transformers' models and its loader take seconds, and only reading a checkpoint needs them.
+
+    Nor does the command that checks a model, or an ingress.
+    """
+    script = (
+        "import sys, rayfin.actors.runner.actor, rayfin.actors.runner.model_runner\n"
+        "from rayfin.actors.config import EngineArgs\n"
+        "from rayfin.actors.images.processor import model_reads_images\n"
+        "from rayfin.deployments.serve.preflight import check_model, located\n"
+        "check_model(EngineArgs(model='demo'))\n"
+        "assert not model_reads_images(located(EngineArgs(model='demo')))\n"
+        "loaded = [name for name in sys.modules if name.startswith('transformers.')]\n"
+        "heavy = {'transformers.modeling_utils', 'transformers.generation.utils'}\n"
+        "assert not heavy & set(loaded), loaded"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "src"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_inline_engine_needs_no_ray() -> None:
     """Importing it takes a good part of a second of a Python program's start."""
     script = (

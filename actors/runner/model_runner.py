@@ -27,7 +27,7 @@ from rayfin.actors.runner.parallel.pipeline import PipelineTokenChannel
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.plugins import RunnerPlugins
 from rayfin.actors.runner.pooling.pooler import Pooler
-from rayfin.actors.runner.proposers.make import STEPPING, make_proposer, with_drafter
+from rayfin.actors.runner.proposers.make import draft_seconds, make_proposer, with_drafter
 from rayfin.actors.runner.sampling.grammars import GrammarBook, Vocabulary
 from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
 from rayfin.actors.runner.sampling.sampler import Sampled, Sampler, StepOutput, StepSampler
@@ -308,7 +308,7 @@ class ModelRunner:
             cost,
             adaptive=adaptive,
             follow=follow,
-            draft_seconds=made.seconds if isinstance(made, STEPPING) else None,
+            draft_seconds=draft_seconds(made),
         )
         device = self._loaded.device
         return Speculator(made, self._slots, self._sampler, device, config.limits, planner)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rayfin.actors.adapters.files import AdapterFiles, read_ref
 from rayfin.actors.messages import AdapterRef
-from rayfin.actors.runner.models.paged_model import StepModel
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.proposers.interface import Proposer
 from rayfin.actors.runner.sampling.processors.base import ProcessorFactory

@@ -77,7 +77,7 @@ def maps_weights(args: EngineArgs) -> bool:
     from rayfin.actors.pooling.folder import read_recipe
     from rayfin.actors.runner.cpu.decoder_cache import DecoderCache
     from rayfin.actors.runner.loading import pick_device
-    from rayfin.actors.runner.models.weights import load_config
+    from rayfin.actors.runner.models.config import load_config
 
     if read_recipe(args) is not None:
         return False

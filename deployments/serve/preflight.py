@@ -23,10 +23,7 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     from huggingface_hub.utils import logging as hub_logging
 
     from rayfin.actors.pooling.folder import read_recipe
-    from rayfin.actors.runner.models.weights import load_config, require_safetensors
-    from rayfin.actors.runner.proposers.eagle import read_eagle
-    from rayfin.actors.runner.proposers.eagle3 import read_settings
-    from rayfin.actors.runner.proposers.head_folder import find_head
+    from rayfin.actors.runner.models.config import load_config, require_safetensors
     from rayfin.deployments.text.tokenizer import Tokenizer
 
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
@@ -44,6 +41,11 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
             ) from None
     speculation = args.speculation
     if speculation is not None and speculation.method in ("eagle", "eagle3"):
+        # Here, for they import transformers' modelling code, which takes seconds.
+        from rayfin.actors.runner.proposers.eagle import read_eagle
+        from rayfin.actors.runner.proposers.eagle3 import read_settings
+        from rayfin.actors.runner.proposers.head_folder import find_head
+
         read = read_eagle if speculation.method == "eagle" else read_settings
         read(find_head(str(speculation.model), args))
     if tokenizer:

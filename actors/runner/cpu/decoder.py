@@ -1,33 +1,19 @@
-"""Runs a recognized decoder as one call of the compiled kernels per step.
+"""A decoder that runs as one call of the compiled kernels per step.
 
-The transformers model is the reference. Its structure gives the weights, a forward through it gives
-the attention settings and the scale of embeddings, and at the end both compute the same prompt: if
-their logits differ, the transformers model is used. A model that is to be quantized is compared
-with its exact weights first.
+``build_decoder.py`` makes it of a transformers model, ``stored_decoder.py`` of packed weights. This
+module imports none of transformers: a start from packed weights needs none of its modelling code.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
-from torch import nn
 
-from rayfin.actors.errors import UnrecognizedModule
-from rayfin.actors.runner.cpu.layer_by_layer import LayerByLayer
-from rayfin.actors.runner.models.inspect_decoder import AttentionSpec, Tables, inspect_decoder
-from rayfin.actors.runner.models.inspect_layers import GatedParts, LayerParts, Linear, norm_weight
-from rayfin.actors.runner.models.narrow import packed
-from rayfin.actors.runner.models.paged_model import PagedModel
-from rayfin.actors.runner.models.replace import verified_replacement
-from rayfin.actors.runner.quantized.packed import CodedLinear, merged
+from rayfin.actors.runner.models.step_model import Tables
 from rayfin.actors.runner.step.batch import StepInputs
-from rayfin.actors.settings.choices import Quantization
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
-from rayfin.kernels.cpu.codes import pack_int4
-from rayfin.kernels.cpu.decoder import DecoderLayer, PackedDecoder, StepAdapters
-from rayfin.kernels.cpu.kernels import CpuKernels, Matrix, Pack
-from rayfin.kernels.cpu.lora import Place, Places
+from rayfin.kernels.cpu.decoder import PackedDecoder, StepAdapters
+from rayfin.kernels.cpu.lora import Places
 
 FIRST_POSITIONS = 2048
 
@@ -120,163 +106,3 @@ class CpuDecoder:
             self._rotate_at(rope),
             adapters,
         )
-
-
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""The largest difference of logits that is accepted, as a share of the largest logit."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How weights are stored; embeddings share the head's storage where they are its weight."""
-
-    layers: Pack
-    head: Pack
-
-
-def packing(kernels: CpuKernels, quantization: Quantization | None = None) -> Packing:
-    """The storage for a ``--quantization``; without one weights stay exact."""
-    int8 = partial(kernels.pack, storage=torch.int8)
-    if quantization == "int4":
-        return Packing(partial(pack_int4, kernels), int8)
-    return Packing(int8, int8) if quantization == "int8" else Packing(kernels.pack, kernels.pack)
-
-
-def build_cpu_decoder(
-    paged: PagedModel, kernels: CpuKernels, quantization: Quantization | None = None
-) -> CpuDecoder | None:
-    """The model on compiled kernels, or None if it is not recognized or its results differ.
-
-    With ``quantization`` the weights are rounded after the comparison, which holds exact ones of
-    one layer at a time.
-    """
-    tolerance = TOLERANCE[paged.dtype]
-    if not quantization:
-        exact = packing(kernels)
-        return verified_replacement(paged, lambda: [_build(paged, kernels, exact)], tolerance)
-    if verified_replacement(paged, lambda: [_layer_by_layer(paged, kernels)], tolerance) is None:
-        return None
-    return _build(paged, kernels, packing(kernels, quantization))
-
-
-def _layer_by_layer(paged: PagedModel, kernels: CpuKernels) -> LayerByLayer:
-    parts, exact = inspect_decoder(paged), packing(kernels).layers
-
-    def pack(index: int) -> DecoderLayer:
-        part, spec = parts.layers[index], parts.attending[index]
-        return _pack_layer(kernels, part, spec, parts.rotary[index], exact)
-
-    return LayerByLayer(kernels, parts, pack, paged.layouts, paged.dtype)
-
-
-def _build(paged: PagedModel, kernels: CpuKernels, packing: Packing) -> CpuDecoder:
-    parts = inspect_decoder(paged)
-    layers = [
-        _pack_layer(kernels, part, spec, parts.rotary[index], packing.layers)
-        for index, (part, spec) in enumerate(zip(parts.layers, parts.attending, strict=True))
-    ]
-    embedding, lm_head = parts.embedding, parts.head
-    coded = isinstance(lm_head, CodedLinear)
-    tied = not coded and lm_head.weight.data_ptr() == embedding.weight.data_ptr()
-    head = _packed([lm_head], packing.head)
-    return CpuDecoder(
-        PackedDecoder(
-            kernels,
-            parts.shape,
-            layers,
-            embedding=head if tied else packed(kernels.pack, [embedding.weight]),
-            head=head,
-            final_norm=parts.final_norm,
-            head_bias=_float(lm_head.bias),
-        ),
-        parts.rotate,
-        parts.rotate_at,
-        paged.layouts,
-        paged.dtype,
-        _places(paged.transformer, parts.layers),
-    )
-
-
-def _places(model: nn.Module, layers: list[LayerParts]) -> Places:
-    """Where the linear layers lie in the merged projections, in the kernels' order."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    places: list[list[Place]] = []
-    for layer in layers:
-        assert isinstance(layer.mlp, GatedParts)
-        gate_up, down = layer.mlp.gate_up, [layer.mlp.down]
-        for linears in (layer.query_key_value, [layer.attention_out], gate_up, down):
-            first, merged = 0, []
-            for linear in linears:
-                merged.append(Place(paths[id(linear)], first, linear.out_features))
-                first += linear.out_features
-            places.append(merged)
-    return places
-
-
-def _pack_layer(
-    kernels: CpuKernels,
-    part: LayerParts,
-    spec: AttentionSpec,
-    rotary: int,
-    pack_plain: Pack,
-) -> DecoderLayer:
-    def vector(norm: nn.Module | None) -> torch.Tensor | None:
-        weight = norm_weight(norm)
-        return None if weight is None else weight[0]
-
-    def pack(linears: list[Linear], paired: bool = False) -> Matrix:
-        return _packed(linears, pack_plain, paired=paired)
-
-    assert isinstance(part.mlp, GatedParts)  # inspect_decoder accepts no experts by default
-    return DecoderLayer(
-        qkv=pack(part.query_key_value),
-        attention_out=pack([part.attention_out]),
-        gate_up=pack(part.mlp.gate_up, paired=True),
-        down=pack([part.mlp.down]),
-        scale=spec.scale,
-        attention_norm=vector(part.attention_norm),
-        attention_out_norm=vector(part.attention_out_norm),
-        mlp_norm=vector(part.mlp_norm),
-        mlp_out_norm=vector(part.mlp_out_norm),
-        qkv_bias=_bias(part.query_key_value),
-        attention_out_bias=_bias([part.attention_out]),
-        gate_up_bias=_bias(part.mlp.gate_up),
-        down_bias=_bias([part.mlp.down]),
-        query_norm=vector(part.query_norm),
-        key_norm=vector(part.key_norm),
-        sinks=_float(spec.sinks),
-        window=spec.window,
-        softcap=spec.softcap,
-        rotary=rotary,
-    )
-
-
-def _packed(linears: list[Linear], pack: Pack, *, paired: bool = False) -> Matrix:
-    """The layers' weights in one matrix.
-
-    Raises:
-        UnrecognizedModule: They are stored in several ways.
-    """
-    plain = [linear.weight for linear in linears if not isinstance(linear, CodedLinear)]
-    if len(plain) == len(linears):
-        return packed(pack, plain, paired=paired)
-    coded = [linear for linear in linears if isinstance(linear, CodedLinear)]
-    matrix = None if plain else merged(coded, paired=paired)
-    if matrix is None:
-        raise UnrecognizedModule("its projections are of several formats")
-    return matrix
-
-
-def _bias(linears: list[Linear]) -> torch.Tensor | None:
-    """The merged bias; zeros where only some have one."""
-    if all(linear.bias is None for linear in linears):
-        return None
-    biases = [
-        torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
-        for linear in linears
-    ]
-    return torch.cat(biases).contiguous()
-
-
-def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().float().contiguous()

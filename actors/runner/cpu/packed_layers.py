@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from rayfin.actors.runner.cpu.decoder import TOLERANCE, Packing, packing
+from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, Packing, packing
 from rayfin.actors.runner.cpu.packed_parts import (
     PackedMLP,
     is_gated_mlp,

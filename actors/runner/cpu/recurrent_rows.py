@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rayfin.actors.errors import UnrecognizedModule
-from rayfin.actors.runner.cpu.decoder import TOLERANCE
+from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.models.recurrent import FusedForward, Key, RowByRow, StepPlan
 from rayfin.actors.runner.models.replace import Replaceable, logit_difference, probe_logits
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels

@@ -8,6 +8,7 @@ import torch
 
 from rayfin.actors.runner.cpu.array_file import Array
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
+from rayfin.actors.runner.models.step_model import Tables
 from rayfin.cache.kv_tensors import KVLayout
 from rayfin.kernels.cpu.decoder import DecoderLayer, DecoderShape, PackedDecoder
 from rayfin.kernels.cpu.kernels import PARTS, Activation, CpuKernels, Matrix
@@ -17,7 +18,6 @@ MAX_ROTARY_BYTES = 256 << 20
 """A model of more positions than such tables have is not stored."""
 
 Stored = tuple[dict[str, Any], list[Array]]
-Tables = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Arrays:

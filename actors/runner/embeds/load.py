@@ -10,13 +10,14 @@ from transformers import PreTrainedModel
 
 from rayfin.actors.embeds.embeds_input import ROWS, EmbedsInput
 from rayfin.actors.embeds.row_ids import row_ids
-from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.errors import UnsupportedModel
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.embeds.embeds_model import EmbedsModel, EmbedsSlots
 from rayfin.actors.runner.lora.adapted_decoder import AdaptedDecoder
-from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel, set_attention
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.vision.load import ROUNDED, TOLERANCE
 
 PROBE_ROWS, PROBE_TOKENS = 13, 4
@@ -120,28 +121,3 @@ def _forward(model: PreTrainedModel, **inputs: torch.Tensor) -> torch.Tensor:
 def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """How far logits are apart, as a share of the largest one."""
     return float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-
-
-def require_embeds(*, ranks: int, pools: bool, images: bool, heads: bool) -> None:
-    """Refuses settings that prompts of embeddings do not go with.
-
-    Args:
-        ranks: devices that share the model.
-        pools: it gives vectors.
-        images: it reads images.
-        heads: a head drafts from its states.
-
-    Raises:
-        InvalidConfig: ``param`` is enable_prompt_embeds.
-    """
-    why = None
-    if ranks > 1:
-        why = "is for one device, not for several that share a model: use data_parallel_size"
-    elif pools:
-        why = "is for models that generate"
-    elif images:
-        why = "is for models of text: language_model_only serves the text of this one"
-    elif heads:
-        why = "does not go with heads that draft: use an n-gram, suffix or draft_model method"
-    if why:
-        raise InvalidConfig(f"{FLAG} {why}", FLAG)

@@ -14,10 +14,11 @@ from rayfin.actors.runner.gpu.weights import (
     fold_norms,
     merge_layer,
 )
-from rayfin.actors.runner.models.inspect_decoder import DecoderSpec, Tables, inspect_decoder
+from rayfin.actors.runner.models.inspect_decoder import DecoderSpec, inspect_decoder
 from rayfin.actors.runner.models.inspect_layers import LayerParts
 from rayfin.actors.runner.models.paged_model import PagedModel
 from rayfin.actors.runner.models.replace import PROBE_PAGE_SIZE, verified_replacement
+from rayfin.actors.runner.models.step_model import Tables
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.cache.kv_tensors import KVLayout, KVTensors
 from rayfin.kernels.cpu.decoder import DecoderShape

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rayfin.actors.errors import UnrecognizedModule
+from rayfin.actors.runner.models.config import max_position
 from rayfin.actors.runner.models.inspect_layers import (
     GatedParts,
     LayerParts,
@@ -18,7 +19,7 @@ from rayfin.actors.runner.models.inspect_layers import (
     norm_weight,
 )
 from rayfin.actors.runner.models.paged_model import LAYER, PagedModel
-from rayfin.actors.runner.models.weights import max_position
+from rayfin.actors.runner.models.step_model import Tables
 from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.cpu.kernels import Activation
 
@@ -29,9 +30,6 @@ ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "gelu": Activation.GELU,
 }
-
-
-Tables = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)

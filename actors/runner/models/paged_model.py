@@ -92,23 +92,6 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         config._attn_implementation_internal = name
 
 
-class StepModel(Protocol):
-    """Computes a step: ``PagedModel``, or a faster replacement."""
-
-    @property
-    def layouts(self) -> list[KVLayout]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def bind(self, cache: KVTensors) -> None:
-        """Makes the layers keep their keys and values in ``cache``."""
-
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """The logits [S, V] of the tokens at ``inputs.sampled``; the cache gets all T tokens."""
-        ...
-
-
 class CurrentStep:
     """The step that a model is computing, shared by all its layers."""
 

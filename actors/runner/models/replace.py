@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rayfin.actors.errors import UnrecognizedModule
-from rayfin.actors.runner.models.paged_model import StepModel
 from rayfin.actors.runner.models.recurrent import RecurrentLayers
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.step.batch import StepInputs
 from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.cache.kv_tensors import KVTensors

@@ -31,18 +31,6 @@ class PoolingParts:
     head: Head
 
 
-def require_alone(ranks: int, *, lora: bool = False) -> None:
-    """Raises:
-    InvalidConfig: several devices are to share a model that pools, or it is to have adapters.
-    """
-    if lora:
-        raise InvalidConfig("enable_lora is for models that generate", "enable_lora")
-    if ranks > 1:
-        raise InvalidConfig(
-            "a pooling model runs on one device: use data_parallel_size", "tensor_parallel_size"
-        )
-
-
 def load_decoder(
     args: EngineArgs,
     config: PretrainedConfig,

@@ -16,8 +16,8 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest, SchedulerInfo
 from rayfin.actors.runner.loading import DraftParts, LoadedModel, load
-from rayfin.actors.runner.models.paged_model import StepModel
-from rayfin.actors.runner.models.weights import DTYPES
+from rayfin.actors.runner.models.dtypes import DTYPES
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.proposers.interface import Drafts, TokenTable
 from rayfin.actors.runner.step.batch import StepInputs, build_inputs
 from rayfin.actors.runner.step.request_slots import RequestSlots

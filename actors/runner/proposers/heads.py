@@ -20,10 +20,11 @@ import torch
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import Int32Array, Int64Array, NewRequest
-from rayfin.actors.runner.cpu.decoder import TOLERANCE
+from rayfin.actors.runner.cpu.build_decoder import TOLERANCE
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.loading import DraftParts, LoadedModel
-from rayfin.actors.runner.models.paged_model import PagedModel, StepModel
+from rayfin.actors.runner.models.paged_model import PagedModel
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.proposers.draft_model import CLASSES, chunks, prompts_of
 from rayfin.actors.runner.proposers.head_model import HeadModel
 from rayfin.actors.runner.proposers.interface import Drafts, TokenTable

@@ -1,7 +1,7 @@
 """The contract of a proposer: who guesses how requests go on."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -35,6 +35,15 @@ class Proposer(Protocol):
 
     def propose(self, slots: Int64Array, room: Int64Array) -> Drafts:
         """Guesses at most ``room`` [N] next tokens of the ``slots`` [N]."""
+        ...
+
+
+@runtime_checkable
+class Stepping(Protocol):
+    """Of a proposer that computes a step for each token of a draft."""
+
+    def seconds(self, rows: int) -> float:
+        """How long a step of ``rows`` takes."""
         ...
 
 

@@ -1,26 +1,20 @@
-"""Makes the proposer that the settings name."""
+"""Makes the proposer that the settings name.
+
+What drafts with weights of its own is in ``stepping.py``: it brings transformers' modelling code,
+which takes seconds to import, and which n-grams do without.
+"""
+
+from collections.abc import Callable
 
 import torch
 
 from rayfin.actors.config import EngineArgs, EngineConfig
 from rayfin.actors.runner.loading import LoadedModel
-from rayfin.actors.runner.models.paged_model import StepModel
-from rayfin.actors.runner.proposers.draft_model import (
-    DraftedModel,
-    DraftModelProposer,
-    with_draft,
-)
-from rayfin.actors.runner.proposers.eagle import with_eagle
-from rayfin.actors.runner.proposers.eagle3 import with_eagle3
-from rayfin.actors.runner.proposers.heads import HeadedModel, HeadProposer
-from rayfin.actors.runner.proposers.interface import Proposer
-from rayfin.actors.runner.proposers.mtp import with_mtp
+from rayfin.actors.runner.models.step_model import StepModel
+from rayfin.actors.runner.proposers.interface import Proposer, Stepping
 from rayfin.actors.runner.proposers.ngram import NGramProposer
 from rayfin.actors.runner.proposers.suffix import SuffixProposer
 from rayfin.actors.runner.step.request_slots import RequestSlots
-
-STEPPING = (DraftModelProposer, HeadProposer)
-"""Proposers that compute a step for each token of a draft."""
 
 
 def with_drafter(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
@@ -29,13 +23,11 @@ def with_drafter(loaded: LoadedModel, args: EngineArgs) -> LoadedModel:
     Raises:
         InvalidConfig: they cannot be loaded, or are of another model.
     """
-    settings = args.speculation
-    if settings is None or not settings.reads_states:
-        return with_draft(loaded, args)
-    if settings.method == "mtp":
-        return with_mtp(loaded, args)
-    with_head = with_eagle if settings.method == "eagle" else with_eagle3
-    return with_head(loaded, args, str(settings.model))
+    if args.speculation is None or not args.speculation.one_device:
+        return loaded
+    from rayfin.actors.runner.proposers.stepping import with_weights
+
+    return with_weights(loaded, args, args.speculation)
 
 
 def make_proposer(
@@ -48,16 +40,11 @@ def make_proposer(
     """
     settings = config.speculation
     assert settings is not None
+    if settings.one_device:
+        from rayfin.actors.runner.proposers.stepping import make_stepping
+
+        return make_stepping(config, model, slots, device)
     count, length = config.limits.max_decoding_batch, config.max_model_len
-    if isinstance(model, DraftedModel | HeadedModel):
-        sizes = {
-            "page_size": config.page_size,
-            "max_len": length,
-            "most_tokens": config.limits.max_batch_tokens,
-        }
-        if isinstance(model, HeadedModel):
-            return HeadProposer(model, slots, device=device, **sizes)
-        return DraftModelProposer(model, slots, device=device, **sizes)
     shortest, longest = settings.prompt_lookup_min, settings.prompt_lookup_max
     own = NGramProposer(count, length, shortest=shortest, longest=longest)
     if settings.method == "ngram":
@@ -69,3 +56,8 @@ def make_proposer(
         factor=settings.suffix_decoding_max_spec_factor,
         own=own,
     )
+
+
+def draft_seconds(made: Proposer) -> Callable[[int], float] | None:
+    """What says how long drafting a token takes for so many rows; None if it computes no steps."""
+    return made.seconds if isinstance(made, Stepping) else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from rayfin.actors.runner.quantized.formats import (
     E4M3,
@@ -19,6 +20,19 @@ from rayfin.actors.runner.quantized.formats import (
 )
 
 Config = Mapping[str, Any]
+
+
+def source_config(config: PretrainedConfig) -> dict[str, Any] | None:
+    """The checkpoint's ``quantization_config``, or None if its weights are plain."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        text = config.get_text_config(decoder=True)
+        found = getattr(text, "quantization_config", None)
+    if found is None or isinstance(found, dict):
+        return found
+    if not hasattr(found, "to_dict"):
+        raise refuse(f"the checkpoint's quantization_config is {found!r}, and not an object")
+    return dict(found.to_dict())
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rayfin.actors.runner.quantized.config import Formats, read_formats
+from rayfin.actors.runner.quantized.config import Formats, read_formats, source_config
 from rayfin.actors.runner.quantized.formats import Format, Nf4, Plain, Slot, mxfp4, refuse
 from rayfin.actors.runner.quantized.linear import QuantLinear
 
@@ -50,19 +50,6 @@ SAFETENSORS = {
 }
 
 Stored = dict[str, tuple[torch.dtype | None, tuple[int, ...]]]
-
-
-def source_config(config: PretrainedConfig) -> dict[str, Any] | None:
-    """The checkpoint's ``quantization_config``, or None if its weights are plain."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        text = config.get_text_config(decoder=True)
-        found = getattr(text, "quantization_config", None)
-    if found is None or isinstance(found, dict):
-        return found
-    if not hasattr(found, "to_dict"):
-        raise refuse(f"the checkpoint's quantization_config is {found!r}, and not an object")
-    return dict(found.to_dict())
 
 
 def prepare(config: PretrainedConfig) -> None:

@@ -25,8 +25,9 @@ from rayfin.actors.images.processor import (
 from rayfin.actors.images.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.models.narrow import widen
-from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, StepModel, set_attention
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel, set_attention
 from rayfin.actors.runner.models.replace import chunked_logits
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.vision.encoder import ImageEncoder
 from rayfin.actors.runner.vision.image_slots import ImageSlots, ModelRope

@@ -7,7 +7,7 @@ import torch
 
 from rayfin.actors.images.image_input import VIRTUAL_TOKENS
 from rayfin.actors.messages import Int64Array
-from rayfin.actors.runner.models.paged_model import StepModel
+from rayfin.actors.runner.models.step_model import StepModel
 from rayfin.actors.runner.step.batch import GivenInputs, StepInputs
 from rayfin.actors.runner.vision.encoder import ImageEncoder
 from rayfin.actors.runner.vision.image_slots import ImageSlots

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from demo_model.evaluate import MODEL_DIR
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.cpu.decoder import build_cpu_decoder
+from rayfin.actors.runner.checkpoint import on_cpu_kernels
+from rayfin.actors.runner.cpu.build_decoder import build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import PackedLinear, pack_linears
-from rayfin.actors.runner.loading import _require_quantisable, on_cpu_kernels
+from rayfin.actors.runner.loading import _require_quantisable
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.models.replace import probe_logits

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfin.actors.errors import UnrecognizedModule
-from rayfin.actors.runner.cpu.decoder import CpuDecoder, build_cpu_decoder
+from rayfin.actors.runner.cpu.build_decoder import build_cpu_decoder
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
 from rayfin.actors.runner.cpu.packed_layers import PackedExpertsModule, PackedLinear, pack_linears
 from rayfin.actors.runner.models.inspect_layers import norm_weight
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel

@@ -1,6 +1,9 @@
 """--weights-cache: a start that finds its weights reads no checkpoint, and gives the same bits."""
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rayfin.actors.runner import loading
+from rayfin.actors.runner import checkpoint
 from rayfin.actors.runner.cpu.weights_cache import SUFFIX
 from rayfin.kernels.cpu.kernels import try_kernels
 
@@ -25,13 +28,13 @@ pytestmark = pytest.mark.skipif(try_kernels(1) is None, reason="the CPU kernels 
 def checkpoints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models that have been read from now on."""
     read: list[str] = []
-    real = loading.load_model
+    real = checkpoint.load_model
 
     def load(args: Any, *others: Any, **options: Any) -> Any:
         read.append(args.model)
         return real(args, *others, **options)
 
-    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(checkpoint, "load_model", load)
     return read
 
 
@@ -143,3 +146,35 @@ def test_what_decides_tokens_is_the_same_with_and_without(engine_args: Make) -> 
     """So that ingresses and engines of both find each other."""
     with_cache = engine_args("m", weights_cache="here", weights_cache_gb=1.0)
     assert with_cache.identity == engine_args("m").identity
+
+
+START = """
+import json, sys
+from rayfin import LLM, SamplingParams
+
+llm = LLM(**json.loads(sys.argv[1]))
+answer = llm.generate([json.loads(sys.argv[2])], SamplingParams(temperature=0, max_tokens=8))
+modelling = [name for name in sys.modules if ".modeling_" in name or name.endswith(".generation")]
+print(json.dumps([answer[0].outputs[0].token_ids, modelling]))
+"""
+
+
+def test_a_start_from_packed_weights_imports_no_modelling_code(
+    tiny_model: Make, served: Make, request_of: Make, tmp_path: Path
+) -> None:
+    """transformers' models, its loader and its generation take seconds to import."""
+    tiny = tiny_model("llama")
+    settings = {"weights_cache": str(tmp_path / "cache"), "dtype": "float32"}
+    served(tiny.folder, **settings)
+    given = {"model": str(tiny.folder), "tokenizer": "demo", **settings}
+    more = {"kv_cache_memory": 2**24, "max_model_len": 64}
+    done = subprocess.run(
+        [sys.executable, "-c", START, json.dumps(given | more), json.dumps(PROMPT)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    tokens, modelling = json.loads(done.stdout.splitlines()[-1])
+    assert tokens == tiny.greedy(PROMPT, 8)
+    light = {"transformers.models.auto.modeling_auto", "transformers.modeling_rope_utils"}
+    assert set(modelling) <= light

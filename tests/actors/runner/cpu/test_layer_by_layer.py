@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rayfin.actors.runner.cpu import decoder, layer_by_layer, packed_layers
-from rayfin.actors.runner.cpu.decoder import _layer_by_layer, build_cpu_decoder
+from rayfin.actors.runner.cpu import build_decoder, layer_by_layer, packed_layers
+from rayfin.actors.runner.cpu.build_decoder import _layer_by_layer, build_cpu_decoder
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.models.replace import probe_logits
@@ -91,13 +91,13 @@ def test_one_layer_s_exact_weights_are_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts: list[int] = []
-    real = decoder._pack_layer
+    real = build_decoder._pack_layer
 
     def spy(*args: Any) -> Any:
         counts.append(alive())
         return real(*args)
 
-    monkeypatch.setattr(decoder, "_pack_layer", spy)
+    monkeypatch.setattr(build_decoder, "_pack_layer", spy)
     assert build_cpu_decoder(load(tiny_model("llama").folder), kernels, "int8") is not None
     layers = len(counts) // 2
     assert layers > 1 and counts == [1] * layers + [0] * layers  # 1: what stands for the head

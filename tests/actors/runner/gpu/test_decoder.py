@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM
 
-from rayfin.actors.runner import loading
+from rayfin.actors.runner import checkpoint
 from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
 from rayfin.actors.runner.models.replace import probe_logits
 from rayfin.actors.scheduler.policy import multi_step
@@ -159,7 +159,7 @@ def test_tokens_of_a_mixture(
     tiny_model: Make, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What transformers says, through the runner: prompts in chunks, and leases as on a GPU."""
-    for module in (loading, attention_select, sampling_select):
+    for module in (checkpoint, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
     monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
     tiny = tiny_model("mixtral")

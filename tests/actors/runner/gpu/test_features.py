@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rayfin import LLM
-from rayfin.actors.runner import loading
+from rayfin.actors.runner import checkpoint
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.kernels.attention import select as attention_select
@@ -36,7 +36,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's path, whatever the device, with two short steps of the start."""
     if ON_GPU:
         return
-    for module in (loading, attention_select, sampling_select):
+    for module in (checkpoint, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
     monkeypatch.setattr(warming, "WARMED_TOKENS", (6, 16))
 

@@ -12,7 +12,7 @@ import torch
 
 from rayfin.actors.errors import RunnerGroupFailed
 from rayfin.actors.messages import NewRequest, Sampling, SchedulerInfo
-from rayfin.actors.runner import loading
+from rayfin.actors.runner import checkpoint
 from rayfin.actors.runner.step.request_slots import RequestSlots
 from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
@@ -75,7 +75,7 @@ def test_steps_end_at_the_cap_and_within_the_pages() -> None:
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's path, whatever the device."""
-    for module in (loading, attention_select, sampling_select):
+    for module in (checkpoint, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
     monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayfin.actors.messages import Sampling
-from rayfin.actors.runner import loading
+from rayfin.actors.runner import checkpoint
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.sampling import select as sampling_select
 
@@ -70,7 +70,7 @@ def test_the_tokens_of_an_engine_that_waits(
     record = DecodeGraphs._step
     monkeypatch.setattr(DecodeGraphs, "_step", recorded)
     monkeypatch.setattr(DecodeGraphs, "begin", seen)
-    for module in (loading, attention_select, sampling_select):
+    for module in (checkpoint, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
     penalised = Sampling(temperature=0.8, seed=4, frequency_penalty=1.0)
     on_host = Sampling(bad_words=((3, 4),))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rayfin.actors.runner import loading
+from rayfin.actors.runner import checkpoint
 from rayfin.kernels.attention import select as attention_select
 from rayfin.kernels.sampling import select as sampling_select
 
@@ -63,7 +63,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     monkeypatch.setattr(GridExecutor, "__call__", call)
     monkeypatch.setattr(decoder, "can_use_pdl", lambda device: True)
-    for module in (loading, attention_select, sampling_select):
+    for module in (checkpoint, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
     kernels = (attention_kernels, decode_kernels, layer_kernels, product_kernels, sample_kernels)
     for module in kernels:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rayfin.actors.runner.cpu.decoder import packing
+from rayfin.actors.runner.cpu.build_decoder import packing
 from rayfin.actors.runner.cpu.packed_layers import PackedExpertsModule, _packed
 from rayfin.actors.runner.models import narrow, weights
 from rayfin.actors.runner.models.narrow import NarrowWeight, hold_narrow, narrow_loads, widen

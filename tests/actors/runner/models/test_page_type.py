@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.runner import loading
+from rayfin.actors.runner import checkpoint
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.scheduler.policy import multi_step
 from rayfin.kernels.attention import select as attention_select
@@ -130,7 +130,7 @@ def test_fp8_pages_on_triton(
 ) -> None:
     """Prompts in chunks and leases as on a GPU: the tokens of transformers with a rounded cache."""
     pytest.importorskip("triton")
-    for module in (loading, attention_select, sampling_select):
+    for module in (checkpoint, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
     monkeypatch.setattr(multi_step, "CALL_SECONDS", 1e6)  # long leases, however slow the machine
     tiny = tiny_model("qwen3")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayfin.actors.runner import loading
+from rayfin.actors.runner import checkpoint, loading
 from rayfin.actors.runner.models.replace import PROBE_TOKENS, probe_logits
 from rayfin.actors.runner.step.batch import StepInputs
 
@@ -42,7 +42,7 @@ def test_a_gpu_s_model_is_built_for_the_page_size(
     from rayfin.actors.runner.gpu import decoder, experts
 
     sizes: list[int] = []
-    monkeypatch.setattr(loading, "can_use_triton", lambda device: True)
+    monkeypatch.setattr(checkpoint, "can_use_triton", lambda device: True)
     monkeypatch.setattr(decoder, "build_gpu_decoder", lambda *inputs: sizes.append(inputs[2]))
     monkeypatch.setattr(experts, "group_experts", lambda *inputs: sizes.append(inputs[1]))
     loading.load(engine_args(tiny_model("llama").folder, page_size=12))

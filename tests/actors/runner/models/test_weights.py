@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.runner.model_runner import ModelRunner
-from rayfin.actors.runner.models.weights import load_config, max_position, resolve_dtype
+from rayfin.actors.runner.models.config import load_config, max_position
+from rayfin.actors.runner.models.dtypes import resolve_dtype
 
 Make = Callable[..., Any]
 SMALL: dict[str, Any] = {

@@ -21,8 +21,8 @@ from rayfin.actors.errors import InvalidConfig, PeerLost, RayfinError, Unsupport
 from rayfin.actors.guidance import Guidance
 from rayfin.actors.messages import EngineRequest, Sampling, SchedulerInfo, StepResult
 from rayfin.actors.runner.model_runner import ModelRunner
+from rayfin.actors.runner.models.config import load_config
 from rayfin.actors.runner.models.paged_model import ATTENTION
-from rayfin.actors.runner.models.weights import load_config
 from rayfin.actors.runner.parallel.groups import ProcessGroups, open_store
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.parallel.shard_weights import Checkpoint, load_share

@@ -72,13 +72,15 @@ def test_the_same_bits_as_of_a_model_in_float32(
 
 def test_nothing_is_narrow_when_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads the embeddings and the classifier's head as plain float32."""
-    from rayfin.actors.runner import loading
+    from rayfin.actors.runner import checkpoint
 
     folder = in_16_bits(make_encoder(tmp_path, "bert", "classes", num_labels=3))
     loaded: list[Any] = []
-    real = loading._load_encoder
+    real = checkpoint.load_encoder_checkpoint
     monkeypatch.setattr(
-        loading, "_load_encoder", lambda *given: loaded.append(real(*given)) or loaded[-1]
+        checkpoint,
+        "load_encoder_checkpoint",
+        lambda *given: loaded.append(real(*given)) or loaded[-1],
     )
     answers(folder, "classify")
     model, head = loaded[0].model.transformer, loaded[0].pools.head._model

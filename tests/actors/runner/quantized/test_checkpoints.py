@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quantised import KINDS, QuantisedModel, mxfp4_model
-from rayfin.actors.runner.models.weights import load_config, load_model
+from rayfin.actors.runner.models.config import load_config
+from rayfin.actors.runner.models.weights import load_model
 from rayfin.actors.runner.quantized.linear import QuantLinear
 from rayfin.actors.runner.quantized.loader import quant_linears
 from rayfin.actors.runner.quantized.packed import CodedLinear, merged, pack_quantized

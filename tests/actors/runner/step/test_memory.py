@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayfin.actors.runner import loading, model_runner
+from rayfin.actors.runner import checkpoint, model_runner
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.step.memory import available_bytes, bytes_taken
 from rayfin.kernels.attention import select as attention_select
@@ -76,7 +76,7 @@ def test_graphs_are_not_pages(
 ) -> None:
     """Recorded for the buckets and tables of the engine to come, and let go."""
     pytest.importorskip("triton")
-    for module in (loading, attention_select, sampling_select):
+    for module in (checkpoint, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
     made: list[Any] = []
 

@@ -1,0 +1,275 @@
+"""Reads a model's checkpoint, compares it with transformers, and puts it on its kernels.
+
+``loading.py`` imports this module where it is needed: it brings transformers' modelling code, which
+takes seconds to import and which a start from packed weights does without.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig, RayfinError, UnsupportedModel
+from rayfin.actors.images.processor import serves_images
+from rayfin.actors.pooling.recipe import PoolingRecipe
+from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, build_cpu_decoder
+from rayfin.actors.runner.cpu.decoder import CpuDecoder
+from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
+from rayfin.actors.runner.embeds.load import EmbedsParts
+from rayfin.actors.runner.loading import LoadedModel, cpu_kernels, reads_states
+from rayfin.actors.runner.lora.adapted_decoder import AdaptedDecoder, can_adapt
+from rayfin.actors.runner.lora.adapted_model import AdaptedModel
+from rayfin.actors.runner.lora.reader import layer_sizes
+from rayfin.actors.runner.lora.store import AdapterStore, Fetch
+from rayfin.actors.runner.models.compare import require_equal
+from rayfin.actors.runner.models.dtypes import page_type
+from rayfin.actors.runner.models.narrow import widen
+from rayfin.actors.runner.models.paged_model import ATTENTION, PagedModel
+from rayfin.actors.runner.models.step_model import StepModel
+from rayfin.actors.runner.models.weights import load_model
+from rayfin.actors.runner.parallel.groups import ProcessGroups
+from rayfin.actors.runner.parallel.rank import ParallelRank
+from rayfin.actors.runner.parallel.shard_weights import load_share
+from rayfin.actors.runner.pooling.headless import HeadlessDecoder
+from rayfin.actors.runner.pooling.load import PoolingParts, load_decoder, load_encoder
+from rayfin.actors.runner.quantized.loader import dequantize
+from rayfin.actors.runner.quantized.packed import (
+    int4_saves,
+    pack_quantized,
+    quantized_parameters,
+    rounds_rows,
+)
+from rayfin.actors.runner.vision.load import VisionParts, load_vision, require_equal_images
+from rayfin.actors.runner.vision.text_view import TextView
+from rayfin.actors.settings.choices import Quantization
+from rayfin.actors.settings.lora_limits import adapter_budget, loras_in_memory
+from rayfin.actors.timing import MODEL_LOAD_SECONDS
+from rayfin.kernels.attention.select import SeeingAhead, page_types, select_attention
+from rayfin.kernels.cpu.kernels import CpuKernels
+from rayfin.kernels.shapes import PagedAttention
+from rayfin.kernels.triton.available import can_use_triton
+
+if TYPE_CHECKING:
+    from rayfin.actors.runner.gpu.decoder import GpuDecoder
+
+
+def load_checkpoint(
+    args: EngineArgs,
+    config: PretrainedConfig,
+    device: torch.device,
+    place: ParallelRank | None,
+    recipe: PoolingRecipe | None,
+    fetch: Fetch,
+) -> LoadedModel:
+    """Reads the checkpoint, and puts the model on its kernels."""
+    ranks = 1 if place is None else place.size
+    rounded = None if args.quantization == "dequantize" else args.quantization
+    peers = None if place is None else ProcessGroups(place, device)
+    stored = config.dtype
+    model, layers, pools, vision = _load_weights(args, config, device, peers, recipe)
+    kernels: CpuKernels | None = None
+    parameters = _parameters(model)
+    if device.type == "cpu":
+        kernels = cpu_kernels(args, parameters, ranks)
+        if kernels and model.dtype in TOLERANCE:
+            pack_quantized(model, kernels, round_rows=args.activations == "int8")
+    if not kernels:
+        widen(model)
+    dequantize(model if vision is None else vision.model)  # what has no kernel
+    _require_rounding(args, model)
+    saves = int4_saves(model, stored) if kernels and args.quantization is None else 0
+    try:
+        kernel = select_attention(device, model.dtype, args.attention, kernels)
+    except ValueError as error:
+        raise InvalidConfig(str(error), "attention") from None
+    if vision is not None and device.type == "cuda":
+        kernel = SeeingAhead(kernel)
+    pages = page_type(args.kv_cache_dtype, model.dtype, kernel)
+    embeds = EmbedsParts(model, rounded=bool(rounded)) if args.enable_prompt_embeds else None
+    paged = _page(model, kernel, layers, args.page_size)
+    if peers is not None and paged.recurrent is not None:
+        name = type(model).__name__
+        raise UnsupportedModel(f"{name} cannot be shared: its layers keep states", "model")
+    adapters = _adapter_store(args, paged, fetch, kernels) if args.serves_lora else None
+    step_model: StepModel = paged
+    gpu_model: GpuDecoder | None = None
+    plain = pools is None and vision is None
+    if plain and args.attention in ("auto", "triton") and can_use_triton(device):
+        whole = not (peers or args.serves_lora or reads_states(args) or embeds)
+        gpu_model = _on_triton(paged, kernel, args.page_size, whole=whole)
+        step_model = gpu_model or paged
+    elif peers and kernels and model.dtype in TOLERANCE:
+        pack_linears(paged, kernels)
+    if not peers and kernels and model.dtype in TOLERANCE:
+        step_model = on_cpu_kernels(paged, kernels, rounded, adapters)
+    step_model = _with_parts(adapters, vision, paged, step_model, rounded=bool(rounded))
+    if embeds is not None:
+        step_model = embeds.admit(paged, step_model)
+    return LoadedModel(
+        *(device, config, step_model, gpu_model, pages, kernels, peers, paged.recurrent, pools),
+        adapters=adapters,
+        page_types=tuple(page_types(kernel)),
+        int4_saves=saves,
+        vision=vision,
+        embeds=embeds,
+        parameters=parameters,
+    )
+
+
+def load_encoder_checkpoint(
+    args: EngineArgs, config: PretrainedConfig, recipe: PoolingRecipe, device: torch.device
+) -> LoadedModel:
+    """An encoder: it has no pages, and its linear layers are on compiled kernels."""
+    model, head = load_encoder(args, config, recipe, device)
+    kernels: CpuKernels | None = None
+    if device.type == "cpu":
+        kernels = cpu_kernels(args, model.transformer.num_parameters())
+        if kernels and model.dtype in TOLERANCE:
+            pack_linears(model, kernels)
+            torch.set_num_threads(1)  # where an array is split would change bits at the seams
+    widen(model.transformer)
+    parts = PoolingParts(recipe, head)
+    return LoadedModel(
+        *(device, config, model, None, model.dtype, kernels, None, None, parts),
+        position_offset=model.position_offset,
+    )
+
+
+def _load_weights(
+    args: EngineArgs,
+    config: PretrainedConfig,
+    device: torch.device,
+    peers: ProcessGroups | None,
+    recipe: PoolingRecipe | None,
+) -> tuple[Any, range | None, PoolingParts | None, VisionParts | None]:
+    """The model, or this rank's share of it and the layers that it has; what pools, what sees."""
+    if recipe is not None:
+        headless, head = load_decoder(args, config, recipe, device, ATTENTION)
+        return headless, None, PoolingParts(recipe, head), None
+    if serves_images(args, config):
+        ranks = 1 if peers is None else peers.place.size
+        view, vision = load_vision(args, config, device, ranks)
+        return view, None, None, vision
+    if peers is None:
+        keep = args.quantization != "dequantize"
+        model = load_model(args, config, device, ATTENTION, keep_quantized=keep, narrow=True)
+        return model, None, None, None
+    model = load_share(args, config, device, ATTENTION, peers)
+    peers.connect("load", MODEL_LOAD_SECONDS)
+    total = config.get_text_config(decoder=True).num_hidden_layers
+    return model, peers.place.layers(total), None, None
+
+
+def _page(
+    model: PreTrainedModel, kernel: PagedAttention, layers: range | None, page_size: int
+) -> PagedModel:
+    """The model over pages, compared with transformers unless it is a rank's share.
+
+    Raises:
+        UnsupportedModel: it cannot be served.
+    """
+    try:
+        paged = PagedModel(model, kernel, layers)
+        if layers is None and not isinstance(model, HeadlessDecoder | TextView):
+            require_equal(paged, page_size)
+        return paged
+    except (RayfinError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # whatever a model's own code raises over pages
+        lines = str(error).strip().splitlines() or [""]
+        why = f"over pages its forward raises {type(error).__name__}: {lines[0]}"
+        config = model.config.get_text_config(decoder=True)
+        if getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None):
+            why = "its sparse attention keeps an index of keys beside the pages"
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be served: {why}", "model"
+        ) from error
+
+
+def _on_triton(
+    paged: PagedModel, attention: PagedAttention, page_size: int, *, whole: bool
+) -> "GpuDecoder | None":
+    """Puts the experts on Triton's kernels, and all of a ``whole`` model if it is recognized."""
+    from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
+    from rayfin.actors.runner.gpu.experts import group_experts  # Triton is not everywhere
+
+    group_experts(paged, page_size)
+    return build_gpu_decoder(paged, attention, page_size) if whole else None
+
+
+def on_cpu_kernels(
+    paged: PagedModel,
+    kernels: CpuKernels,
+    quantization: Quantization | None,
+    adapters: AdapterStore | None = None,
+) -> PagedModel | CpuDecoder:
+    """The model with all of it, or its linear layers, on compiled kernels."""
+    if adapters is None or adapters.packs:
+        decoder = build_cpu_decoder(paged, kernels, quantization)
+        if decoder and (adapters is None or can_adapt(decoder, adapters)):
+            torch.set_num_threads(1)  # little is left to torch, whose threads would be in the way
+            return decoder
+        del decoder
+    fuse_recurrent(paged, kernels)
+    packed = pack_linears(paged, kernels, quantization, parts=adapters is None)
+    if quantization and not packed:
+        name = type(paged.transformer).__name__
+        raise UnsupportedModel(
+            f"{name} cannot be quantised: it reads its weights for itself", "quantization"
+        )
+    widen(paged.transformer)
+    return paged
+
+
+def _adapter_store(
+    args: EngineArgs, paged: PagedModel, fetch: Fetch, kernels: CpuKernels | None
+) -> AdapterStore:
+    """No adapters yet; the layers have their sizes still."""
+    dtype = paged.dtype if args.lora_dtype == "auto" else getattr(torch, args.lora_dtype)
+    sizes = layer_sizes(paged.transformer)
+    per_rank = sum(inputs + outputs for inputs, outputs in sizes.values()) * dtype.itemsize
+    return AdapterStore(
+        sizes,
+        fetch,
+        most=loras_in_memory(args, paged.device.type),
+        budget=adapter_budget(args, paged.device.type, per_rank),
+        max_rank=args.max_lora_rank,
+        dtype=dtype,
+        device=paged.device,
+        kernels=kernels if dtype in TOLERANCE else None,
+    )
+
+
+def _with_parts(
+    adapters: AdapterStore | None,
+    vision: VisionParts | None,
+    paged: PagedModel,
+    model: StepModel,
+    *,
+    rounded: bool,
+) -> StepModel:
+    """The model with adapters, or with its tower if it gives the logits that transformers gives."""
+    if adapters is not None:
+        if isinstance(model, CpuDecoder):
+            return AdaptedDecoder(model, adapters)
+        return AdaptedModel(paged, adapters)
+    if vision is None:
+        return model
+    require_equal_images(vision, paged, model, rounded=rounded)
+    return vision.around(model)
+
+
+def _parameters(model: PreTrainedModel) -> int:
+    return int(model.num_parameters()) + quantized_parameters(model)
+
+
+def _require_rounding(args: EngineArgs, model: PreTrainedModel) -> None:
+    """Refuses ``activations`` "int8" where no layer rounds its rows."""
+    if args.activations == "int8" and not rounds_rows(model):
+        raise InvalidConfig(
+            "activations 'int8' is for 4-bit weights of a quantized checkpoint on the compiled CPU "
+            f"kernels, and {args.model} has no such layer; plain weights: quantization 'int4'",
+            "activations",
+        )

@@ -1,0 +1,132 @@
+"""What a model's configuration says: whether it can be served, and its positions.
+
+This module imports none of transformers' modelling code, which takes seconds: neither a start from
+packed weights (``--weights-cache``) nor the command that checks a model needs it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.images.processor import reads_images
+from rayfin.actors.pooling.recipe import PoolingRecipe
+
+CONFIG_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
+
+
+def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> PretrainedConfig:
+    """The model's Hugging Face configuration.
+
+    Args:
+        recipe: of a model that pools.
+
+    Raises:
+        InvalidConfig: The folder or name does not exist, or has no configuration.
+        UnsupportedModel: It is not a decoder that a paged cache can serve, nor a known encoder.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            args.model, trust_remote_code=args.trust_remote_code, **args.hub
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
+    if args.hf_overrides:
+        config = overridden(config, args.hf_overrides)
+    if recipe is None:
+        _refuse_unservable(config)
+    elif not recipe.encoder:
+        _refuse_unpageable(config)
+    return config
+
+
+def overridden(config: PretrainedConfig, changes: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration with some of its values replaced; objects are merged, as vLLM does.
+
+    Raises:
+        InvalidConfig: The model's configuration does not take a value.
+    """
+    values = _merged(config.to_dict(), changes)
+    values.pop("transformers_version", None)
+    try:
+        changed: PretrainedConfig = type(config).from_dict(values)
+    except (*CONFIG_ERRORS, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidConfig(f"hf_overrides: {reason}", "hf_overrides") from error
+    changed.name_or_path = config.name_or_path
+    return changed
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for name, change in changes.items():
+        known = merged.get(name)
+        both = isinstance(known, Mapping) and isinstance(change, Mapping)
+        merged[name] = _merged(known, change) if both else change  # type: ignore[arg-type]
+    return merged
+
+
+def max_position(config: PretrainedConfig) -> int | None:
+    """The largest number of positions of the model, or None if it has no limit.
+
+    A rotary embedding that changes with the longest request of the batch ("longrope", "dynamic")
+    would make a request's tokens depend on the batch. Such a model is limited to the positions that
+    it was first trained on, where the embedding does not change.
+    """
+    text = config.get_text_config(decoder=True)
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        return original or limit
+    return limit
+
+
+def _refuse_unservable(config: PretrainedConfig) -> None:
+    _refuse_unpageable(config)
+    if reads_images(config):
+        return
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+        raise UnsupportedModel(unsupported(config, "it is not a causal language model"), "model")
+
+
+def _refuse_unpageable(config: PretrainedConfig) -> None:
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(unsupported(config, "it is an encoder-decoder"), "model")
+
+
+def require_safetensors(model: str) -> None:
+    """Raises unless a local folder holds weights in safetensors form.
+
+    Raises:
+        InvalidConfig: The folder holds no safetensors file.
+    """
+    folder = Path(model)
+    if folder.is_dir() and not list(folder.glob("*.safetensors")):
+        raise InvalidConfig(
+            f"{model} holds no .safetensors file; Rayfin loads no pickled weights", "model"
+        )
+
+
+def unsupported(config: PretrainedConfig, why: str) -> str:
+    """One line that says that a model is not served, and why."""
+    names = ", ".join(config.architectures or [type(config).__name__])
+    return f"{names} cannot be served: {why}"
+
+
+def why_not_loaded(model: str, error: Exception) -> str:
+    """One line that says why the model could not be loaded."""
+    path = Path(model)
+    if not path.exists() and (path.is_absolute() or model.startswith((".", "~"))):
+        return f"there is no folder {model}"
+    if path.is_dir() and not (path / "config.json").exists():
+        return f"{model} holds no config.json"
+    first_line = next((line for line in str(error).splitlines() if line.strip()), "unknown error")
+    return f"cannot load {model!r}: {first_line.strip()}"
