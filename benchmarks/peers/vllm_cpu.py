@@ -7,6 +7,8 @@ from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# GiB of its pages, on a CPU: else it wants nearly all memory, and other engines have some of it.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 
 import vllm
 from peer import serve
