@@ -104,8 +104,9 @@ class Engine:
         steps = make_scheduler(config, self.lifecycle, microbatcher)
         rest = config.batch_mode == "idle"
         scheduler = BackgroundScheduler(self.lifecycle, steps, microbatcher, rest=rest, clock=clock)
-        self._quarantine = Quarantine(self.lifecycle, scheduler, config.steps_in_flight, clock)
         adapters = AdapterGate(state.running, config.max_loras)
+        depth = config.steps_in_flight
+        self._quarantine = Quarantine(self.lifecycle, scheduler, adapters, depth, clock)
         self.lifecycle.gates = [self._quarantine, adapters, scheduler]
         self._beams = BeamGroups(self.lifecycle)
         drafts = DraftPolicy(state, config.num_speculative_tokens)

@@ -20,6 +20,7 @@ import numpy as np
 
 from rayfin.actors.errors import RequestQuarantined
 from rayfin.actors.messages import EngineRequest, Int64Array, SchedulerInfo, StepResult
+from rayfin.actors.scheduler.core.admission import AdmissionGate
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.step_builder import Chunk
 from rayfin.actors.scheduler.policy.preemption import make_room
@@ -44,17 +45,21 @@ class Quarantine:
     """Suspects, their trials, and blocked prompts: a scheduler around ``scheduler``.
 
     Outside of trials ``scheduler`` decides alone, with up to ``steps_in_flight`` steps in flight.
+    ``adapters`` holds a trial back whose adapter is one more than a step can have: after it, its
+    request runs beside those that run now.
     """
 
     def __init__(
         self,
         lifecycle: Lifecycle,
         scheduler: StepScheduler,
+        adapters: AdmissionGate,
         steps_in_flight: int,
         clock: Callable[[], float],
     ) -> None:
         self._lifecycle = lifecycle
         self._scheduler = scheduler
+        self._adapters = adapters
         self._steps_in_flight = steps_in_flight
         self._clock = clock
         self._suspects: dict[Request, int] = {}  # -> tokens at which it is cleared
@@ -182,7 +187,9 @@ class Quarantine:
     def _next(self) -> Request | None:
         """Admits the suspect at the head of the queue, or returns None if there is no room."""
         request = self._lifecycle.state.waiting.peek()
-        if request not in self._suspects or not self._lifecycle.has_room(request, 0):
+        if request is None or request not in self._suspects:
+            return None
+        if not (self._adapters.may_admit(request) and self._lifecycle.has_room(request, 0)):
             return None
         self._lifecycle.admit()
         return request

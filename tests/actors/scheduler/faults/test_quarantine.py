@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rayfin.actors.errors import RequestHandedBack, RequestQuarantined
+from rayfin.actors.messages import AdapterRef
 from rayfin.actors.scheduler.faults.quarantine import MAX_ENGINE_DEATHS
 from rayfin.actors.timing import BLOCKED_PROMPT_SECONDS
 
@@ -143,6 +144,19 @@ def test_suspect_of_another_engine_is_tried_when_its_turn_comes(harness: Make) -
     h.check()
     assert blocked(suspect) and not any(blocked(stream) for stream in others)
     assert h.executor.deaths == {suspect.seed: 2}  # alone at once
+
+
+def test_suspect_whose_adapter_is_one_too_many_waits_for_its_trial(harness: Make) -> None:
+    """Once it is cleared, it runs in the steps of the others."""
+    h = harness(max_loras=1)
+    first, second = (AdapterRef(name * 64, name, f"/{name}") for name in "ab")
+    running = h.add(5, 9, adapter=first)
+    while not running.tokens:
+        h.step()
+    suspect = h.add(5, 9, adapter=second, deaths=1)
+    h.run()
+    h.check()
+    assert len(running.tokens) == len(suspect.tokens) == 9 and not blocked(suspect)
 
 
 def test_innocent_suspect_of_another_engine(harness: Make) -> None:
