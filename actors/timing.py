@@ -224,6 +224,7 @@ RESPONSE_OWNER_SECONDS = 30.0
 
 BATCH_PAUSE_SECONDS = (0.2, 10.0)  # first and longest
 BATCH_RECORD_SECONDS = 1.0
+BATCH_SILENCE_SECONDS = 5.0  # it says so after this time
 BATCH_PATIENCE_SECONDS = 600.0
 BATCH_REPORT_SECONDS = 30.0  # between two lines of progress where there is no terminal
 THREAD_SWITCH_SECONDS = 0.001  # an engine's thread waits so long for the interpreter, not for 5 ms

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from rayfin.actors.timing import BATCH_RECORD_SECONDS
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
+from rayfin.deployments.batches.sender import LineGivenUp
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class LineRun:
 
     Args:
         lines: what to do, read in a thread, a few at a time.
-        send: returns a line's answer.
+        send: returns a line's answer; LineGivenUp ends its sender.
         record: makes answers durable; called in a thread, one call at a time. An answer counts
             from its return on.
     """
@@ -78,7 +79,10 @@ class LineRun:
 
     async def _send_lines(self) -> None:
         while (work := await self._next()) is not None:
-            answer = await self._send(work) if isinstance(work, Line) else work
+            try:
+                answer = await self._send(work) if isinstance(work, Line) else work
+            except LineGivenUp:
+                return
             self._answers.append(answer)
             if len(self._answers) >= RECORD_LINES:
                 await self._record_now()

@@ -2,12 +2,13 @@
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import httpx
 
 from rayfin.actors.errors import ServerError
-from rayfin.actors.timing import BATCH_PAUSE_SECONDS
+from rayfin.actors.timing import BATCH_PAUSE_SECONDS, BATCH_SILENCE_SECONDS
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
 
@@ -22,6 +23,10 @@ MAX_FAILURES = 3
 """A line whose answers are 5xx is sent so often; then the last of them is its answer."""
 
 
+class LineGivenUp(Exception):
+    """A line has no answer, and is not sent again."""
+
+
 class LineSender:
     """Sends lines through an HTTP client, whose transport may be an application in this process.
 
@@ -29,6 +34,7 @@ class LineSender:
         batch: what seeds are made of, beside the line's custom_id.
         patience: seconds without any answer of the server after which ``send`` gives up; None:
             never.
+        say: hears why nothing is taken, once in each longer silence.
     """
 
     def __init__(
@@ -38,17 +44,26 @@ class LineSender:
         batch: str = "",
         headers: Mapping[str, str] | None = None,
         patience: float | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._client = client
         self._batch = batch
         self._headers = dict(headers or {})
         self._patience = patience
         self._heard = asyncio.get_running_loop().time()
+        self._say = say
+        self._said = False
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        """Lines that wait to be sent again are given up; those that are sent are answered."""
+        self._stopped.set()
 
     async def send(self, line: Line) -> LineAnswer:
         """Returns the line's answer.
 
         Raises:
+            LineGivenUp: it would be sent again, after ``stop``.
             ServerError: the server has not answered for ``patience`` seconds.
         """
         failures = attempts = 0
@@ -67,17 +82,26 @@ class LineSender:
                 if status in BUSY:
                     self._check_patience(response.text[:200])
                 else:
-                    self._heard = asyncio.get_running_loop().time()
+                    self._heard, self._said = asyncio.get_running_loop().time(), False
                     failures += status >= 500
                     if status < 500 or failures == MAX_FAILURES:
                         return _answer(line, response)
             attempts += 1
-            await asyncio.sleep(_pause(attempts, response))
+            await self._wait(_pause(attempts, response))
+
+    async def _wait(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), seconds)
+        if self._stopped.is_set():
+            raise LineGivenUp
 
     def _check_patience(self, why: str) -> None:
         silent = asyncio.get_running_loop().time() - self._heard
         if self._patience is not None and silent > self._patience:
             raise ServerError(f"the server has taken no request for {silent:.0f} s: {why}")
+        if self._say is not None and not self._said and silent > BATCH_SILENCE_SECONDS:
+            self._said = True
+            self._say(f"The server takes no request ({why}); lines are sent again.")
 
 
 def _pause(attempts: int, response: httpx.Response | None) -> float:

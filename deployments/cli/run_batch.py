@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rayfin.deployments.batches.file_job import FileJob, JobCounts
     from rayfin.deployments.batches.line_run import LineRun
+    from rayfin.deployments.batches.sender import LineSender
 
 SERVER = (
     *("served_model_name", "chat_template", "chat_template_content_format"),
@@ -116,9 +117,9 @@ async def _run(job: "FileJob", connection: Any, concurrency: int) -> bool:
 
     async with AsyncExitStack() as stack:
         client, patience = await stack.enter_async_context(connection)
-        sender = LineSender(client, patience=patience)
+        sender = LineSender(client, patience=patience, say=_say if patience else None)
         run = LineRun(job.lines(), sender.send, job.record, concurrency)
-        with _interrupts(run), _progress(job.counts):
+        with _interrupts(run, sender), _progress(job.counts):
             await run.run()
     if not run.stopped:
         job.finish()
@@ -126,7 +127,7 @@ async def _run(job: "FileJob", connection: Any, concurrency: int) -> bool:
 
 
 @contextmanager
-def _interrupts(run: "LineRun") -> Iterator[None]:
+def _interrupts(run: "LineRun", sender: "LineSender") -> Iterator[None]:
     """The first Ctrl-C or SIGTERM lets requests in flight finish; the second drops them."""
     loop, running = asyncio.get_running_loop(), asyncio.current_task()
     assert running is not None
@@ -136,6 +137,7 @@ def _interrupts(run: "LineRun") -> Iterator[None]:
             running.cancel()
             return
         run.stop()
+        sender.stop()
         _say("\nStopping: requests in flight finish first (Ctrl-C again: at once).")
 
     for number in (signal.SIGINT, signal.SIGTERM):

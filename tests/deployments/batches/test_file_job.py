@@ -20,6 +20,7 @@ from rayfin.deployments.batches.sender import LineSender
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "BATCH_PAUSE_SECONDS", (0.001, 0.002))
+    monkeypatch.setattr(sender, "BATCH_SILENCE_SECONDS", 0.02)
     monkeypatch.setattr(line_run, "RECORD_LINES", 4)
 
 
@@ -219,3 +220,25 @@ def test_one_process_at_a_time_writes_an_output(tmp_path: Path) -> None:
         _job(tmp_path)
     job.close()
     _job(tmp_path).close()
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(_lines(4))
+    job, said = _job(tmp_path), list[str]()
+
+    async def run() -> None:
+        transport = httpx.MockTransport(Endpoint(**{f"r{i}": [503] * 10**4 for i in range(4)}))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            sending = LineSender(client, patience=1000.0, say=said.append)
+            lines = LineRun(job.lines(), sending.send, job.record, 4)
+            task = asyncio.create_task(lines.run())
+            while not said:
+                await asyncio.sleep(0.001)
+            lines.stop()
+            sending.stop()
+            await asyncio.wait_for(task, 30)
+
+    asyncio.run(run())
+    job.close()
+    assert len(said) == 1 and "later" in said[0], "why, once"
+    assert _read(tmp_path / "out.partial") == []
