@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
+from rayfin.actors.errors import ServerError
 from rayfin.actors.timing import BATCH_RECORD_SECONDS
 from rayfin.deployments.batches.answers import LineAnswer
 from rayfin.deployments.batches.lines import Line
-from rayfin.deployments.batches.sender import LineGivenUp
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class LineRun:
 
     Args:
         lines: what to do, read in a thread, a few at a time.
-        send: returns a line's answer; LineGivenUp ends its sender.
+        send: returns a line's answer. After ``stop`` it may fail.
         record: makes answers durable; called in a thread, one call at a time. An answer counts
             from its return on.
     """
@@ -58,7 +58,7 @@ class LineRun:
         Cancellation drops what is in flight; what has an answer is recorded.
 
         Raises:
-            ServerError: of ``send``.
+            ServerError: of ``send``, before ``stop``.
             OSError: of ``record`` or of reading.
         """
         try:
@@ -81,7 +81,9 @@ class LineRun:
         while (work := await self._next()) is not None:
             try:
                 answer = await self._send(work) if isinstance(work, Line) else work
-            except LineGivenUp:
+            except ServerError:
+                if not self.stopped:
+                    raise
                 return
             self._answers.append(answer)
             if len(self._answers) >= RECORD_LINES:

@@ -23,10 +23,6 @@ MAX_FAILURES = 3
 """A line whose answers are 5xx is sent so often; then the last of them is its answer."""
 
 
-class LineGivenUp(Exception):
-    """A line has no answer, and is not sent again."""
-
-
 class LineSender:
     """Sends lines through an HTTP client, whose transport may be an application in this process.
 
@@ -63,8 +59,7 @@ class LineSender:
         """Returns the line's answer.
 
         Raises:
-            LineGivenUp: it would be sent again, after ``stop``.
-            ServerError: the server has not answered for ``patience`` seconds.
+            ServerError: the server has not answered for ``patience`` seconds, or before ``stop``.
         """
         failures = attempts = 0
         while True:
@@ -93,7 +88,7 @@ class LineSender:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), seconds)
         if self._stopped.is_set():
-            raise LineGivenUp
+            raise ServerError("the server took no request until the run was stopped")
 
     def _check_patience(self, why: str) -> None:
         silent = asyncio.get_running_loop().time() - self._heard
