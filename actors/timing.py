@@ -258,7 +258,8 @@ INLINE_TEMPLATE_SECONDS = 0.1
 
 # Grammars: what the process that checks them allows (deployments/guidance/warden.py). A child that
 # has said nothing for so long is killed. On a busy machine one that has not computed yet for
-# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame.
+# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame, and half-way
+# another child of a higher priority.
 
 GRAMMAR_CHECK_SECONDS = 2.0
 GRAMMAR_CHECK_CPU_SECONDS = 0.25

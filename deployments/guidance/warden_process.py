@@ -77,8 +77,10 @@ class _Child:
     """A process that compiles one grammar."""
 
     number: int  # of the grammar
+    text: str
+    niceness: int  # beyond the helper's
     pid: int
-    started: float
+    started: float  # the first child of this grammar
     deadline: float
     said: bytes = b""
 
@@ -102,10 +104,11 @@ class Helper:
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
         self._ticked = 0.0
+        self._tokenizer: LLTokenizer
 
     def serve(self) -> None:
         setup = self._first_message()
-        tokenizer = ll_tokenizer_from(
+        self._tokenizer = ll_tokenizer_from(
             setup.pop("tokenizer"), setup["vocab_size"], setup["ends"], setup["bos"]
         )
         gc.collect()
@@ -115,7 +118,7 @@ class Helper:
             for descriptor, _ in self._poll.poll(self._patience()):
                 if descriptor in self._children:
                     self._read(descriptor)
-                elif not self._receive(tokenizer):
+                elif not self._receive():
                     return
             self._end_late_children()
             if self._children and time.monotonic() - self._ticked > WARDEN_TICK_SECONDS:
@@ -133,25 +136,29 @@ class Helper:
             for message in self._frames.push(data):
                 return message
 
-    def _receive(self, tokenizer: "LLTokenizer") -> bool:
+    def _receive(self) -> bool:
         data = self._link.recv(2**20)
         for message in self._frames.push(data):
             if message["plain"]:
-                self._answer(message["id"], judge(tokenizer, message["text"]))
+                self._answer(message["id"], judge(self._tokenizer, message["text"]))
             else:
-                self._fork(message["id"], tokenizer, message["text"])
+                self._fork(message["id"], message["text"])
         return bool(data)
 
-    def _fork(self, number: int, tokenizer: "LLTokenizer", text: str) -> None:
+    def _fork(
+        self, number: int, text: str, niceness: int = CHILD_NICENESS, started: float | None = None
+    ) -> None:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
             for descriptor in (self._link.fileno(), reading, *self._children):
                 os.close(descriptor)
-            _compile_and_exit(tokenizer, text, writing)
+            _compile_and_exit(self._tokenizer, text, niceness, writing)
         os.close(writing)
         now = time.monotonic()
-        self._children[reading] = _Child(number, pid, now, now + GRAMMAR_CHECK_SECONDS)
+        self._children[reading] = _Child(
+            number, text, niceness, pid, started or now, now + GRAMMAR_CHECK_SECONDS
+        )
         self._poll.register(reading, select.POLLIN)
 
     def _read(self, descriptor: int) -> None:
@@ -167,17 +174,25 @@ class Helper:
             self._answer(child.number, verdict)
 
     def _end_late_children(self) -> None:
-        """A child that is silent for too long is at fault if it has had the time to compute."""
+        """A child that is silent for too long is at fault if it has had the time to compute.
+
+        Where others take all of the processor it has had none: half-way another child begins
+        again, with the priority of the helper.
+        """
         now = time.monotonic()
         for descriptor, child in list(self._children.items()):
             if now < child.deadline:
                 continue
             computed = child.cpu_seconds() >= GRAMMAR_CHECK_CPU_SECONDS
-            if not computed and now < child.started + GRAMMAR_STARVED_SECONDS:
+            waited = now - child.started
+            again = child.niceness > 0 and waited >= GRAMMAR_STARVED_SECONDS / 2
+            if not (computed or again) and waited < GRAMMAR_STARVED_SECONDS:
                 child.deadline = now + WARDEN_TICK_SECONDS
                 continue
             self._end(descriptor)
-            if computed:
+            if again and not computed:
+                self._fork(child.number, child.text, 0, child.started)
+            elif computed:
                 self._answer(child.number, DIED)
             else:
                 self._send({"id": child.number, "kind": STARVED, "reason": ""})
@@ -204,11 +219,11 @@ class Helper:
         self._link.sendall(frame(message))
 
 
-def _compile_and_exit(tokenizer: "LLTokenizer", text: str, writing: int) -> NoReturn:
+def _compile_and_exit(tokenizer: "LLTokenizer", text: str, niceness: int, writing: int) -> NoReturn:
     """Runs in a child."""
     try:
         die_with_parent()
-        os.nice(CHILD_NICENESS)
+        os.nice(niceness)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of the library quotes the grammar
         with open("/proc/self/statm") as file:
             memory = int(file.read().split()[0]) * resource.getpagesize() + CHILD_MEMORY

@@ -1,6 +1,7 @@
 """The warden: verdicts of plain, hard and hostile grammars, and the deaths of its processes."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -35,7 +36,7 @@ def pattern(text: str) -> str:
     return LLMatcher.grammar_from_regex(text)
 
 
-MAX_ASKS = 5  # of one grammar, on a busy machine
+MAX_ASKS = 12  # of one grammar, on a busy machine
 
 PLAIN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 PATTERNS = {"type": "string", "allOf": [{"pattern": f".*w{i}.*"} for i in range(20)]}
@@ -82,12 +83,12 @@ async def code_of(warden: Warden, text: str, tenant: str = "") -> str:
     return "ok"
 
 
-async def patient_code_of(warden: Warden, text: str) -> str:
+async def patient_code_of(warden: Warden, text: str, most: float = 60) -> str:
     """As ``code_of``, of a client that asks again while the machine is too busy for a verdict."""
     for _ in range(MAX_ASKS):
         started = time.monotonic()
         code = await code_of(warden, text)
-        assert time.monotonic() - started < 10  # 2 s where the machine has time
+        assert time.monotonic() - started < most
         if code != "queue_full":
             break
     return code
@@ -114,7 +115,7 @@ async def test_the_same_grammar_is_checked_once(
 @pytest.mark.parametrize(("text", "code"), HOSTILE, ids=lambda value: str(value)[:40])
 async def test_hostile_grammars(warden: Warden, text: str, code: str) -> None:
     pid = warden.pid
-    assert await patient_code_of(warden, text) == code
+    assert await patient_code_of(warden, text, 10) == code  # 2 s where the machine has time
     assert warden.pid == pid, "the helper has died"
     assert children_of(pid) == []
     assert await patient_code_of(warden, schema({"maxLength": len(text), **PLAIN})) == "ok"
@@ -143,7 +144,7 @@ async def test_a_killed_helper_is_replaced(tokenizer: Tokenizer) -> None:
     await warden.check([schema(PLAIN)], None)
     first = warden.pid
     assert first is not None
-    asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
+    asked = asyncio.create_task(patient_code_of(warden, schema(PATTERNS)))
     while not children_of(first):
         await asyncio.sleep(0.01)
     (child,) = children_of(first)
@@ -167,7 +168,7 @@ async def test_a_plain_grammar_that_kills_its_helper_is_checked_in_a_child(
     warden: Warden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "is_plain", lambda text: True)  # though it is a bomb
-    assert await code_of(warden, schema(PATTERNS)) == "schema_too_complex"
+    assert await patient_code_of(warden, schema(PATTERNS)) == "schema_too_complex"
 
 
 async def test_a_child_that_is_killed_is_a_verdict(warden: Warden) -> None:
@@ -210,7 +211,16 @@ async def test_a_child_that_gets_no_processor_is_no_verdict(
 ) -> None:
     settings = "helper.GRAMMAR_CHECK_CPU_SECONDS, helper.GRAMMAR_STARVED_SECONDS = 100, 2.5"
     warden = helper_with(tmp_path, monkeypatch, tokenizer, settings)
-    assert await code_of(warden, schema(PATTERNS)) == "queue_full"
+    asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
+    priorities = set()
+    while not asked.done():
+        for pid in children_of(warden.pid) if warden.pid else ():
+            with contextlib.suppress(ProcessLookupError):
+                priorities.add(os.getpriority(os.PRIO_PROCESS, pid))
+        await asyncio.sleep(0.02)
+    assert await asked == "queue_full"
+    assert warden.pid is not None
+    assert {19, os.getpriority(os.PRIO_PROCESS, warden.pid)} <= priorities
     assert len(warden.verdicts) == 0 and children_of(warden.pid) == []
     warden.close()
 
