@@ -246,7 +246,6 @@ BAR = 1.2
         ["--layers", "8"],
         ["--layers", "6", "--stored", "float16"],
         ["--layers", "12", "--experts", "4"],
-        ["--layers", "16", "--settings", '{"quantization": "int8"}'],
         ["--layers", "24", "--settings", '{"quantization": "int4"}'],
         ["--layers", "12", "--experts", "4", "--settings", '{"quantization": "int8"}'],
         ["--layers", "32", "--checkpoint", "gptq"],
