@@ -113,7 +113,7 @@ def render_chat(
     render = partial(
         inner.apply_chat_template,
         conversation,
-        tools=listed,
+        tools=cast(list[Any] | None, listed),
         chat_template=template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,

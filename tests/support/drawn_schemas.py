@@ -11,6 +11,7 @@ import random
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 Draw = random.Random
@@ -252,7 +253,7 @@ class _Writer:
             properties = {field: says, **inner.schema["properties"]}
             required = [field, *inner.schema.get("required", [])]
             schema = {**inner.schema, "properties": properties, "required": required}
-            parts.append(Node(schema, lambda d, w=word, i=inner: {field: w, **i.sample(d)}))
+            parts.append(Node(schema, partial(_with, field, word, inner)))
         name = "oneOf" if one_of else "anyOf"
         return Node({name: [p.schema for p in parts]}, lambda d: d.choice(parts).sample(d))
 
@@ -299,7 +300,11 @@ class _Writer:
         own = self._leaf()
         more = {"type": "object", "properties": {"extra": own.schema}, "required": ["extra"]}
         schema = {"allOf": [{"$ref": f"#/{self._place}/{name}"}, more]}
-        return Node(schema, lambda d: {**base.sample(d), "extra": own.sample(d)})
+
+        def sample(draw: Draw) -> Any:
+            return {**base.sample(draw), "extra": own.sample(draw)}
+
+        return Node(schema, sample)
 
     # Values that hold none.
 
@@ -317,7 +322,8 @@ class _Writer:
         ]
         weights, kinds = zip(*writers, strict=True)
         (write,) = self._draw.choices(kinds, weights)
-        return write()
+        made: Node = write()
+        return made
 
     def _text(self) -> Node:
         schema: dict[str, Any] = {"type": "string"}
@@ -387,6 +393,10 @@ class _Writer:
         pattern = self._draw.choice(tuple(PATTERNS))
         schema: dict[str, Any] = {"type": "string", "pattern": pattern}
         return Node(schema, PATTERNS[pattern])
+
+
+def _with(field: str, word: str, inner: Node, draw: Draw) -> Any:
+    return {field: word, **inner.sample(draw)}
 
 
 def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
