@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -65,6 +66,8 @@ def make_model(folder: Path, family: str, sizes: Sizes) -> list[int]:
     torch.manual_seed(0)
     whole = AutoConfig.for_model(family, tie_word_embeddings=False, **config)
     AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).save_pretrained(folder)
+    if family == "llava":
+        _rename_tower(folder / "model.safetensors")
     tokenizer.save_pretrained(folder)
     settings: dict[str, Any] = {"processor_class": "Qwen2VLProcessor"}
     if family == "llava":
@@ -79,6 +82,16 @@ def make_model(folder: Path, family: str, sizes: Sizes) -> list[int]:
     images |= {"processor_class": settings["processor_class"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     return places
+
+
+def _rename_tower(path: Path) -> None:
+    """Gives a tower's weights the names of published checkpoints, which all engines read."""
+    new = "vision_tower.vision_model."
+    weights = {
+        name if name.startswith(new) else name.replace("vision_tower.", new): value
+        for name, value in load_file(path).items()
+    }
+    save_file(weights, path, {"format": "pt"})
 
 
 def make_text_model(folder: Path, family: str, sizes: Sizes) -> None:
