@@ -67,10 +67,16 @@ class EngineDeployment:
 
     async def __del__(self) -> None:
         """Serve's last call: what runs may finish or is moved, then the engine goes."""
-        if await self._supervisor.is_replaced():
-            await wait_for_new_ingresses(self._app)
-        await self._supervisor.drain(self._drain_seconds)
-        self._supervisor.stop()
+        try:
+            async with asyncio.timeout(HANDOVER_SECONDS + HANDOVER_SETTLE_SECONDS):
+                if await self._supervisor.is_replaced():
+                    await wait_for_new_ingresses(self._app)
+        except Exception as error:  # Ray or Serve does not answer: the engine leaves all the same
+            logger.warning("engine does not wait for new ingresses: %r", error)
+        try:
+            await self._supervisor.drain(self._drain_seconds)
+        finally:
+            self._supervisor.stop()
 
 
 async def wait_for_new_ingresses(app: str, seconds: float = HANDOVER_SECONDS) -> None:
@@ -90,4 +96,4 @@ async def wait_for_new_ingresses(app: str, seconds: float = HANDOVER_SECONDS) ->
             await asyncio.sleep(HANDOVER_SETTLE_SECONDS)
             return
         await asyncio.sleep(HANDOVER_POLL_SECONDS)
-    logger.warning("the update has not replaced the ingresses after %.0f s", seconds)
+    logger.info("old ingresses are still there after %.0f s; the engine drains", seconds)

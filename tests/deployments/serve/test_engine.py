@@ -7,6 +7,7 @@ import pytest
 from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.timing import HANDOVER_POLL_SECONDS, HANDOVER_SETTLE_SECONDS
+from rayfin.deployments.serve import engine
 from rayfin.deployments.serve.engine import wait_for_new_ingresses
 
 pytestmark = pytest.mark.anyio
@@ -63,3 +64,26 @@ async def test_not_when_all_ends(monkeypatch: pytest.MonkeyPatch, pauses: list[f
     assert pauses == [HANDOVER_POLL_SECONDS]
     await wait_for_new_ingresses("another")
     assert len(pauses) == 1
+
+
+class Supervisor:
+    """Of an engine that leaves while Ray's registry is away; notes what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def is_replaced(self) -> bool:
+        raise RuntimeError("planted")
+
+    async def drain(self, seconds: float) -> None:
+        self.calls.append(f"drain {seconds:.0f}")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+async def test_it_drains_and_stops_where_ray_does_not_answer() -> None:
+    deployment: Any = engine.EngineDeployment
+    replica = SimpleNamespace(_supervisor=Supervisor(), _drain_seconds=30.0, _app="app")
+    await deployment.func_or_class.__del__(replica)
+    assert replica._supervisor.calls == ["drain 30", "stop"]
