@@ -27,8 +27,8 @@ table is for processes that hang and for networks that are cut.
 
 The order matters. Clients leave a hung scheduler (7) long before it is replaced (4), so that their
 streams go on elsewhere. It is replaced before its runners exit (4 < 3), so that the next scheduler
-adopts them with their weights. The supervisor renews their lease while it replaces it, which takes
-long on a busy machine. Serve replaces a hung supervisor before its engine leaves (< 6).
+adopts them with their weights. On a busy machine a replacement takes long, so the supervisor renews
+their lease meanwhile. Serve replaces a hung supervisor before its engine leaves (< 6).
 Each lease is several times the period that renews it, so that one lost message ends nothing.
 ``tests/actors/test_timing.py`` asserts all of this.
 """
@@ -81,6 +81,7 @@ ADAPTER_POLL_SECONDS = 5.0
 ADAPTER_RETRY_SECONDS = 60.0
 ADAPTER_REGISTRY_CALL_SECONDS = 60.0
 ADAPTER_REGISTRY_LEASE_SECONDS = 60.0
+ADAPTER_READ_SECONDS = 1800.0  # an adapter may come from Hugging Face
 
 # A rank waits this long for a peer within a step. The scheduler's limit is shorter: this one is for
 # ranks that have lost their scheduler as well.
@@ -258,8 +259,8 @@ INLINE_TEMPLATE_SECONDS = 0.1
 
 # Grammars: what the process that checks them allows (deployments/guidance/warden.py). A child that
 # has said nothing for so long is killed. On a busy machine one that has not computed yet for
-# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame, and half-way
-# another child of a higher priority.
+# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame. Half-way a child of
+# a higher priority begins the check again.
 
 GRAMMAR_CHECK_SECONDS = 2.0
 GRAMMAR_CHECK_CPU_SECONDS = 0.25

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,7 @@ class AdapterFiles:
 
     config: dict[str, Any]
     weights: bytes  # in the format of safetensors
+    folder: str = ""  # that they were read from
 
     @cached_property
     def digest(self) -> str:
@@ -45,10 +47,10 @@ class AdapterFiles:
 
 
 def read_folder(path: str) -> AdapterFiles:
-    """Reads a folder that peft has written.
+    """Reads a folder that peft has written, or the repository of that name on Hugging Face.
 
     Raises:
-        NotFound: there is no such folder, or no adapter_config.json in it.
+        NotFound: there is neither, or no adapter_config.json in it.
         InvalidRequest: a file that is not readable, too large or no JSON object.
     """
     folder = Path(path)
@@ -64,20 +66,34 @@ def read_folder(path: str) -> AdapterFiles:
         weights = _read(folder / WEIGHTS, MAX_WEIGHT_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         raise invalid(f"The adapter cannot be read: {error}.") from error
-    return AdapterFiles(_parse(config), weights)
+    return AdapterFiles(_parse(config), weights, str(folder))
 
 
 def _from_hub(name: str) -> Path:
-    """The folder with the two files of a repository on Hugging Face, or in its cache."""
-    missing = NotFound(f"No adapter at {name[:256]!r}: there is no such folder.", PARAM)
-    if HUB_NAME.fullmatch(name) is None:
-        raise missing
-    from huggingface_hub import snapshot_download  # only where a name is one
+    """The folder with the two files of a repository on Hugging Face, or in its cache.
 
+    Raises:
+        NotFound: there is no such repository, no access to it, or no network.
+        InvalidRequest: it is too large, which is known before it is fetched.
+    """
+    missing = f"No adapter at {name[:256]!r}: there is no such folder"
+    if HUB_NAME.fullmatch(name) is None:
+        raise NotFound(f"{missing}.", PARAM)
+    # Only where a name is one.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError
+
+    files = [CONFIG, WEIGHTS]
     try:
-        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
-    except Exception as error:  # no such repository, no access, no network
-        raise missing from error
+        with suppress(DryRunError):  # without a network; the cache may have it
+            for own in snapshot_download(name, allow_patterns=files, dry_run=True):
+                _require_size(own.filename, own.file_size or 0, MAX_WEIGHT_BYTES)
+        return Path(snapshot_download(name, allow_patterns=files))
+    except InvalidRequest:
+        raise
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise NotFound(f"{missing}, and Hugging Face does not give it: {why}", PARAM) from error
 
 
 def read_ref(ref: AdapterRef) -> AdapterFiles:
@@ -97,10 +113,13 @@ def _pickled(folder: Path) -> bool:
 
 
 def _read(path: Path, limit: int) -> bytes:
-    size = path.stat().st_size
-    if size > limit:
-        raise invalid(f"{path.name} has {size} bytes, of at most {limit}.")
+    _require_size(path.name, path.stat().st_size, limit)
     return path.read_bytes()
+
+
+def _require_size(name: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise invalid(f"{name} has {size} bytes; at most {limit} are read.")
 
 
 def _parse(text: bytes) -> dict[str, Any]:

@@ -41,7 +41,9 @@ class Registry(Protocol):
         ...
 
     async def assign(self, ref: AdapterRef, in_place: bool) -> AdapterTable:
-        """Gives the name of ``ref`` its content. A name that has one keeps it, but ``in_place``."""
+        """Gives the name of ``ref`` its content. A name that already has one keeps it, unless
+        ``in_place``.
+        """
         ...
 
     async def unload(self, name: str) -> AdapterTable: ...
@@ -67,6 +69,7 @@ class AdapterNames:
         self._resolves = resolves
         self._table = AdapterTable()
         self._unknown: dict[str, float] = {}  # name -> when to look again
+        self._looking: dict[str, asyncio.Task[None]] = {}  # by name: a folder is read once
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -93,6 +96,7 @@ class AdapterNames:
         await self._introduce()
         ref = await self._registry.read(name, path, in_place)
         await self._check(ref)
+        await self._introduce()  # it may have begun since
         self._table = await self._registry.assign(ref, in_place)
         if self._table.refs.get(name) != ref:  # another caller was faster
             raise name_taken(name)
@@ -115,14 +119,24 @@ class AdapterNames:
         """
         if name in self._table.refs or not self._resolves:
             return self._table.refs.get(name)
-        now = time.monotonic()
-        if self._unknown.get(name, 0.0) > now:
+        if self._unknown.get(name, 0.0) > time.monotonic():
             return None
+        task = self._looking.get(name)
+        if task is None:
+            task = self._looking[name] = asyncio.create_task(self._look_for(name))
+            task.add_done_callback(lambda _: self._looking.pop(name, None))
+        await asyncio.shield(task)
+        return self._table.refs.get(name)
+
+    async def _look_for(self, name: str) -> None:
+        """Gives the name of a folder in --lora-dir its adapter, or remembers that it has none."""
+        now = time.monotonic()
         try:
             await self._introduce()
             ref = await self._registry.find(name)
             if ref is not None:
                 await self._check(ref)
+                await self._introduce()
                 self._table = await self._registry.assign(ref, in_place=False)
         except InvalidRequest as error:
             logger.warning("adapter %r is not served: %s", name[:128], error)
@@ -130,7 +144,6 @@ class AdapterNames:
             if len(self._unknown) >= MAX_UNKNOWN:
                 self._unknown.clear()
             self._unknown[name] = now + ADAPTER_RETRY_SECONDS
-        return self._table.refs.get(name)
 
     async def _introduce(self) -> None:
         """Has a registry that has just begun learn the names, before it changes any."""

@@ -21,8 +21,8 @@ from rayfin.actors.adapters.tensors import read_pairs
 from rayfin.actors.errors import EngineUnavailable, InvalidRequest, NotFound, RayfinError
 from rayfin.actors.messages import AdapterRef
 from rayfin.actors.processes.registry import NAMESPACE
+from rayfin.actors.timing import ADAPTER_READ_SECONDS, ADAPTER_REGISTRY_LEASE_SECONDS
 from rayfin.actors.timing import ADAPTER_REGISTRY_CALL_SECONDS as SECONDS
-from rayfin.actors.timing import ADAPTER_REGISTRY_LEASE_SECONDS
 from rayfin.deployments.adapters.flags import folder_in
 from rayfin.deployments.adapters.names import AdapterTable, name_taken
 
@@ -89,7 +89,7 @@ class AdapterContents:
         if name in self._refs and not in_place:
             raise name_taken(name)
         files = await asyncio.to_thread(self._read, path)
-        self._hold(files, path)
+        self._hold(files, files.folder)
         return AdapterRef(files.digest, name, path, self._store)
 
     async def assign(self, ref: AdapterRef, in_place: bool) -> AdapterTable:
@@ -206,7 +206,7 @@ class RegistryClient:
         return table
 
     async def read(self, name: str, path: str, in_place: bool) -> AdapterRef:
-        ref: AdapterRef = await self._call(SECONDS, "read", name, path, in_place)
+        ref: AdapterRef = await self._call(ADAPTER_READ_SECONDS, "read", name, path, in_place)
         return ref
 
     async def find(self, name: str) -> AdapterRef | None:

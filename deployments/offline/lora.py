@@ -36,8 +36,8 @@ def adapters_of(requests: LoRARequests, count: int) -> list[AdapterRef | None]:
     refs: dict[LoRARequest, AdapterRef] = {}
     for request in listed:
         if request is not None and request not in refs:
-            digest = read_folder(request.lora_path).digest
-            refs[request] = AdapterRef(digest, request.lora_name, request.lora_path)
+            files = read_folder(request.lora_path)
+            refs[request] = AdapterRef(files.digest, request.lora_name, files.folder)
     return [None if request is None else refs[request] for request in listed]
 
 

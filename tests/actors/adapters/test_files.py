@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from rayfin.actors.adapters.files import read_folder
+from rayfin.actors.adapters.files import MAX_WEIGHT_BYTES, read_folder
 from rayfin.actors.adapters.settings import IGNORED, PLAIN, READ, read_settings
 from rayfin.actors.adapters.tensors import read_pairs
 from rayfin.actors.errors import InvalidRequest, NotFound
@@ -167,8 +168,11 @@ def test_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Its two files are fetched; a folder of that name goes first, and other paths are no names."""
     asked: list[str] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], dry_run: bool = False) -> Any:
         assert allow_patterns == ["adapter_config.json", "adapter_model.safetensors"]
+        if dry_run:
+            size = MAX_WEIGHT_BYTES + (name == "org/large")
+            return [SimpleNamespace(filename=allow_patterns[1], file_size=size)]
         asked.append(name)
         if name != "org/good":
             raise OSError("no such repository")
@@ -182,6 +186,9 @@ def test_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(NotFound, match="no such folder"):
             read_folder(path)
     assert asked == ["org/good", "org/none"]
+    with pytest.raises(InvalidRequest, match="at most"):
+        read_folder("org/large")
+    assert asked == ["org/good", "org/none"], "it was fetched"
     other = write(tmp_path / "org", CONFIG)
     write(other / "good", {**CONFIG, "lora_alpha": 8})
     assert read_folder("org/good").digest != digest and len(asked) == 2

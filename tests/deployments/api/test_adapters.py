@@ -257,3 +257,30 @@ def test_flags() -> None:
     ):
         with pytest.raises(Exception, match="lora_modules"):
             read_modules(wrong)
+
+
+async def test_a_folder_is_read_once_for_many_requests(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while engines take long to check it; a caller that leaves stops nothing."""
+    read: list[str] = []
+    checked = asyncio.Event()
+
+    async def slow(ref: Any) -> None:
+        await checked.wait()
+
+    contents = AdapterContents("store", root=str(root))
+    real = contents._read
+    monkeypatch.setattr(contents, "_read", lambda path: read.append(path) or real(path))
+    names = AdapterNames(contents, slow, resolves=True)
+    await names.start()
+    callers = [asyncio.create_task(names.find("inside")) for _ in range(20)]
+    while not read:
+        await asyncio.sleep(0.01)
+    callers[0].cancel()
+    late = asyncio.create_task(names.find("inside"))
+    await asyncio.sleep(0)
+    checked.set()
+    found = await asyncio.gather(*callers[1:], late)
+    assert len(set(found)) == 1 and found[0] is not None and len(read) == 1
+    names.close()
