@@ -135,6 +135,7 @@ def write_encoder(folder: Path, options: argparse.Namespace) -> None:
 def load(folder: str, settings: dict[str, Any]) -> dict[str, Memory]:
     """Loads the model as a runner does; MiB before, at the peak and after."""
     from rayfin.actors.config import EngineArgs
+    from rayfin.actors.runner import checkpoint  # noqa: F401  # its imports are no weights
     from rayfin.actors.runner.model_runner import ModelRunner
 
     gc.collect()

@@ -231,7 +231,7 @@ class SchedulerActor:
 
     @ray.method(concurrency_group="control")
     def drain(self) -> None:
-        """Hands new requests back from now on; those that it has may finish."""
+        """Hands new and background requests back from now on; the others may finish."""
         self._inbox.put(ClientMessage("", drain=True))
 
     @ray.method(concurrency_group="control")

@@ -121,7 +121,8 @@ class Engine:
 
     @property
     def state(self) -> Literal["serving", "draining", "asleep"]:
-        """A draining engine accepts no requests and finishes those it has; an asleep one runs none.
+        """A draining engine accepts no requests and finishes those in the foreground; an asleep one
+        runs none.
 
         An engine that was draining before it slept drains again when it wakes.
         """
@@ -244,7 +245,7 @@ class Engine:
                 self.wake()
 
     def drain(self) -> None:
-        """Accepts no more requests; those that it has may finish.
+        """Accepts no more requests; those in the foreground may finish.
 
         Background requests are handed back at once, for they would hold the drain up.
         """

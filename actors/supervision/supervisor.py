@@ -289,8 +289,8 @@ class Supervisor:
     async def _keep_runners(self) -> None:
         """Renews the leases of runners that have no scheduler, until it is cancelled.
 
-        On a busy machine a new scheduler may take longer to come than a lease lasts. Without it
-        they would exit, and their successors load the model once more.
+        On a busy machine a new scheduler may take longer to come than a lease lasts. Then they
+        would exit, and their successors would load the model once more.
         """
         names = [runner_name(self.name, seat) for seat in range(seats(self._args))]
         while True:
@@ -299,8 +299,8 @@ class Supervisor:
                     runner = await asyncio.to_thread(find_actor, name)
                     if runner is not None:
                         runner.ping.remote()
-                except RayError as error:
-                    logger.warning("%s cannot be pinged: %s", name, describe(error))
+                except Exception as error:  # any of Ray's: the next round tries again
+                    logger.warning("%s cannot be pinged: %s", name, error)
             await asyncio.sleep(RUNNER_PING_SECONDS)
 
     def _end_scheduler(self) -> None:

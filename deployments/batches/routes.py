@@ -54,7 +54,8 @@ class BatchRequest(BaseModel):
 
     def check(self) -> None:
         """Raises:
-        InvalidRequest: an endpoint that batches do not have, too much metadata, or another age.
+        InvalidRequest: an endpoint that batches do not have, too much metadata, or an age that
+            files cannot have.
         """
         if self.endpoint not in ENDPOINTS:
             known = ", ".join(ENDPOINTS)

@@ -56,6 +56,7 @@ class LocalApp:
             replies=ReplySettings(
                 trust_chat_templates=model.server.trust_request_chat_template,
                 prompt_tokens_details=model.server.enable_prompt_tokens_details,
+                hide_barred_tools=model.server.exclude_tools_when_tool_choice_none,
             ),
         )
         self.app = build_api(service)

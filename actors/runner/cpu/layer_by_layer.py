@@ -1,4 +1,4 @@
-"""A recognized decoder with exact weights of one layer at a time: what weights are rounded after.
+"""A recognized decoder with exact weights of one layer at a time, for comparing before rounding.
 
 It gives the logits that the whole decoder would give, so a model is compared with transformers'
 before its weights are rounded, and its exact weights are never in memory together.

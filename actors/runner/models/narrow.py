@@ -280,7 +280,7 @@ def _of_codes(name: str) -> bool:
 
 
 def hold_narrow(model: nn.Module, names: Iterable[str]) -> None:
-    """Makes the parameters of these names look and compute like float32 ones that are given up."""
+    """Makes each of these parameters a ``NarrowWeight``; packing one frees its memory."""
     ranges = _unchanged_files()
     plain = [model.get_parameter(name) for name in names]
     held: dict[int, NarrowWeight] = {}  # tied weights stay one

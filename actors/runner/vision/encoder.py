@@ -60,6 +60,8 @@ class ImageEncoder(Observer):
             pixels = fetch(image.pixels)
             started = time.perf_counter()
             kept = self.encode(pixels)
+            if kept.is_cuda:  # so far its kernels are only queued
+                torch.cuda.synchronize(kept.device)
             self._seconds.append(time.perf_counter() - started)
             self.num_encoded += 1
             self._keep(image.digest, kept)

@@ -45,8 +45,8 @@ class Quarantine:
     """Suspects, their trials, and blocked prompts: a scheduler around ``scheduler``.
 
     Outside of trials ``scheduler`` decides alone, with up to ``steps_in_flight`` steps in flight.
-    ``adapters`` holds a trial back whose adapter is one more than a step can have: after it, its
-    request runs beside those that run now.
+    A trial waits until ``adapters`` admits its request: after the trial the request runs beside
+    those that run now, and a step can have only so many adapters.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Watchdog:
         expected += info.image_tokens * self._seconds_per_image_token
         least = self._first if self._steps < FIRST_STEPS else self._floor
         if info.image_tokens and not self._seconds_per_image_token:
-            least = self._longest_first  # how fast the tower is is not known yet
+            least = self._longest_first  # the tower's pace is not known yet
         return max(least, MULTIPLE * expected)
 
     def observe(self, info: SchedulerInfo, seconds: float, in_tower: float = 0.0) -> None:

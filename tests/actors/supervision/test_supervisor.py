@@ -67,12 +67,13 @@ def test_nobody_pings_after_a_repair_that_failed(
     runner = Runner()
 
     async def launch() -> None:
-        await asyncio.sleep(0.05)
+        while not runner.pings:
+            await asyncio.sleep(0.01)
         raise RuntimeError("planted")
 
     async def repair() -> None:
         with pytest.raises(RuntimeError, match="planted"):
-            await engine._repair("planted")
+            await asyncio.wait_for(engine._repair("planted"), 60)
         pings = runner.pings
         await asyncio.sleep(0.1)
         assert runner.pings == pings

@@ -86,7 +86,7 @@ function isPicture(file) {
 function refusal(file) {
   if (!isPicture(file)) return "is no picture.";
   if (file.size <= MOST_BYTES) return "";
-  return `has ${Math.ceil((10 * file.size) / MEBIBYTE) / 10} MiB, and a picture at most ${MOST_BYTES / MEBIBYTE}.`;
+  return `has ${Math.ceil((10 * file.size) / MEBIBYTE) / 10} MiB; a picture may have at most ${MOST_BYTES / MEBIBYTE} MiB.`;
 }
 
 export function thumbnail(url) {

@@ -60,7 +60,7 @@ def give(*events: tuple[str, list[dict[str, Any]]]) -> list[tuple[bool, str, int
 def test_a_file_that_is_not_taken_is_named() -> None:
     large = file("large.png", 20 * MEBIBYTE + 1)
     exact, text = file("exact.png", 20 * MEBIBYTE), file("a.txt", 3, "text/plain")
-    too_large = "large.png has 20.1 MiB, and a picture at most 20."
+    too_large = "large.png has 20.1 MiB; a picture may have at most 20 MiB."
     no_picture = "a.txt is no picture."
     assert give(
         ("drop", [large]),
@@ -75,6 +75,6 @@ def test_a_file_that_is_not_taken_is_named() -> None:
         (True, no_picture, 1),
         (False, no_picture, 1),
         (False, no_picture, 1),
-        (True, "The picture has 24 MiB, and a picture at most 20.", 2),
+        (True, "The picture has 24 MiB; a picture may have at most 20 MiB.", 2),
         (False, "", 0),
     ]

@@ -75,7 +75,9 @@ def test_a_file_that_is_not_taken_is_named(
     sync_api.expect(note).to_be_hidden()
     for kind in ("drop", "paste"):
         assert page.evaluate(GIVE, [kind, "large.png", png(1), 20 * 2**20])
-        sync_api.expect(note).to_have_text("large.png has 20.1 MiB, and a picture at most 20.")
+        sync_api.expect(note).to_have_text(
+            "large.png has 20.1 MiB; a picture may have at most 20 MiB."
+        )
     assert page.evaluate(GIVE, ["drop", "<b>.txt", png(1)])
     sync_api.expect(note).to_have_text("<b>.txt is no picture.")
     sync_api.expect(kept).to_have_count(0)
