@@ -67,7 +67,7 @@ async def test_not_when_all_ends(monkeypatch: pytest.MonkeyPatch, pauses: list[f
 
 
 class Supervisor:
-    """Of an engine that leaves while Ray's registry is away; notes what it is told."""
+    """The supervisor of an engine that leaves while Ray does not answer; notes the calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
