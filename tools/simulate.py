@@ -32,6 +32,7 @@ from rayfin.actors.images.image_input import VIRTUAL_TOKENS, ImageInput
 from rayfin.actors.images.virtual_ids import virtual_ids
 from rayfin.actors.messages import COPY, AdapterRef, BeamParams
 from rayfin.actors.settings.uncut import Uncut
+from rayfin.actors.timing import PREPARE_SECONDS
 
 STARTS = [[(3 * i + i * i // 7) % 50 for i in range(70)], [1] * 70]
 """What prompts begin with, where they begin alike."""
@@ -340,20 +341,22 @@ class LongLife(Life):
 
     def run(self) -> None:
         harness, executor = self.harness, self.harness.executor
-        steps, young = 0, None
+        turns, steps, young = 0, 0, None
         while self._events or harness.engine.has_work:
             if not harness.engine.has_work:
                 executor.clock = max(executor.clock, self._events[0][0])
             while self._events and self._events[0][0] <= executor.clock:
                 heapq.heappop(self._events)[2]()
+            steps += harness.engine.has_steps  # not while all wait for a lost grammar or adapter
             harness.step()
             harness.wait(self._events[0][0] if self._events else math.inf)
-            steps += 1
-            if steps % self.SWEEP == 0:
+            turns += 1
+            if turns % self.SWEEP == 0:
                 self._sweep()
             if young is None and harness.num_added > self.requests // 10:
                 young = memory()
             assert steps < 100 * self.requests + 10_000, "the engine does not get done"
+            assert executor.clock < 2 * PREPARE_SECONDS * self.requests, "requests wait for ever"
         harness.run()
         self._sweep()
         assert not harness.streams, "a stream without an end"
