@@ -111,6 +111,7 @@ class Apart(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
+        """Only a save needs it, and nothing that is loaded here is saved."""
         raise NotImplementedError
 
 
