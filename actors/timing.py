@@ -70,6 +70,10 @@ MAX_DRAFT_PAUSE_SECONDS = 160.0
 PREPARE_SECONDS = 10.0
 LOBBY_TICK_SECONDS = 0.05
 
+# One compiles while the processor is idle. If it has not ended by then, it begins again with a
+# share of the processor.
+COMPILE_STARVED_SECONDS = 1.0
+
 # The content of an adapter on its way from the actor that holds it to a runner.
 # Where that actor is missing, a runner asks again after the pause.
 ADAPTER_FETCH_SECONDS = 8.0
@@ -259,11 +263,12 @@ INLINE_TEMPLATE_SECONDS = 0.1
 
 # Grammars: what the process that checks them allows (deployments/guidance/warden.py). A child that
 # has said nothing for so long is killed. On a busy machine one that has not computed yet for
-# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame. Half-way a child of
-# a higher priority begins the check again.
+# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame. It computes while
+# the processor is idle, until another child begins the check again with a share of the processor.
 
 GRAMMAR_CHECK_SECONDS = 2.0
 GRAMMAR_CHECK_CPU_SECONDS = 0.25
+GRAMMAR_IDLE_SECONDS = 1.0
 GRAMMAR_STARVED_SECONDS = 8.0
 GRAMMAR_CPU_LIMIT_SECONDS = 3
 GRAMMAR_MASK_SECONDS = 0.25  # processor time of one mask

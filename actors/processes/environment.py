@@ -6,6 +6,7 @@ step waits for parsing.
 
 import logging
 import os
+import sys
 
 BEHIND_RUNNERS = 4
 """Niceness that a scheduler or an ingress adds to a runner's; with Ray's 15 it is the maximum."""
@@ -19,6 +20,19 @@ def lower_priority() -> None:
         os.nice(BEHIND_RUNNERS)
     except OSError as error:  # Windows has no niceness, a sandbox may forbid it
         logger.debug("this process keeps its priority: %s", error)
+
+
+def only_when_idle() -> None:
+    """Has this thread compute where no other thread wants the processor (Linux).
+
+    One that wakes takes the processor from it at once. A thread of high niceness keeps it for its
+    slice, some milliseconds, and each forward of a model wakes threads hundreds of times.
+    """
+    if sys.platform == "linux":
+        try:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        except OSError as error:
+            logger.debug("this thread keeps its priority: %s", error)
 
 
 # The environment of the processes of a Ray that Rayfin starts. On other clusters the operator sets

@@ -1,8 +1,6 @@
 """A runner's compiled grammars, by their text, and the vocabulary that they are compiled for."""
 
 import hashlib
-import logging
-import os
 import re
 import threading
 import time
@@ -16,12 +14,11 @@ import numpy.typing as npt
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import GrammarFailed, RayfinError
 from rayfin.actors.grammar_limits import limits, ll_tokenizer_of, load_fast
+from rayfin.actors.runner.sampling.compile_threads import CompileThread, IdleCompiler
 from rayfin.actors.timing import GRAMMAR_BARRED_SECONDS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-logger = logging.getLogger(__name__)
 
 WordArray: TypeAlias = npt.NDArray[np.uint32]
 """A bit for each token, lowest first."""
@@ -31,8 +28,6 @@ IDLE = 128
 
 MOST_BARRED = 1024  # grammars, the last ones
 
-STACK_BYTES = 64 << 20  # grammars nest; the process that checks them has a smaller stack
-NICE = 5  # added to that of a thread whose compilation no step waits for
 WORD = 32  # tokens of a word
 
 
@@ -103,6 +98,7 @@ class GrammarBook:
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
+        self._idle_compiler = IdleCompiler["LLMatcher"]()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # failed ones too
         self._held = Counter[str]()
         self._barred: OrderedDict[bytes, float] = OrderedDict()  # until when, by digest
@@ -140,7 +136,7 @@ class GrammarBook:
         """
         vocabulary = self.vocabulary
         for text in texts:
-            self._find(text, vocabulary, NICE)
+            self._find(text, vocabulary, self._idle_compiler.compile)
 
     def matcher(self, text: str) -> "LLMatcher":
         """A matcher at the start of the grammar.
@@ -148,7 +144,7 @@ class GrammarBook:
         Raises:
             GrammarFailed: it does not compile.
         """
-        return self._find(text, self.vocabulary, 0).deep_copy()
+        return self._find(text, self.vocabulary, _at_once).deep_copy()
 
     def hold(self, texts: Iterable[str]) -> None:
         """Keeps the grammars until as many calls of ``release``."""
@@ -190,14 +186,23 @@ class GrammarBook:
             self._compile_seconds, self._hits, self._misses = [], 0, 0
         return counts
 
-    def _find(self, text: str, vocabulary: Vocabulary, nice: int) -> "LLMatcher":
+    def _find(
+        self,
+        text: str,
+        vocabulary: Vocabulary,
+        run: Callable[[Callable[[], "LLMatcher"]], "LLMatcher"],
+    ) -> "LLMatcher":
         with self._lock:
             base = self._compiled.get(text)
             if base is not None:
                 self._compiled.move_to_end(text)
         if base is None:
             started = time.perf_counter()
-            base = _on_large_stack(lambda: compiled(vocabulary, text), nice)
+            try:
+                base = run(lambda: compiled(vocabulary, text))
+            except RuntimeError as error:
+                why = brief(str(error))
+                raise GrammarFailed(f"the grammar cannot be compiled: {why}") from error
             with self._lock:
                 self._compile_seconds.append(time.perf_counter() - started)
                 base = self._compiled.setdefault(text, base)
@@ -244,29 +249,6 @@ def brief(error: str) -> str:
     return re.sub(r"\s+", " ", error.removesuffix("<non-verbose/>")).strip()[:300]
 
 
-def _on_large_stack(work: "Callable[[], LLMatcher]", nice: int) -> "LLMatcher":
-    """Does ``work`` in a thread with room for deep recursion, and waits for it."""
-    results: list[LLMatcher] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        if nice:
-            try:
-                os.nice(nice)  # of this thread alone, on Linux
-            except OSError:
-                logger.debug("a compilation keeps its priority", exc_info=True)
-        try:
-            results.append(work())
-        except BaseException as error:  # a panic of the library is no Exception
-            errors.append(error)
-
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        thread = threading.Thread(target=run, name="compile-grammar", daemon=True)
-        thread.start()
-    finally:
-        threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise GrammarFailed(f"the grammar cannot be compiled: {brief(str(errors[0]))}")
-    return results[0]
+def _at_once(work: "Callable[[], LLMatcher]") -> "LLMatcher":
+    """Compiles within a step, which waits."""
+    return CompileThread(work).result()
