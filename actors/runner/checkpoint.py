@@ -214,6 +214,8 @@ def on_cpu_kernels(
         del decoder
     fuse_recurrent(paged, kernels)
     packed = pack_linears(paged, kernels, quantization, parts=adapters is None)
+    if packed and paged.recurrent is not None and paged.recurrent.is_fused:
+        torch.set_num_threads(1)  # likewise: its idle threads would keep cores from the kernels'
     if quantization and not packed:
         name = type(paged.transformer).__name__
         raise UnsupportedModel(

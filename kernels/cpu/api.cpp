@@ -200,6 +200,11 @@ RAYFIN_API void rayfin_delta_rule(Pool* pool, const StateRows* rows, const Delta
   delta_rule(*pool, *rows, *rule);
 }
 
+RAYFIN_API void rayfin_gated_delta(Pool* pool, const StateRows* rows, const GatedDelta* layer) {
+  Turn turn(pool);
+  gated_delta(*pool, *rows, *layer);
+}
+
 RAYFIN_API void rayfin_ssd(Pool* pool, const StateRows* rows, const Ssd* scan) {
   Turn turn(pool);
   ssd(*pool, *rows, *scan);

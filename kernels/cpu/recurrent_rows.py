@@ -7,6 +7,7 @@ Tensors are float32.
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,17 @@ class _DeltaRule(ctypes.Structure):
     )
 
 
+class _GatedDelta(ctypes.Structure):
+    _fields_ = [
+        *_fields(
+            "x conv conv_bias rate shift norm conv_states states workspace y",
+            "x_stride taps width activation key_heads value_heads key_dim value_dim normalize",
+        ),
+        ("eps", ctypes.c_float),
+        ("beta_scale", ctypes.c_float),
+    ]
+
+
 class _Ssd(ctypes.Structure):
     _fields_ = _fields(
         "x dt a b c d states y",
@@ -66,6 +78,43 @@ class RecurrentRows:
         self._arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
         self.tokens = int(starts[-1])
         self.struct = _Rows(*(array.ctypes.data for array in self._arrays), len(write))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """What a layer of the gated delta rule has between its projections; tensors float32, dense.
+
+    Its input has C = 2 Hk Dk + Hv Dv channels of the convolution, a gate of Hv Dv, and b and a of
+    Hv each: beta = ``beta_scale`` sigmoid(b), g = ``rate`` softplus(a + ``shift``).
+    """
+
+    conv: torch.Tensor  # [K, C]: the tap of the oldest input first
+    conv_bias: torch.Tensor | None  # [C]
+    activation: Activation  # of the convolution
+    rate: torch.Tensor  # [Hv]
+    shift: torch.Tensor  # [Hv]
+    norm: torch.Tensor  # [Dv], of a head's output, before it is multiplied by SiLU of the gate
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    eps: float
+    beta_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        taps, channels = self.conv.shape
+        values = self.value_heads * self.value_dim
+        assert channels == 2 * self.key_heads * self.key_dim + values and 0 < taps <= MAX_TAPS
+        assert self.rate.shape == self.shift.shape == (self.value_heads,)
+        assert self.norm.shape == (self.value_dim,) and self.value_heads % self.key_heads == 0
+        own = [self.conv, self.rate, self.shift, self.norm]
+        own += [] if self.conv_bias is None else [self.conv_bias]
+        assert all(one.is_contiguous() and one.dtype == torch.float32 for one in own)
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a token that the layer reads."""
+        return self.conv.shape[1] + self.value_heads * (self.value_dim + 2)
 
 
 class RecurrentKernels:
@@ -128,6 +177,33 @@ class RecurrentKernels:
             *(key_heads, value_heads, key_dim, value_dim, normalize),
         )
         self._run(self._kernels.library.rayfin_delta_rule, rows, call, tokens)
+        return y
+
+    def gated_delta(
+        self,
+        rows: RecurrentRows,
+        x: torch.Tensor,  # [T, columns], rows dense
+        layer: GatedDelta,
+        conv_states: torch.Tensor,  # [slots, C, W], W >= K - 1
+        states: torch.Tensor,  # [slots, Hv, Dk, Dv]
+    ) -> torch.Tensor:
+        """Convolution, gates, gated delta rule and gated norm of ``layer``: [T, Hv Dv]."""
+        taps, channels = layer.conv.shape
+        heads = (layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim)
+        _check(x, (layer.columns,))
+        assert conv_states.shape[1] == channels and conv_states.shape[2] >= taps - 1
+        assert states.shape[1:] == (layer.value_heads, layer.key_dim, layer.value_dim)
+        assert states.is_contiguous() and conv_states.is_contiguous()
+        y = x.new_empty(len(x), layer.value_heads * layer.value_dim)
+        workspace = x.new_empty(len(x) * (channels + 2 * layer.value_heads))
+        call = _GatedDelta(
+            *(x.data_ptr(), layer.conv.data_ptr(), _address(layer.conv_bias)),
+            *(one.data_ptr() for one in (layer.rate, layer.shift, layer.norm)),
+            *(one.data_ptr() for one in (conv_states, states, workspace, y)),
+            *(x.stride(0), taps, conv_states.shape[2], layer.activation, *heads, 1),
+            *(layer.eps, layer.beta_scale),
+        )
+        self._run(self._kernels.library.rayfin_gated_delta, rows, call, len(x))
         return y
 
     def ssd(

@@ -3,7 +3,7 @@
 Small products of few rows take most of a decode step, and torch on a CPU is slow at them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, Packing, packing
+from rayfin.actors.runner.cpu.gated_delta import DeltaParts, PackedGatedDelta, delta_parts
 from rayfin.actors.runner.cpu.packed_parts import (
     PackedMLP,
     is_gated_mlp,
@@ -91,9 +92,10 @@ def pack_linears(
 ) -> bool:
     """Replaces the linear layers and experts of a model in place and frees their weights.
 
-    With ``parts`` also its norms and gated MLPs, if the logits allow it. Returns False, with the
-    original layers in place, if the model then gives other logits or reads a weight that is gone.
-    The comparison uses exact weights; with ``quantization`` those of one module at a time.
+    With ``parts`` also its norms, gated MLPs and layers of the gated delta rule, if the logits
+    allow it. Returns False, with the original layers in place, if the model then gives other logits
+    or reads a weight that is gone. The comparison uses exact weights; with ``quantization``
+    those of one module at a time.
     """
     if parts and _pack(paged, kernels, quantization, parts=True):
         return True
@@ -106,11 +108,13 @@ def _pack(
     config = paged.transformer.config.get_text_config(decoder=True)
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
     exact = packing(kernels)
-    originals = list(_packable(paged.transformer, activation, mlps=parts))
+    deltas = delta_parts(paged.recurrent, kernels) if parts else {}
+    originals = list(_packable(paged.transformer, activation, deltas, mlps=parts))
+    pack_one = partial(_packed, kernels, activation, deltas)
 
     def build() -> Iterator[Replaceable]:
         for owner, name, module in originals:
-            pack = partial(_packed, kernels, module, activation, exact)
+            pack = partial(pack_one, module, exact)
             setattr(owner, name, PackedAtCall(pack) if quantization else pack())
         for owner, name, norm in packed_norms(paged.transformer, kernels) if parts else ():
             setattr(owner, name, norm)
@@ -122,12 +126,25 @@ def _pack(
         rounded = packing(kernels, quantization)
         while originals:  # each is freed as soon as it is packed
             owner, name, module = originals.pop()
-            setattr(owner, name, _packed(kernels, module, activation, rounded, name))
+            made = pack_one(module, rounded, name)
+            setattr(owner, name, made)
+            _give_way(deltas.pop(module, None), made)
+    for owner, name, module in originals:
+        _give_way(deltas.get(module), getattr(owner, name))
     return True
 
 
+def _give_way(parts: DeltaParts | None, made: nn.Module) -> None:
+    if parts is not None and isinstance(made, PackedGatedDelta):
+        parts.layer.give_way(made, made.run)
+
+
 def _packable(
-    model: nn.Module, activation: Activation | None, *, mlps: bool
+    model: nn.Module,
+    activation: Activation | None,
+    deltas: Container[nn.Module],
+    *,
+    mlps: bool,
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     inside: set[nn.Module] = set()
     for owner in list(model.modules()):
@@ -135,6 +152,7 @@ def _packable(
             if owner in inside:
                 continue
             whole = mlps and activation is not None and is_gated_mlp(child)
+            whole = whole or child in deltas
             if whole:
                 inside.add(child)
             linear = type(child) is nn.Linear or type(child) is Conv1D
@@ -144,11 +162,14 @@ def _packable(
 
 def _packed(
     kernels: CpuKernels,
-    module: Any,
     activation: Activation | None,
+    deltas: Mapping[nn.Module, DeltaParts],
+    module: Any,
     packing: Packing,
     name: str = "",
 ) -> nn.Module:
+    if module in deltas:
+        return PackedGatedDelta(kernels, deltas[module], packing.layers)
     if is_experts(module):
         assert activation is not None
         weights = (stored(module.gate_up_proj), stored(module.down_proj))

@@ -24,11 +24,11 @@ class PackedNorm(nn.Module):
 
     def __init__(self, kernels: CpuKernels, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
-        self._kernels, self._factor, self._eps = kernels, weight, eps
+        self._kernels, self.factor, self.eps = kernels, weight, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]."""
-        y = self._kernels.rms_norm(rows_of(x), self._factor, self._eps)
+        y = self._kernels.rms_norm(rows_of(x), self.factor, self.eps)
         return y.view(x.shape).to(x.dtype)
 
 
@@ -37,7 +37,7 @@ class PackedGatedNorm(PackedNorm):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """[..., D], [..., D] -> [..., D]."""
-        y = self._kernels.rms_norm(rows_of(x), self._factor, self._eps).view(x.shape)
+        y = self._kernels.rms_norm(rows_of(x), self.factor, self.eps).view(x.shape)
         return y.mul_(nn.functional.silu(gate.float())).to(x.dtype)
 
 
@@ -85,11 +85,12 @@ def packed_norms(
     """The norms of ``model`` that have a compiled form: owner, name and that form."""
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
-            if (norm := _packed_norm(child, kernels)) is not None:
+            if (norm := packed_norm(child, kernels)) is not None:
                 yield owner, name, norm
 
 
-def _packed_norm(module: nn.Module, kernels: CpuKernels) -> PackedNorm | None:
+def packed_norm(module: nn.Module, kernels: CpuKernels) -> PackedNorm | None:
+    """The compiled form of a norm, or None if it has none."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or list(module.children()):
         return None

@@ -204,6 +204,11 @@ class RecurrentLayers:
                 kept = own if forward is None else replace(own, dtype=torch.float32)
                 self.layouts[number] = kept
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether all modules compute by fused forwards."""
+        return all(layer.fused is not None for layer in self.modules)
+
     def bind(self, states: StateTensors) -> None:
         """The layers keep their states in ``states`` from now on."""
         self._states = states
@@ -290,11 +295,11 @@ class RowByRow:
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plan = self._layers.plan
-        if plan is None:
+        step = self.step()
+        if step is None:
             return self._forward(*args, **kwargs)
+        plan, states = step
         if self.fused is not None:
-            states = {key: self._layers.tensor(number) for key, number in self.numbers.items()}
             return self.fused(plan, states, args, kwargs)
         tokens = _num_tokens(args, kwargs)
         parts: list[tuple[torch.Tensor | slice, Any]] = []
@@ -311,6 +316,17 @@ class RowByRow:
                 from_ = None if source is None else torch.tensor([source], device=device)
                 parts.append((part, self._call(cut, from_, to)))
         return _join(parts, tokens)
+
+    def step(self) -> tuple[StepPlan, dict[Key, torch.Tensor]] | None:
+        """How the step under way is cut, and all rows of the module's states; None outside."""
+        plan = self._layers.plan
+        if plan is None:
+            return None
+        return plan, {key: self._layers.tensor(number) for key, number in self.numbers.items()}
+
+    def give_way(self, module: nn.Module, fused: FusedForward) -> None:
+        """``module`` stands in the model for the one that was found, which is forgotten."""
+        self.own.module, self._forward, self.fused = module, module.forward, fused
 
     def _pieces(
         self, start: int, end: int, read: int, write: int, past: bool

@@ -83,6 +83,33 @@ RAYFIN_INLINE Vec load(const BFloat16* p) {
 
 RAYFIN_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 
+// Stores to memory past the caches, for numbers that are not read soon; p is aligned to a vector. finish_streams orders
+// them before what this thread stores later.
+#if defined(__AVX512F__)
+RAYFIN_INLINE void stream(float* p, Vec v) { _mm512_stream_ps(p, v); }
+RAYFIN_INLINE void finish_streams() { _mm_sfence(); }
+#elif defined(__AVX2__)
+RAYFIN_INLINE void stream(float* p, Vec v) { _mm256_stream_ps(p, v); }
+RAYFIN_INLINE void finish_streams() { _mm_sfence(); }
+#else
+RAYFIN_INLINE void stream(float* p, Vec v) { store(p, v); }
+RAYFIN_INLINE void finish_streams() {}
+#endif
+
+// a b + c, rounded once where the instruction set has that: the same numbers wherever it is used, while a compiler may
+// round either product of a b + c d.
+#if defined(__AVX512F__)
+RAYFIN_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+#elif defined(__AVX2__)
+RAYFIN_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+#elif defined(__aarch64__)
+RAYFIN_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+  return bit_cast<Vec>(vfmaq_f32(bit_cast<float32x4_t>(c), bit_cast<float32x4_t>(a), bit_cast<float32x4_t>(b)));
+}
+#else
+RAYFIN_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
+#endif
+
 // Loads the first `count` lanes of p and 0 in the others; reads nothing past them.
 template <class T>
 RAYFIN_INLINE Vec load_some(const T* p, int count) {

@@ -9,7 +9,7 @@
 namespace rayfin {
 
 // The rows of a step: tokens starts[r] .. starts[r + 1] continue the state read[r], and write[r] gets the new one.
-// recurrent.py declares the same structs; keep them in sync.
+// recurrent_rows.py declares the same structs; keep them in sync.
 struct StateRows {
   const int64_t* starts;  // [rows + 1]
   const int64_t* read;    // [rows]
@@ -45,6 +45,25 @@ struct DeltaRule {
   int64_t normalize;
 };
 
+// A layer of the gated delta rule between its projections: short convolution, gates, the rule, and a norm of each head
+// times SiLU of a gate. A line of x has queries, keys and values before their convolution, the gate z [value_heads,
+// value_dim], b [value_heads] and a [value_heads]: beta = beta_scale sigmoid(b), g = rate softplus(a + shift).
+struct GatedDelta {
+  const float* x;          // [T, ...], lines x_stride apart
+  const float* conv;       // [taps, channels], channels = 2 key_heads key_dim + value_heads value_dim
+  const float* conv_bias;  // [channels] or null
+  const float* rate;       // [value_heads]
+  const float* shift;      // [value_heads]
+  const float* norm;       // [value_dim]
+  float* conv_states;      // [slots, channels, width]
+  float* states;           // [slots, value_heads, key_dim, value_dim]
+  float* workspace;        // [T (channels + 2 value_heads)]
+  float* y;                // [T, value_heads, value_dim]
+  int64_t x_stride, taps, width, activation;
+  int64_t key_heads, value_heads, key_dim, value_dim, normalize;
+  float eps, beta_scale;
+};
+
 // S = exp(dt a) S + dt x b^T;  y = S c + d x.
 struct Ssd {
   const float* x;   // [T, heads, head_dim], tokens x_stride apart
@@ -61,6 +80,7 @@ struct Ssd {
 
 void short_conv(Pool& pool, const StateRows& rows, const ShortConv& s);
 void delta_rule(Pool& pool, const StateRows& rows, const DeltaRule& s);
+void gated_delta(Pool& pool, const StateRows& rows, const GatedDelta& s);
 void ssd(Pool& pool, const StateRows& rows, const Ssd& s);
 
 }  // namespace rayfin

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from rayfin.kernels import reference
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
-from rayfin.kernels.cpu.recurrent_rows import RecurrentKernels, RecurrentRows
+from rayfin.kernels.cpu.recurrent_rows import GatedDelta, RecurrentKernels, RecurrentRows
 
 Row = tuple[int, bool]
 """The number of a row's tokens, and whether it has a past."""
@@ -193,3 +194,79 @@ def test_transformers_ssd(kernels: CpuKernels, tokens: int) -> None:
     out = RecurrentKernels(kernels).ssd(rows_of([tokens], [True]), *inputs, states)
     torch.testing.assert_close(out, want[0], rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(states[1:], after, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (5, 48), (16, 16)])
+def test_delta_rule_of_whole_heads(kernels: CpuKernels, key_dim: int, value_dim: int) -> None:
+    """Rows of one token among others; of the largest heads states are written past the caches."""
+    torch.manual_seed(0)
+    lengths = [1, 1, 0, 1, 5, 1, 1, 2, 1, 1]
+    past = [True, True, True, False, True, True, True, False, True, True]
+    tokens = sum(lengths)
+    q, k = torch.randn(2, tokens, 2, key_dim)
+    v, g = torch.randn(tokens, 4, value_dim), -torch.rand(tokens, 4)
+    beta, states = torch.rand(tokens, 4), torch.randn(20, 4, key_dim, value_dim)
+    own = RecurrentKernels(kernels)
+
+    def run(rows: RecurrentRows, part: slice, states: torch.Tensor) -> torch.Tensor:
+        return own.delta_rule(rows, *(x[part] for x in (q, k, v, g, beta)), states, normalize=True)
+
+    def expect(part: slice, state: torch.Tensor) -> Any:
+        inputs = doubles(*(x[part] for x in (q, k, v, g, beta)))
+        return reference.delta_rule(*inputs, state, normalize=True)
+
+    check(list(zip(lengths, past, strict=True)), states, run, expect)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "taps"), [(16, 32, 4), (5, 7, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_delta(
+    kernels: CpuKernels, key_dim: int, value_dim: int, taps: int, bias: bool
+) -> None:
+    """One call gives what its parts give, and each row's bits do not depend on the others."""
+    torch.manual_seed(0)
+    channels = 2 * 2 * key_dim + 4 * value_dim
+    layer = GatedDelta(
+        conv=torch.randn(taps, channels),
+        conv_bias=torch.randn(channels) if bias else None,
+        activation=Activation.SILU,
+        rate=-torch.rand(4),
+        shift=torch.randn(4),
+        norm=torch.randn(value_dim),
+        key_heads=2,
+        value_heads=4,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        eps=1e-6,
+        beta_scale=2.0,
+    )
+    lengths, past = [1, 37, 1, 3], [True, False, True, True]
+    x = torch.randn(sum(lengths), layer.columns + 5)[:, 2 : layer.columns + 2]
+    states = torch.randn(8, channels, taps), torch.randn(8, 4, key_dim, value_dim)
+    kept, rows, own = (
+        [one.clone() for one in states],
+        rows_of(lengths, past),
+        RecurrentKernels(kernels),
+    )
+    out = own.gated_delta(rows, x, layer, *kept)
+
+    kinds = [channels, 4 * value_dim, 4, 4]
+    mixed, z, b, a = x.split(kinds, dim=1)
+    parts = [one.clone() for one in states]
+    mixed = own.short_conv(rows, mixed, layer.conv, layer.conv_bias, parts[0], layer.activation)
+    q, k, v = mixed.split([2 * key_dim, 2 * key_dim, 4 * value_dim], dim=1)
+    g, beta = layer.rate * functional.softplus(a + layer.shift), 2.0 * b.sigmoid()
+    heads = (q.unflatten(1, (2, -1)), k.unflatten(1, (2, -1)), v.unflatten(1, (4, -1)))
+    y = own.delta_rule(rows, *heads, g, beta, parts[1], normalize=True)
+    y = functional.rms_norm(y, [value_dim], layer.norm, 1e-6)
+    want = (y * functional.silu(z.unflatten(1, (4, -1)))).flatten(1)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    for one, other in zip(kept, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+    alone = [one.clone() for one in states]  # the second row, token by token
+    for at in range(37):
+        line = x[1 + at : 2 + at]
+        row = RecurrentRows(*(np.array(n) for n in ([0, 1], [2 + at % 2], [3 - at % 2], [at > 0])))
+        assert torch.equal(own.gated_delta(row, line, layer, *alone), out[1 + at : 2 + at])
+    assert all(torch.equal(one[3], other[3]) for one, other in zip(alone, kept, strict=True))
