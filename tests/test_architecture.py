@@ -194,3 +194,27 @@ def test_errors_are_one_tree() -> None:
 
 def _tree(name: str) -> ast.Module:
     return ast.parse((ROOT / name).read_text())
+
+
+def test_the_text_side_of_a_server_has_no_torch() -> None:
+    """The command and an ingress of a plain model: importing torch takes seconds in each."""
+    script = (
+        "import sys\n"
+        "from rayfin.actors.config import EngineArgs\n"
+        "from rayfin.deployments.serve import ingress, serving\n"
+        "from rayfin.deployments.app import bind_app\n"
+        "from rayfin.deployments.serve.model_args import ModelArgs\n"
+        "from rayfin.deployments.serve.model_service import load_text, prepare_text\n"
+        "from rayfin.deployments.serve.preflight import check_model\n"
+        "from rayfin.deployments.serve.server_args import ServerArgs\n"
+        "model = ModelArgs(ServerArgs(), EngineArgs(model='demo'))\n"
+        "check_model(model.engine)\n"
+        "prepare_text([model])\n"
+        "assert load_text(model).tokenizer.encode('Hello')\n"
+        "heavy = {'torch', 'transformers.models.auto.configuration_auto'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "src"
+    )
+    assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from PIL.Image import Image
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, InvalidRequest
 from rayfin.actors.images.image_input import ImageInput
+from rayfin.actors.model_files.plain_config import is_known_decoder
 
 if TYPE_CHECKING:  # transformers takes seconds, and a server without images needs none of this
     from transformers import PretrainedConfig
@@ -85,7 +86,7 @@ def serves_images(args: EngineArgs, config: "PretrainedConfig") -> bool:
 
 def model_reads_images(args: EngineArgs) -> bool:
     """Whether the model of these settings reads images."""
-    if args.language_model_only:
+    if args.language_model_only or is_known_decoder(args):
         return False
     from transformers import AutoConfig
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidRequest
@@ -62,6 +61,9 @@ from rayfin.deployments.text.parsing.detect import Detected, detect
 from rayfin.deployments.text.parsing.format import ToolGuidance
 from rayfin.deployments.text.parsing.rows import check_parsers
 from rayfin.deployments.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # for it takes a good part of a second
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -385,7 +387,7 @@ class LLM:
         """How the model writes calls and thoughts; found at the first chat."""
         return self._detect(self._text_side(), self._chat_template)
 
-    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+    def get_tokenizer(self) -> "PreTrainedTokenizerFast":
         """Returns transformers' tokenizer of the model.
 
         Raises:

@@ -32,10 +32,9 @@ from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.model_service import model_service
+from rayfin.deployments.serve.model_service import model_service, prepare_text
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load
-from rayfin.deployments.text.tokenizer import Tokenizer
 
 SLOTS = 64  # of an engine whose settings do not say
 CALLS = 65536  # rows of datasets in flight; those that send them have their own limits
@@ -70,7 +69,8 @@ class BatchDeployment:
             "edge": HttpSettings(max_body_bytes=2 * MAX_LINE_BYTES, web=False),
             "replies": replies,
         }
-        await asyncio.to_thread(Tokenizer.prepare)  # the services load theirs side by side
+        # The services load theirs side by side.
+        await asyncio.to_thread(prepare_text, models)
         self._services = await asyncio.gather(
             *(
                 model_service(place, model, own, shared, self._report if place == 0 else no_ingress)

@@ -26,11 +26,10 @@ from rayfin.deployments.http.request_id import REQUEST_ID
 from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.serve.batch_worker import open_folder
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.model_service import model_service
+from rayfin.deployments.serve.model_service import model_service, prepare_text
 from rayfin.deployments.serve.response_store import store_calls
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load
-from rayfin.deployments.text.tokenizer import Tokenizer
 
 
 @serve.deployment(
@@ -73,7 +72,8 @@ class IngressDeployment:
         calls = None if keeper is None else store_calls(keeper)
         self._responses = ResponseStoreClient(replica, calls)
         self._batches = None if server.batch_dir is None else open_folder(server)
-        await asyncio.to_thread(Tokenizer.prepare)  # the services load theirs side by side
+        # The services load theirs side by side.
+        await asyncio.to_thread(prepare_text, models)
         self._services = await asyncio.gather(
             *(
                 model_service(place, model, own, shared)

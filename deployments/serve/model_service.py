@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +33,12 @@ from rayfin.deployments.guidance.warden import Warden
 from rayfin.deployments.media.reader import MediaReader
 from rayfin.deployments.requests.build import sampling_defaults
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.preflight import generation_config_path, located, tokenizer_path
+from rayfin.deployments.serve.preflight import (
+    generation_config_path,
+    located,
+    needs_auto_classes,
+    tokenizer_path,
+)
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.hub_client import HubClient
 from rayfin.deployments.telemetry.ingress_counters import IngressCounters
@@ -216,6 +221,14 @@ def start_tracing(endpoint: str | None, model: str) -> "Tracing | None":
     except ImportError:
         raise InvalidConfig(NO_TRACING, "otlp_traces_endpoint") from None
     return Tracing.to(endpoint, model)
+
+
+def prepare_text(models: Sequence[ModelArgs]) -> None:
+    """Imports what ``load_text`` needs of all models, before several threads call it."""
+    whole = False
+    for model in models:  # all of them: this imports their tokenizers' classes
+        whole |= needs_auto_classes(model.engine)
+    Tokenizer.prepare(whole)
 
 
 def load_text(model: ModelArgs) -> TextSide:

@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
+from rayfin.actors.model_files.fast_tokenizer import chosen_class
+from rayfin.actors.model_files.files import require_safetensors
+from rayfin.actors.model_files.plain_config import is_known_decoder
+from rayfin.actors.pooling.folder import read_recipe
+from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.parallel.rank import group_size
 
 if TYPE_CHECKING:  # which imports Ray, and an inline engine needs none
@@ -22,19 +27,17 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     """
     from huggingface_hub.utils import logging as hub_logging
 
-    from rayfin.actors.pooling.folder import read_recipe
-    from rayfin.actors.runner.models.config import load_config, require_safetensors
     from rayfin.deployments.text.tokenizer import Tokenizer
 
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
     found = located(args)
-    load_config(found, read_recipe(found))
+    _check_config(found, read_recipe(found))
     if args.load_format != "dummy":
         require_safetensors(found.model)
     draft = args.draft_model
     if draft is not None:
         try:
-            load_config(draft)
+            _check_config(draft)
         except RayfinError as error:
             raise InvalidConfig(
                 f"speculative_config model: {error}", "speculative_config"
@@ -52,6 +55,20 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
         Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
 
 
+def _check_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> None:
+    if not is_known_decoder(args):
+        # Here, for it imports torch.
+        from rayfin.actors.runner.models.config import load_config
+
+        load_config(args, recipe)
+
+
+def needs_auto_classes(args: EngineArgs) -> bool:
+    """Whether an ingress of the model imports transformers' auto classes, and with them torch."""
+    known = is_known_decoder(located(args))
+    return not known or chosen_class(tokenizer_path(args), **args.tokenizer_hub) is None
+
+
 def require_files(args: EngineArgs) -> None:
     """Looks at the names of the files in a model's folder: what can be said at once.
 
@@ -63,10 +80,8 @@ def require_files(args: EngineArgs) -> None:
         raise InvalidConfig(f"{folder} holds no config.json", "model")
     if not folder.exists() and (folder.is_absolute() or args.model.startswith((".", "~"))):
         raise InvalidConfig(f"there is no folder {args.model}", "model")
-    if folder.is_dir() and args.load_format != "dummy" and not any(folder.glob("*.safetensors")):
-        raise InvalidConfig(
-            f"{folder} holds no .safetensors file; Rayfin loads no pickled weights", "model"
-        )
+    if args.load_format != "dummy":
+        require_safetensors(str(folder))
 
 
 class InBackground:

@@ -12,6 +12,8 @@ import tokenizers
 
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import Int32Array
+from rayfin.actors.model_files.fast_tokenizer import load_fast
+from rayfin.actors.model_files.files import find_file
 from rayfin.deployments.text.detokenizer import HALF, IncrementalDetokenizer
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: ``load`` does
@@ -55,13 +57,19 @@ class Tokenizer:
         self.vocab_size = len(inner)  # added tokens included; the model's may be larger (padding)
 
     @staticmethod
-    def prepare() -> None:
+    def prepare(whole: bool = True) -> None:
         """Imports what ``load`` needs; to be called once before several threads call ``load``.
 
         A package that replaces itself in ``sys.modules``, as transformers does, is not safe to
         import first in two threads at once: the second one gets the module that was replaced.
+
+        Args:
+            whole: some folder needs ``AutoTokenizer``, which imports torch.
         """
-        from transformers import AutoTokenizer  # noqa: F401
+        if whole:
+            from transformers import AutoTokenizer  # noqa: F401
+        else:
+            from transformers import PreTrainedTokenizerFast  # noqa: F401
 
     @classmethod
     def load(cls, model: str | Path, trust_remote_code: bool = False, **hub: Any) -> "Tokenizer":
@@ -70,19 +78,7 @@ class Tokenizer:
         Raises:
             InvalidConfig: no tokenizer, or none with a fast form.
         """
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-        try:
-            inner = AutoTokenizer.from_pretrained(
-                str(model), trust_remote_code=trust_remote_code, **hub
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise InvalidConfig(f"Cannot load a tokenizer from {model}: {reason}") from error
-        if not isinstance(inner, PreTrainedTokenizerFast):
-            raise InvalidConfig(
-                f"The tokenizer of {model} has no fast form (tokenizer.json); Rayfin needs one."
-            )
+        inner = load_fast(str(model), trust_remote_code, **hub)
         ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             ids.update(_eos_token_ids(model_json(model, name, **hub)))
@@ -237,24 +233,11 @@ def model_json(model: str | Path, name: str, **hub: Any) -> dict[str, Any]:
     Raises:
         InvalidConfig: the file is not a JSON object.
     """
-    path: str | Path | None = Path(model) / name
-    if not Path(model).is_dir():
-        from transformers.utils.hub import cached_file
-
-        try:
-            path = cached_file(
-                str(model),
-                name,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-                **hub,
-            )
-        except OSError:
-            return {}
-    if path is None or not Path(path).is_file():
+    path = find_file(str(model), name, **hub)
+    if path is None or not path.is_file():
         return {}
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidConfig(f"{name} of {model} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -1,7 +1,6 @@
 """The vocabulary that grammars are compiled for, of the three kinds of tokenizers."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.grammar_limits import LIMITS, limits, ll_tokenizer_of, make_ll_tokenizer
+from rayfin.actors.grammar_limits import LIMITS, limits, ll_tokenizer_of
 
 TEXTS = ["hello world, the quick brown fox", "caf\u00e9 na\u00efve 0123456789"]
 
@@ -90,17 +88,11 @@ def test_padding_ids_and_special_tokens_are_never_allowed(make: Callable[[], Bac
     assert make is unigram or 0 not in anything
 
 
-def test_several_ends(tmp_path: Path) -> None:
+def test_several_ends() -> None:
     tokenizer = fast(byte_level())
-    tokenizer.save_pretrained(str(tmp_path))
-    vocabulary = make_ll_tokenizer(str(tmp_path), 0, [0, 1])
+    vocabulary = ll_tokenizer_of(tokenizer, 0, [0, 1])
     assert set(allowed(vocabulary, 'start: "h"?')) >= {0, 1}
-    assert allowed(make_ll_tokenizer(str(tmp_path)), 'start: ""') == [1]
-
-
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="Cannot load a tokenizer"):
-        make_ll_tokenizer(str(tmp_path))
+    assert allowed(ll_tokenizer_of(tokenizer), 'start: ""') == [1]
 
 
 def test_limits() -> None:

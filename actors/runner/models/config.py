@@ -102,19 +102,6 @@ def _refuse_unpageable(config: PretrainedConfig) -> None:
         raise UnsupportedModel(unsupported(config, "it is an encoder-decoder"), "model")
 
 
-def require_safetensors(model: str) -> None:
-    """Raises unless a local folder holds weights in safetensors form.
-
-    Raises:
-        InvalidConfig: The folder holds no safetensors file.
-    """
-    folder = Path(model)
-    if folder.is_dir() and not list(folder.glob("*.safetensors")):
-        raise InvalidConfig(
-            f"{model} holds no .safetensors file; Rayfin loads no pickled weights", "model"
-        )
-
-
 def unsupported(config: PretrainedConfig, why: str) -> str:
     """One line that says that a model is not served, and why."""
     names = ", ".join(config.architectures or [type(config).__name__])

@@ -8,11 +8,8 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreT
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.models.config import (
-    require_safetensors,
-    unsupported,
-    why_not_loaded,
-)
+from rayfin.actors.model_files.files import require_safetensors
+from rayfin.actors.runner.models.config import unsupported, why_not_loaded
 from rayfin.actors.runner.models.dtypes import resolve_dtype
 from rayfin.actors.runner.models.narrow import hold_dense, hold_narrow, narrow_loads
 from rayfin.actors.runner.models.progress import logged_load

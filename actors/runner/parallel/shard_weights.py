@@ -13,7 +13,8 @@ from transformers.utils.hub import cached_file
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
-from rayfin.actors.runner.models.config import require_safetensors, why_not_loaded
+from rayfin.actors.model_files.files import require_safetensors
+from rayfin.actors.runner.models.config import why_not_loaded
 from rayfin.actors.runner.models.dtypes import resolve_dtype
 from rayfin.actors.runner.models.weights import dispatch_refused, require_pageable
 from rayfin.actors.runner.parallel.groups import ProcessGroups

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import GrammarFailed, RayfinError
-from rayfin.actors.grammar_limits import limits, ll_tokenizer_of, load_fast
+from rayfin.actors.grammar_limits import limits, ll_tokenizer_of
+from rayfin.actors.model_files.fast_tokenizer import load_fast
 from rayfin.actors.runner.sampling.compile_threads import CompileThread, IdleCompiler
 from rayfin.actors.timing import GRAMMAR_BARRED_SECONDS
 

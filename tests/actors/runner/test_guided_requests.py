@@ -11,7 +11,8 @@ import torch
 from llguidance import LLMatcher
 
 from rayfin.actors.config import resolve
-from rayfin.actors.grammar_limits import limits, make_ll_tokenizer
+from rayfin.actors.grammar_limits import limits, ll_tokenizer_of
+from rayfin.actors.model_files.fast_tokenizer import load_fast
 from rayfin.actors.guidance import NO_END, CallGrammar, Guidance, Thinking
 from rayfin.actors.messages import Sampling
 from rayfin.actors.runner.inline import InlineExecutor
@@ -141,7 +142,7 @@ def test_tokens_are_those_of_a_plain_loop(
 ) -> None:
     """All kinds of guidance beside rows without any; in one call, and after preemptions."""
     tiny, folder = tiny_model("llama"), str(tiny_tokenizer(kind))
-    vocabulary = make_ll_tokenizer(folder, 128)
+    vocabulary = ll_tokenizer_of(load_fast(folder), 128)
     args = engine_args(tiny.folder, tokenizer=folder, max_lease=num_steps)
     cases = [(None, PROMPTS[0]), (None, PROMPTS[1])]
     cases += [(guidance, prompt) for guidance in GUIDANCES.values() for prompt in PROMPTS]
@@ -168,7 +169,7 @@ def test_the_text_follows_the_grammar(
 ) -> None:
     """Drawn, with log probabilities and with other rules on the same rows."""
     folder = str(tiny_tokenizer(kind))
-    vocabulary = make_ll_tokenizer(folder, 128)
+    vocabulary = ll_tokenizer_of(load_fast(folder), 128)
     args = engine_args(tiny_model("llama").folder, tokenizer=folder, max_batch_tokens=64)
     requests = [
         request_of(
@@ -275,7 +276,7 @@ def test_a_failing_matcher_fails_its_row_alone(
         request_of(key, PROMPTS[0], OUTPUT, eos=(END,), sampling=Sampling(guidance=guidance))
         for key, guidance in enumerate(guidances)
     ]
-    vocabulary = make_ll_tokenizer(folder, 128)
+    vocabulary = ll_tokenizer_of(load_fast(folder), 128)
     tokens, ends, _ = serve(args, requests)
     assert [ends[key].finish_reason for key in (0, 1)] == ["error", "error"]
     assert [ends[key].error.code for key in (0, 1)] == ["grammar_failed"] * 2
