@@ -32,11 +32,16 @@ def is_known_decoder(args: EngineArgs) -> bool:
 
     If not, transformers' configuration class has to say what it is, and what is wrong with it.
     """
+    return known_config(args) is not None
+
+
+def known_config(args: EngineArgs) -> dict[str, Any] | None:
+    """The values in config.json of a model that is a decoder of text for certain, or None."""
     if args.hf_overrides or args.trust_remote_code:
-        return False
+        return None
     config = read_object(args.model, "config.json", **args.hub)
     kind = config.get("model_type")
-    return (
+    known = (
         isinstance(kind, str)
         and kind in DECODERS
         and _architecture(config).endswith(("ForCausalLM", "LMHeadModel"))
@@ -44,6 +49,7 @@ def is_known_decoder(args: EngineArgs) -> bool:
         and not config.get("is_encoder_decoder")
         and all(_is_size(config[name]) for name in SIZES if config.get(name) is not None)
     )
+    return config if known else None
 
 
 def _architecture(config: dict[str, Any]) -> str:

@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PretrainedConfig
 
 from rayfin.actors.adapters.files import read_ref
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
-from rayfin.actors.images.processor import serves_images
+from rayfin.actors.images.processor import reads_images, serves_images
+from rayfin.actors.model_files.plain_config import known_config
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.decoder_cache import DecoderCache, Facts
+from rayfin.actors.runner.cpu.stored_config import StoredConfig
 from rayfin.actors.runner.models.config import load_config, max_position
 from rayfin.actors.runner.models.dtypes import PAGE_TYPES, page_type
 from rayfin.actors.runner.models.step_model import StepModel
@@ -31,7 +32,9 @@ from rayfin.kernels.attention.select import page_types, select_attention
 from rayfin.kernels.cpu.kernels import CpuKernels, try_kernels
 from rayfin.kernels.cpu.library import try_load
 
-if TYPE_CHECKING:  # each of them imports modelling code, or Triton
+if TYPE_CHECKING:  # each of them imports modelling code, Triton, or all classes of configurations
+    from transformers import PretrainedConfig
+
     from rayfin.actors.runner.embeds.load import EmbedsParts
     from rayfin.actors.runner.gpu.decoder import GpuDecoder
     from rayfin.actors.runner.lora.store import AdapterStore, Fetch
@@ -58,7 +61,7 @@ class LoadedModel:
     """A model on its device, and what was decided with it."""
 
     device: torch.device
-    config: PretrainedConfig
+    config: "PretrainedConfig | StoredConfig"
     model: StepModel
     gpu_model: "GpuDecoder | None"  # the same model, if CUDA graphs can record it
     page_type: torch.dtype
@@ -121,7 +124,10 @@ class LoadedModel:
     @property
     def max_position(self) -> int | None:
         """The number of positions of the model, or None if it has no limit."""
-        positions = max_position(self.config)
+        if isinstance(self.config, StoredConfig):
+            positions = self.config.max_position_embeddings
+        else:
+            positions = max_position(self.config)
         if positions is not None:
             positions -= self.position_offset
         if self.pools is None or self.pools.recipe.max_tokens is None:
@@ -185,6 +191,10 @@ def load(
     if rounded:
         _require_quantisable(args, device, ranks)
     recipe = read_recipe(args)
+    cache = _cache_of(args, device) if recipe is None and ranks == 1 else None
+    found = None if cache is None else _find(args, device, cache)
+    if found is not None:
+        return found
     config = load_config(args, recipe)
     _check_settings(args, config, recipe, ranks)
     if recipe is not None:
@@ -193,20 +203,42 @@ def load(
             from rayfin.actors.runner.checkpoint import load_encoder_checkpoint
 
             return load_encoder_checkpoint(args, config, recipe, device)
-    cache = DecoderCache.of(args, config, device) if recipe is None and ranks == 1 else None
-    found = None if cache is None else _find(args, config, device, cache)
-    if found is not None:
-        return found
     # Here, for it imports transformers' modelling code.
     from rayfin.actors.runner.checkpoint import load_checkpoint
 
     loaded = load_checkpoint(args, config, device, place, recipe, fetch)
-    return loaded if cache is None else _keep(cache, loaded)
+    if cache is None:
+        return loaded
+    stored = StoredConfig.of(config, max_position(config))
+    return _keep(cache, loaded, stored)
 
 
-def _find(
-    args: EngineArgs, config: PretrainedConfig, device: torch.device, cache: DecoderCache
-) -> LoadedModel | None:
+def holds_weights(args: EngineArgs) -> bool:
+    """Whether packed weights are there for these settings, of a model that generates.
+
+    Raises:
+        InvalidConfig, UnsupportedModel: the model cannot be served.
+    """
+    cache = _cache_of(args, pick_device(args.device))
+    return cache is not None and cache.holds()
+
+
+def _cache_of(args: EngineArgs, device: torch.device) -> DecoderCache | None:
+    """The place of the model's packed weights, if they are kept.
+
+    The name of one that is a decoder for certain follows from config.json as it is written: its
+    configuration class takes longer to import than the weights take to map.
+    """
+    if args.weights_cache is None:
+        return None
+    values = known_config(args)
+    if values is not None and "quantization_config" not in values:
+        return DecoderCache.of(args, device, values)
+    config = load_config(args)
+    return DecoderCache.of(args, device, config.to_dict(), images=reads_images(config))
+
+
+def _find(args: EngineArgs, device: torch.device, cache: DecoderCache) -> LoadedModel | None:
     """The model from the cache, as it was when it had been loaded and compared; or None."""
     found = cache.find(lambda parameters: cpu_kernels(args, parameters))
     if found is None:
@@ -215,6 +247,9 @@ def _find(
     torch.set_num_threads(1)
     kernel = select_attention(device, decoder.dtype, args.attention, kernels)
     pages = page_type(args.kv_cache_dtype, decoder.dtype, kernel)
+    # A draft model or head is compared with the whole configuration.
+    drafts = args.speculation is not None and args.speculation.one_device
+    config = load_config(args) if drafts else facts.config
     return LoadedModel(
         *(device, config, decoder, None, pages, kernels, None),
         page_types=tuple(page_types(kernel)),
@@ -223,18 +258,18 @@ def _find(
     )
 
 
-def _keep(cache: DecoderCache, loaded: LoadedModel) -> LoadedModel:
+def _keep(cache: DecoderCache, loaded: LoadedModel, config: StoredConfig) -> LoadedModel:
     """The same, over weights that other processes can share if the cache can keep them."""
-    facts = Facts(loaded.parameters, loaded.int4_saves)
+    facts = Facts(loaded.parameters, loaded.int4_saves, config)
     kernels = loaded.kernels
     if kernels is None:
         return loaded
-    model = cache.keep(loaded.model, kernels, facts, max_position(loaded.config))
+    model = cache.keep(loaded.model, kernels, facts, config.max_position_embeddings)
     return replace(loaded, model=model)
 
 
 def _check_settings(
-    args: EngineArgs, config: PretrainedConfig, recipe: PoolingRecipe | None, ranks: int
+    args: EngineArgs, config: "PretrainedConfig", recipe: PoolingRecipe | None, ranks: int
 ) -> None:
     """Refuses settings that do not go with the kind of model."""
     rounded = args.quantization if args.quantization != "dequantize" else None

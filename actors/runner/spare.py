@@ -75,14 +75,9 @@ def maps_weights(args: EngineArgs) -> bool:
         return False
     # Here, for they import torch, and this module is part of the scheduler's process.
     from rayfin.actors.pooling.folder import read_recipe
-    from rayfin.actors.runner.cpu.decoder_cache import DecoderCache
-    from rayfin.actors.runner.loading import pick_device
-    from rayfin.actors.runner.models.config import load_config
+    from rayfin.actors.runner.loading import holds_weights
 
-    if read_recipe(args) is not None:
-        return False
-    cache = DecoderCache.of(args, load_config(args), pick_device(args.device))
-    return cache is not None and cache.holds()
+    return read_recipe(args) is None and holds_weights(args)
 
 
 def _try_import(name: str) -> None:

@@ -6,7 +6,7 @@ nothing and compares nothing; it gives the same bits.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from transformers import PretrainedConfig
 
 from rayfin.actors.code_version import code_version
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.images.processor import reads_images
 from rayfin.actors.runner.cpu.array_file import Array
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
+from rayfin.actors.runner.cpu.stored_config import StoredConfig
 from rayfin.actors.runner.cpu.stored_decoder import restored, store
 from rayfin.actors.runner.cpu.weights_cache import WeightsCache
 from rayfin.kernels.cpu.kernels import CpuKernels
@@ -38,6 +37,7 @@ class Facts:
 
     parameters: int
     int4_saves: int  # bytes of weights that quantization "int4" would free
+    config: StoredConfig
 
 
 class DecoderCache:
@@ -48,12 +48,22 @@ class DecoderCache:
 
     @classmethod
     def of(
-        cls, args: EngineArgs, config: PretrainedConfig, device: torch.device
+        cls,
+        args: EngineArgs,
+        device: torch.device,
+        config: Mapping[str, Any],
+        *,
+        images: bool = False,
     ) -> "DecoderCache | None":
-        """The place of what these settings load; None, with a line, where it is not kept."""
+        """The place of what these settings load; None, with a line, where it is not kept.
+
+        Args:
+            config: the values of the model's configuration.
+            images: the model reads images.
+        """
         if args.weights_cache is None:
             return None
-        why, kernels, folder = _why_not(args, config, device), layout(), _folder(args)
+        why, kernels, folder = _why_not(args, device, images=images), layout(), _folder(args)
         if why is None and kernels is None:
             why = "without compiled kernels none are packed"
         if why is not None or folder is None:
@@ -67,7 +77,7 @@ class DecoderCache:
             "code": code_version(),
             "libraries": [torch.__version__, transformers.__version__],
             "settings": [str(getattr(args, name)) for name in DECIDE_WEIGHTS],
-            "config": config.to_dict() | {"_name_or_path": None},
+            "config": {**config, "_name_or_path": None},
         }
         try:
             return cls(weights, weights.key(_files(folder), depends))
@@ -108,7 +118,8 @@ class DecoderCache:
     ) -> tuple[CpuDecoder, CpuKernels, Facts] | None:
         meta, arrays = found
         try:
-            facts = Facts(**meta["facts"])
+            held = dict(meta["facts"])
+            facts = Facts(**held | {"config": StoredConfig(**held["config"])})
             kernels = make_kernels(facts.parameters)
             if kernels is None:
                 return None
@@ -118,14 +129,14 @@ class DecoderCache:
             return None
 
 
-def _why_not(args: EngineArgs, config: PretrainedConfig, device: torch.device) -> str | None:
+def _why_not(args: EngineArgs, device: torch.device, *, images: bool) -> str | None:
     if device.type != "cpu":
         return f"the device is {device.type!r}"
     if args.load_format == "dummy":
         return "they are drawn at random"
     if args.serves_lora:
         return "adapters find their layers in the model itself"
-    if reads_images(config):
+    if images:
         return "the model reads images"
     if args.enable_prompt_embeds:
         return "embeddings of prompts are compared with the model itself"

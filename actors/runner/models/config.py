@@ -1,26 +1,27 @@
 """What a model's configuration says: whether it can be served, and its positions.
 
-This module imports none of transformers' modelling code, which takes seconds: neither a start from
-packed weights (``--weights-cache``) nor the command that checks a model needs it.
+This module imports none of transformers' classes until a configuration is loaded: a start from
+packed weights (``--weights-cache``) of a known decoder needs none.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
 from rayfin.actors.images.processor import reads_images
 from rayfin.actors.pooling.recipe import PoolingRecipe
 
+if TYPE_CHECKING:  # with the classes of all families, which take seconds
+    from transformers import PretrainedConfig
+
 CONFIG_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 
 
-def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> PretrainedConfig:
+def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> "PretrainedConfig":
     """The model's Hugging Face configuration.
 
     Args:
@@ -30,6 +31,8 @@ def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> Pretra
         InvalidConfig: The folder or name does not exist, or has no configuration.
         UnsupportedModel: It is not a decoder that a paged cache can serve, nor a known encoder.
     """
+    from transformers import AutoConfig
+
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             args.model, trust_remote_code=args.trust_remote_code, **args.hub
@@ -45,7 +48,7 @@ def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> Pretra
     return config
 
 
-def overridden(config: PretrainedConfig, changes: Mapping[str, Any]) -> PretrainedConfig:
+def overridden(config: "PretrainedConfig", changes: Mapping[str, Any]) -> "PretrainedConfig":
     """The configuration with some of its values replaced; objects are merged, as vLLM does.
 
     Raises:
@@ -71,7 +74,7 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-def max_position(config: PretrainedConfig) -> int | None:
+def max_position(config: "PretrainedConfig") -> int | None:
     """The largest number of positions of the model, or None if it has no limit.
 
     A rotary embedding that changes with the longest request of the batch ("longrope", "dynamic")
@@ -89,7 +92,9 @@ def max_position(config: PretrainedConfig) -> int | None:
     return limit
 
 
-def _refuse_unservable(config: PretrainedConfig) -> None:
+def _refuse_unservable(config: "PretrainedConfig") -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     _refuse_unpageable(config)
     if reads_images(config):
         return
@@ -97,12 +102,12 @@ def _refuse_unservable(config: PretrainedConfig) -> None:
         raise UnsupportedModel(unsupported(config, "it is not a causal language model"), "model")
 
 
-def _refuse_unpageable(config: PretrainedConfig) -> None:
+def _refuse_unpageable(config: "PretrainedConfig") -> None:
     if config.is_encoder_decoder:
         raise UnsupportedModel(unsupported(config, "it is an encoder-decoder"), "model")
 
 
-def unsupported(config: PretrainedConfig, why: str) -> str:
+def unsupported(config: "PretrainedConfig", why: str) -> str:
     """One line that says that a model is not served, and why."""
     names = ", ".join(config.architectures or [type(config).__name__])
     return f"{names} cannot be served: {why}"

@@ -1,13 +1,17 @@
 """The dtypes of weights and of the KV cache's pages."""
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import PretrainedConfig
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.settings.choices import KVCacheDtype
 from rayfin.kernels.attention.select import page_types
 from rayfin.kernels.shapes import PagedAttention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DTYPES = {
     "float32": torch.float32,
@@ -17,7 +21,9 @@ DTYPES = {
 PAGE_TYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 
-def resolve_dtype(args: EngineArgs, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+def resolve_dtype(
+    args: EngineArgs, config: "PretrainedConfig", device: torch.device
+) -> torch.dtype:
     """The model's dtype. ``auto`` is the checkpoint's dtype on a GPU and float32 on a CPU.
 
     float32 is exact for a bf16 checkpoint, and torch's 16-bit matrix products on an AVX2 CPU are

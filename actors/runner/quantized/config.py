@@ -3,10 +3,9 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
 
 from rayfin.actors.runner.quantized.formats import (
     E4M3,
@@ -19,10 +18,13 @@ from rayfin.actors.runner.quantized.formats import (
     refuse,
 )
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 Config = Mapping[str, Any]
 
 
-def source_config(config: PretrainedConfig) -> dict[str, Any] | None:
+def source_config(config: "PretrainedConfig") -> dict[str, Any] | None:
     """The checkpoint's ``quantization_config``, or None if its weights are plain."""
     found = getattr(config, "quantization_config", None)
     if found is None:
