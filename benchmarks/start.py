@@ -1,17 +1,20 @@
 """Measures how long a start takes until the first token, and what an idle server costs.
 
     python benchmarks/start.py [--shape 135m] [--rounds 3] [--idle 60] [--peer NAME=SRC]
+                               [--folder DIR]
 
 A start is a new process: ``inline`` imports ``LLM``, loads the model and generates one token;
 ``server`` is ``rayfin serve`` until a request that is sent again and again gets its first token.
-Weights are random ones of a size in shapes.py. Each round starts with and without a warm
-``--weights-cache``. A ``--peer`` is the ``src`` folder of another tree of Rayfin; it takes turns
-with this one. ``--idle`` then counts the processor time of each process of an idle server.
+Weights are random ones of a size in shapes.py. Each round starts with a warm ``--weights-cache``,
+and with ``--cold`` without one, too. A ``--peer`` is the ``src`` folder of another tree of Rayfin;
+it takes turns with this one. Each start is a line, so that a run that is cut short says something.
+``--idle`` then counts the processor time of each process of an idle server.
 """
 
 import argparse
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -49,8 +52,9 @@ def environment(source: Path, folder: str) -> dict[str, str]:
     return own
 
 
-def inline(source: Path, settings: dict[str, str | int]) -> float:
-    """Seconds of a program that generates a token."""
+def inline(source: Path, settings: dict[str, str | int]) -> tuple[float, float]:
+    """Seconds of a program that generates a token, and those of processors."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     command = [sys.executable, "-c", INLINE, json.dumps(settings)]
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
@@ -60,7 +64,9 @@ def inline(source: Path, settings: dict[str, str | int]) -> float:
     seconds = time.perf_counter() - started
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
-    return seconds
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, spent
 
 
 @contextmanager
@@ -143,39 +149,77 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="without a weight cache too")
     parser.add_argument("--idle", type=float, default=0, help="seconds to watch an idle server")
     parser.add_argument("--peer", action="append", default=[], help="NAME=SRC of another tree")
+    parser.add_argument("--folder", help="keeps the model and the packed weights for other runs")
     options = parser.parse_args()
     trees = {"this": Path(__file__).resolve().parents[1] / "src"}
     trees |= {name: Path(path) for name, path in (peer.split("=", 1) for peer in options.peer)}
-    with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as folder:
-        import engines  # imports torch
-
-        engines.make_model(Path(folder, "model"), options.shape, "float32")
-        model, found = (
-            str(Path(folder, "model")),
-            defaultdict[tuple[str, str, str], list[float]](list),
-        )
-        warm = {name: str(Path(folder, f"weights-{name}")) for name in trees}
+    with tempfile.TemporaryDirectory(prefix="rf-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(options.folder or temporary)
+        model = str(model_in(folder, options.shape))
+        warm = {name: str(folder / f"weights-{name}") for name in trees}
         for name, source in trees.items():
-            inline(source, settings_of(model, warm[name]))  # fills the cache
-        for turn in range(options.rounds):
-            for name, source in list(trees.items())[:: 1 if turn % 2 else -1]:
-                for cache in (warm[name], None) if options.cold else (warm[name],):
-                    kind = "warm" if cache else "cold"
-                    settings = settings_of(model, cache)
-                    if "inline" in options.only:
-                        found["inline", kind, name].append(inline(source, settings))
-                    if "server" in options.only:
-                        with server(source, settings) as (_, seconds):
-                            found["server", kind, name].append(seconds)
-        print("| start | weights | tree | s: median | all |\n| --- | --- | --- | --- | --- |")
-        for (start, kind, name), each in sorted(found.items()):
-            shown = ", ".join(f"{seconds:.1f}" for seconds in each)
-            print(f"| {start} | {kind} | {name} | {statistics.median(each):.1f} | {shown} |")
+            first, _ = inline(source, settings_of(model, warm[name]))  # fills the cache
+            print(f"{name}: first start, {first:.1f} s", flush=True)
+        found = Found()
+        try:
+            measure(options, trees, model, warm, found)
+        finally:  # what is known, if a run is cut short
+            found.show()
         if options.idle:
             for name, source in trees.items():
                 with server(source, settings_of(model, warm[name])) as (pid, _):
                     print(f"\n{name}:")
                     idle(pid, options.idle)
+
+
+def model_in(folder: Path, shape: str) -> Path:
+    """A model of this shape in the folder, made if it is not there."""
+    path = folder / f"model-{shape}"
+    if not (path / "tokenizer.json").exists():
+        import engines  # imports torch
+
+        engines.make_model(path, shape, "float32")
+    return path
+
+
+class Found:
+    """Seconds, and processor seconds, of the starts so far."""
+
+    def __init__(self) -> None:
+        self._starts = defaultdict[tuple[str, str, str], list[tuple[float, float]]](list)
+
+    def add(self, kind: tuple[str, str, str], seconds: float, processor: float) -> None:
+        self._starts[kind].append((seconds, processor))
+        print(f"{' '.join(kind)}: {seconds:.1f} s, {processor:.1f} of processors", flush=True)
+
+    def show(self) -> None:
+        print("\n| start | weights | tree | s: median | all | processor s: median |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for (start, kind, name), each in sorted(self._starts.items()):
+            shown = ", ".join(f"{seconds:.1f}" for seconds, _ in each)
+            seconds, processor = (statistics.median(column) for column in zip(*each, strict=True))
+            print(f"| {start} | {kind} | {name} | {seconds:.1f} | {shown} | {processor:.1f} |")
+
+
+def measure(
+    options: argparse.Namespace,
+    trees: dict[str, Path],
+    model: str,
+    warm: dict[str, str],
+    found: Found,
+) -> None:
+    """Starts of each kind, in turns of the trees."""
+    for turn in range(options.rounds):
+        for name, source in list(trees.items())[:: 1 if turn % 2 else -1]:
+            for cache in (warm[name], None) if options.cold else (warm[name],):
+                kind = "warm" if cache else "cold"
+                settings = settings_of(model, cache)
+                if "inline" in options.only:
+                    found.add(("inline", kind, name), *inline(source, settings))
+                if "server" in options.only:
+                    with server(source, settings) as (pid, seconds):
+                        spent = sum(processor_seconds(pid).values())
+                        found.add(("server", kind, name), seconds, spent)
 
 
 if __name__ == "__main__":

@@ -85,9 +85,7 @@ def test_other_files_may_decide(tmp_path: Path) -> None:
     assert chosen_class(folder) is None
 
 
-def test_only_a_known_release_is_foreseen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_known_release_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choices above are compared with the release that is installed."""
     assert transformers.__version__.startswith(TRANSFORMERS)
     folder = write(tmp_path, "PreTrainedTokenizerFast", "llama")

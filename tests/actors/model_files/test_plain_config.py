@@ -54,9 +54,7 @@ def test_known_families_are_decoders_of_text(kind: str, tmp_path: Path) -> None:
         {"vocab_size": 1.5},
     ],
 )
-def test_anything_unusual_is_asked_of_transformers(
-    change: dict[str, Any], tmp_path: Path
-) -> None:
+def test_anything_unusual_is_asked_of_transformers(change: dict[str, Any], tmp_path: Path) -> None:
     assert is_known_decoder(EngineArgs(model=folder_of(LLAMA, tmp_path)))
     assert not is_known_decoder(EngineArgs(model=folder_of(LLAMA | change, tmp_path)))
 

@@ -12,9 +12,9 @@ from llguidance import LLMatcher
 
 from rayfin.actors.config import resolve
 from rayfin.actors.grammar_limits import limits, ll_tokenizer_of
-from rayfin.actors.model_files.fast_tokenizer import load_fast
 from rayfin.actors.guidance import NO_END, CallGrammar, Guidance, Thinking
 from rayfin.actors.messages import Sampling
+from rayfin.actors.model_files.fast_tokenizer import load_fast
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.plugins import RunnerPlugins

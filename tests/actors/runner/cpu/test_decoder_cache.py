@@ -154,16 +154,17 @@ from rayfin import LLM, SamplingParams
 
 llm = LLM(**json.loads(sys.argv[1]))
 answer = llm.generate([json.loads(sys.argv[2])], SamplingParams(temperature=0, max_tokens=8))
-heavy = ("transformers.modeling_utils", "transformers.generation.utils", ".modeling_llama")
+heavy = ("transformers.modeling_utils", "transformers.generation.utils", ".modeling_llama",
+    ".configuration_auto", ".configuration_llama", "torch._dynamo")
 modelling = [name for name in sys.modules if name.endswith(heavy)]
 print(json.dumps([answer[0].outputs[0].token_ids, modelling]))
 """
 
 
-def test_a_start_from_packed_weights_imports_no_modelling_code(
+def test_a_start_from_packed_weights_imports_no_class_of_transformers(
     tiny_model: Make, served: Make, request_of: Make, tmp_path: Path
 ) -> None:
-    """transformers' models, its loader and its generation take seconds to import."""
+    """Its models, its loader, its generation and its configurations take seconds to import."""
     tiny = tiny_model("llama")
     settings = {"weights_cache": str(tmp_path / "cache"), "dtype": "float32"}
     served(tiny.folder, **settings)
