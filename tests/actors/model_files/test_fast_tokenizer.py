@@ -34,9 +34,8 @@ def write(folder: Path, named: str | None, kind: str, **more: Any) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     backend.train_from_iterator(["hello world, hello there"], trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", chat_template="{{ messages }}"
-    )
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=backend, eos_token="<|im_end|>", chat_template="{{ messages }}")
     fast.save_pretrained(str(folder))
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": named} | more
