@@ -1,4 +1,4 @@
-"""config.json as plain JSON: which models need none of transformers' classes to be told apart.
+"""config.json as plain JSON: which models are known without transformers' classes.
 
 A configuration class of transformers imports torch, and with it seconds of a start. The command,
 an ingress and a batch worker ask only whether a model is a decoder of text.
