@@ -104,7 +104,7 @@ def load_checkpoint(
         pack_linears(paged, kernels)
     if not peers and kernels and model.dtype in TOLERANCE:
         step_model = on_cpu_kernels(paged, kernels, rounded, adapters)
-    step_model = _with_parts(adapters, vision, paged, step_model, rounded=bool(rounded))
+    step_model = _with_parts(adapters, vision, paged, step_model, kernels, rounded=bool(rounded))
     if embeds is not None:
         step_model = embeds.admit(paged, step_model)
     return LoadedModel(
@@ -249,6 +249,7 @@ def _with_parts(
     vision: VisionParts | None,
     paged: PagedModel,
     model: StepModel,
+    kernels: CpuKernels | None,
     *,
     rounded: bool,
 ) -> StepModel:
@@ -259,6 +260,8 @@ def _with_parts(
         return AdaptedModel(paged, adapters)
     if vision is None:
         return model
+    if kernels:
+        vision.encoder.threads = kernels.threads
     require_equal_images(vision, paged, model, rounded=rounded)
     return vision.around(model)
 

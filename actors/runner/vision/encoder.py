@@ -3,7 +3,8 @@
 import inspect
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class ImageEncoder(Observer):
 
     def __init__(self, model: Any, max_bytes: int) -> None:
         self._model = model
+        self.threads: int | None = None  # of torch while the tower runs; None: as they are
         self._accepts = inspect.signature(model.get_image_features).parameters
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
@@ -81,7 +83,9 @@ class ImageEncoder(Observer):
             if name in self._accepts
         }
         fields["pixel_values"] = fields["pixel_values"].to(model.dtype)
-        output = model.get_image_features(**fields, return_dict=True)
+        # A language model on compiled kernels leaves one thread to torch, and the tower is torch's.
+        with _torch_threads(self.threads):
+            output = model.get_image_features(**fields, return_dict=True)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return torch.stack([_joined(layer) for layer in layers], dim=1)
 
@@ -99,6 +103,17 @@ class ImageEncoder(Observer):
             _, oldest = self._kept.popitem(last=False)
             self.num_bytes -= oldest.nbytes
             self._evictions += 1
+
+
+@contextmanager
+def _torch_threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _joined(found: Any) -> torch.Tensor:

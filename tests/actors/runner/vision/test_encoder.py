@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from rayfin.actors import failpoints
+from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InjectedFault, RequestFailed
 from rayfin.actors.failpoints import Failpoints
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.messages import StepResult
+from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.vision.encoder import ImageEncoder
 from vision_models import VisionModel, picture
 
@@ -63,3 +65,31 @@ def test_a_fault_strikes_once_an_image_is_encoded(
         encoder.embeddings(*image_of(tiny, 1))
     encoder.embeddings(*image_of(tiny, 1))  # it has them now
     assert encoder.num_encoded == 1
+
+
+def test_the_tower_runs_on_its_own_number_of_threads(
+    tiny: VisionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, (image, count), seen = tiny.model.model, image_of(tiny, 1), []
+    own = base.get_image_features
+
+    def watched(pixel_values: torch.Tensor, **fields: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return own(pixel_values=pixel_values, **fields)
+
+    monkeypatch.setattr(base, "get_image_features", watched)
+    encoder, before = ImageEncoder(base, 0), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        encoder.threads = 2
+        encoder.embeddings(image, count)
+        assert seen == [2] and torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_tower_has_the_threads_of_the_kernels(tiny: VisionModel) -> None:
+    loaded = load(EngineArgs.from_dict({"model": str(tiny.folder), "threads": 2}))
+    if loaded.kernels is None:
+        pytest.skip("no compiled kernels")
+    assert loaded.vision is not None and loaded.vision.encoder.threads == 2
