@@ -13,10 +13,11 @@ from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.build import answer_grammar, build_guidance
 from rayfin.deployments.guidance.calls import arguments_grammar, make_call_rules
 from rayfin.deployments.guidance.fields import size_up_to
+from rayfin.deployments.guidance.grammar import Grammar
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.guidance.thinking import call_marks, make_thinking
 from rayfin.deployments.guidance.tool_choice import KNOWN_TOOLS, FunctionTool, ToolChoice
-from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker
+from rayfin.deployments.guidance.verdicts import GrammarChecker, InlineChecker, looks_plain
 from rayfin.deployments.text.parsing.detect import Detected
 from rayfin.deployments.text.parsing.format import IdStyle, ToolGuidance
 from rayfin.deployments.text.parsing.thought import thought_start
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from rayfin.deployments.text.parsing.parser import OutputParser
 
 MANY_TOOLS = 32  # from which on their rules are made off the event loop
-LONG_FORM = 4096  # bytes, from which on the same holds
+LONG_FORM = 4096  # bytes, from which on the warden makes the grammar of a form
+SHORT_FORM = 1024  # bytes, up to which it never does
 MOST_REFUSED = 2  # schemas of functions, before all are given up
 UNENFORCED = "x-rayfin-unenforced"
 LONGEST_HEADER = 4096  # bytes; proxies refuse the headers of an answer beyond 8 KiB or so
@@ -48,9 +50,15 @@ class AnswerRules:
     @property
     def take_long(self) -> bool:
         """Whether their grammars are made off the event loop."""
-        if len(self.tools) > MANY_TOOLS:
-            return True
-        return self.structured is not None and size_up_to(self.structured, LONG_FORM) > LONG_FORM
+        return len(self.tools) > MANY_TOOLS
+
+    @property
+    def long_form(self) -> StructuredOutputs | None:
+        """The form of the answer, if its grammar is made in another process."""
+        form = self.structured
+        if form is None or (size := size_up_to(form, LONG_FORM)) <= SHORT_FORM:
+            return None
+        return form if size > LONG_FORM or not looks_plain(form) else None
 
     @property
     def grammar_param(self) -> str:
@@ -115,10 +123,18 @@ async def plan_answers(
         Overloaded: too many unknown grammars wait.
     """
     most = service.warden.max_bytes
+    answer = await _long_answer(service.warden, rules, tenant)
 
     async def make(rules: AnswerRules) -> OutputPlan:
         work = partial(
-            make_plan, service.formats, service.tokenizer, rules, opening, earlier_calls, most
+            make_plan,
+            service.formats,
+            service.tokenizer,
+            rules,
+            opening,
+            earlier_calls,
+            most,
+            answer=answer,
         )
         return await asyncio.to_thread(work) if rules.take_long else work()
 
@@ -155,8 +171,8 @@ async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = 
         InvalidRequest, Overloaded: as :func:`plan_answers`.
     """
     most = service.warden.max_bytes
-    make = partial(make_plan, Detected(), service.tokenizer, rules, max_grammar_bytes=most)
-    plan = await asyncio.to_thread(make) if rules.take_long else make()
+    answer = await _long_answer(service.warden, rules, tenant)
+    plan = make_plan(Detected(), service.tokenizer, rules, max_grammar_bytes=most, answer=answer)
     await _check(service.warden, plan, rules, tenant)
     return _counted(service, plan)
 
@@ -165,6 +181,12 @@ def _counted(service: "OpenAIService", plan: OutputPlan) -> OutputPlan:
     if plan.kind:
         service.counts.output.guided(plan.kind)
     return plan
+
+
+async def _long_answer(checker: GrammarChecker, rules: AnswerRules, tenant: str) -> Grammar | None:
+    """The grammar of a long form, which is made where it is checked: the event loop goes on."""
+    form = rules.long_form
+    return None if form is None else await checker.form(form, rules.structured_param, tenant)
 
 
 async def _check(
@@ -249,8 +271,13 @@ def make_plan(
     opening: str = "",
     earlier_calls: int = 0,
     max_grammar_bytes: int = MAX_BYTES,
+    answer: Grammar | None = None,
 ) -> OutputPlan:
-    """Returns the plan; its grammars are not checked yet. Otherwise as :func:`plan_answers`."""
+    """Returns the plan; its grammars are not checked yet. Otherwise as :func:`plan_answers`.
+
+    Args:
+        answer: of the form, if it is made already.
+    """
     if rules.budget is not None and formats.reasoning is None:
         raise InvalidRequest(
             f"{rules.budget_param} needs a model whose reasoning is known; see --reasoning-parser.",
@@ -261,8 +288,7 @@ def make_plan(
         raise InvalidRequest(
             f"A tool call that is forced does not go with {rules.structured_param}.", "tool_choice"
         )
-    answer = None
-    if rules.structured is not None:
+    if rules.structured is not None and answer is None:
         answer = answer_grammar(
             rules.structured, rules.structured_param, tokenizer, max_grammar_bytes
         )

@@ -1,20 +1,17 @@
 """From a grammar, tool calls and a thought to the rules that travel with a request."""
 
-import json
-from dataclasses import fields
 from functools import lru_cache
 
 from rayfin.actors.guidance import Guidance, Thinking
 from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.guidance.calls import CallRules
 from rayfin.deployments.guidance.fields import check_size
-from rayfin.deployments.guidance.grammar import Grammar, make_grammar
+from rayfin.deployments.guidance.grammar import Grammar, form_from, form_text, make_grammar
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
 from rayfin.deployments.text.tokenizer import Tokenizer
 
 FREE = CallRules()
 KNOWN_FORMS = 128  # forms that were read lately: a program sends its own each time
-NAMES = tuple(field.name for field in fields(StructuredOutputs))
 
 
 def answer_grammar(
@@ -27,7 +24,7 @@ def answer_grammar(
     """
     check_size(outputs, param, max_bytes)
     try:
-        text = json.dumps([getattr(outputs, name) for name in NAMES], ensure_ascii=False)
+        text = form_text(outputs)
     except (TypeError, ValueError, RecursionError):  # offline: no JSON, which make_grammar refuses
         special_tokens = tokenizer.added_ids
         return make_grammar(outputs, param, special_tokens=special_tokens, max_bytes=max_bytes)
@@ -36,9 +33,8 @@ def answer_grammar(
 
 @lru_cache(KNOWN_FORMS)
 def _known_grammar(text: str, param: str, tokenizer: Tokenizer, max_bytes: int) -> Grammar:
-    outputs = StructuredOutputs(**dict(zip(NAMES, json.loads(text), strict=True)))
     special_tokens = tokenizer.added_ids
-    return make_grammar(outputs, param, special_tokens=special_tokens, max_bytes=max_bytes)
+    return make_grammar(form_from(text), param, special_tokens=special_tokens, max_bytes=max_bytes)
 
 
 def build_guidance(

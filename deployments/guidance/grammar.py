@@ -1,7 +1,8 @@
 """From ``StructuredOutputs`` to the text of a grammar that llguidance enforces completely."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from rayfin.actors.errors import InvalidRequest
@@ -23,6 +24,7 @@ from rayfin.deployments.guidance.schema.lint import (
 from rayfin.deployments.guidance.structural_tag import structural_tag_to_lark
 from rayfin.deployments.text.checks import wrong_type
 
+NAMES = tuple(field.name for field in fields(StructuredOutputs))
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -43,6 +45,20 @@ class _Asked(NamedTuple):
     style: JsonStyle
     special_tokens: Mapping[str, int]
     max_bytes: int
+
+
+def form_text(outputs: StructuredOutputs) -> str:
+    """Returns a form as JSON.
+
+    Raises:
+        TypeError, ValueError, RecursionError: it is no JSON; ``make_grammar`` refuses it.
+    """
+    return json.dumps([getattr(outputs, name) for name in NAMES], ensure_ascii=False)
+
+
+def form_from(text: str) -> StructuredOutputs:
+    """The form that ``form_text`` was made from."""
+    return StructuredOutputs(**dict(zip(NAMES, json.loads(text), strict=True)))
 
 
 def make_grammar(

@@ -4,19 +4,23 @@
 caller's own, in a server a child of the warden's helper.
 """
 
+import asyncio
 import hashlib
 import json
 import random
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.grammar_limits import limits
+from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.actors.timing import GRAMMAR_MASK_SECONDS
+from rayfin.deployments.guidance.fields import check_size
+from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 from rayfin.deployments.guidance.json_text import WHITESPACE
 from rayfin.deployments.guidance.schema.emit import DATE_PATTERNS, closes_names
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
@@ -103,6 +107,14 @@ class GrammarChecker(Protocol):
             Overloaded: too many unknown grammars wait.
         """
 
+    async def form(self, outputs: StructuredOutputs, param: str, tenant: str = "") -> Grammar:
+        """Returns the grammar of a form that may take long to read; it may run.
+
+        Raises:
+            InvalidRequest: as ``make_grammar``, or the grammar is refused.
+            Overloaded: too many unknown grammars wait.
+        """
+
     def close(self) -> None:
         """Ends what ``check`` needs."""
 
@@ -126,6 +138,14 @@ class InlineChecker:
     async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
         self.check_now(texts, param)
 
+    async def form(self, outputs: StructuredOutputs, param: str, tenant: str = "") -> Grammar:
+        check_size(outputs, param, self.max_bytes)
+        special_tokens = {} if self._tokenizer is None else self._tokenizer.added_ids
+        make = partial(make_grammar, special_tokens=special_tokens, max_bytes=self.max_bytes)
+        grammar = await asyncio.to_thread(make, outputs, param)
+        self.check_now([grammar.text], param)
+        return grammar
+
     def close(self) -> None:
         pass
 
@@ -140,31 +160,38 @@ class InlineChecker:
             verdict.check(param)
 
 
-class VerdictCache:
-    """The newest verdicts of one tokenizer and one llguidance, by the digests of their grammars."""
+Known = TypeVar("Known")
+
+
+class DigestCache(Generic[Known]):
+    """What was last found out of texts, for one tokenizer and one llguidance."""
 
     def __init__(self, size: int = MAX_VERDICTS) -> None:
         self._size = size
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._known: OrderedDict[bytes, Known] = OrderedDict()
 
     @staticmethod
     def digest(text: str) -> bytes:
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
-    def get(self, digest: bytes) -> Verdict | None:
-        verdict = self._verdicts.get(digest)
-        if verdict is not None:
-            self._verdicts.move_to_end(digest)
-        return verdict
+    def get(self, digest: bytes) -> Known | None:
+        known = self._known.get(digest)
+        if known is not None:
+            self._known.move_to_end(digest)
+        return known
 
-    def put(self, digest: bytes, verdict: Verdict) -> None:
-        self._verdicts[digest] = verdict
-        self._verdicts.move_to_end(digest)
-        while len(self._verdicts) > self._size:
-            self._verdicts.popitem(last=False)
+    def put(self, digest: bytes, known: Known) -> None:
+        self._known[digest] = known
+        self._known.move_to_end(digest)
+        while len(self._known) > self._size:
+            self._known.popitem(last=False)
 
     def __len__(self) -> int:
-        return len(self._verdicts)
+        return len(self._known)
+
+
+VerdictCache = DigestCache[Verdict]
+"""Verdicts, by the digests of their grammars."""
 
 
 def judge(tokenizer: "LLTokenizer", text: str) -> Verdict:
@@ -201,11 +228,11 @@ def judge(tokenizer: "LLTokenizer", text: str) -> Verdict:
 def _any_of(mask: bytes, draw: random.Random) -> int | None:
     """A token of a mask with a bit for each, or None if there is none."""
     start = draw.randrange(len(mask))
-    for at in range(start, start + len(mask)):
-        if byte := mask[at % len(mask)]:
-            bits = [bit for bit in range(8) if byte >> bit & 1]
-            return at % len(mask) * 8 + draw.choice(bits)
-    return None
+    left = (mask[start:] + mask[:start]).lstrip(b"\0")
+    if not left:
+        return None
+    bits = [bit for bit in range(8) if left[0] >> bit & 1]
+    return (start - len(left)) % len(mask) * 8 + draw.choice(bits)
 
 
 def _dead_end(matcher: "LLMatcher", number: int) -> Verdict:
@@ -255,6 +282,19 @@ def is_plain(text: str) -> bool:
         return False
     refs: dict[str, set[str]] = {}  # of each place of definitions, those that it names
     return all(_walk_schema(whole, "", refs)) and not _recurs(refs)
+
+
+def looks_plain(form: StructuredOutputs) -> bool:
+    """Whether the grammar of a form will be plain, as far as is seen without making it."""
+    if form.whitespace_pattern is not None:
+        return False
+    if not isinstance(form.json, Mapping):
+        return form.json_object is not None or form.choice is not None
+    refs: dict[str, set[str]] = {}
+    try:
+        return all(_walk_schema(form.json, "", refs)) and not _recurs(refs)
+    except RecursionError:
+        return False
 
 
 def _walk_schema(value: Any, place: str, refs: dict[str, set[str]]) -> Iterator[bool]:

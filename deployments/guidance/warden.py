@@ -1,7 +1,8 @@
 """The warden of an ingress: unknown grammars are checked in a process that may hang or die.
 
-The event loop only awaits. A verdict is known afterwards, so that a grammar is checked once. One
-socket leads to the helper (``warden_process.py``), which is replaced when it dies or says nothing.
+A form that takes long to read becomes a grammar there as well. The event loop only awaits. A
+verdict is known afterwards, so that a grammar is checked once. One socket leads to the helper
+(``warden_process.py``), which is replaced when it dies or says nothing.
 """
 
 import asyncio
@@ -15,15 +16,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayfin.actors.errors import EngineUnavailable, Overloaded, RayfinError
+from rayfin.actors.errors import EngineUnavailable, InvalidRequest, Overloaded, RayfinError
+from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.actors.timing import (
     RETRY_AFTER_SECONDS,
     WARDEN_RESTART_PAUSE_SECONDS,
     WARDEN_SILENT_SECONDS,
     WARDEN_START_SECONDS,
 )
+from rayfin.deployments.guidance.fields import check_size
+from rayfin.deployments.guidance.grammar import Grammar, form_text, make_grammar
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
-from rayfin.deployments.guidance.verdicts import Verdict, VerdictCache, is_plain
+from rayfin.deployments.guidance.verdicts import DigestCache, Verdict, VerdictCache, is_plain
 from rayfin.deployments.guidance.warden_process import STARVED, FrameBuffer, frame
 from rayfin.deployments.text.tokenizer import Tokenizer
 
@@ -32,27 +36,48 @@ MAX_WAITING = 64  # grammars of each kind, beyond those in the helper
 MAX_CHILDREN = 2  # processes that compile
 MAX_PLAIN = 4  # grammars on the way to the helper, which compiles them one after the other
 MAX_ATTEMPTS = 3  # of a grammar whose helper dies; after the first it has a process of its own
+MAX_FORMS = 128  # long ones whose grammars are kept
 READ_BYTES = 2**16
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, frozen=True)
+class _Read:
+    """What a long form has become."""
+
+    verdict: Verdict  # of its grammar
+    grammar: Grammar | None = None
+    refusal: tuple[str, str | None, str] | None = None  # of the form: message, param, code
+
+    def check(self, param: str) -> Grammar:
+        """Raises:
+        InvalidRequest: the form is refused, or its grammar.
+        """
+        if self.refusal is not None:
+            raise InvalidRequest(*self.refusal)
+        self.verdict.check(param)
+        assert self.grammar is not None
+        return self.grammar
+
+
 @dataclass(slots=True)
 class _Check:
-    """A grammar that nothing is known of yet, and all who wait for its verdict."""
+    """A grammar or a form that nothing is known of yet, and all who wait for its verdict."""
 
     number: int
     text: str
     digest: bytes
     plain: bool
     tenant: str
-    verdict: "asyncio.Future[Verdict]"
+    result: "asyncio.Future[_Read]"
+    param: str | None = None  # of a form: its path in the request
     attempts: int = 0
 
     def fail(self, error: RayfinError) -> None:
-        if not self.verdict.done():
-            self.verdict.set_exception(error)
-            self.verdict.exception()  # its clients may all have left
+        if not self.result.done():
+            self.result.set_exception(error)
+            self.result.exception()  # its clients may all have left
 
 
 @dataclass(slots=True)
@@ -123,6 +148,7 @@ class Warden:
         self._on_verdict = on_verdict
         self._on_restart = on_restart
         self.verdicts = VerdictCache()
+        self._forms = DigestCache[_Read](MAX_FORMS)
         self._checks: dict[bytes, _Check] = {}  # unfinished ones, by digest
         self._number = 0
         self._queues = {True: CheckQueue(), False: CheckQueue()}  # by plain or not
@@ -149,9 +175,28 @@ class Warden:
             digest = self.verdicts.digest(text)
             verdict = self.verdicts.get(digest)
             if verdict is None:
-                verdict = await self._ask(text, digest, tenant)
+                verdict = (await self._ask(text, digest, tenant)).verdict
             self._on_verdict(verdict.label)
             verdict.check(param)
+
+    async def form(self, outputs: StructuredOutputs, param: str, tenant: str = "") -> Grammar:
+        """As ``GrammarChecker.form``.
+
+        Raises:
+            EngineUnavailable: no helper can be started.
+        """
+        check_size(outputs, param, self.max_bytes)
+        try:
+            text = form_text(outputs)
+        except (TypeError, ValueError, RecursionError):  # no JSON, which is refused here
+            return make_grammar(outputs, param, max_bytes=self.max_bytes)
+        digest = self.verdicts.digest(f"{param}\n{text}")
+        read = self._forms.get(digest)
+        if read is None:
+            read = await self._ask(text, digest, tenant, param)
+        if read.refusal is None and read.verdict.kind != "ok":
+            self._on_verdict(read.verdict.label)  # else ``check`` counts it
+        return read.check(param)
 
     def close(self) -> None:
         """Kills the helper. Checks that wait fail."""
@@ -161,12 +206,18 @@ class Warden:
             self._helper.kill()
         self._fail_all(EngineUnavailable("The server shuts down."))
 
-    async def _ask(self, text: str, digest: bytes, tenant: str) -> Verdict:
+    async def _ask(self, text: str, digest: bytes, tenant: str, param: str | None = None) -> _Read:
+        """Returns what the helper finds out.
+
+        Args:
+            param: ``text`` is a form of this path in the request, no grammar.
+        """
         check = self._checks.get(digest)
         if check is None:
             self._number += 1
-            verdict = asyncio.get_running_loop().create_future()
-            check = _Check(self._number, text, digest, is_plain(text), tenant, verdict)
+            result = asyncio.get_running_loop().create_future()
+            plain = param is None and is_plain(text)
+            check = _Check(self._number, text, digest, plain, tenant, result, param)
             dropped = self._queues[check.plain].append(check)
             if dropped is not check:
                 self._checks[digest] = check
@@ -180,7 +231,7 @@ class Warden:
                 )
             self.start()
             self._send_waiting()
-        return await asyncio.shield(check.verdict)
+        return await asyncio.shield(check.result)
 
     def _send_waiting(self) -> None:
         if self._helper is None:
@@ -197,7 +248,7 @@ class Warden:
         while True:
             helper = None
             try:
-                helper = await _Helper.start(self._tokenizer, self._vocab_size)
+                helper = await _Helper.start(self._tokenizer, self._vocab_size, self.max_bytes)
                 self._helper = helper
                 self._send_waiting()
                 await self._read(helper)
@@ -227,11 +278,27 @@ class Warden:
                 if message["kind"] == STARVED:
                     check.fail(Overloaded("The server is too busy to check this grammar."))
                     continue
-                verdict = Verdict(message["kind"], message["reason"])
-                self.verdicts.put(check.digest, verdict)
-                if not check.verdict.done():
-                    check.verdict.set_result(verdict)
+                read = self._know(check, message)
+                if not check.result.done():
+                    check.result.set_result(read)
             self._send_waiting()
+
+    def _know(self, check: _Check, message: dict[str, Any]) -> _Read:
+        """Keeps what was found out."""
+        verdict = Verdict(message["kind"], message["reason"])
+        if check.param is None:
+            self.verdicts.put(check.digest, verdict)
+            return _Read(verdict)
+        grammar, refusal = message.get("grammar"), message.get("refusal")
+        read = _Read(
+            verdict,
+            None if grammar is None else Grammar(grammar[0], grammar[1], tuple(grammar[2])),
+            None if refusal is None else (refusal[0], refusal[1], refusal[2]),
+        )
+        self._forms.put(check.digest, read)
+        if read.grammar is not None:
+            self.verdicts.put(self.verdicts.digest(read.grammar.text), verdict)
+        return read
 
     def _put_back(self, checks: list[_Check]) -> None:
         """Has what died with a helper checked again, each in a process of its own."""
@@ -269,13 +336,13 @@ class _Helper:
         self._silence: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def start(cls, tokenizer: Tokenizer, vocab_size: int) -> "_Helper":
+    async def start(cls, tokenizer: Tokenizer, vocab_size: int, max_bytes: int) -> "_Helper":
         """Returns a helper that is ready.
 
         Raises:
             Exception: it cannot start.
         """
-        setup = await asyncio.to_thread(_setup, tokenizer, vocab_size)
+        setup = await asyncio.to_thread(_setup, tokenizer, vocab_size, max_bytes)
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(  # in the loop's thread: the kernel ends it with that
@@ -298,7 +365,8 @@ class _Helper:
 
     def send(self, check: _Check) -> None:
         self.sent[check.number] = check
-        self._writer.write(frame({"id": check.number, "text": check.text, "plain": check.plain}))
+        task = {"id": check.number, "text": check.text, "plain": check.plain, "form": check.param}
+        self._writer.write(frame(task))
         self._expect()
 
     async def receive(self) -> list[dict[str, Any]]:
@@ -340,7 +408,7 @@ class _Helper:
         await asyncio.to_thread(self.process.wait)
 
 
-def _setup(tokenizer: Tokenizer, vocab_size: int) -> bytes:
+def _setup(tokenizer: Tokenizer, vocab_size: int, max_bytes: int) -> bytes:
     """The first message to a helper."""
     return frame(
         {
@@ -348,5 +416,7 @@ def _setup(tokenizer: Tokenizer, vocab_size: int) -> bytes:
             "vocab_size": vocab_size,
             "ends": sorted(tokenizer.eos_token_ids),
             "bos": tokenizer.inner.bos_token_id,
+            "special_tokens": tokenizer.added_ids,
+            "max_bytes": max_bytes,
         }
     )

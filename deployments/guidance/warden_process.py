@@ -4,10 +4,13 @@ It has one thread, so that it may fork: each grammar that is not plain compiles 
 limits of its own, which may hang or die. It serves one socket and ends with it. All messages are
 JSON after their length:
 
-    ingress ── tokenizer, vocab_size, ends, bos ──────────► helper     once
+    ingress ── tokenizer, vocab_size, ends, bos ──────────► helper     once; tokens, max_bytes too
             ◄── ready ─────────────────────────────────────
-            ── id, text, plain ───────────────────────────►            for each grammar
+            ── id, text, plain, form ─────────────────────►            for each grammar
             ◄── id, kind, reason | tick ───────────────────            tick: it lives and has work
+
+With a ``form`` the text is that of a form, whose path it is: a child makes the grammar, and the
+answer has it, or why the form is refused.
 """
 
 import ctypes
@@ -22,19 +25,22 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.grammar_limits import ll_tokenizer_from
-from rayfin.actors.processes.environment import lower_priority
+from rayfin.actors.processes.environment import lower_priority, only_when_idle
 from rayfin.actors.timing import (
     GRAMMAR_CHECK_CPU_SECONDS,
     GRAMMAR_CHECK_SECONDS,
     GRAMMAR_CPU_LIMIT_SECONDS,
+    GRAMMAR_IDLE_SECONDS,
     GRAMMAR_STARVED_SECONDS,
     WARDEN_TICK_SECONDS,
 )
+from rayfin.deployments.guidance.grammar import form_from, make_grammar
 from rayfin.deployments.guidance.verdicts import Verdict, judge
 
 if TYPE_CHECKING:
@@ -42,10 +48,11 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct(">I")
 CHILD_MEMORY = 2**30  # bytes beyond what the helper has
-CHILD_NICENESS = 19
+SHARE_NICENESS = 4  # beyond the helper's, of a child that idle time did not suffice for
 STARVED = "starved"  # a child that got no processor time: no verdict
-DIED = Verdict("too_complex", "it takes too much time or memory")
+DIED = {"kind": "too_complex", "reason": "it takes too much time or memory"}
 PR_SET_PDEATHSIG = 1
+MAX_LEAVING = 4  # killed children whose memory is not free yet
 
 
 def frame(message: dict[str, Any]) -> bytes:
@@ -72,13 +79,21 @@ class FrameBuffer:
             yield json.loads(body)
 
 
+@dataclass(slots=True, frozen=True)
+class _Task:
+    """A grammar, or a form that one is made from."""
+
+    number: int
+    text: str
+    form: str | None  # its path in the request
+
+
 @dataclass(slots=True)
 class _Child:
     """A process that compiles one grammar."""
 
-    number: int  # of the grammar
-    text: str
-    niceness: int  # beyond the helper's
+    task: _Task
+    idle: bool  # it computes while the processor is idle
     pid: int
     started: float  # the first child of this grammar
     deadline: float
@@ -101,16 +116,20 @@ class Helper:
         self._link = link
         self._frames = FrameBuffer()
         self._children: dict[int, _Child] = {}  # by the pipe that each writes its verdict to
+        self._leaving: list[int] = []  # processes
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
         self._ticked = 0.0
         self._tokenizer: LLTokenizer
+        self._max_bytes = 0  # of a form
+        self._special_tokens: dict[str, int] = {}
 
     def serve(self) -> None:
         setup = self._first_message()
         self._tokenizer = ll_tokenizer_from(
             setup.pop("tokenizer"), setup["vocab_size"], setup["ends"], setup["bos"]
         )
+        self._max_bytes, self._special_tokens = setup["max_bytes"], setup["special_tokens"]
         gc.collect()
         gc.freeze()  # children do not copy what they do not change
         self._send({"ready": os.getpid()})
@@ -121,6 +140,7 @@ class Helper:
                 elif not self._receive():
                     return
             self._end_late_children()
+            self._reap()
             if self._children and time.monotonic() - self._ticked > WARDEN_TICK_SECONDS:
                 self._send({"tick": len(self._children)})
 
@@ -140,26 +160,40 @@ class Helper:
         data = self._link.recv(2**20)
         for message in self._frames.push(data):
             if message["plain"]:
-                self._answer(message["id"], judge(self._tokenizer, message["text"]))
+                self._answer(message["id"], _said(judge(self._tokenizer, message["text"])))
             else:
-                self._fork(message["id"], message["text"])
+                self._fork(_Task(message["id"], message["text"], message["form"]))
         return bool(data)
 
-    def _fork(
-        self, number: int, text: str, niceness: int = CHILD_NICENESS, started: float | None = None
-    ) -> None:
+    def _fork(self, task: _Task, idle: bool = True, started: float | None = None) -> None:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
             for descriptor in (self._link.fileno(), reading, *self._children):
                 os.close(descriptor)
-            _compile_and_exit(self._tokenizer, text, niceness, writing)
+            _compute_and_exit(lambda: self._compile(task), idle, writing)
         os.close(writing)
         now = time.monotonic()
-        self._children[reading] = _Child(
-            number, text, niceness, pid, started or now, now + GRAMMAR_CHECK_SECONDS
-        )
+        patience = GRAMMAR_IDLE_SECONDS if idle else GRAMMAR_CHECK_SECONDS
+        self._children[reading] = _Child(task, idle, pid, started or now, now + patience)
         self._poll.register(reading, select.POLLIN)
+
+    def _compile(self, task: _Task) -> dict[str, Any]:
+        """What to answer; runs in a child."""
+        if task.form is None:
+            return _said(judge(self._tokenizer, task.text))
+        try:
+            grammar = make_grammar(
+                form_from(task.text),
+                task.form,
+                special_tokens=self._special_tokens,
+                max_bytes=self._max_bytes,
+            )
+        except InvalidRequest as error:
+            refusal = (error.message, error.param, error.code)
+            return {"kind": "invalid", "reason": "", "refusal": refusal}
+        made = (grammar.text, grammar.kind, grammar.unenforced)
+        return {**_said(judge(self._tokenizer, grammar.text)), "grammar": made}
 
     def _read(self, descriptor: int) -> None:
         child = self._children[descriptor]
@@ -168,16 +202,16 @@ class Helper:
         if not data:
             self._end(descriptor)
             try:
-                verdict = Verdict(*json.loads(child.said))
+                said = json.loads(child.said)
             except ValueError:
-                verdict = DIED
-            self._answer(child.number, verdict)
+                said = DIED
+            self._answer(child.task.number, said)
 
     def _end_late_children(self) -> None:
         """A child that is silent for too long is at fault if it has had the time to compute.
 
-        Where others take all of the processor it has had none: half-way another child begins
-        again, with the priority of the helper.
+        Where others take all of the processor it has had none: another child begins again, with a
+        share of the processor.
         """
         now = time.monotonic()
         for descriptor, child in list(self._children.items()):
@@ -185,45 +219,60 @@ class Helper:
                 continue
             computed = child.cpu_seconds() >= GRAMMAR_CHECK_CPU_SECONDS
             waited = now - child.started
-            again = child.niceness > 0 and waited >= GRAMMAR_STARVED_SECONDS / 2
-            if not (computed or again) and waited < GRAMMAR_STARVED_SECONDS:
+            if computed and waited < GRAMMAR_CHECK_SECONDS:
+                child.deadline = child.started + GRAMMAR_CHECK_SECONDS
+                continue
+            if not (computed or child.idle) and waited < GRAMMAR_STARVED_SECONDS:
                 child.deadline = now + WARDEN_TICK_SECONDS
                 continue
             self._end(descriptor)
-            if again and not computed:
-                self._fork(child.number, child.text, 0, child.started)
+            if child.idle and not computed:
+                self._fork(child.task, False, child.started)
             elif computed:
-                self._answer(child.number, DIED)
+                self._answer(child.task.number, DIED)
             else:
-                self._send({"id": child.number, "kind": STARVED, "reason": ""})
+                self._answer(child.task.number, {"kind": STARVED, "reason": ""})
 
     def _end(self, descriptor: int) -> None:
         child = self._children.pop(descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)
         os.kill(child.pid, signal.SIGKILL)
-        os.waitpid(child.pid, 0)
+        self._leaving.append(child.pid)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Forgets children that have ended. The kernel frees their memory at their pace."""
+        while len(self._leaving) > MAX_LEAVING:
+            os.waitpid(self._leaving.pop(0), 0)
+        self._leaving = [pid for pid in self._leaving if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
     def _patience(self) -> float | None:
         """Milliseconds until something is due; None without children."""
-        if not self._children:
+        if not (self._children or self._leaving):
             return None
-        due = min(child.deadline for child in self._children.values())
+        due = min((child.deadline for child in self._children.values()), default=math.inf)
         return max(0.0, min(due - time.monotonic(), WARDEN_TICK_SECONDS)) * 1000
 
-    def _answer(self, number: int, verdict: Verdict) -> None:
-        self._send({"id": number, "kind": verdict.kind, "reason": verdict.reason})
+    def _answer(self, number: int, said: dict[str, Any]) -> None:
+        self._send({"id": number, **said})
 
     def _send(self, message: dict[str, Any]) -> None:
         self._ticked = time.monotonic()
         self._link.sendall(frame(message))
 
 
-def _compile_and_exit(tokenizer: "LLTokenizer", text: str, niceness: int, writing: int) -> NoReturn:
-    """Runs in a child."""
+def _said(verdict: Verdict) -> dict[str, Any]:
+    return {"kind": verdict.kind, "reason": verdict.reason}
+
+
+def _compute_and_exit(work: Callable[[], dict[str, Any]], idle: bool, writing: int) -> NoReturn:
+    """Runs in a child; writes what ``work`` returns."""
     try:
         die_with_parent()
-        os.nice(niceness)
+        os.nice(SHARE_NICENESS)
+        if idle:
+            only_when_idle()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of the library quotes the grammar
         with open("/proc/self/statm") as file:
             memory = int(file.read().split()[0]) * resource.getpagesize() + CHILD_MEMORY
@@ -233,7 +282,8 @@ def _compile_and_exit(tokenizer: "LLTokenizer", text: str, niceness: int, writin
             (resource.RLIMIT_CORE, 0),
         ):
             resource.setrlimit(limit, (most, most))
-        os.write(writing, json.dumps(judge(tokenizer, text)).encode())
+        with open(writing, "wb") as pipe:  # it closes now: the end of a process takes a while
+            pipe.write(json.dumps(work()).encode())
     finally:
         os._exit(0)
 

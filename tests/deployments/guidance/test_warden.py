@@ -115,7 +115,7 @@ async def test_hostile_grammars(warden: Warden, text: str, code: str) -> None:
     pid = warden.pid
     assert await patient_code_of(warden, text) == code  # 2 s where the machine has time
     assert warden.pid == pid, "the helper has died"
-    assert children_of(pid) == []
+    await no_children(pid)
     assert await patient_code_of(warden, schema({"maxLength": len(text), **PLAIN})) == "ok"
 
 
@@ -210,17 +210,97 @@ async def test_a_child_that_gets_no_processor_is_no_verdict(
     settings = "helper.GRAMMAR_CHECK_CPU_SECONDS, helper.GRAMMAR_STARVED_SECONDS = 100, 2.5"
     warden = helper_with(tmp_path, monkeypatch, tokenizer, settings)
     asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
-    priorities: dict[int, int] = {}  # as last seen, by process
+    policies: dict[int, int] = {}  # as last seen, by process
+    nicenesses: dict[int, int] = {}
     while not asked.done():
         for pid in children_of(warden.pid) if warden.pid else ():
             with contextlib.suppress(ProcessLookupError):
-                priorities[pid] = os.getpriority(os.PRIO_PROCESS, pid)
+                policies[pid] = os.sched_getscheduler(pid)
+                nicenesses[pid] = os.getpriority(os.PRIO_PROCESS, pid)
         await asyncio.sleep(0.02)
     assert await asked == "queue_full"
     assert warden.pid is not None
-    assert len(priorities) == 2
-    assert set(priorities.values()) == {19, os.getpriority(os.PRIO_PROCESS, warden.pid)}
-    assert len(warden.verdicts) == 0 and children_of(warden.pid) == []
+    assert list(policies.values()) == [os.SCHED_IDLE, os.SCHED_OTHER]
+    assert min(nicenesses.values()) > os.getpriority(os.PRIO_PROCESS, warden.pid)
+    assert len(warden.verdicts) == 0
+    await no_children(warden.pid)
+    warden.close()
+
+
+def long_form(**fields: Any) -> StructuredOutputs:
+    words = [f"{number} of many words" for number in range(300)]
+    return StructuredOutputs(json={"properties": {"a": {"enum": words}}, **fields})
+
+
+async def test_a_long_form_becomes_a_grammar_in_the_helper(
+    warden: Warden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    send = module._Helper.send
+    monkeypatch.setattr(
+        module._Helper, "send", lambda own, check: (sent.append(check), send(own, check))
+    )
+    form = long_form(nullable=True)
+    made = await asyncio.gather(*(warden.form(form, "schema") for _ in range(3)))
+    assert made == [make_grammar(form, "schema")] * 3
+    assert made[0].unenforced == ("schema.nullable",)
+    assert await warden.form(long_form(nullable=True), "schema") == made[0]
+    await warden.check([made[0].text], "schema")
+    assert len(sent) == 1
+    assert (await warden.form(form, "tools")).unenforced == ("tools.nullable",)
+    assert len(sent) == 2
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        long_form(uniqueItems=True),
+        long_form(type="strng"),
+        long_form(type="object", required=["b"], additionalProperties=False),
+        StructuredOutputs(structural_tag="{" * 70),
+        StructuredOutputs(json={"const": {1, 2}}),  # offline only: no JSON
+        StructuredOutputs(json={"enum": ["x" * 70_000]}),
+    ],
+    ids=lambda form: str(form)[-40:],
+)
+async def test_a_form_that_is_refused_in_the_helper(
+    warden: Warden, form: StructuredOutputs
+) -> None:
+    with pytest.raises(InvalidRequest) as expected:
+        await InlineChecker(warden._tokenizer).form(form, "schema")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as caught:
+            await warden.form(form, "schema")
+        assert caught.value.args == expected.value.args
+
+
+async def test_a_form_whose_grammar_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    judge = "lambda tokenizer, text: helper.Verdict('unsupported', 'why')"
+    warden = helper_with(tmp_path, monkeypatch, tokenizer, f"helper.judge = {judge}")
+    verdicts: list[str] = []
+    monkeypatch.setattr(warden, "_on_verdict", verdicts.append)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="why") as caught:
+            await warden.form(long_form(), "here")
+        assert (caught.value.param, caught.value.code) == ("here", "unsupported_schema")
+    assert verdicts == ["unsupported"] * 2
+    warden.close()
+
+
+async def test_a_form_whose_child_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    settings = "import time\nhelper.make_grammar = lambda *form, **limits: time.sleep(60)"
+    warden = helper_with(tmp_path, monkeypatch, tokenizer, settings)
+    asked = asyncio.create_task(warden.form(long_form(), "schema"))
+    while not (warden.pid and children_of(warden.pid)):
+        await asyncio.sleep(0.01)
+    os.kill(children_of(warden.pid)[0], signal.SIGKILL)
+    with pytest.raises(InvalidRequest) as caught:
+        await asked
+    assert (caught.value.param, caught.value.code) == ("schema", "schema_too_complex")
     warden.close()
 
 
@@ -276,8 +356,8 @@ async def test_the_oldest_verdict_is_forgotten() -> None:
 
 
 def check_of(number: int, tenant: str) -> _Check:
-    verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-    return _Check(number, "", b"", False, tenant, verdict)
+    result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    return _Check(number, "", b"", False, tenant, result)
 
 
 async def test_tenants_take_turns() -> None:
@@ -373,6 +453,13 @@ async def test_in_the_callers_process(tokenizer: Tokenizer) -> None:
 
 def children_of(pid: int | None) -> list[int]:
     return [int(own) for own in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def no_children(pid: int | None) -> None:
+    """Waits until the helper has reaped what it has ended."""
+    async with asyncio.timeout(10):
+        while children_of(pid):
+            await asyncio.sleep(0.02)
 
 
 async def gone(*pids: int | None) -> None:

@@ -8,7 +8,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from rayfin.actors.guidance import NO_END
+from rayfin.actors.structured_outputs import StructuredOutputs
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 
 pytestmark = pytest.mark.anyio
 
@@ -45,6 +47,51 @@ async def test_a_form_becomes_a_grammar(
         assert part in guidance.grammar and guidance.calls is None
         assert guidance.ends == (engine.eos,)
         assert guidance.ends_from == len(request.prompt) + 1
+
+
+WORDS = [f"{number} of many words" for number in range(120)]
+HARD = {"properties": {"a": {"enum": WORDS[:60]}, "b": {"pattern": "^a*$"}}, "nullable": True}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("schema", "makes"),
+    [({"pattern": "^a*$"}, 0), ({"enum": WORDS[:60]}, 0), ({"enum": WORDS * 3}, 1), (HARD, 1)],
+    ids=lambda value: str(value)[:40],
+)
+async def test_the_warden_makes_grammars_that_take_long(
+    http: httpx.AsyncClient,
+    engine: Any,
+    service: OpenAIService,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    schema: dict[str, Any],
+    makes: int,
+) -> None:
+    made = []
+    form = service.warden.form
+
+    async def spy(*form_and_path: Any) -> Grammar:
+        made.append(await form(*form_and_path))
+        return made[-1]
+
+    monkeypatch.setattr(service.warden, "form", spy)
+    outputs = StructuredOutputs(json=schema)
+    response = await http.post(path, json={**PATHS[path], "structured_outputs": {"json": schema}})
+    assert response.status_code == 200, response.text
+    expected = make_grammar(outputs)
+    assert engine.seen[0].sampling.guidance.grammar == expected.text
+    paths = ", ".join(expected.unenforced)
+    assert response.headers.get("x-rayfin-unenforced", "") == paths
+    assert made == [expected] * makes
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_long_form_is_refused_by_its_path(http: httpx.AsyncClient, path: str) -> None:
+    form = {"structured_outputs": {"json": {**HARD, "uniqueItems": True}}}
+    error = (await http.post(path, json={**PATHS[path], **form})).json()["error"]
+    assert error["code"] == "unsupported_schema"
+    assert error["param"] == "structured_outputs.json.uniqueItems"
 
 
 @pytest.mark.parametrize("path", PATHS)
