@@ -15,6 +15,7 @@
 #include "matmul/measure.h"
 #include "matmul/round_int4.h"
 #include "layers/norms.h"
+#include "recurrent/delta_layer.h"
 #include "recurrent/states.h"
 
 using namespace rayfin;
@@ -203,6 +204,12 @@ RAYFIN_API void rayfin_delta_rule(Pool* pool, const StateRows* rows, const Delta
 RAYFIN_API void rayfin_gated_delta(Pool* pool, const StateRows* rows, const GatedDelta* layer) {
   Turn turn(pool);
   gated_delta(*pool, *rows, *layer);
+}
+
+RAYFIN_API void rayfin_delta_layer(Pool* pool, const StateRows* rows, const GatedDelta* rule,
+                                   const DeltaLayer* layer) {
+  Turn turn(pool);
+  delta_layer(*pool, *rows, *rule, *layer);
 }
 
 RAYFIN_API void rayfin_ssd(Pool* pool, const StateRows* rows, const Ssd* scan) {

@@ -63,6 +63,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rayfin_short_conv": (None, (_P, _P, _P)),
     "rayfin_delta_rule": (None, (_P, _P, _P)),
     "rayfin_gated_delta": (None, (_P, _P, _P)),
+    "rayfin_delta_layer": (None, (_P, _P, _P, _P)),
     "rayfin_ssd": (None, (_P, _P, _P)),
     "rayfin_read_all": (_F32, (_P, _P)),
     "rayfin_multiply_all": (ctypes.c_double, (_P, _P)),

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayfin.kernels.cpu.kernels import Activation, CpuKernels
+from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Matrix
 
 MAX_TAPS = 16
 """The most taps of a short convolution (kTaps in states.h)."""
@@ -48,6 +48,17 @@ class _GatedDelta(ctypes.Structure):
         ),
         ("eps", ctypes.c_float),
         ("beta_scale", ctypes.c_float),
+    ]
+
+
+class _DeltaLayer(ctypes.Structure):
+    _fields_ = [
+        *_fields(
+            "x rule_norm mlp_norm in_ out gate_up down gate_up_bias down_bias workspace",
+            "activation",
+        ),
+        ("rule_eps", ctypes.c_float),
+        ("mlp_eps", ctypes.c_float),
     ]
 
 
@@ -116,12 +127,53 @@ class GatedDelta:
         """Numbers of a token that the layer reads."""
         return self.conv.shape[1] + self.value_heads * (self.value_dim + 2)
 
+    @property
+    def floats(self) -> int:
+        """Numbers of a token that its parts hand on."""
+        return self.conv.shape[1] + 2 * self.value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayer:
+    """A decoder layer of the gated delta rule: x += rule(norm(x)), then x += mlp(norm(x))."""
+
+    rule: GatedDelta
+    rule_norm: torch.Tensor  # [H] float32, of an RMS norm
+    rule_eps: float
+    into: Matrix  # H -> ``rule.columns``
+    out: Matrix  # Hv Dv -> H
+    mlp_norm: torch.Tensor  # [H]
+    mlp_eps: float
+    gate_up: Matrix  # paired, H -> F
+    down: Matrix  # F -> H
+    gate_up_bias: torch.Tensor | None  # [2 F]
+    down_bias: torch.Tensor | None  # [H]
+    activation: Activation  # of the MLP
+
+    def __post_init__(self) -> None:
+        hidden, values = len(self.rule_norm), self.rule.value_heads * self.rule.value_dim
+        assert self.rule_norm.shape == self.mlp_norm.shape
+        assert (self.into.inputs, self.into.columns) == (hidden, self.rule.columns)
+        assert (self.out.inputs, self.out.columns) == (values, hidden)
+        assert (self.gate_up.inputs, self.gate_up.columns) == (hidden, self.down.inputs)
+        assert self.gate_up.paired and self.down.columns == hidden
+        biases = [(self.gate_up_bias, self.gate_up.outputs), (self.down_bias, hidden)]
+        assert all(bias is None or bias.shape == (size,) for bias, size in biases)
+        own = [self.rule_norm, self.mlp_norm, *(bias for bias, _ in biases if bias is not None)]
+        assert all(one.is_contiguous() and one.dtype == torch.float32 for one in own)
+
+    @property
+    def floats(self) -> int:
+        """Numbers of a token that its parts hand on."""
+        return self.into.inputs + self.into.columns + self.out.inputs + self.down.inputs
+
 
 class RecurrentKernels:
-    """The compiled recurrent layers, on the threads of ``kernels``."""
+    """The compiled recurrent layers, on the threads of ``kernels``; one call at a time."""
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
+        self._workspace = torch.empty(0)
 
     def short_conv(
         self,
@@ -188,23 +240,58 @@ class RecurrentKernels:
         states: torch.Tensor,  # [slots, Hv, Dk, Dv]
     ) -> torch.Tensor:
         """Convolution, gates, gated delta rule and gated norm of ``layer``: [T, Hv Dv]."""
+        _check(x, (layer.columns,))
+        y = x.new_empty(len(x), layer.value_heads * layer.value_dim)
+        call = self._rule(layer, len(x), conv_states, states)
+        call.x, call.x_stride, call.y = x.data_ptr(), x.stride(0), y.data_ptr()
+        self._run(self._kernels.library.rayfin_gated_delta, rows, call, len(x))
+        return y
+
+    def delta_layer(
+        self,
+        rows: RecurrentRows,
+        x: torch.Tensor,  # [T, H], dense, changed in place
+        layer: DeltaLayer,
+        conv_states: torch.Tensor,  # [slots, C, W], W >= K - 1
+        states: torch.Tensor,  # [slots, Hv, Dk, Dv]
+    ) -> None:
+        """A whole decoder layer; each part gives what it gives alone, to the last bit."""
+        assert x.is_contiguous() and rows.tokens == len(x)
+        _check(x, layer.rule_norm.shape)
+        rule = self._rule(layer.rule, len(x), conv_states, states, layer.floats)
+        call = _DeltaLayer(
+            *(x.data_ptr(), layer.rule_norm.data_ptr(), layer.mlp_norm.data_ptr()),
+            *(one.handle for one in (layer.into, layer.out, layer.gate_up, layer.down)),
+            *(_address(layer.gate_up_bias), _address(layer.down_bias)),
+            rule.workspace + 4 * len(x) * layer.rule.floats,
+            *(layer.activation, layer.rule_eps, layer.mlp_eps),
+        )
+        structs = (ctypes.byref(one) for one in (rows.struct, rule, call))
+        self._kernels.library.rayfin_delta_layer(self._kernels.pool, *structs)
+
+    def _rule(
+        self,
+        layer: GatedDelta,
+        tokens: int,
+        conv_states: torch.Tensor,
+        states: torch.Tensor,
+        more: int = 0,  # numbers of a token behind the rule's own workspace
+    ) -> _GatedDelta:
         taps, channels = layer.conv.shape
         heads = (layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim)
-        _check(x, (layer.columns,))
         assert conv_states.shape[1] == channels and conv_states.shape[2] >= taps - 1
         assert states.shape[1:] == (layer.value_heads, layer.key_dim, layer.value_dim)
         assert states.is_contiguous() and conv_states.is_contiguous()
-        y = x.new_empty(len(x), layer.value_heads * layer.value_dim)
-        workspace = x.new_empty(len(x) * (channels + 2 * layer.value_heads))
-        call = _GatedDelta(
-            *(x.data_ptr(), layer.conv.data_ptr(), _address(layer.conv_bias)),
+        needed = tokens * (layer.floats + more)
+        if needed > len(self._workspace):
+            self._workspace = torch.empty(needed)
+        return _GatedDelta(
+            *(None, layer.conv.data_ptr(), _address(layer.conv_bias)),
             *(one.data_ptr() for one in (layer.rate, layer.shift, layer.norm)),
-            *(one.data_ptr() for one in (conv_states, states, workspace, y)),
-            *(x.stride(0), taps, conv_states.shape[2], layer.activation, *heads, 1),
+            *(one.data_ptr() for one in (conv_states, states, self._workspace)),
+            *(None, 0, taps, conv_states.shape[2], layer.activation, *heads, 1),
             *(layer.eps, layer.beta_scale),
         )
-        self._run(self._kernels.library.rayfin_gated_delta, rows, call, len(x))
-        return y
 
     def ssd(
         self,

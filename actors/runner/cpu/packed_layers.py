@@ -3,7 +3,7 @@
 Small products of few rows take most of a decode step, and torch on a CPU is slow at them.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, Packing, packing
-from rayfin.actors.runner.cpu.gated_delta import DeltaParts, PackedGatedDelta, delta_parts
+from rayfin.actors.runner.cpu.gated_delta import (
+    DeltaParts,
+    PackedDeltaLayer,
+    PackedGatedDelta,
+    WholeParts,
+    delta_parts,
+    merge_layers,
+)
 from rayfin.actors.runner.cpu.packed_parts import (
     PackedMLP,
     is_gated_mlp,
@@ -26,6 +33,9 @@ from rayfin.actors.runner.models.replace import Replaceable, verified_replacemen
 from rayfin.actors.settings.choices import Quantization
 from rayfin.kernels.cpu.experts import PackedExperts
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels, Pack
+
+Deltas = dict[nn.Module, DeltaParts | WholeParts]
+"""Layers of the gated delta rule, or decoder layers around them, by the module they replace."""
 
 HEADS = ("lm_head", "embed_out")
 """What families call the layer of logits."""
@@ -97,18 +107,28 @@ def pack_linears(
     or reads a weight that is gone. The comparison uses exact weights; with ``quantization``
     those of one module at a time.
     """
-    if parts and _pack(paged, kernels, quantization, parts=True):
+    pack = partial(_pack, paged, kernels, quantization)
+    if parts and (pack(parts=True, layers=True) or pack(parts=True)):
         return True
-    return _pack(paged, kernels, quantization, parts=False)
+    return pack(parts=False)
 
 
 def _pack(
-    paged: Replaceable, kernels: CpuKernels, quantization: Quantization | None, *, parts: bool
+    paged: Replaceable,
+    kernels: CpuKernels,
+    quantization: Quantization | None,
+    *,
+    parts: bool,
+    layers: bool = False,
 ) -> bool:
     config = paged.transformer.config.get_text_config(decoder=True)
     activation = ACTIVATIONS.get(getattr(config, "hidden_act", ""))
     exact = packing(kernels)
-    deltas = delta_parts(paged.recurrent, kernels) if parts else {}
+    deltas: Deltas = {}
+    if parts:
+        deltas.update(delta_parts(paged.recurrent, kernels))
+    if layers:
+        merge_layers(paged.transformer, deltas, kernels, activation)
     originals = list(_packable(paged.transformer, activation, deltas, mlps=parts))
     pack_one = partial(_packed, kernels, activation, deltas)
 
@@ -128,15 +148,16 @@ def _pack(
             owner, name, module = originals.pop()
             made = pack_one(module, rounded, name)
             setattr(owner, name, made)
-            _give_way(deltas.pop(module, None), made)
-    for owner, name, module in originals:
-        _give_way(deltas.get(module), getattr(owner, name))
+            deltas.pop(module, None)
+            _take_over(made)
+    for owner, name, _ in originals:
+        _take_over(getattr(owner, name))
     return True
 
 
-def _give_way(parts: DeltaParts | None, made: nn.Module) -> None:
-    if parts is not None and isinstance(made, PackedGatedDelta):
-        parts.layer.give_way(made, made.run)
+def _take_over(made: nn.Module) -> None:
+    if isinstance(made, PackedGatedDelta | PackedDeltaLayer):
+        made.take_over()
 
 
 def _packable(
@@ -154,7 +175,7 @@ def _packable(
             whole = mlps and activation is not None and is_gated_mlp(child)
             whole = whole or child in deltas
             if whole:
-                inside.add(child)
+                inside.update(child.modules())
             linear = type(child) is nn.Linear or type(child) is Conv1D
             if whole or linear or (activation is not None and is_experts(child)):
                 yield owner, name, child
@@ -163,13 +184,13 @@ def _packable(
 def _packed(
     kernels: CpuKernels,
     activation: Activation | None,
-    deltas: Mapping[nn.Module, DeltaParts],
+    deltas: Deltas,
     module: Any,
     packing: Packing,
     name: str = "",
 ) -> nn.Module:
     if module in deltas:
-        return PackedGatedDelta(kernels, deltas[module], packing.layers)
+        return deltas[module].pack(kernels, packing.layers)
     if is_experts(module):
         assert activation is not None
         weights = (stored(module.gate_up_proj), stored(module.down_proj))

@@ -46,20 +46,20 @@ class PackedMLP(nn.Module):
 
     def __init__(self, kernels: CpuKernels, mlp: Any, activation: Activation, pack: Pack) -> None:
         super().__init__()
-        self._kernels, self._activation = kernels, activation
-        self._gate_up = packed(pack, [mlp.gate_proj.weight, mlp.up_proj.weight], paired=True)
-        self._down = packed(pack, [mlp.down_proj.weight])
+        self._kernels, self.activation = kernels, activation
+        self.gate_up = packed(pack, [mlp.gate_proj.weight, mlp.up_proj.weight], paired=True)
+        self.down = packed(pack, [mlp.down_proj.weight])
         first = [mlp.gate_proj.bias, mlp.up_proj.bias]
-        self._first_bias = None if first[0] is None else torch.cat(first).detach().float()
+        self.first_bias = None if first[0] is None else torch.cat(first).detach().float()
         last = mlp.down_proj.bias
-        self._last_bias = None if last is None else last.detach().float().contiguous()
+        self.last_bias = None if last is None else last.detach().float().contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
         run = self._kernels.matmul
-        first, act = self._first_bias, self._activation
-        inner = run(rows_of(x), self._gate_up, bias=first, activation=act)
-        y = run(inner, self._down, bias=self._last_bias)
+        first, act = self.first_bias, self.activation
+        inner = run(rows_of(x), self.gate_up, bias=first, activation=act)
+        y = run(inner, self.down, bias=self.last_bias)
         return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
 
 

@@ -14,7 +14,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from rayfin.kernels import reference
 from rayfin.kernels.cpu.kernels import Activation, CpuKernels
-from rayfin.kernels.cpu.recurrent_rows import GatedDelta, RecurrentKernels, RecurrentRows
+from rayfin.kernels.cpu.recurrent_rows import (
+    DeltaLayer,
+    GatedDelta,
+    RecurrentKernels,
+    RecurrentRows,
+)
 
 Row = tuple[int, bool]
 """The number of a row's tokens, and whether it has a past."""
@@ -218,15 +223,10 @@ def test_delta_rule_of_whole_heads(kernels: CpuKernels, key_dim: int, value_dim:
     check(list(zip(lengths, past, strict=True)), states, run, expect)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim", "taps"), [(16, 32, 4), (5, 7, 3)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_gated_delta(
-    kernels: CpuKernels, key_dim: int, value_dim: int, taps: int, bias: bool
-) -> None:
-    """One call gives what its parts give, and each row's bits do not depend on the others."""
-    torch.manual_seed(0)
+def gated_delta(key_dim: int, value_dim: int, taps: int, bias: bool) -> GatedDelta:
+    """A layer of two key and four value heads."""
     channels = 2 * 2 * key_dim + 4 * value_dim
-    layer = GatedDelta(
+    return GatedDelta(
         conv=torch.randn(taps, channels),
         conv_bias=torch.randn(channels) if bias else None,
         activation=Activation.SILU,
@@ -240,6 +240,17 @@ def test_gated_delta(
         eps=1e-6,
         beta_scale=2.0,
     )
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "taps"), [(16, 32, 4), (5, 7, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_delta(
+    kernels: CpuKernels, key_dim: int, value_dim: int, taps: int, bias: bool
+) -> None:
+    """One call gives what its parts give, and each row's bits do not depend on the others."""
+    torch.manual_seed(0)
+    layer = gated_delta(key_dim, value_dim, taps, bias)
+    channels = layer.conv.shape[1]
     lengths, past = [1, 37, 1, 3], [True, False, True, True]
     x = torch.randn(sum(lengths), layer.columns + 5)[:, 2 : layer.columns + 2]
     states = torch.randn(8, channels, taps), torch.randn(8, 4, key_dim, value_dim)
@@ -270,3 +281,43 @@ def test_gated_delta(
         row = RecurrentRows(*(np.array(n) for n in ([0, 1], [2 + at % 2], [3 - at % 2], [at > 0])))
         assert torch.equal(own.gated_delta(row, line, layer, *alone), out[1 + at : 2 + at])
     assert all(torch.equal(one[3], other[3]) for one, other in zip(alone, kept, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_delta_layer(kernels: CpuKernels, bias: bool) -> None:
+    """One call gives what its parts give, to the last bit."""
+    torch.manual_seed(0)
+    rule, own = gated_delta(16, 24, 4, False), RecurrentKernels(kernels)
+    sizes = {"into": (rule.columns, 32), "out": (32, 96), "gate": (56, 32), "up": (56, 32)}
+    weights = {name: torch.randn(size) / 6 for name, size in sizes.items()}
+    layer = DeltaLayer(
+        rule=rule,
+        rule_norm=torch.randn(32),
+        rule_eps=1e-6,
+        into=kernels.pack([weights["into"]]),
+        out=kernels.pack([weights["out"]]),
+        mlp_norm=torch.randn(32),
+        mlp_eps=1e-5,
+        gate_up=kernels.pack([weights["gate"], weights["up"]], paired=True),
+        down=kernels.pack([torch.randn(32, 56) / 6]),
+        gate_up_bias=torch.randn(112) if bias else None,
+        down_bias=torch.randn(32) if bias else None,
+        activation=Activation.SILU,
+    )
+    lengths, past = [1, 20, 1, 3], [True, False, True, True]
+    rows, x = rows_of(lengths, past), torch.randn(sum(lengths), 32)
+    states = torch.randn(8, rule.conv.shape[1], 4), torch.randn(8, 4, 16, 24)
+    parts, kept = ([one.clone() for one in states] for _ in range(2))
+
+    lines = kernels.matmul(kernels.rms_norm(x, layer.rule_norm, 1e-6), layer.into)
+    y = own.gated_delta(rows, lines, rule, *parts)
+    want = kernels.matmul(y, layer.out, residual=x)
+    normed = kernels.rms_norm(want, layer.mlp_norm, 1e-5)
+    inner = kernels.matmul(
+        normed, layer.gate_up, bias=layer.gate_up_bias, activation=Activation.SILU
+    )
+    want = kernels.matmul(inner, layer.down, bias=layer.down_bias, residual=want)
+
+    own.delta_layer(rows, x, layer, *kept)
+    assert torch.equal(x, want)
+    assert all(torch.equal(one, other) for one, other in zip(kept, parts, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rayfin.actors.runner.cpu.gated_delta import PackedGatedDelta, delta_parts
+from rayfin.actors.runner.cpu.gated_delta import PackedDeltaLayer, PackedGatedDelta, delta_parts
 from rayfin.actors.runner.cpu.packed_layers import pack_linears
 from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
 from rayfin.actors.runner.loading import load
@@ -65,8 +65,8 @@ def paged(family: str, kernels: CpuKernels, dtype: torch.dtype = torch.float32) 
     return made
 
 
-def layers(model: PagedModel) -> list[PackedGatedDelta]:
-    return [own for own in model.transformer.modules() if type(own) is PackedGatedDelta]
+def layers(model: PagedModel, kind: type[nn.Module] = PackedGatedDelta) -> list[nn.Module]:
+    return [own for own in model.transformer.modules() if type(own) is kind]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,6 +78,7 @@ def test_families(family: str, kernels: CpuKernels) -> None:
     assert model.recurrent is not None
     projection = weakref.ref(model.recurrent.modules[0].own.module.conv1d)
     assert pack_linears(model, kernels, parts=True) and len(layers(model)) == 2
+    assert len(layers(model, PackedDeltaLayer)) == 2
     for cuts in ([0, 37], CUTS):
         logits = chunked_logits(model, model, TOKENS, cuts)
         torch.testing.assert_close(logits, before, rtol=1e-4, atol=1e-4)
@@ -90,7 +91,8 @@ def test_families(family: str, kernels: CpuKernels) -> None:
 def test_rounded(kernels: CpuKernels, quantization: Any) -> None:
     """Rounded weights are those of layers that are packed one by one, so the logits are close."""
     merged, single = paged("qwen3_5_text", kernels), paged("qwen3_5_text", kernels)
-    assert pack_linears(merged, kernels, quantization, parts=True) and len(layers(merged)) == 2
+    assert pack_linears(merged, kernels, quantization, parts=True)
+    assert len(layers(merged, PackedDeltaLayer)) == 2
     assert pack_linears(single, kernels, quantization) and not layers(single)
     logits = [chunked_logits(model, model, TOKENS, CUTS) for model in (merged, single)]
     apart = (logits[0] - logits[1]).abs().max()
@@ -106,13 +108,18 @@ def test_16_bits(kernels: CpuKernels) -> None:
 
 
 def test_other_logits_keep_the_layers(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = paged("qwen3_5_text", kernels)
-    before = chunked_logits(model, model, TOKENS, CUTS)
-    name = "rayfin.kernels.cpu.recurrent_rows.RecurrentKernels.gated_delta"
-    monkeypatch.setattr(name, lambda self, rows, x, layer, *_: x.new_ones(len(x), 64))
-    assert pack_linears(model, kernels, parts=True) and not layers(model)
-    logits = chunked_logits(model, model, TOKENS, CUTS)
-    torch.testing.assert_close(logits, before, rtol=1e-4, atol=1e-4)
+    """First the decoder layers, then the layers of the rule."""
+    name = "rayfin.kernels.cpu.recurrent_rows.RecurrentKernels."
+    monkeypatch.setattr(name + "delta_layer", lambda self, rows, x, *_: x.zero_())
+    for count in (2, 0):
+        model = paged("qwen3_5_text", kernels)
+        before = chunked_logits(model, model, TOKENS, CUTS)
+        assert pack_linears(model, kernels, parts=True) and not layers(model, PackedDeltaLayer)
+        assert len(layers(model)) == count
+        logits = chunked_logits(model, model, TOKENS, CUTS)
+        torch.testing.assert_close(logits, before, rtol=1e-4, atol=1e-4)
+        wrong: Any = lambda self, rows, x, layer, *_: x.new_ones(len(x), 64)  # noqa: E731
+        monkeypatch.setattr(name + "gated_delta", wrong)
 
 
 @pytest.mark.parametrize("change", ["child", "bias", "parameter", "activation", "norm"])
@@ -133,8 +140,9 @@ def test_layers_of_another_form_are_left(kernels: CpuKernels, change: str) -> No
     assert list(delta_parts(model.recurrent, kernels)) == [model.recurrent.modules[1].own.module]
 
 
-def test_loaded(tiny_model: Callable[..., Any], engine_args: Any) -> None:
+def test_loaded(kernels: CpuKernels, tiny_model: Callable[..., Any], engine_args: Any) -> None:
     """A loaded model has them; torch's threads do not take cores from the kernels'."""
     loaded = load(engine_args(tiny_model("qwen3_next").folder, threads=2))
     assert isinstance(loaded.model, PagedModel) and layers(loaded.model)
+    assert not layers(loaded.model, PackedDeltaLayer), "its MLPs are mixtures of experts"
     assert torch.get_num_threads() == 1
