@@ -179,6 +179,7 @@ def edge_settings(server: ServerArgs) -> HttpSettings:
         root_path=server.root_path or "",
         middleware=tuple(server.middleware or ()),
         tokenizer_info=server.enable_tokenizer_info_endpoint,
+        log_error_stack=server.log_error_stack,
         client_adapters=os.environ.get(CLIENT_ADAPTERS) == "1",
         max_upload_bytes=None if server.batch_dir is None else server.max_file_bytes + FORM_BYTES,
     )

@@ -64,7 +64,7 @@ def build_api(
         redirect_slashes=False,
         middleware=arrange("replica", _layers(service) | dict(outer or {})),
     )
-    add_error_handlers(app)
+    add_error_handlers(app, log_stack=service.edge.log_error_stack)
     add_completion_routes(app, models)
     add_response_routes(app, models, responses or ResponseStoreClient())
     add_message_routes(app, models)

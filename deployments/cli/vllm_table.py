@@ -87,7 +87,7 @@ SERVER: tuple[VllmFlag, ...] = (
     ),
     value("--h11-max-header-count", "most headers", Accepted("Ray Serve bounds headers")),
     value("--shutdown-timeout", "seconds to finish at a stop", Alias("shutdown_timeout")),
-    value("--sse-keep-alive-interval", "seconds between comments", Lacks("keep-alives", ("0",))),
+    value("--sse-keep-alive-interval", "seconds to a comment", Alias("sse_keep_alive_interval")),
     once("--headless", "no API on this node", NODES),
     once("--grpc", "gRPC in place of HTTP", Lacks("gRPC API")),
     value("--grpc-port", "port of gRPC", Lacks("gRPC API")),
@@ -146,9 +146,9 @@ SERVER: tuple[VllmFlag, ...] = (
     # Logs and figures
     switch("--enable-log-requests", "requests in the log", Alias("enable_log_requests")),
     value("--max-log-len", "longest prompt in the log", Alias("max_log_len")),
-    switch("--enable-log-outputs", "answers in the log", Lacks("log of answers")),
-    switch("--enable-log-deltas", "pieces in the log", Accepted("answers are never logged")),
-    switch("--log-error-stack", "traces in the log", Lacks("traces of refused requests")),
+    switch("--enable-log-outputs", "answers in the log", Alias("enable_log_outputs")),
+    switch("--enable-log-deltas", "pieces in the log", Accepted("answers are logged whole")),
+    switch("--log-error-stack", "traces in the log", Alias("log_error_stack")),
     once(
         "--disable-log-stats",
         "no line with figures",

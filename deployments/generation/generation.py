@@ -67,6 +67,8 @@ class Generation:
         self._client, self._counts = service.client, service.counts.output
         self._quotas, self._tenant = service.quotas, caller.tenant
         self._replies = service.replies
+        self.comment_seconds = service.replies.comment_seconds
+        self._log = service.request_log
         self.headers: dict[str, str] = {}  # of the reply: the rest of the tenant's quota
         if self._quotas is not None:
             self.headers = self._quotas.admit(
@@ -224,6 +226,7 @@ class Generation:
                     text = self._append(choice, delta)
                     if choice.output.finished:
                         choice.parsed.count(self._counts, choice.output.unparsed)
+                        self._log_answer(choice)
                     yield choice, text
                     if choice.output.finished:
                         return
@@ -251,11 +254,24 @@ class Generation:
                         self._spend(text)
                         yield choice, text
                     if delta.hypotheses:
+                        for choice in choices:
+                            self._log_answer(choice)
                         return
             raise RequestFailed("The engine failed on this request.")
         except RayfinError:
             self._refund()
             raise
+
+    def _log_answer(self, choice: Choice) -> None:
+        if self._log is not None:
+            self._log.answered(
+                choice.request.request_id,
+                "".join(choice.text[1:]),  # the first one is the echo of the prompt
+                choice.reasoning,
+                [f"{call.name}({call.arguments})" for call in choice.calls],
+                choice.token_ids,
+                choice.finish_reason,
+            )
 
     def _spend(self, delta: TextDelta) -> None:
         self._started = True

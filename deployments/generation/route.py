@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rayfin.actors.errors import ClientGone
+from rayfin.actors.timing import SSE_COMMENT_SECONDS
 from rayfin.deployments.generation.choice import Choice
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.http.sse import (
@@ -99,9 +100,10 @@ class GenerationRoute:
         deltas = adapter.run(generation)
         try:
             if adapter.streamed:
-                first = await first_of(request, deltas)
+                seconds = generation.comment_seconds
+                first = await first_of(request, deltas, seconds)
                 events = stream_events(adapter, first, deltas)
-                return EventStream(events, deltas, headers, first)
+                return EventStream(events, deltas, headers, first, comment_seconds=seconds)
             await while_connected(request, generation.finish(deltas))
         except BaseException:
             adapter.discard()
@@ -155,11 +157,13 @@ async def stream_events(
             yield text
 
 
-async def first_of(request: Request, items: AsyncGenerator[T, None]) -> asyncio.Task[T]:
+async def first_of(
+    request: Request, items: AsyncGenerator[T, None], comment_seconds: float = SSE_COMMENT_SECONDS
+) -> asyncio.Task[T]:
     """Returns the task that awaits the first item; ``items`` is closed if that fails.
 
     An engine's refusal thus becomes an HTTP status. The task may still run when it is returned: a
-    client gets its first byte within ``SSE_COMMENT_SECONDS``, and the stream then reports failures.
+    client gets its first byte within ``comment_seconds``, and the stream then reports failures.
     ``EventStream`` ends the task.
 
     Raises:
@@ -171,7 +175,7 @@ async def first_of(request: Request, items: AsyncGenerator[T, None]) -> asyncio.
 
     first = asyncio.create_task(pull())
     try:
-        await while_connected(request, wait_for_some_time(first))
+        await while_connected(request, wait_for_some_time(first, comment_seconds))
         if first.done():
             first.result()
     except BaseException:

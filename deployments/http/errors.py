@@ -44,6 +44,9 @@ HTTP_CODES = {
 }
 
 
+EXPECTED = (RayfinError, RequestValidationError, ValidationError, HTTPException)
+"""Failures that have a status and words of their own."""
+
 OBJECT_TYPES = ("dict_type", "model_type", "model_attributes_type")
 """Types of pydantic's errors whose message names Python's classes."""
 
@@ -98,8 +101,29 @@ def invalid_request(errors: Sequence[Any]) -> InvalidRequest:
     return InvalidRequest(f"Invalid '{path}': {message}.", path or None, code)
 
 
-def failure_response(error: Exception, method: str, path: str) -> JSONResponse:
-    """The answer to any exception; failures of the server are logged."""
+def failure_response(
+    error: Exception, method: str, path: str, *, log_stack: bool = False
+) -> JSONResponse:
+    """The answer to any exception; failures of the server are logged.
+
+    Args:
+        log_stack: whether refusals are logged too, all with their stack traces.
+    """
+    if isinstance(error, ClientGone):
+        logger.info("%s %s: %s the client left", method, path, CLIENT_CLOSED)
+        return http_error_response(CLIENT_CLOSED, "The client closed the connection.")
+    response = _answer(error, method, path)
+    if not isinstance(error, EXPECTED):
+        logger.error("%s %s failed", method, path, exc_info=error)
+    elif log_stack:
+        status = response.status_code
+        logger.warning("%s %s: %d %s", method, path, status, error, exc_info=error)
+    elif isinstance(error, RayfinError) and response.status_code >= 500:
+        logger.warning("%s %s: %s", method, path, error)
+    return response
+
+
+def _answer(error: Exception, method: str, path: str) -> JSONResponse:
     if isinstance(error, HTTPException):
         message = str(error.detail)
         if error.status_code == 404:
@@ -107,27 +131,19 @@ def failure_response(error: Exception, method: str, path: str) -> JSONResponse:
         elif error.status_code == 405:
             message = f"{path[:128]} does not answer {method[:16]}."
         return http_error_response(error.status_code, message, error.headers)
-    if isinstance(error, ClientGone):
-        logger.info("%s %s: %s the client left", method, path, CLIENT_CLOSED)
-        return http_error_response(CLIENT_CLOSED, "The client closed the connection.")
     if isinstance(error, RequestValidationError | ValidationError):
         error = invalid_request(error.errors())
-    response = error_response(error)
-    if not isinstance(error, RayfinError):
-        logger.error("%s %s failed", method, path, exc_info=error)
-    elif response.status_code >= 500:
-        logger.warning("%s %s: %s", method, path, error)
-    return response
+    return error_response(error)
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Answers every exception that leaves a route of ``app``."""
+def add_error_handlers(app: FastAPI, *, log_stack: bool = False) -> None:
+    """Answers every exception that leaves a route of ``app``; see ``failure_response``."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        return failure_response(error, request.method, request.scope["path"])
+        path = request.scope["path"]
+        return failure_response(error, request.method, path, log_stack=log_stack)
 
-    handled = (RayfinError, RequestValidationError, ValidationError, HTTPException, ClientGone)
-    for kind in (*handled, Exception):
+    for kind in (*EXPECTED, ClientGone, Exception):
         app.add_exception_handler(kind, answer)
 
 

@@ -28,10 +28,14 @@ EXPOSED = (  # headers of answers that a web page's script may read
 
 
 class ErrorResponses:
-    """ASGI: answers every exception with an error body, unless an answer has begun."""
+    """ASGI: answers every exception with an error body, unless an answer has begun.
 
-    def __init__(self, app: ASGIApp) -> None:
+    ``log_stack`` is that of ``failure_response``.
+    """
+
+    def __init__(self, app: ASGIApp, *, log_stack: bool = False) -> None:
         self._app = app
+        self._log_stack = log_stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -50,7 +54,8 @@ class ErrorResponses:
                 raise
             if isinstance(error, ClientDisconnect):
                 error = ClientGone()
-            response = failure_response(error, scope.get("method", "GET"), scope["path"])
+            method, path = scope.get("method", "GET"), scope["path"]
+            response = failure_response(error, method, path, log_stack=self._log_stack)
             await response(scope, receive, send)
 
 
@@ -78,6 +83,7 @@ class HttpSettings:
     root_path: str = ""  # where a proxy in front offers the API
     middleware: tuple[str, ...] = ()  # the operator's own, the innermost first
     tokenizer_info: bool = False  # /tokenizer_info
+    log_error_stack: bool = False  # refusals are logged, with their stack traces
     client_adapters: bool = False  # clients may load LoRA adapters, not only operators
     priority_tenants: frozenset[str] | None = None  # who may set a priority; None: every tenant
     max_upload_bytes: int | None = None  # of the body of an upload; None: as any other
@@ -155,7 +161,7 @@ def settings_layers(settings: HttpSettings) -> dict[str, Middleware | None]:
         )
         if cors.origins
         else None,
-        "errors": Middleware(ErrorResponses),
+        "errors": Middleware(ErrorResponses, log_stack=settings.log_error_stack),
         "admin_auth": None
         if admin_keys is None
         else Middleware(AdminAuth, keys=admin_keys, paths=operators),

@@ -33,6 +33,9 @@ class EventStream(Response):
 
     Whatever happens, ``first``, which awaits the source's first item, is ended, and ``events`` and
     then ``source`` are closed before the response returns.
+
+    Args:
+        comment_seconds: of silence until a comment is sent, again and again; 0: none is.
     """
 
     media_type = "text/event-stream"
@@ -43,12 +46,15 @@ class EventStream(Response):
         source: AsyncGenerator[Any, None],
         headers: Mapping[str, str] | None = None,
         first: asyncio.Task[Any] | None = None,
+        *,
+        comment_seconds: float = SSE_COMMENT_SECONDS,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._source = source
         self._first = first
+        self._comment_seconds = comment_seconds
         self._writing = asyncio.Lock()
         self._written = 0  # events and comments
 
@@ -69,8 +75,9 @@ class EventStream(Response):
         async with self._writing:
             await send({**start, "headers": self.raw_headers})
         try:
-            if self._first is not None and not self._first.done():
-                await self._write(send, COMMENT)  # it has been waited for already
+            waited = self._first is not None and not self._first.done()
+            if waited and self._comment_seconds:
+                await self._write(send, COMMENT)
             async for text in self._events:
                 await self._write(send, text)
             async with self._writing:
@@ -80,10 +87,12 @@ class EventStream(Response):
 
     async def _comment(self, send: Send) -> None:
         """A comment whenever nothing else was said for a while: an engine may be slow, or lost."""
+        if not self._comment_seconds:
+            return
         with suppress(OSError, TimeoutError):  # the next event finds that out as well
             while True:
                 written = self._written
-                await asyncio.sleep(SSE_COMMENT_SECONDS)
+                await asyncio.sleep(self._comment_seconds)
                 if written == self._written:
                     await self._write(send, COMMENT)
 
@@ -114,6 +123,6 @@ async def ended(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def wait_for_some_time(task: asyncio.Task[Any]) -> None:
+async def wait_for_some_time(task: asyncio.Task[Any], comment_seconds: float) -> None:
     """Until the task is done, or a client should hear of us."""
-    await asyncio.wait({task}, timeout=SSE_COMMENT_SECONDS)
+    await asyncio.wait({task}, timeout=comment_seconds or SSE_COMMENT_SECONDS)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.actors.timing import SSE_COMMENT_SECONDS
 
 MAX_PROMPTS = 1024  # of one HTTP request
 MAX_CHOICES = 16384  # prompts x n of one HTTP request
@@ -24,6 +25,7 @@ class ReplySettings:
     metrics: bool = False  # times of each request
     hide_barred_tools: bool = False  # from chat templates, with tool_choice none
     response_role: str = "assistant"  # of chat completions, unless the last message is continued
+    comment_seconds: float = SSE_COMMENT_SECONDS  # of silence, until a stream says that; 0: never
 
     def check_prompts(self, count: int, param: str) -> None:
         """Raises:

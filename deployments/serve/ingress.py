@@ -142,6 +142,7 @@ def reply_settings(server: ServerArgs) -> ReplySettings:
         metrics=server.enable_per_request_metrics,
         hide_barred_tools=server.exclude_tools_when_tool_choice_none,
         response_role=server.response_role,
+        comment_seconds=server.sse_keep_alive_interval,
     )
 
 

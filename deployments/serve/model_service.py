@@ -199,7 +199,7 @@ def _engine_pool(
 def _request_log(server: ServerArgs, tokenizer: Tokenizer) -> RequestLog | None:
     if not server.enable_log_requests:
         return None
-    return RequestLog(server.max_log_len, tokenizer.decode)
+    return RequestLog(server.max_log_len, tokenizer.decode, outputs=server.enable_log_outputs)
 
 
 def is_deleted(app: str) -> bool:

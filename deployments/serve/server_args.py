@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.scheduler.subscriptions import MAX_CLIENTS
+from rayfin.actors.timing import SSE_COMMENT_SECONDS
 from rayfin.deployments.adapters.flags import read_modules
 from rayfin.deployments.batches.folder import FolderLimits
 from rayfin.deployments.guidance.schema.lint import MAX_BYTES
@@ -79,8 +80,22 @@ class ServerArgs:
     enable_log_requests: bool = _flag(
         False, "log the sampling parameters of each request; at --log-level debug its prompt too"
     )
+    enable_log_outputs: bool = _flag(
+        False,
+        "with --enable-log-requests: log the text and the finish reason of each answer; at "
+        "--log-level debug its token ids too",
+    )
     max_log_len: int | None = _flag(
-        None, "maximum number of characters or ids of a prompt in the log; default: no limit"
+        None,
+        "maximum number of characters or ids of a prompt or answer in the log; default: no limit",
+    )
+    log_error_stack: bool = _flag(
+        False, "log each request that is refused, with the stack trace of its error"
+    )
+    sse_keep_alive_interval: float = _flag(
+        SSE_COMMENT_SECONDS,
+        "seconds without an event after which a stream sends a comment, so that proxies keep its "
+        "connection; 0: never",
     )
     enable_docs: bool = _flag(False, "serve the API's documentation at /docs")
     ui: bool = _flag(True, "serve a page with a chat and the state of the engines at /ui")
@@ -260,6 +275,10 @@ class ServerArgs:
         for name in ("max_body_bytes", "max_grammar_bytes", *limits):
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
+        if self.enable_log_outputs and not self.enable_log_requests:
+            raise InvalidConfig(
+                "enable_log_outputs needs enable_log_requests", "enable_log_outputs"
+            )
         if self.tenant_token_rate is not None and self.tenant_token_rate < 1:
             raise InvalidConfig(
                 f"tenant_token_rate must be at least 1, got {self.tenant_token_rate}",
@@ -293,7 +312,7 @@ class ServerArgs:
         self.batch_limits()
         for name in (
             *("shutdown_timeout", "engine_timeout", "replay_timeout"),
-            *("idle_timeout", "cold_start_timeout"),
+            *("idle_timeout", "cold_start_timeout", "sse_keep_alive_interval"),
         ):
             if (value := getattr(self, name)) < 0:
                 raise InvalidConfig(f"{name} must not be negative, got {value}", name)

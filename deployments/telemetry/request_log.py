@@ -1,4 +1,7 @@
-"""A line of the log for each request that generates (``--enable-log-requests``)."""
+"""Lines of the log for each request that generates, and for its answers.
+
+They are written with ``--enable-log-requests`` and ``--enable-log-outputs``.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,13 +15,21 @@ class RequestLog:
     """Logs the settings of requests, and at level debug their prompts.
 
     Args:
-        longest: characters and ids of a prompt in the log; None logs all.
+        longest: characters and ids of a prompt or an answer in the log; None logs all.
         decode: token ids to text.
+        outputs: whether answers are logged.
     """
 
-    def __init__(self, longest: int | None, decode: Callable[[list[int], bool], str]) -> None:
+    def __init__(
+        self,
+        longest: int | None,
+        decode: Callable[[list[int], bool], str],
+        *,
+        outputs: bool = False,
+    ) -> None:
         self._longest = longest
         self._decode = decode
+        self._outputs = outputs
 
     def received(
         self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams, tenant: str
@@ -36,3 +47,36 @@ class RequestLog:
                 logger.debug(
                     "Request %s details: prompt: %r, prompt_token_ids: %s", request_id, head, shown
                 )
+
+    def answered(
+        self,
+        request_id: str,
+        text: str,
+        reasoning: str,
+        calls: Sequence[str],
+        ids: Sequence[int],
+        reason: str | None,
+    ) -> None:
+        """Logs a whole answer, one choice of a request, if answers are logged.
+
+        Args:
+            text: its content, without reasoning and calls where the answer is parsed.
+            calls: each as ``name(arguments)``.
+            ids: its tokens.
+            reason: its finish reason.
+        """
+        if not self._outputs:
+            return
+        parts = {"reasoning": reasoning, "tool_calls": ", ".join(calls), "output": text}
+        shown = [
+            f"{name}: {own[: self._longest]!r}"
+            for name, own in parts.items()
+            if own or name == "output"
+        ]
+        logger.info(
+            "Answered request %s: %s, finish_reason: %s", request_id, ", ".join(shown), reason
+        )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "Answer %s details: output_token_ids: %s", request_id, list(ids)[: self._longest]
+            )

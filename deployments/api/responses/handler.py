@@ -12,6 +12,7 @@ from starlette.responses import Response as HttpResponse
 
 from rayfin.actors.errors import RayfinError, RequestFailed
 from rayfin.actors.sampling_params import SamplingParams
+from rayfin.actors.timing import SSE_COMMENT_SECONDS
 from rayfin.deployments.api.responses.bodies import OUR_NAMES, ResponseRequest
 from rayfin.deployments.api.responses.events import events_from, sse
 from rayfin.deployments.api.responses.items import check_calls, input_items
@@ -71,7 +72,8 @@ class ResponseAdapter(GenerationAdapter):
         state = self._state
         state.task = asyncio.create_task(self._run_out(self.run(generation)))
         if self.streamed:
-            return event_stream(self._store.follow(state, 0), headers)
+            seconds = generation.comment_seconds
+            return event_stream(self._store.follow(state, 0), headers, seconds)
         return reply(state, headers)
 
     async def open(self, request: Request, generation: Generation) -> None:
@@ -199,10 +201,13 @@ def reply(state: ResponseState, headers: dict[str, str] | None = None) -> HttpRe
 
 
 def event_stream(
-    events: AsyncGenerator[ResponseStreamEvent, None], headers: dict[str, str] | None = None
+    events: AsyncGenerator[ResponseStreamEvent, None],
+    headers: dict[str, str] | None = None,
+    comment_seconds: float = SSE_COMMENT_SECONDS,
 ) -> EventStream:
     """Returns the events of a response that keeps running if they are not read."""
-    return EventStream((sse(event) async for event in events), events, headers)
+    texts = (sse(event) async for event in events)
+    return EventStream(texts, events, headers, comment_seconds=comment_seconds)
 
 
 def _log(error: Exception) -> None:

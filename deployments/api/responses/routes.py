@@ -62,7 +62,8 @@ def add_response_routes(app: FastAPI, models: ServedModels, store: ResponseStore
             check_include(request.query_params.getlist(name))
         after = _number(request, "starting_after", -1, 0)
         if _choice(request, "stream", ("false", "true")) == "true":
-            return event_stream(store.follow(state, after + 1))
+            seconds = models.first.replies.comment_seconds
+            return event_stream(store.follow(state, after + 1), comment_seconds=seconds)
         return reply(state)
 
     @app.delete("/v1/responses/{response_id}")

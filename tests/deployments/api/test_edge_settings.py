@@ -110,6 +110,52 @@ async def test_requests_in_the_log(
     assert "prompt: 'hell', prompt_token_ids: [" in second and "world" not in second
 
 
+async def test_answers_in_the_log(service: OpenAIService, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole, however they are sent; and not the prompt, even where the answer echoes it."""
+    service.request_log = RequestLog(6, service.tokenizer.decode, outputs=True)
+    asked = {"prompt": "hello world", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    async with client(service) as http:
+        reply = await http.post("/v1/completions", json=asked | {"return_token_ids": True})
+        (choice,) = reply.json()["choices"]
+        for more in ({}, {"stream": True}, {"echo": True}):
+            caplog.clear()
+            with caplog.at_level(logging.DEBUG, "rayfin.requests"):
+                await http.post("/v1/completions", json=asked | more)
+            line, details = (own for own in caplog.messages if own.startswith("Answer"))
+            assert line.startswith("Answered request cmpl-")
+            assert line.endswith(f": output: {choice['text'][:6]!r}, finish_reason: length")
+            assert details.endswith(f"output_token_ids: {choice['token_ids'][:6]}")
+
+
+async def test_thoughts_and_calls_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log = RequestLog(None, lambda ids, skip: "", outputs=True)
+    with caplog.at_level(logging.INFO, "rayfin.requests"):
+        log.answered("chatcmpl-1", "", "so it is", ['f({"a": 1})'], [1, 2], "tool_calls")
+        RequestLog(None, lambda ids, skip: "").answered("chatcmpl-2", "a", "", [], [1], "stop")
+    (line,) = caplog.messages
+    assert line == (
+        "Answered request chatcmpl-1: reasoning: 'so it is', tool_calls: 'f({\"a\": 1})', "
+        "output: '', finish_reason: tool_calls"
+    )
+
+
+async def test_stack_traces_of_refusals(
+    service: OpenAIService, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a body, of a model that there is not, of an address; with --log-error-stack only."""
+    bodies = [HELLO | {"temperature": "hot"}, HELLO | {"model": "none"}]
+    for wanted in (False, True):
+        caplog.clear()
+        async with client(service, log_error_stack=wanted) as http:
+            with caplog.at_level(logging.WARNING, "rayfin.http"):
+                statuses = [(await http.post(CHAT, json=body)).status_code for body in bodies]
+                statuses.append((await http.get("/nowhere")).status_code)
+        assert statuses == [400, 404, 404]
+        found = [record for record in caplog.records if record.exc_info]
+        assert len(found) == (len(statuses) if wanted else 0)
+        assert [record.args[2] for record in found if record.args] == statuses[: len(found)]
+
+
 async def test_the_tokenizers_settings(service: OpenAIService) -> None:
     async with client(service) as http:
         assert (await http.get("/tokenizer_info")).status_code == 404

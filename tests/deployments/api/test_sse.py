@@ -29,9 +29,8 @@ async def nothing() -> AsyncGenerator[None, None]:
     yield
 
 
-async def test_a_silent_stream_is_commented(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_stream_is_commented() -> None:
     """Before events and between them, as often as it takes; never after the last."""
-    monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
     sent: list[dict[str, Any]] = []
     comments = 0
 
@@ -48,12 +47,37 @@ async def test_a_silent_stream_is_commented(monkeypatch: pytest.MonkeyPatch) -> 
             await asyncio.sleep(0)
         yield "data: 2\n\n"
 
-    await EventStream(events(), nothing())({"type": "http"}, stay, send)
+    stream = EventStream(events(), nothing(), comment_seconds=0.001)
+    await stream({"type": "http"}, stay, send)
     start, *bodies, last = sent
     assert start["type"] == "http.response.start" and not last["more_body"]
     text = b"".join(message["body"] for message in bodies).decode()
     assert text.replace(COMMENT, "") == "data: 1\n\ndata: 2\n\n"
     assert text.startswith(COMMENT) and text.count(COMMENT) >= 5
+
+
+async def test_a_stream_without_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at its late beginning nor while it is silent."""
+    monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
+    bodies: list[bytes] = []
+
+    async def deltas() -> AsyncGenerator[Any, None]:
+        while not bodies:
+            await asyncio.sleep(0)
+        yield None, "data: 1\n\n"
+        await asyncio.sleep(0.01)
+        yield None, "data: 2\n\n"
+
+    async def send(message: Any) -> None:
+        bodies.append(message.get("body", b""))
+
+    source = deltas()
+    first = await first_of(cast(Request, Connected()), source, 0)
+    assert not first.done()
+    events = stream_events(ADAPTER, first, source)
+    stream = EventStream(events, source, first=first, comment_seconds=0)
+    await stream({"type": "http"}, stay, send)
+    assert b"".join(bodies) == b"data: 1\n\ndata: 2\n\n"
 
 
 async def test_a_client_that_leaves_a_silent_stream() -> None:
@@ -99,11 +123,8 @@ class Adapter:
 ADAPTER = cast(GenerationAdapter, Adapter())
 
 
-async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stream_begins_before_its_first_event_if_that_takes_long() -> None:
     """With a comment at once, and a later failure is an event of the stream."""
-    monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
     reported = asyncio.Event()
     bodies: list[bytes] = []
 
@@ -118,10 +139,11 @@ async def test_a_stream_begins_before_its_first_event_if_that_takes_long(
             reported.set()
 
     source = deltas()
-    first = await first_of(cast(Request, Connected()), source)
+    first = await first_of(cast(Request, Connected()), source, 0.001)
     assert not first.done()
     events = stream_events(ADAPTER, first, source)
-    await EventStream(events, source, first=first)({"type": "http"}, stay, send)
+    stream = EventStream(events, source, first=first, comment_seconds=0.001)
+    await stream({"type": "http"}, stay, send)
     start, comment, *rest = bodies
     assert (start, comment) == (b"", COMMENT.encode())
     text = b"".join(rest).decode().replace(COMMENT, "")
@@ -138,9 +160,8 @@ async def test_an_early_refusal_is_raised() -> None:
         await first_of(cast(Request, Connected()), deltas())
 
 
-async def test_a_client_that_leaves_before_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_before_the_first_event() -> None:
     """Its source is closed, although the first item is still awaited."""
-    monkeypatch.setattr(sse, "SSE_COMMENT_SECONDS", 0.001)
     closed = False
 
     async def deltas() -> AsyncGenerator[Any, None]:
@@ -158,7 +179,7 @@ async def test_a_client_that_leaves_before_the_first_event(monkeypatch: pytest.M
         pass
 
     source = deltas()
-    first = await first_of(cast(Request, Connected()), source)
+    first = await first_of(cast(Request, Connected()), source, 0.001)
     events = stream_events(ADAPTER, first, source)
     await EventStream(events, source, first=first)({"type": "http"}, leave, send)
     assert closed and first.done()
