@@ -250,6 +250,7 @@ STALLED_SECONDS = 30.0
 SLOW_READER_SECONDS = 0.5  # a message took longer than this: report the bytes read at once
 LINGER_SECONDS = 2.0
 SSE_COMMENT_SECONDS = 10.0  # proxies close connections that are silent for longer
+HUB_PAUSES = (0.5, 1.5)  # seconds between tries to reach the Hugging Face hub before a start
 START_SHOWN_SECONDS = 0.25  # between two pictures of a start that a terminal shows
 START_TOLD_SECONDS = 5.0  # for an engine that has just started to say its limits
 RETRY_AFTER_SECONDS = 1  # the Retry-After header, if no better value is known

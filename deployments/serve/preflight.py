@@ -1,5 +1,6 @@
 """Checks before anything starts: a bad folder, a model that is not served."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,13 @@ from rayfin.actors.model_files.plain_config import is_known_decoder
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.parallel.rank import group_size
+from rayfin.actors.timing import HUB_PAUSES
 
 if TYPE_CHECKING:  # which imports Ray, and an inline engine needs none
     from rayfin.deployments.serve.model_args import ModelArgs
+
+UNREACHED = {"ConnectError", "ConnectTimeout", "ProxyError"}
+"""Errors of the HTTP libraries of huggingface_hub, which has had several, before any answer."""
 
 
 def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
@@ -25,6 +30,10 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     Raises:
         InvalidConfig, UnsupportedModel: the model cannot be served, and why.
     """
+    require_hub(args)
+    draft = args.draft_model
+    if draft is not None:
+        require_hub(draft)
     from huggingface_hub.utils import logging as hub_logging
 
     from rayfin.deployments.text.tokenizer import Tokenizer
@@ -34,7 +43,6 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
     _check_config(found, read_recipe(found))
     if args.load_format != "dummy":
         require_safetensors(found.model)
-    draft = args.draft_model
     if draft is not None:
         try:
             _check_config(draft)
@@ -84,6 +92,60 @@ def require_files(args: EngineArgs) -> None:
         require_safetensors(str(folder))
 
 
+def on_hub(name: str) -> bool:
+    """Whether a model or tokenizer of that name is none of this machine's folders."""
+    path = Path(model_path(name))
+    return not (path.exists() or path.is_absolute() or name.startswith((".", "~")))
+
+
+def require_hub(args: EngineArgs) -> None:
+    """Whether the Hub can be reached for a name that is neither a folder nor in the Hub's cache.
+
+    huggingface_hub tries for half a minute, and again for each file that is looked for. A Hub
+    that can be reached is left to those tries, however slow it is.
+
+    Raises:
+        InvalidConfig: it cannot be reached.
+    """
+    revisions = {args.model: args.revision}
+    revisions.setdefault(args.tokenizer or args.model, args.tokenizer_hub["revision"])
+    for name, revision in revisions.items():
+        if on_hub(name) and not _cached(name, revision, args.download_dir):
+            _reach(name, revision)
+
+
+def _cached(name: str, revision: str | None, folder: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    files = ("config.json", "tokenizer_config.json", "tokenizer.json")
+    try:
+        return any(
+            try_to_load_from_cache(name, file, cache_dir=folder, revision=revision)
+            for file in files
+        )
+    except ValueError:  # no name of the Hub's; who loads it says so
+        return True
+
+
+def _reach(name: str, revision: str | None) -> None:
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    for pause in (*HUB_PAUSES, None):
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+        except Exception as error:  # of whatever kind: who loads the model says what is wrong
+            if not UNREACHED & {kind.__name__ for kind in type(error).__mro__}:
+                return
+            if pause is None:
+                raise InvalidConfig(
+                    f"{name!r} is no folder, and {constants.ENDPOINT} cannot be reached: {error}",
+                    "model",
+                ) from None
+            time.sleep(pause)
+        else:
+            return
+
+
 class InBackground:
     """Runs ``check`` in a thread, beside what else has to start."""
 
@@ -92,6 +154,11 @@ class InBackground:
         self._error: Exception | None = None
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
 
     def result(self) -> None:
         """Waits for it.

@@ -32,7 +32,14 @@ from rayfin.deployments.serve.preflight import (
     require_room,
 )
 from rayfin.deployments.serve.server_args import ServerArgs
-from rayfin.deployments.serve.startup import StartUp, engine_info, loading, progress, summary
+from rayfin.deployments.serve.startup import (
+    StartUp,
+    engine_info,
+    loading,
+    progress,
+    sought,
+    summary,
+)
 
 OBJECT_STORE_BYTES = (
     256 * 1024**2
@@ -138,7 +145,7 @@ def _serve(
         stop.install()
         if name in ray_serve.status().applications:
             raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
-        checks.result()
+        _await(checks, models, start_up)
         try:
             what = loading(models)
             with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
@@ -150,6 +157,17 @@ def _serve(
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
         finally:
             ray_serve.delete(name)
+
+
+def _await(checks: InBackground, models: Sequence[ModelArgs], start_up: StartUp) -> None:
+    """Waits for the checks, and says what for where that may take long."""
+    what = sought(models)
+    if not what or checks.done:
+        checks.result()
+        return
+    with start_up.stage(f"Looking for {what}", announced=True) as done:
+        checks.result()
+        done(f"Found {what}")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from rayfin.actors.timing import START_SHOWN_SECONDS, START_TOLD_SECONDS
 from rayfin.deployments.client.engine_names import find_engine
 from rayfin.deployments.edge.door import Door
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.preflight import located
+from rayfin.deployments.serve.preflight import located, on_hub
 
 SHOWN = 12  # columns of a name in the summary
 
@@ -103,6 +103,16 @@ def _refresh(
         status.update(
             f"{_escaped(' · '.join(filter(None, [doing, known])))} [dim]{seconds:.0f} s[/]"
         )
+
+
+def sought(models: Sequence[ModelArgs]) -> str:
+    """The models that are no folders, and where they are looked for; empty if there are none."""
+    names = [own.engine.model for own in models if on_hub(own.engine.model)]
+    if not names:
+        return ""
+    from huggingface_hub import constants
+
+    return f"{', '.join(names)} at {constants.ENDPOINT}"
 
 
 def loading(models: Sequence[ModelArgs]) -> str:

@@ -1,18 +1,23 @@
 """Bad models are refused before anything starts."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from httpx import ConnectError, ConnectTimeout, ReadTimeout
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, UnsupportedModel
+from rayfin.actors.timing import HUB_PAUSES
+from rayfin.deployments.serve import preflight
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import (
     InBackground,
@@ -135,8 +140,78 @@ def test_what_files_say_is_said_at_once(folder: Path) -> None:
         require_files(EngineArgs(model=str(folder)))
 
 
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Of tries to reach the Hub, which are not waited for."""
+    found: list[float] = []
+    monkeypatch.setattr(preflight.time, "sleep", found.append)
+    return found
+
+
+def tries(monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> None:
+    """What comes of the tries to reach the Hub."""
+    left = list(ends)
+
+    def ask(url: str) -> None:
+        assert url.endswith("/org/none/resolve/main/config.json")
+        if (end := left.pop(0)) is not None:
+            raise end
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
+
+
+def test_a_hub_that_cannot_be_reached(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told within seconds, by an error of the library's own."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        with pytest.raises(InvalidConfig, match=f"'org/none' is no folder, and {endpoint}") as got:
+            check_model(EngineArgs(model="org/none"))
+    assert got.value.param == "model" and "cannot be reached" in str(got.value)
+    assert pauses == list(HUB_PAUSES) and sum(pauses) < 5
+
+
+def test_a_hub_that_is_reached_in_the_end(
+    pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries(monkeypatch, ConnectTimeout("slow"), ConnectError("refused"), None)
+    preflight.require_hub(EngineArgs(model="org/none"))
+    assert pauses == list(HUB_PAUSES)
+
+
+@pytest.mark.parametrize("error", [ReadTimeout("slow"), OSError("404"), ValueError("a proxy")])
+def test_whatever_else_is_left_to_the_load(
+    error: Exception, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow answer is one, and errors of other kinds have better words there."""
+    tries(monkeypatch, error)
+    preflight.require_hub(EngineArgs(model="org/none"))
+    assert not pauses
+
+
+def test_what_is_here_needs_no_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders, names that are none, and what the Hub's cache holds."""
+    tries(monkeypatch)  # the first one would fail
+    cache = folder / "cache"
+    held = cache / "models--org--none" / "snapshots" / "abc"
+    held.mkdir(parents=True)
+    (held / "config.json").write_text("{}")
+    refs = cache / "models--org--none" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    for name in ("demo", str(folder), "./none", "/none", "a b", "org/none"):
+        args = EngineArgs(model=name, download_dir=str(cache))
+        preflight.require_hub(args)
+    tries(monkeypatch, None)
+    preflight.require_hub(EngineArgs(model=str(folder), tokenizer="org/none"))
+
+
 def test_checks_in_the_background_say_what_they_find() -> None:
-    InBackground(lambda: None).result()
+    well = InBackground(lambda: None)
+    well.result()
+    assert well.done
 
     def fails() -> None:
         raise InvalidConfig("planted", "model")

@@ -13,8 +13,9 @@ from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.edge.door import PLAIN
 from rayfin.deployments.serve.model_args import ModelArgs
+from rayfin.deployments.serve.preflight import InBackground
 from rayfin.deployments.serve.server_args import ServerArgs
-from rayfin.deployments.serve.serving import _reason
+from rayfin.deployments.serve.serving import _await, _reason
 from rayfin.deployments.serve.startup import StartUp, loading, readable, summary
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -123,6 +124,28 @@ def test_a_terminal_sees_the_stage_that_runs(monkeypatch: pytest.MonkeyPatch) ->
         screen.wait_for("Loading [x] · 1 of 2 parts ready")
         done("Loaded [x]")
     assert "✓ Loaded [x]" in screen.plain()
+
+
+def test_what_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plain output says at once what may take long; of folders it says nothing."""
+
+    class Slow(InBackground):
+        """Not done until it is waited for."""
+
+        done = False
+
+    models = [
+        ModelArgs(ServerArgs(), EngineArgs(model=name)) for name in ("demo", "org/x", "org/y")
+    ]
+    _await(Slow(lambda: None), models, StartUp())
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "Looking for org/x, org/y at https://huggingface.co ..."
+    assert second.startswith("Found org/x, org/y at https://huggingface.co (")
+    _await(Slow(lambda: None), models[:1], StartUp())
+    done = InBackground(lambda: None)
+    done.result()
+    _await(done, models, StartUp())
+    assert not capsys.readouterr().out
 
 
 def test_what_is_loaded() -> None:
