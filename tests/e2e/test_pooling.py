@@ -134,7 +134,7 @@ def ingress_pid() -> int:
     named = ray.util.list_named_actors(all_namespaces=True)
     prefix = f"SERVE_REPLICA::{NAME}#ingress#"
     (name,) = (each["name"] for each in named if each["name"].startswith(prefix))
-    actor = ray.get_actor(name, namespace="serve")
+    actor: Any = ray.get_actor(name, namespace="serve")
     pid: int = ray.get(actor.__ray_call__.remote(own))
     return pid
 
