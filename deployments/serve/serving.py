@@ -29,6 +29,7 @@ from rayfin.deployments.serve.preflight import (
     InBackground,
     check_model,
     require_files,
+    require_hub,
     require_room,
 )
 from rayfin.deployments.serve.server_args import ServerArgs
@@ -105,6 +106,10 @@ def serve(
         check_middleware(server.middleware or ())
         for model in models:
             require_files(model.engine)
+        if what := sought(models):
+            with StartUp().stage(f"Looking for {what}"):
+                for model in models:
+                    require_hub(model.engine)
         # It imports torch and transformers, which takes as long as a Ray takes to start.
         checks = InBackground(lambda: _check(models))
         door.tell_proxies()
