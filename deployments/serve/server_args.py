@@ -275,10 +275,6 @@ class ServerArgs:
         for name in ("max_body_bytes", "max_grammar_bytes", *limits):
             if (value := getattr(self, name)) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, got {value}", name)
-        if self.enable_log_outputs and not self.enable_log_requests:
-            raise InvalidConfig(
-                "enable_log_outputs needs enable_log_requests", "enable_log_outputs"
-            )
         if self.tenant_token_rate is not None and self.tenant_token_rate < 1:
             raise InvalidConfig(
                 f"tenant_token_rate must be at least 1, got {self.tenant_token_rate}",
@@ -326,6 +322,10 @@ class ServerArgs:
             raise InvalidConfig(f"there is no folder {self.lora_dir}", "lora_dir")
 
     def _check_edge(self) -> None:
+        if self.enable_log_outputs and not self.enable_log_requests:
+            raise InvalidConfig(
+                "enable_log_outputs needs enable_log_requests", "enable_log_outputs"
+            )
         self.media_settings()
         root, longest = self.root_path, self.max_log_len
         if root and (not root.startswith("/") or root.endswith("/")):
