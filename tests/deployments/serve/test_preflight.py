@@ -161,7 +161,7 @@ def tries(monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> None:
 
 
 def test_a_hub_that_cannot_be_reached(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told within seconds, by an error of the library's own."""
+    """The error is the HTTP library's, and the pauses are short."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
