@@ -70,9 +70,10 @@ MAX_DRAFT_PAUSE_SECONDS = 160.0
 PREPARE_SECONDS = 10.0
 LOBBY_TICK_SECONDS = 0.05
 
-# One compiles while the processor is idle. If it has not ended by then, it begins again with a
-# share of the processor.
-COMPILE_STARVED_SECONDS = 1.0
+# One that takes longer than the first compiles while the processor is idle. If it has not ended by
+# the second, it begins again with a share of the processor.
+COMPILE_SHORT_SECONDS = 0.02
+COMPILE_STARVED_SECONDS = 0.5
 
 # The content of an adapter on its way from the actor that holds it to a runner.
 # Where that actor is missing, a runner asks again after the pause.
@@ -269,7 +270,7 @@ INLINE_TEMPLATE_SECONDS = 0.1
 
 GRAMMAR_CHECK_SECONDS = 2.0
 GRAMMAR_CHECK_CPU_SECONDS = 0.25
-GRAMMAR_IDLE_SECONDS = 1.0
+GRAMMAR_IDLE_SECONDS = 0.5
 GRAMMAR_STARVED_SECONDS = 8.0
 GRAMMAR_CPU_LIMIT_SECONDS = 3
 GRAMMAR_MASK_SECONDS = 0.25  # processor time of one mask

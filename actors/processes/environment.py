@@ -22,17 +22,17 @@ def lower_priority() -> None:
         logger.debug("this process keeps its priority: %s", error)
 
 
-def only_when_idle() -> None:
-    """Has this thread compute where no other thread wants the processor (Linux).
+def only_when_idle(thread: int = 0) -> None:
+    """Has a thread, or this one, compute where no other thread wants the processor (Linux).
 
     One that wakes takes the processor from it at once. A thread of high niceness keeps it for its
     slice, some milliseconds, and each forward of a model wakes threads hundreds of times.
     """
     if sys.platform == "linux":
         try:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
         except OSError as error:
-            logger.debug("this thread keeps its priority: %s", error)
+            logger.debug("a thread keeps its priority: %s", error)
 
 
 # The environment of the processes of a Ray that Rayfin starts. On other clusters the operator sets

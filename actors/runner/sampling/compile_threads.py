@@ -1,7 +1,8 @@
 """Threads that compile grammars, beside steps or within one.
 
-Compilation recurses deeply and holds no GIL. Beside steps it has the time that others leave: on a
-CPU the model's own threads want every core, and wait for each other at the end of each product.
+Compilation recurses deeply and holds no GIL. Beside steps a long one has the time that others
+leave: on a CPU the model's own threads want every core, and wait for each other at the end of each
+product.
 """
 
 import logging
@@ -12,14 +13,14 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from rayfin.actors.processes.environment import only_when_idle
-from rayfin.actors.timing import COMPILE_STARVED_SECONDS
+from rayfin.actors.timing import COMPILE_SHORT_SECONDS, COMPILE_STARVED_SECONDS
 
 logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
 STACK_BYTES = 64 << 20  # grammars nest; the process that checks them has a smaller stack
-NICE = 10  # of a thread that goes on where another has got no time
+NICE = 5  # of a thread that no step waits for
 
 _starting = threading.Lock()  # the size of a stack is a setting of the whole process
 
@@ -50,6 +51,12 @@ class CompileThread(Generic[Made]):
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
+    def wait_idly(self, seconds: float) -> bool:
+        """As ``wait``; from now on the thread computes while the processor is idle."""
+        if self._thread.native_id is not None:
+            only_when_idle(self._thread.native_id)
+        return self.wait(seconds)
+
     def result(self) -> Made:
         """Waits for its end.
 
@@ -70,7 +77,7 @@ class CompileThread(Generic[Made]):
 
 
 class IdleCompiler(Generic[Made]):
-    """Compiles while the processor is idle, one grammar after the other.
+    """Compiles one grammar after the other; long ones while the processor is idle.
 
     On a machine that is never idle another thread begins the work again after
     ``COMPILE_STARVED_SECONDS``. So a compilation is done within a bounded time, and takes a share
@@ -90,10 +97,12 @@ class IdleCompiler(Generic[Made]):
         with self._turn:
             if self._starved is None or self._starved.wait(COMPILE_STARVED_SECONDS):
                 self._starved = None
-                idle = CompileThread(work, only_when_idle)
-                if idle.wait(COMPILE_STARVED_SECONDS):
-                    return idle.result()
-                self._starved = idle
+                thread = CompileThread(work, _step_back)
+                if thread.wait(COMPILE_SHORT_SECONDS):
+                    return thread.result()
+                if thread.wait_idly(COMPILE_STARVED_SECONDS):
+                    return thread.result()
+                self._starved = thread
             return CompileThread(work, _step_back).result()
 
 

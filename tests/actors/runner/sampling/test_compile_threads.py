@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 
 import pytest
 
@@ -22,32 +23,49 @@ def test_a_compilation_within_a_step_has_the_step_s_priority() -> None:
     assert CompileThread(priority).result() == priority()
 
 
-def test_one_beside_steps_computes_while_the_processor_is_idle() -> None:
+def test_one_beside_steps_steps_back() -> None:
     before = priority()
-    assert IdleCompiler[tuple[int, int]]().compile(priority)[0] == os.SCHED_IDLE
+    found = IdleCompiler[tuple[int, int]]().compile(priority)
+    assert found == (before[0], min(before[1] + module.NICE, 19))
     assert priority() == before
 
 
+def test_a_long_one_computes_while_the_processor_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPILE_STARVED_SECONDS", 60)
+
+    def work() -> int:
+        until = time.monotonic() + 30
+        while priority()[0] != os.SCHED_IDLE and time.monotonic() < until:
+            time.sleep(0.001)
+        return priority()[0]
+
+    assert IdleCompiler[int]().compile(work) == os.SCHED_IDLE
+    assert priority()[0] == os.SCHED_OTHER
+
+
 def test_one_that_gets_no_time_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPILE_SHORT_SECONDS", 0.01)
     monkeypatch.setattr(module, "COMPILE_STARVED_SECONDS", 0.05)
     compiler, free = IdleCompiler[int](), threading.Event()
     tried: list[int] = []
 
     def work() -> int:
-        policy, niceness = priority()
-        tried.append(policy)
-        if policy == os.SCHED_IDLE:
+        tried.append(len(tried))
+        if tried == [0]:
             free.wait(30)
-        return niceness
+            time.sleep(0.02)
+            return -priority()[0]
+        return priority()[0]
 
-    niceness = min(priority()[1] + module.NICE, 19)
-    assert compiler.compile(work) == niceness
-    assert tried == [os.SCHED_IDLE, os.SCHED_OTHER]
-    assert compiler.compile(work) == niceness  # the first thread is still there
-    assert tried[2:] == [os.SCHED_OTHER]
+    assert compiler.compile(work) == os.SCHED_OTHER  # of the second thread
+    assert tried == [0, 1]
+    assert compiler.compile(work) == os.SCHED_OTHER  # the first thread is still there
+    assert tried == [0, 1, 2] and compiler._starved is not None
+    first = compiler._starved
     free.set()
+    assert first.result() == -os.SCHED_IDLE
     compiler.compile(work)
-    assert tried[3:] == [os.SCHED_IDLE]
+    assert compiler._starved is None
 
 
 def test_an_error_is_the_caller_s() -> None:
