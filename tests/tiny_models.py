@@ -166,19 +166,22 @@ _OWN_FIELDS_ONLY = {
 }
 
 
-def tiny_config(architecture: str) -> PretrainedConfig:
+def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
     base = _BASE
     if (kept := _OWN_FIELDS_ONLY.get(architecture)) is not None:
         base = {name: value for name, value in _BASE.items() if name in kept}
     return AutoConfig.for_model(
-        architecture, **{**base, **{**ARCHITECTURES, **OTHERS}[architecture]}
+        architecture, **{**base, **{**ARCHITECTURES, **OTHERS}[architecture], **changes}
     )
 
 
-def make_tiny_model(architecture: str, folder: Path, seed: int = 0) -> PreTrainedModel:
+def make_tiny_model(
+    architecture: str, folder: Path, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """A random fp32 model: saved to ``folder`` as safetensors, returned as transformers runs it."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(architecture), dtype=torch.float32)
+    config = tiny_config(architecture, **changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2 and "norm" not in name:
@@ -195,9 +198,9 @@ def make_tiny_model(architecture: str, folder: Path, seed: int = 0) -> PreTraine
 class TinyModel:
     """A tiny model as transformers runs it: what the paged runner must agree with."""
 
-    def __init__(self, architecture: str, folder: Path, seed: int = 0) -> None:
+    def __init__(self, architecture: str, folder: Path, seed: int = 0, **changes: Any) -> None:
         self.folder = folder
-        self.model = make_tiny_model(architecture, folder, seed)
+        self.model = make_tiny_model(architecture, folder, seed, **changes)
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """What transformers' own ``generate`` says, end of sequence included."""

@@ -22,3 +22,9 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(products, "_tiles", large)
     monkeypatch.setattr(sample, "BLOCK", 512)
+
+
+@pytest.fixture(scope="session")
+def two_layers(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Qwen 3 with two layers, as a TinyModel: the interpreter's time goes by layers as well."""
+    return tiny_models.TinyModel("qwen3", tmp_path_factory.mktemp("qwen3"), num_hidden_layers=2)

@@ -52,12 +52,12 @@ def has_graphs(engine: Any) -> bool:
     return engine.runner._graphs is not None
 
 
-def test_adapters(tiny_model: Make, served: Make, request_of: Make, tmp_path: Path) -> None:
+def test_adapters(two_layers: Any, served: Make, request_of: Make, tmp_path: Path) -> None:
     """They run without graphs: no kernel multiplies by them."""
     pytest.importorskip("peft")
     from peft_adapters import generate, make_adapter, ref_of
 
-    folder = tiny_model("qwen3").folder
+    folder = two_layers.folder
     adapter = make_adapter(folder, tmp_path)
     engine = served(folder, enable_lora=True, **SETTINGS)
     adapted = request_of(1, PROMPT, OUTPUT)
@@ -103,13 +103,12 @@ def test_few_bits(kind: str, family: str, served: Make, request_of: Make, tmp_pa
     assert has_graphs(engine)
 
 
-def test_drafts(tiny_model: Make, served: Make, request_of: Make) -> None:
+def test_drafts(two_layers: Any, served: Make, request_of: Make) -> None:
     """Steps with drafts, here of the model for itself, are launched kernel by kernel."""
-    tiny = tiny_model("qwen3")
-    written = {"model": str(tiny.folder), "num_speculative_tokens": 2, "adaptive": False}
-    engine = served(tiny.folder, speculative_config=json.dumps(written), **SETTINGS)
+    written = {"model": str(two_layers.folder), "num_speculative_tokens": 2, "adaptive": False}
+    engine = served(two_layers.folder, speculative_config=json.dumps(written), **SETTINGS)
     tokens = engine.run(request_of(0, PROMPT, OUTPUT))
-    assert tokens[0] == tiny.greedy(PROMPT, OUTPUT)
+    assert tokens[0] == two_layers.greedy(PROMPT, OUTPUT)
     assert has_graphs(engine) and engine.engine.stats().spec_draft_tokens
 
 

@@ -82,7 +82,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_both(
-    tiny_model: Make,
+    two_layers: Any,
     served: Make,
     request_of: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -108,7 +108,7 @@ def run_both(
             if enforce_eager and not eager:
                 continue
             engine = served(
-                tiny_model("qwen3").folder,
+                two_layers.folder,
                 attention=attention,
                 enforce_eager=enforce_eager,
                 max_lease=4,
@@ -150,11 +150,11 @@ def test_the_tokens_of_an_eager_engine(run_both: Make) -> None:
 
 
 def test_a_restarted_engine_says_the_same(
-    tiny_model: Make, served: Make, request_of: Make, on_triton: None
+    two_layers: Any, served: Make, request_of: Make, on_triton: None
 ) -> None:
     """Its slots are new, though the graphs are not: nothing of the requests before is left."""
     engine = served(
-        tiny_model("qwen3").folder,
+        two_layers.folder,
         attention="triton",
         max_lease=2,
         max_decoding_batch=1,

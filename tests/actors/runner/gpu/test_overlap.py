@@ -44,7 +44,7 @@ def drive(engine: Any, requests: dict[int, Any], abort: tuple[int, int]) -> dict
 
 
 def test_the_tokens_of_an_engine_that_waits(
-    tiny_model: Make, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
+    two_layers: Any, served: Make, request_of: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop token, an abort, a preemption, a late request, and rows that need the host.
 
@@ -88,7 +88,7 @@ def test_the_tokens_of_an_engine_that_waits(
 
     def engine(attention: str) -> Any:
         return served(
-            tiny_model("qwen3").folder,
+            two_layers.folder,
             num_pages=6,
             attention=attention,
             max_decoding_batch=4,
