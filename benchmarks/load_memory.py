@@ -6,21 +6,25 @@
     python benchmarks/load_memory.py --checkpoint gptq
     python benchmarks/load_memory.py --encoder
 
-A Llama (Mixtral with experts, BERT with --encoder) of random weights is loaded in a process of its
-own, as an engine loads it. Anonymous memory is what the process cannot give back; pages of the
-mapped checkpoint are the system's cache, which it takes back whenever it needs them.
+A Llama (Mixtral with experts, BERT with --encoder) of random weights, with layers that are all
+alike, is loaded in a process of its own, as an engine loads it. Anonymous memory is what the
+process cannot give back; pages of the mapped checkpoint are the system's cache, which it takes back
+whenever it needs them.
 """
 
 import argparse
 import gc
 import json
-import subprocess
+import multiprocessing
+import re
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gptq import quantise
 
@@ -30,6 +34,8 @@ INTERVAL = 0.002
 KINDS = {"anonymous": ("RssAnon",), "all": ("RssAnon", "RssFile", "RssShmem")}
 Memory = dict[str, float]
 """MiB by kind."""
+
+T = TypeVar("T")
 
 
 def main() -> int:
@@ -43,18 +49,18 @@ def main() -> int:
     parser.add_argument("--encoder", action="store_true", help="a BERT")
     parser.add_argument("--settings", type=json.loads, default={}, help="EngineArgs, as JSON")
     parser.add_argument("--json", action="store_true", help="print MiB as JSON")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--lines", action="store_true", help="read the options of each load as a line of JSON"
+    )
     options = parser.parse_args()
-    if options.child:
-        print(json.dumps(load(options.child, options.settings)))
+    # What a load imports is no part of what it takes, and each is in a process that is forked.
+    from rayfin.actors.runner import checkpoint, model_runner  # noqa: F401
+
+    if options.lines:
+        for line in sys.stdin:
+            print(json.dumps(measure(parser.parse_args(json.loads(line)))[1]), flush=True)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), options)
-        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-        command = [sys.executable, __file__, "--child", folder]
-        command += ["--settings", json.dumps(options.settings)]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    measured: dict[str, Memory] = json.loads(output.splitlines()[-1])
+    size, measured = measure(options)
     if options.json:
         print(json.dumps(measured))
         return 0
@@ -69,6 +75,38 @@ def main() -> int:
     return 0
 
 
+def measure(options: argparse.Namespace) -> tuple[int, dict[str, Memory]]:
+    """Bytes of the checkpoint; MiB before the load, at its peak and after it."""
+    settings = options.settings | ({"runner": "pooling"} if options.encoder else {})
+    with tempfile.TemporaryDirectory() as folder:
+        apart(write_model, Path(folder), options)
+        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        return size, apart(load, folder, settings)
+
+
+def apart(work: Callable[..., T], *arguments: Any) -> T:
+    """The result of ``work`` in a process of its own, which begins as this one is.
+
+    Raises:
+        EOFError: it has failed; its traceback is on standard error.
+    """
+
+    def run() -> None:
+        with redirect_stdout(sys.stderr):
+            theirs.send(work(*arguments))
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=run)
+    child.start()
+    theirs.close()
+    try:
+        result: T = ours.recv()
+    finally:
+        child.join()
+    return result
+
+
 def write_model(folder: Path, options: argparse.Namespace) -> None:
     """Random weights; heads of 64, a quarter of them for keys and values."""
     import torch
@@ -76,13 +114,14 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
 
     if options.encoder:
         write_encoder(folder, options)
+        repeat_layer(folder, options.layers)
         return
     width = 11 * options.hidden // 4
     sizes: dict[str, Any] = {
         "vocab_size": options.vocabulary,
         "hidden_size": options.hidden,
         "intermediate_size": width // 2 if options.experts else width,
-        "num_hidden_layers": options.layers,
+        "num_hidden_layers": 1,
         "num_attention_heads": options.hidden // 64,
         "num_key_value_heads": max(1, options.hidden // 256),
         "max_position_embeddings": 2048,
@@ -96,6 +135,25 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
         quantise(folder)
     elif options.checkpoint == "fp8":
         write_fp8(folder)
+    repeat_layer(folder, options.layers)
+
+
+def repeat_layer(folder: Path, count: int) -> None:
+    """Makes as many layers of the model's one: to draw the weights of each takes longer."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in list(tensors.items()):
+        before, *parts = re.split(r"(?<=\.layer)(s?\.)0(?=\.)", name, maxsplit=1)
+        for number in range(1, count if parts else 1):
+            tensors[f"{before}{parts[0]}{number}{parts[1]}"] = tensor.clone()
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = count
+    if "layer_types" in config:
+        config["layer_types"] *= count
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_fp8(folder: Path) -> None:
@@ -124,18 +182,16 @@ def write_encoder(folder: Path, options: argparse.Namespace) -> None:
         vocab_size=options.vocabulary,
         hidden_size=options.hidden,
         intermediate_size=4 * options.hidden,
-        num_hidden_layers=options.layers,
+        num_hidden_layers=1,
         num_attention_heads=options.hidden // 64,
     )
     make: Any = AutoModel
     make.from_config(config, dtype=getattr(torch, options.stored)).save_pretrained(folder)
-    options.settings |= {"runner": "pooling"}
 
 
 def load(folder: str, settings: dict[str, Any]) -> dict[str, Memory]:
     """Loads the model as a runner does; MiB before, at the peak and after."""
     from rayfin.actors.config import EngineArgs
-    from rayfin.actors.runner import checkpoint  # noqa: F401  # its imports are no weights
     from rayfin.actors.runner.model_runner import ModelRunner
 
     gc.collect()

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,26 @@ def test_packed_experts_give_up_their_memory(
         assert torch.equal(one.wide(), other)
 
 
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Callable[[list[str]], Any]]:
+    """MiB of a load with the options given, in a process that has imported what it needs."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "load_memory.py"), "--lines"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        asked, printed = process.stdin, process.stdout
+        assert asked is not None and printed is not None
+
+        def ask(options: list[str]) -> Any:
+            asked.write(json.dumps(options) + "\n")
+            asked.flush()
+            line = printed.readline()
+            assert line, "the load has failed"
+            return json.loads(line)
+
+        yield ask
+        asked.close()
+
+
 BAR = 1.2
 """Anonymous memory at the peak of a load, as a share of what stays."""
 
@@ -254,13 +274,12 @@ BAR = 1.2
         ["--layers", "12", "--encoder"],
     ],
 )
-def test_a_load_takes_little_more_than_what_stays(shape: list[str]) -> None:
+def test_a_load_takes_little_more_than_what_stays(
+    shape: list[str], measure: Callable[[list[str]], Any]
+) -> None:
     if try_kernels(1) is None:
         pytest.skip("the CPU kernels are not built")
-    script = ROOT / "benchmarks" / "load_memory.py"
-    command = [sys.executable, str(script), "--json", "--hidden", "768", "--vocabulary", "16000"]
-    output = subprocess.run([*command, *shape], check=True, stdout=subprocess.PIPE, text=True)
-    measured = json.loads(output.stdout.splitlines()[-1])
+    measured = measure(["--hidden", "768", "--vocabulary", "16000", *shape])
     before, peak, after = (measured[when]["anonymous"] for when in ("before", "peak", "after"))
     assert after - before > 80, "MiB: the weights are there"
     assert (peak - before) / (after - before) < BAR, measured
