@@ -134,7 +134,11 @@ def idle(root: int, seconds: float) -> None:
     before = processor_seconds(root)
     time.sleep(seconds)
     after = processor_seconds(root)
-    shares = {key: (spent - before.get(key, 0.0)) / seconds for key, spent in after.items()}
+    # By id alone: Ray renames a process by what it does.
+    then = {pid: spent for (pid, _), spent in before.items()}
+    shares = {
+        (pid, name): (spent - then.get(pid, 0.0)) / seconds for (pid, name), spent in after.items()
+    }
     print("\n| process | share of a core, % | seconds since it began |\n| --- | --- | --- |")
     for (pid, name), share in sorted(shares.items(), key=lambda item: -item[1]):
         print(f"| {name} | {100 * share:.2f} | {after[pid, name]:.1f} |")

@@ -126,6 +126,7 @@ def test_a_runner_imports_no_modelling_code() -> None:
     """
     script = (
         "import sys, rayfin.actors.runner.actor, rayfin.actors.runner.model_runner\n"
+        "assert 'transformers' not in sys.modules\n"
         "from rayfin.actors.config import EngineArgs\n"
         "from rayfin.actors.images.processor import model_reads_images\n"
         "from rayfin.deployments.serve.preflight import check_model, located\n"
@@ -209,6 +210,7 @@ def test_the_text_side_of_a_server_has_no_torch() -> None:
         "from rayfin.deployments.serve.server_args import ServerArgs\n"
         "model = ModelArgs(ServerArgs(), EngineArgs(model='demo'))\n"
         "check_model(model.engine)\n"
+        "assert 'transformers' not in sys.modules\n"
         "prepare_text([model])\n"
         "assert load_text(model).tokenizer.encode('Hello')\n"
         "heavy = {'torch', 'transformers.models.auto.configuration_auto'} & set(sys.modules)\n"

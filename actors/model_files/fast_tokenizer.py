@@ -4,6 +4,7 @@
 the names in two files decide which one it takes, so that class is imported alone.
 """
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def load_fast(tokenizer: str, trust_remote_code: bool = False, **hub: Any) -> An
     """
     from transformers import PreTrainedTokenizerFast
 
-    maker = None if trust_remote_code else chosen_class(tokenizer, **hub)
+    maker = None if trust_remote_code else chosen_class(tokenizer)
     try:
         if maker is None:
             from transformers import AutoTokenizer
@@ -60,17 +61,23 @@ def load_fast(tokenizer: str, trust_remote_code: bool = False, **hub: Any) -> An
     return fast
 
 
-def chosen_class(tokenizer: str, **hub: Any) -> Any | None:
-    """The class of ``AutoTokenizer``'s choice, or None where only that can tell.
+def chosen_class(tokenizer: str) -> Any | None:
+    """The class of ``AutoTokenizer``'s choice, or None where only that can tell."""
+    import transformers
+
+    name = chosen_name(tokenizer)
+    return None if name is None else getattr(transformers, name)
+
+
+def chosen_name(tokenizer: str) -> str | None:
+    """Its name, without an import of transformers.
 
     Only of a folder: a name on the Hub may decide as well.
     """
-    import transformers
-
-    if not transformers.__version__.startswith(TRANSFORMERS) or not Path(tokenizer).is_dir():
+    if not version("transformers").startswith(TRANSFORMERS) or not Path(tokenizer).is_dir():
         return None
-    settings = read_object(tokenizer, "tokenizer_config.json", **hub)
-    config = read_object(tokenizer, "config.json", **hub)
+    settings = read_object(tokenizer, "tokenizer_config.json")
+    config = read_object(tokenizer, "config.json")
     named, kind = settings.get("tokenizer_class"), config.get("model_type")
     if not isinstance(named, str) or not isinstance(kind, str):
         return None
@@ -81,4 +88,4 @@ def chosen_class(tokenizer: str, **hub: Any) -> Any | None:
     taken, kinds = CHOICES.get(named, (None, frozenset()))
     if taken is None or kind not in kinds or not Path(tokenizer, "tokenizer.json").is_file():
         return None
-    return getattr(transformers, taken)
+    return taken

@@ -44,6 +44,14 @@ ENVIRONMENT = {
     # malloc keeps megabytes for each arena in which a thread has been, 8 a core, and Ray's
     # processes have dozens of threads: without this they still grew after half an hour.
     "MALLOC_ARENA_MAX": "2",
+    # What an idle server costs. Each process would send what its calls did every second, for
+    # `ray list tasks`; each of Serve's would count its requests ten times a second; an agent would
+    # measure all processes, for a dashboard that is not there; and log files would be looked for
+    # twice a second.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+    "REPORTER_UPDATE_INTERVAL_MS": "30000",
+    "LOG_NAME_UPDATE_INTERVAL_S": "2",
 }
 
 

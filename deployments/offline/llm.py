@@ -118,7 +118,7 @@ class LLM:
             os.environ["HF_TOKEN"] = hf_token
         check_parsers(tool_call_parser, reasoning_parser)
         args = EngineArgs.from_dict({"model": model, **UNLIMITED, **settings})
-        check_model(args, tokenizer=not skip_tokenizer_init)
+        check_model(args, tokenizer=False)  # it is loaded below
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(

@@ -7,9 +7,11 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+import tokenizers
+
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
-from rayfin.actors.model_files.fast_tokenizer import chosen_class
+from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
 from rayfin.actors.model_files.files import require_safetensors
 from rayfin.actors.model_files.plain_config import is_known_decoder
 from rayfin.actors.pooling.folder import read_recipe
@@ -36,8 +38,6 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
         require_hub(draft)
     from huggingface_hub.utils import logging as hub_logging
 
-    from rayfin.deployments.text.tokenizer import Tokenizer
-
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # one clear line at the end, not one for each retry
     found = located(args)
     _check_config(found, read_recipe(found))
@@ -60,7 +60,7 @@ def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
         read = read_eagle if speculation.method == "eagle" else read_settings
         read(find_head(str(speculation.model), args))
     if tokenizer:
-        Tokenizer.load(tokenizer_path(args), args.trust_remote_code, **args.tokenizer_hub)
+        _check_tokenizer(args)
 
 
 def _check_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> None:
@@ -71,10 +71,25 @@ def _check_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> None
         load_config(args, recipe)
 
 
+def _check_tokenizer(args: EngineArgs) -> None:
+    path = tokenizer_path(args)
+    if args.trust_remote_code or chosen_name(path) is None:
+        # Here, for it imports transformers.
+        from rayfin.deployments.text.tokenizer import Tokenizer
+
+        Tokenizer.load(path, args.trust_remote_code, **args.tokenizer_hub)
+        return
+    try:
+        tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
+    except Exception as error:  # the package raises no narrower one
+        reason = str(error).partition("\n")[0]
+        raise InvalidConfig(f"Cannot load a tokenizer from {path}: {reason}") from error
+
+
 def needs_auto_classes(args: EngineArgs) -> bool:
     """Whether an ingress of the model imports transformers' auto classes, and with them torch."""
     known = is_known_decoder(located(args))
-    return not known or chosen_class(tokenizer_path(args), **args.tokenizer_hub) is None
+    return not known or chosen_class(tokenizer_path(args)) is None
 
 
 def require_files(args: EngineArgs) -> None:

@@ -8,11 +8,11 @@ nothing and compares nothing; it gives the same bits.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 
 from rayfin.actors.code_version import code_version
@@ -75,7 +75,7 @@ class DecoderCache:
         depends = {
             "kernels": kernels,
             "code": code_version(),
-            "libraries": [torch.__version__, transformers.__version__],
+            "libraries": [torch.__version__, version("transformers")],
             "settings": [str(getattr(args, name)) for name in DECIDE_WEIGHTS],
             "config": {**config, "_name_or_path": None},
         }
