@@ -5,11 +5,13 @@ not know the instruction set (AMX needs GCC 11 or Clang 12). The libraries are p
 libraries for ctypes and do not use Python's C interface.
 
 RAYFIN_BUILD_ISAS=native builds those only that this machine can run best, in less time.
+RAYFIN_BUILD_KERNELS=FOLDER takes libraries of these sources from the folder, and builds the others.
 """
 
 import copy
 import hashlib
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -62,10 +64,23 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def built_before(name: str) -> Path | None:
+    """The library of that file name in RAYFIN_BUILD_KERNELS, if it is of these sources."""
+    folder = os.environ.get("RAYFIN_BUILD_KERNELS")
+    path = Path(folder or ".", name)
+    current = folder and path.is_file() and source_hash().encode() in path.read_bytes()
+    return path if current else None
+
+
 class BuildExt(build_ext):
     """Gives each extension its own folder for objects: all are built from the same sources."""
 
     def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        if (path := built_before(target.name)) is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            return
         builder = copy.copy(self)
         builder.build_temp = str(Path(self.build_temp, ext.name))
         build_ext.build_extension(builder, ext)

@@ -1,10 +1,11 @@
 """Builds the wheel: the package with compiled kernels, for machines without a compiler.
 
-    python tools/wheel.py [--into dist] [--machine aarch64]      # make wheel
+    python tools/wheel.py [--into dist] [--machine aarch64] [--kernels FOLDER]      # make wheel
 
 The wheel must have the kernels of all instruction sets; auditwheel finds the oldest Linux that
 it runs on and names it in the file's name. For another machine than this one a cross compiler
-builds the kernels, which need nothing of that machine's Python.
+builds the kernels, which need nothing of that machine's Python. ``--kernels kernels/cpu`` takes
+those that are compiled there, where they are of the same sources.
 """
 
 import argparse
@@ -52,13 +53,15 @@ def other_machine(machine: str) -> dict[str, str]:
     }
 
 
-def build(into: Path, machine: str) -> Path:
+def build(into: Path, machine: str, kernels: Path | None = None) -> Path:
     """Builds the wheel of a copy of the repository: a build leaves files that the next one takes.
 
     Raises:
         IncompleteWheel: a compiler is missing, or does not know an instruction set.
     """
     environment = {**os.environ, "RAYFIN_BUILD_ISAS": "all", **other_machine(machine)}
+    if kernels is not None:
+        environment["RAYFIN_BUILD_KERNELS"] = str(kernels.resolve())
     with tempfile.TemporaryDirectory() as name:
         source = Path(name, "source")
         shutil.copytree(ROOT, source, symlinks=True, ignore=NOT_COPIED)
@@ -95,11 +98,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, default=ROOT / "dist")
     parser.add_argument("--machine", default=platform.machine(), help="x86_64 or aarch64")
+    parser.add_argument("--kernels", type=Path, help="folder of kernels that are compiled already")
     args = parser.parse_args()
     args.into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         try:
-            wheel = audit(build(Path(name), args.machine), Path(name))
+            wheel = audit(build(Path(name), args.machine, args.kernels), Path(name))
         except IncompleteWheel as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
