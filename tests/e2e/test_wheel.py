@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("auditwheel")
     into = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
-        # Kernels of this checkout, where they are of its sources: to compile them takes minutes, and
+        # Kernels of this checkout, where they are of its sources: to compile them takes minutes.
         # test_wheel_aarch64.py compiles others.
         [sys.executable, "tools/wheel.py", "--into", str(into), "--kernels", "kernels/cpu"],
         cwd=ROOT,
