@@ -207,7 +207,7 @@ def load(
     from rayfin.actors.runner.checkpoint import load_checkpoint
 
     loaded = load_checkpoint(args, config, device, place, recipe, fetch)
-    if cache is None:
+    if cache is None or not cache.follows(args):
         return loaded
     stored = StoredConfig.of(config, max_position(config))
     return _keep(cache, loaded, stored)

@@ -5,6 +5,7 @@ follows from. So a start that finds it reads no checkpoint, makes no transformer
 nothing and compares nothing; it gives the same bits.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 DECIDE_WEIGHTS = ("dtype", "quantization", "activations", "attention", "language_model_only")
 """The settings that decide what a decoder is made of, beside the model's files and its config."""
 
+SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The files that transformers reads weights from: one of them, with those that an index names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -43,8 +47,8 @@ class Facts:
 class DecoderCache:
     """The place of one decoder among packed weights."""
 
-    def __init__(self, weights: WeightsCache, key: str) -> None:
-        self._weights, self._key = weights, key
+    def __init__(self, weights: WeightsCache, key: str, folder: Path) -> None:
+        self._weights, self._key, self._folder = weights, key, folder
 
     @classmethod
     def of(
@@ -66,7 +70,8 @@ class DecoderCache:
         why, kernels, folder = _why_not(args, device, images=images), layout(), _folder(args)
         if why is None and kernels is None:
             why = "without compiled kernels none are packed"
-        if why is not None or folder is None:
+        files = None if folder is None else _files(folder)
+        if why is not None or folder is None or files is None:
             logger.info("no weights are cached: %s", why or f"{args.model} is not on this disk yet")
             return None
         weights = WeightsCache(
@@ -80,7 +85,7 @@ class DecoderCache:
             "config": {**config, "_name_or_path": None},
         }
         try:
-            return cls(weights, weights.key(_files(folder), depends))
+            return cls(weights, weights.key(files, depends), folder)
         except OSError as error:
             logger.warning("no weights are cached: %s", error)
             return None
@@ -95,6 +100,13 @@ class DecoderCache:
     def holds(self) -> bool:
         """Whether the decoder is there; ``find`` may still see that its file is broken."""
         return self._weights.holds(self._key)
+
+    def follows(self, args: EngineArgs) -> bool:
+        """Whether the model's name still leads to the files that this place was named after.
+
+        A load asks the Hub again, and gets what has been pushed there since.
+        """
+        return _folder(args) == self._folder
 
     def keep(self, model: Any, kernels: CpuKernels, facts: Facts, positions: int | None) -> Any:
         """Keeps a decoder of ``positions``, and gives it over the file, which processes share.
@@ -156,6 +168,21 @@ def _folder(args: EngineArgs) -> Path | None:
     return Path(found)
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files of a checkpoint's weights."""
-    return [path for end in ("*.safetensors", "*.index.json") for path in folder.glob(end)]
+def _files(folder: Path) -> list[Path] | None:
+    """The files of a checkpoint's weights; None unless all that transformers reads are there.
+
+    The Hub's cache has a folder as soon as it has one file of a model. What is named after a part
+    of the files would be taken for any other model with the same part.
+    """
+    found = {path for end in ("*.safetensors", "*.index.json") for path in folder.glob(end)}
+    index = folder / SAFE_WEIGHTS_INDEX
+    if index in found:
+        try:
+            found |= {
+                folder / str(name) for name in json.loads(index.read_text())["weight_map"].values()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    elif folder / SAFE_WEIGHTS not in found:
+        return None
+    return sorted(found) if all(path.is_file() for path in found) else None

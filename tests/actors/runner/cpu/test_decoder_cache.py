@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rayfin.actors.runner import checkpoint
+from rayfin.actors.runner.cpu.decoder_cache import DecoderCache
 from rayfin.actors.runner.cpu.weights_cache import SUFFIX
 from rayfin.kernels.cpu.kernels import try_kernels
 
@@ -140,6 +141,58 @@ def test_what_is_not_cached_says_so(
     served(tiny_model(family).folder, weights_cache=str(tmp_path / "cache"), **settings)
     assert f"no weights are cached: {why}" in caplog.text
     assert not list(tmp_path.glob(f"cache/*{SUFFIX}"))
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """The folder of "org/tiny" in a Hub's cache, which has no more than its configuration yet."""
+    model = tmp_path / "hub" / "models--org--tiny"
+    folder = model / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    return folder
+
+
+INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"model.safetensors": "a"},
+        {
+            "model-1.safetensors": "a",
+            "model.safetensors.index.json": INDEX,
+            "model-2.safetensors": "b",
+        },
+    ],
+)
+def test_weights_of_a_name_that_are_not_all_here_have_no_place(
+    files: dict[str, str], snapshot: Path, engine_args: Make, tmp_path: Path
+) -> None:
+    """Another fine-tune of the same shape would be given them."""
+    settings = {"weights_cache": str(tmp_path / "cache"), "download_dir": str(tmp_path / "hub")}
+    args = engine_args("org/tiny", **settings)
+    places = [DecoderCache.of(args, torch.device("cpu"), {})]
+    for name, text in files.items():
+        (snapshot / name).write_text(text)
+        places.append(DecoderCache.of(args, torch.device("cpu"), {}))
+    assert [place is None for place in places] == [True] * len(files) + [False]
+
+
+def test_a_name_that_leads_elsewhere_by_now_keeps_nothing(
+    snapshot: Path, engine_args: Make, tmp_path: Path
+) -> None:
+    settings = {"weights_cache": str(tmp_path / "cache"), "download_dir": str(tmp_path / "hub")}
+    args = engine_args("org/tiny", **settings)
+    (snapshot / "model.safetensors").write_text("a")
+    place = DecoderCache.of(args, torch.device("cpu"), {})
+    assert place is not None and place.follows(args)
+    shutil.copytree(snapshot, snapshot.parent / "def")
+    (snapshot.parents[1] / "refs" / "main").write_text("def")
+    assert not place.follows(args)
 
 
 def test_what_decides_tokens_is_the_same_with_and_without(engine_args: Make) -> None:
