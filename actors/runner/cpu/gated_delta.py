@@ -218,7 +218,7 @@ def _parts(layer: RowByRow, kernels: CpuKernels, own: RecurrentKernels) -> Delta
     linears = [children[name] for name in (*names, last[0])]
     if any(type(linear) is not nn.Linear or linear.bias is not None for linear in linears):
         return None
-    sizes = [getattr(module, name, None) for name in SIZES]
+    sizes: list[Any] = [getattr(module, name, None) for name in SIZES]
     activation = ACTIVATIONS.get(getattr(module, "activation", ""))
     norm = packed_norm(children[last[1]], kernels)
     plain = set(dict(module.named_parameters(recurse=False))) == {"A_log", "dt_bias"}
