@@ -22,8 +22,10 @@ def lower_priority() -> None:
         logger.debug("this process keeps its priority: %s", error)
 
 
-def only_when_idle(thread: int = 0) -> None:
+def only_when_idle(thread: int = 0) -> bool:
     """Has a thread, or this one, compute where no other thread wants the processor (Linux).
+
+    False: the system has no such priority, or denies it.
 
     One that wakes takes the processor from it at once. A thread of high niceness keeps it for its
     slice, some milliseconds, and each forward of a model wakes threads hundreds of times.
@@ -31,8 +33,10 @@ def only_when_idle(thread: int = 0) -> None:
     if sys.platform == "linux":
         try:
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+            return True
         except OSError as error:
             logger.debug("a thread keeps its priority: %s", error)
+    return False
 
 
 # The environment of the processes of a Ray that Rayfin starts. On other clusters the operator sets

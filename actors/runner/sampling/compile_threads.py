@@ -6,14 +6,20 @@ product.
 """
 
 import logging
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from rayfin.actors.processes.environment import only_when_idle
-from rayfin.actors.timing import COMPILE_SHORT_SECONDS, COMPILE_STARVED_SECONDS
+from rayfin.actors.timing import (
+    COMPILE_FULL_SECONDS,
+    COMPILE_SHORT_SECONDS,
+    COMPILE_STARVED_SECONDS,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +27,7 @@ Made = TypeVar("Made")
 
 STACK_BYTES = 64 << 20  # grammars nest; the process that checks them has a smaller stack
 NICE = 5  # of a thread that no step waits for
+SHARE = 0.2  # of a core: the longest grammar that a check allows ends within PREPARE_SECONDS
 
 _starting = threading.Lock()  # the size of a stack is a setting of the whole process
 
@@ -37,6 +44,7 @@ class CompileThread(Generic[Made]):
         self._first = first
         self._results: list[Made] = []
         self._error: BaseException | None = None
+        self._clock: int | None = None  # of its processor time
         with _starting:
             before = threading.stack_size(STACK_BYTES)
             try:
@@ -51,11 +59,18 @@ class CompileThread(Generic[Made]):
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def wait_idly(self, seconds: float) -> bool:
-        """As ``wait``; from now on the thread computes while the processor is idle."""
-        if self._thread.native_id is not None:
-            only_when_idle(self._thread.native_id)
-        return self.wait(seconds)
+    def only_when_idle(self) -> bool:
+        """The thread computes while the processor is idle from now on; False: it cannot."""
+        return self._thread.native_id is not None and only_when_idle(self._thread.native_id)
+
+    def processor_seconds(self) -> float:
+        """What it has had so far; at its end that, or infinite."""
+        if self._clock is None:
+            return 0.0  # it has not come to its first line
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:
+            return math.inf
 
     def result(self) -> Made:
         """Waits for its end.
@@ -70,6 +85,8 @@ class CompileThread(Generic[Made]):
 
     def _run(self) -> None:
         try:
+            if sys.platform == "linux":  # here: of a thread that has ended it is undefined
+                self._clock = time.pthread_getcpuclockid(threading.get_ident())
             self._first()
             self._results.append(self._work())
         except BaseException as error:
@@ -77,16 +94,17 @@ class CompileThread(Generic[Made]):
 
 
 class IdleCompiler(Generic[Made]):
-    """Compiles one grammar after the other; long ones while the processor is idle.
+    """Compiles grammars; long ones while the processor is idle.
 
-    On a machine that is never idle another thread begins the work again after
-    ``COMPILE_STARVED_SECONDS``. So a compilation is done within a bounded time, and takes a share
-    of the processor from steps once in so many seconds at most.
+    One that is short has a share of the processor. A long one that gets less than ``SHARE`` of the
+    time begins again in another thread with a share. The first thread is left to end, and while it
+    lives, for ``COMPILE_FULL_SECONDS`` at most, long ones keep their share: the machine is full,
+    and few threads are left behind. So each compilation is done within a bounded time.
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._starved: CompileThread[Made] | None = None  # another thread has done its work
+        self._left: CompileThread[Made] | None = None  # another thread has done its work
+        self._full_until = 0.0
 
     def compile(self, work: Callable[[], Made]) -> Made:
         """Returns what ``work`` makes.
@@ -94,16 +112,27 @@ class IdleCompiler(Generic[Made]):
         Raises:
             RuntimeError: it has raised.
         """
-        with self._turn:
-            if self._starved is None or self._starved.wait(COMPILE_STARVED_SECONDS):
-                self._starved = None
-                thread = CompileThread(work, _step_back)
-                if thread.wait(COMPILE_SHORT_SECONDS):
-                    return thread.result()
-                if thread.wait_idly(COMPILE_STARVED_SECONDS):
-                    return thread.result()
-                self._starved = thread
-            return CompileThread(work, _step_back).result()
+        thread = CompileThread(work, _step_back)
+        if thread.wait(COMPILE_SHORT_SECONDS) or self._is_full():
+            return thread.result()
+        # It may hold a lock that a step needs: an arena of malloc, or the memory map. Nice 19
+        # gives it time sooner, but such a thread keeps the processor for its slice of milliseconds
+        # while the threads of a kernel wait for each other. SCHED_IDLE has a share too, of 3 in
+        # 1,024: Linux's sched-design-CFS.rst gives this very reason. No thread takes it back
+        # without privileges, so that few may be left with it.
+        before, began = thread.processor_seconds(), time.monotonic()
+        if thread.only_when_idle():
+            while not thread.wait(COMPILE_STARVED_SECONDS):
+                computed = thread.processor_seconds() - before
+                if computed < SHARE * (time.monotonic() - began):
+                    self._left, self._full_until = thread, time.monotonic() + COMPILE_FULL_SECONDS
+                    return CompileThread(work, _step_back).result()
+        return thread.result()
+
+    def _is_full(self) -> bool:
+        if self._left is not None and self._left.wait(0):
+            self._left = None
+        return self._left is not None and time.monotonic() < self._full_until
 
 
 def _step_back() -> None:
