@@ -4,6 +4,7 @@
 the names in two files decide which one it takes, so that class is imported alone.
 """
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ CHOICES: dict[str, tuple[str, frozenset[str]]] = {
 }
 """By the class that tokenizer_config.json names: the class that is taken, for these model types."""
 
+REBUILT = frozenset(("Qwen2Tokenizer", "GPT2Tokenizer", "GemmaTokenizer"))
+"""Classes that read no more than vocabulary and merges out of tokenizer.json: those of BPE."""
+
+MODEL_TYPE = re.compile(rb'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
+"""The kind of model in tokenizer.json, where the tokenizers package writes it."""
+
 OTHER_FORMS = ("tekken.json", "tokenizer.model.v3")
 """Files that may decide in place of tokenizer.json."""
 
@@ -51,7 +58,7 @@ def load_fast(tokenizer: str, trust_remote_code: bool = False, **hub: Any) -> An
             fast = auto.from_pretrained(tokenizer, trust_remote_code=trust_remote_code, **hub)
         else:
             fast = maker.from_pretrained(tokenizer, **hub)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InvalidConfig(f"Cannot load a tokenizer from {tokenizer}: {reason}") from error
     if not isinstance(fast, PreTrainedTokenizerFast):
@@ -88,4 +95,18 @@ def chosen_name(tokenizer: str) -> str | None:
     taken, kinds = CHOICES.get(named, (None, frozenset()))
     if taken is None or kind not in kinds or not Path(tokenizer, "tokenizer.json").is_file():
         return None
+    added = settings.get("added_tokens_decoder", {})
+    if not isinstance(added, dict) or not all(isinstance(own, dict) for own in added.values()):
+        return None
+    if taken in REBUILT and _form(tokenizer) != "BPE":
+        return None
     return taken
+
+
+def _form(tokenizer: str) -> str | None:
+    """The kind of model in tokenizer.json: searched for, as the file may have tens of MB."""
+    try:
+        found = MODEL_TYPE.search(Path(tokenizer, "tokenizer.json").read_bytes())
+    except OSError:
+        return None
+    return None if found is None else found[1].decode()

@@ -26,6 +26,14 @@ SIZES = (
     *("num_key_value_heads", "intermediate_size", "head_dim", "max_position_embeddings"),
 )
 
+NUMBERS = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    *("rope_theta", "partial_rotary_factor", "initializer_range", "attention_dropout"),
+    *("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"),
+    *("logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier"),
+    *("embedding_multiplier", "sliding_window", "rope_local_base_freq"),
+)
+
 
 def is_known_decoder(args: EngineArgs) -> bool:
     """Whether the model is a decoder of text for certain.
@@ -48,6 +56,8 @@ def known_config(args: EngineArgs) -> dict[str, Any] | None:
         and "auto_map" not in config
         and not config.get("is_encoder_decoder")
         and all(_is_size(config[name]) for name in SIZES if config.get(name) is not None)
+        and all(_is_number(config[name]) for name in NUMBERS if config.get(name) is not None)
+        and _fits(config)
     )
     return config if known else None
 
@@ -59,3 +69,25 @@ def _architecture(config: dict[str, Any]) -> str:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fits(config: dict[str, Any]) -> bool:
+    """Whether rotary settings are numbers, lists have an entry for each layer, and heads share the
+    hidden size evenly.
+    """
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or not _is_number(rope.get("rope_theta", 1.0)):
+        return False
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = config.get(name)
+        if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers):
+            return False
+    size = config.get("hidden_size")
+    if size is None or heads is None or config.get("head_dim") is not None:
+        return True
+    return bool(size % heads == 0)

@@ -14,9 +14,10 @@ from rayfin.actors.guidance import NO_END, Guidance
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.images.virtual_ids import put_virtual_ids
 from rayfin.actors.messages import EngineInfo, EngineRequest, Int32Array, StopRules
+from rayfin.actors.model_files.files import model_json
 from rayfin.actors.sampling_params import SamplingParams
 from rayfin.deployments.requests.limits import bad_word_ids, check_sampling, runner_sampling
-from rayfin.deployments.text.tokenizer import Tokenizer, model_json
+from rayfin.deployments.text.tokenizer import Tokenizer
 
 KEY_BITS = 62  # keys travel as int64
 SAMPLING_DEFAULTS = {  # names of generation_config.json -> ours

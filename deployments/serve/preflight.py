@@ -1,29 +1,39 @@
 """Checks before anything starts: a bad folder, a model that is not served."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import tokenizers
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import InvalidConfig, RayfinError
 from rayfin.actors.model_files.fast_tokenizer import chosen_class, chosen_name
-from rayfin.actors.model_files.files import require_safetensors
+from rayfin.actors.model_files.files import model_json, require_safetensors
 from rayfin.actors.model_files.plain_config import is_known_decoder
 from rayfin.actors.pooling.folder import read_recipe
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.parallel.rank import group_size
-from rayfin.actors.timing import HUB_PAUSES
+from rayfin.actors.timing import (
+    HUB_PAUSE_SECONDS,
+    HUB_SECONDS,
+    HUB_TERMINAL_SECONDS,
+    HUB_TRY_SECONDS,
+)
 
 if TYPE_CHECKING:  # which imports Ray, and an inline engine needs none
     from rayfin.deployments.serve.model_args import ModelArgs
 
-UNREACHED = {"ConnectError", "ConnectTimeout", "ProxyError"}
-"""Errors of the HTTP libraries of huggingface_hub, which has had several, before any answer."""
+UNREACHED = {"ConnectError", "ProxyError"}
+"""Errors of the HTTP libraries of huggingface_hub, which has had several, where no host answers.
+
+Not "ConnectTimeout": a Hub that is slow to connect to is left to the load.
+"""
 
 
 def check_model(args: EngineArgs, *, tokenizer: bool = True) -> None:
@@ -84,6 +94,7 @@ def _check_tokenizer(args: EngineArgs) -> None:
     except Exception as error:  # the package raises no narrower one
         reason = str(error).partition("\n")[0]
         raise InvalidConfig(f"Cannot load a tokenizer from {path}: {reason}") from error
+    model_json(path, "generation_config.json")  # whose end tokens are read with the tokenizer
 
 
 def needs_auto_classes(args: EngineArgs) -> bool:
@@ -145,20 +156,31 @@ def _cached(name: str, revision: str | None, folder: str | None) -> bool:
 def _reach(name: str, revision: str | None) -> None:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
-    for pause in (*HUB_PAUSES, None):
+    endpoint = constants.ENDPOINT
+    url = hf_hub_url(name, "config.json", revision=revision, endpoint=endpoint)
+    # A pod's network may come seconds after the pod; who looks at a terminal has made an error.
+    seconds = HUB_TERMINAL_SECONDS if sys.stderr.isatty() else HUB_SECONDS
+    until = time.monotonic() + seconds
+    while True:
         try:
-            get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+            get_hf_file_metadata(url, timeout=HUB_TRY_SECONDS, endpoint=endpoint)
         except Exception as error:  # of whatever kind: who loads the model says what is wrong
             if not UNREACHED & {kind.__name__ for kind in type(error).__mro__}:
                 return
-            if pause is None:
+            if time.monotonic() + HUB_PAUSE_SECONDS > until:
                 raise InvalidConfig(
-                    f"{name!r} is no folder, and {constants.ENDPOINT} cannot be reached: {error}",
+                    f"{name!r} is no folder, and {place(endpoint)} cannot be reached: {error}",
                     "model",
                 ) from None
-            time.sleep(pause)
+            time.sleep(HUB_PAUSE_SECONDS)
         else:
             return
+
+
+def place(url: str) -> str:
+    """Scheme, host and port of an address: without its user and password."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 class InBackground:

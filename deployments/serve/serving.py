@@ -107,7 +107,7 @@ def serve(
         for model in models:
             require_files(model.engine)
         if what := sought(models):
-            with StartUp().stage(f"Looking for {what}"):
+            with StartUp().stage(f"Looking up {what}", announced=True):
                 for model in models:
                     require_hub(model.engine)
         # It imports torch and transformers, which takes as long as a Ray takes to start.

@@ -20,7 +20,7 @@ from rayfin.actors.timing import START_SHOWN_SECONDS, START_TOLD_SECONDS
 from rayfin.deployments.client.engine_names import find_engine
 from rayfin.deployments.edge.door import Door
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.preflight import located, on_hub
+from rayfin.deployments.serve.preflight import located, on_hub, place
 
 SHOWN = 12  # columns of a name in the summary
 
@@ -112,7 +112,7 @@ def sought(models: Sequence[ModelArgs]) -> str:
         return ""
     from huggingface_hub import constants
 
-    return f"{', '.join(names)} at {constants.ENDPOINT}"
+    return f"{', '.join(names)} at {place(constants.ENDPOINT)}"
 
 
 def loading(models: Sequence[ModelArgs]) -> str:

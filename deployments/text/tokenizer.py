@@ -1,7 +1,6 @@
 """The model's tokenizer, thread-safe."""
 
 import copy
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.messages import Int32Array
 from rayfin.actors.model_files.fast_tokenizer import load_fast
-from rayfin.actors.model_files.files import find_file
+from rayfin.actors.model_files.files import model_json
 from rayfin.deployments.text.detokenizer import HALF, IncrementalDetokenizer
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: ``load`` does
@@ -225,24 +223,6 @@ class Tokenizer:
             skip=self.special_token_ids if skip_special_tokens else frozenset(),
             join_added=not (skip_special_tokens or spaces_between_special_tokens),
         )
-
-
-def model_json(model: str | Path, name: str, **hub: Any) -> dict[str, Any]:
-    """Returns a JSON file of a model folder or of a model on the Hub; empty if it does not exist.
-
-    Raises:
-        InvalidConfig: the file is not a JSON object.
-    """
-    path = find_file(str(model), name, **hub)
-    if path is None or not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidConfig(f"{name} of {model} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidConfig(f"{name} of {model} must hold a JSON object.")
-    return content
 
 
 def _eos_token_ids(config: Mapping[str, Any]) -> list[int]:

@@ -37,7 +37,7 @@ def load_config(args: EngineArgs, recipe: PoolingRecipe | None = None) -> "Pretr
         config: PretrainedConfig = AutoConfig.from_pretrained(
             args.model, trust_remote_code=args.trust_remote_code, **args.hub
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise InvalidConfig(why_not_loaded(args.model, error), "model") from None
     if args.hf_overrides:
         config = overridden(config, args.hf_overrides)
@@ -120,5 +120,7 @@ def why_not_loaded(model: str, error: Exception) -> str:
         return f"there is no folder {model}"
     if path.is_dir() and not (path / "config.json").exists():
         return f"{model} holds no config.json"
+    if isinstance(error, StrictDataclassError):  # its first line has no reason
+        return f"cannot load {model!r}: config.json: {' '.join(str(error).split())}"
     first_line = next((line for line in str(error).splitlines() if line.strip()), "unknown error")
     return f"cannot load {model!r}: {first_line.strip()}"

@@ -14,6 +14,7 @@ from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.model_files import fast_tokenizer
 from rayfin.actors.model_files.fast_tokenizer import (
     CHOICES,
+    REBUILT,
     TRANSFORMERS,
     chosen_class,
     load_fast,
@@ -65,6 +66,8 @@ def test_it_is_the_one_of_auto_tokenizer(named: str, kind: str, tmp_path: Path) 
         (None, "llama", {}),
         ("PreTrainedTokenizerFast", "qwen2", {}),  # transformers takes Qwen2Tokenizer
         ("PreTrainedTokenizerFast", "mistral", {}),
+        ("PreTrainedTokenizerFast", "llama", {"added_tokens_decoder": ["a"]}),
+        ("PreTrainedTokenizerFast", "llama", {"added_tokens_decoder": {"0": "a"}}),
         ("PreTrainedTokenizerFast", "llama", {"auto_map": {"AutoTokenizer": ["a.B", None]}}),
     ],
 )
@@ -82,6 +85,25 @@ def test_other_files_may_decide(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").unlink()
     (tmp_path / "tokenizer.json").unlink()
     assert chosen_class(folder) is None
+
+
+@pytest.mark.parametrize("named", sorted(REBUILT))
+def test_rebuilt_classes_are_of_bpe(named: str, tmp_path: Path) -> None:
+    """They would lose another kind's vocabulary, or fail."""
+    folder = write(tmp_path, named, sorted(CHOICES[named][1])[0])
+    assert chosen_class(folder) is not None
+    path = tmp_path / "tokenizer.json"
+    held = json.loads(path.read_text())
+    held["model"] = {"type": "WordLevel", "vocab": held["model"]["vocab"], "unk_token": "<unk>"}
+    path.write_text(json.dumps(held))
+    assert chosen_class(folder) is None
+
+
+@pytest.mark.parametrize("added", [["a"], {"0": "a"}])
+def test_added_tokens_of_a_wrong_form_are_refused(added: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path, "PreTrainedTokenizerFast", "llama", added_tokens_decoder=added)
+    with pytest.raises(InvalidConfig, match="Cannot load a tokenizer"):
+        load_fast(folder)
 
 
 def test_only_a_known_release_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import InBackground
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.serve.serving import _await, _reason
-from rayfin.deployments.serve.startup import StartUp, loading, readable, summary
+from rayfin.deployments.serve.startup import StartUp, loading, readable, sought, summary
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -124,6 +124,12 @@ def test_a_terminal_sees_the_stage_that_runs(monkeypatch: pytest.MonkeyPatch) ->
         screen.wait_for("Loading [x] · 1 of 2 parts ready")
         done("Loaded [x]")
     assert "✓ Loaded [x]" in screen.plain()
+
+
+def test_an_endpoint_is_shown_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://user:secret@hub.test:8443/a")
+    models = [ModelArgs(ServerArgs(), EngineArgs(model="org/x"))]
+    assert sought(models) == "org/x at https://hub.test:8443"
 
 
 def test_what_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
