@@ -279,6 +279,7 @@ GRAMMAR_IDLE_SECONDS = 0.5
 GRAMMAR_STARVED_SECONDS = 8.0
 GRAMMAR_CPU_LIMIT_SECONDS = 3
 GRAMMAR_MASK_SECONDS = 0.25  # processor time of one mask
+WARDEN_REAP_SECONDS = 0.05  # it looks for ended children, while a grammar waits for their end
 WARDEN_TICK_SECONDS = 0.5  # the helper says that it lives, while it has work
 WARDEN_SILENT_SECONDS = 3.0  # then it is replaced
 WARDEN_START_SECONDS = 60.0  # the vocabulary of a large tokenizer takes seconds

@@ -70,7 +70,7 @@ class InlineExecutor:
     def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> _Prepared:
         """Compiles grammars and reads adapters for requests to come, at once."""
         try:
-            self._runner.prepare(grammars, adapters)
+            self._runner.prepare(grammars, adapters, at_once=True)  # the loop waits
         except (InvalidRequest, AdapterUnavailable) as error:
             return _Prepared(error)
         except RequestFailed as error:

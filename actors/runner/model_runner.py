@@ -158,9 +158,10 @@ class ModelRunner:
             self._relay = PipelineTokenChannel(loaded.peers, self._slots, self._sampler, config)
         self._next = (epoch, 0)
 
-    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> None:
-        """Compiles grammars and reads adapters for requests to come; another thread may call it
-        beside steps.
+    def prepare(
+        self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = (), at_once: bool = False
+    ) -> None:
+        """As `GrammarBook.prepare`; reads adapters too. Other threads may call it beside steps.
 
         Raises:
             GrammarFailed, InvalidRequest, AdapterUnavailable: one cannot be used.
@@ -168,7 +169,7 @@ class ModelRunner:
         if self._loaded.adapters is not None:
             self._loaded.adapters.prepare(adapters)
         if self._samples and (grammars or not adapters):
-            self._book.prepare(grammars)
+            self._book.prepare(grammars, at_once)
 
     def sleep(self) -> None:
         """Frees the pages' memory; no step may come before the next ``start``."""
@@ -283,8 +284,7 @@ class ModelRunner:
     def _make_masker(self) -> GuidanceProcessor | None:
         if not self._samples:
             return None
-        limited = self._loaded.peers is None
-        return GuidanceProcessor(self._loaded.device, self._book, limited=limited)
+        return GuidanceProcessor(self._loaded.device, self._book, limited=not self._loaded.peers)
 
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
         proposer, settings = self._plugins.proposer, config.speculation

@@ -13,6 +13,7 @@ With a ``form`` the text is that of a form, whose path it is: a child makes the 
 answer has it, or why the form is refused.
 """
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -25,6 +26,7 @@ import socket
 import struct
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,6 +40,7 @@ from rayfin.actors.timing import (
     GRAMMAR_CPU_LIMIT_SECONDS,
     GRAMMAR_IDLE_SECONDS,
     GRAMMAR_STARVED_SECONDS,
+    WARDEN_REAP_SECONDS,
     WARDEN_TICK_SECONDS,
 )
 from rayfin.deployments.guidance.grammar import form_from, make_grammar
@@ -52,7 +55,8 @@ SHARE_NICENESS = 4  # beyond the helper's, of a child that idle time did not suf
 STARVED = "starved"  # a child that got no processor time: no verdict
 DIED = {"kind": "too_complex", "reason": "it takes too much time or memory"}
 PR_SET_PDEATHSIG = 1
-MAX_LEAVING = 4  # killed children whose memory is not free yet
+LAST_NICENESS = 19  # of a child where the system has no priority for idle time
+MAX_LEAVING = 4  # killed children whose memory is not free yet; beyond it none begins
 
 
 def frame(message: dict[str, Any]) -> bytes:
@@ -88,6 +92,16 @@ class _Task:
     form: str | None  # its path in the request
 
 
+@dataclass(slots=True, frozen=True)
+class _Waiting:
+    """A task that no child computes yet."""
+
+    task: _Task
+    idle: bool
+    started: float | None
+    since: float
+
+
 @dataclass(slots=True)
 class _Child:
     """A process that compiles one grammar."""
@@ -117,6 +131,7 @@ class Helper:
         self._frames = FrameBuffer()
         self._children: dict[int, _Child] = {}  # by the pipe that each writes its verdict to
         self._leaving: list[int] = []  # processes
+        self._waiting: deque[_Waiting] = deque()  # for them
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
         self._ticked = 0.0
@@ -139,14 +154,20 @@ class Helper:
                     self._read(descriptor)
                 elif not self._receive():
                     return
-            self._end_late_children()
-            self._reap()
-            if self._children and time.monotonic() - self._ticked > WARDEN_TICK_SECONDS:
-                self._send({"tick": len(self._children)})
+            self._look_after_children()
 
     def close(self) -> None:
         for descriptor in list(self._children):
             self._end(descriptor)
+
+    def _look_after_children(self) -> None:
+        """Waits for none: a helper that says nothing is ended."""
+        self._end_late_children()
+        self._reap()
+        self._start_waiting()
+        work = len(self._children) + len(self._waiting)
+        if work and time.monotonic() - self._ticked > WARDEN_TICK_SECONDS:
+            self._send({"tick": work})
 
     def _first_message(self) -> dict[str, Any]:
         while True:
@@ -162,10 +183,23 @@ class Helper:
             if message["plain"]:
                 self._answer(message["id"], _said(judge(self._tokenizer, message["text"])))
             else:
-                self._fork(_Task(message["id"], message["text"], message["form"]))
+                self._begin(_Task(message["id"], message["text"], message["form"]))
         return bool(data)
 
-    def _fork(self, task: _Task, idle: bool = True, started: float | None = None) -> None:
+    def _begin(self, task: _Task, idle: bool = True, started: float | None = None) -> None:
+        self._waiting.append(_Waiting(task, idle, started, time.monotonic()))
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Starts children of what waits, where few are leaving."""
+        while self._waiting and len(self._leaving) <= MAX_LEAVING:
+            first = self._waiting.popleft()
+            self._fork(first.task, first.idle, first.started)
+        late = time.monotonic() - GRAMMAR_STARVED_SECONDS
+        while self._waiting and self._waiting[0].since < late:
+            self._answer(self._waiting.popleft().task.number, {"kind": STARVED, "reason": ""})
+
+    def _fork(self, task: _Task, idle: bool, started: float | None) -> None:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -227,7 +261,7 @@ class Helper:
                 continue
             self._end(descriptor)
             if child.idle and not computed:
-                self._fork(child.task, False, child.started)
+                self._begin(child.task, False, child.started)
             elif computed:
                 self._answer(child.task.number, DIED)
             else:
@@ -243,16 +277,15 @@ class Helper:
 
     def _reap(self) -> None:
         """Forgets children that have ended. The kernel frees their memory at their pace."""
-        while len(self._leaving) > MAX_LEAVING:
-            os.waitpid(self._leaving.pop(0), 0)
         self._leaving = [pid for pid in self._leaving if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
     def _patience(self) -> float | None:
         """Milliseconds until something is due; None without children."""
-        if not (self._children or self._leaving):
+        if not (self._children or self._leaving):  # what waits does so for the latter
             return None
         due = min((child.deadline for child in self._children.values()), default=math.inf)
-        return max(0.0, min(due - time.monotonic(), WARDEN_TICK_SECONDS)) * 1000
+        most = WARDEN_REAP_SECONDS if self._waiting else WARDEN_TICK_SECONDS
+        return max(0.0, min(due - time.monotonic(), most)) * 1000
 
     def _answer(self, number: int, said: dict[str, Any]) -> None:
         self._send({"id": number, **said})
@@ -270,9 +303,7 @@ def _compute_and_exit(work: Callable[[], dict[str, Any]], idle: bool, writing: i
     """Runs in a child; writes what ``work`` returns."""
     try:
         die_with_parent()
-        os.nice(SHARE_NICENESS)
-        if idle:
-            only_when_idle()
+        step_back(idle)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of the library quotes the grammar
         with open("/proc/self/statm") as file:
             memory = int(file.read().split()[0]) * resource.getpagesize() + CHILD_MEMORY
@@ -286,6 +317,13 @@ def _compute_and_exit(work: Callable[[], dict[str, Any]], idle: bool, writing: i
             pipe.write(json.dumps(work()).encode())
     finally:
         os._exit(0)
+
+
+def step_back(idle: bool) -> None:
+    """Lowers the priority of a child below the helper's, or has it compute in idle time."""
+    only_idle = idle and only_when_idle()
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.nice(LAST_NICENESS if idle and not only_idle else SHARE_NICENESS)
 
 
 def die_with_parent() -> None:

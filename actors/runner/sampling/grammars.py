@@ -129,15 +129,18 @@ class GrammarBook:
                         raise GrammarFailed(str(error)) from error
         return self._vocabulary
 
-    def prepare(self, texts: Iterable[str]) -> None:
+    def prepare(self, texts: Iterable[str], at_once: bool = False) -> None:
         """Compiles what is not here yet; loads the vocabulary even where ``texts`` is empty.
+
+        Args:
+            at_once: the next step waits for it; else it gives way to steps.
 
         Raises:
             GrammarFailed: one does not compile; the others may not be compiled.
         """
         vocabulary = self.vocabulary
         for text in texts:
-            self._find(text, vocabulary, self._idle_compiler.compile)
+            self._find(text, vocabulary, _at_once if at_once else self._idle_compiler.compile)
 
     def matcher(self, text: str) -> "LLMatcher":
         """A matcher at the start of the grammar.

@@ -18,6 +18,7 @@ from rayfin.actors.model_files.fast_tokenizer import load_fast
 from rayfin.actors.runner.inline import InlineExecutor
 from rayfin.actors.runner.model_runner import ModelRunner
 from rayfin.actors.runner.plugins import RunnerPlugins
+from rayfin.actors.runner.sampling.compile_threads import IdleCompiler
 from rayfin.actors.runner.sampling.processors.base import Rows
 from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
 from rayfin.actors.scheduler.engine import Engine
@@ -366,7 +367,13 @@ def test_masks_of_many_grammars(threads: int, tiny_book: Make) -> None:
     assert processor.take_usage() is None
 
 
-def test_preparing(tiny_model: Make, engine_args: Make, tiny_tokenizer: Make) -> None:
+def test_preparing(
+    tiny_model: Make,
+    engine_args: Make,
+    tiny_tokenizer: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(IdleCompiler, "compile", None)  # the engine's loop waits
     args = engine_args(tiny_model("llama").folder, tokenizer=str(tiny_tokenizer("byte_level")))
     runner = ModelRunner(args)
     executor = InlineExecutor(runner, resolve(args, *runner.profile()))

@@ -123,9 +123,12 @@ def test_a_short_one_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None
     compiler._full_until = math.inf
     waited: list[float | None] = []
     wait = CompileThread.wait
-    monkeypatch.setattr(
-        CompileThread, "wait", lambda own, seconds: (waited.append(seconds), wait(own, seconds))[1]
-    )
+
+    def noted(own: CompileThread[bool], seconds: float | None = None) -> bool:
+        waited.append(seconds)
+        return wait(own, seconds)
+
+    monkeypatch.setattr(CompileThread, "wait", noted)
     assert compiler.compile(lambda: True)
     assert waited == [60]
     free.set()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rayfin.actors.errors import GrammarFailed, InvalidConfig
+from rayfin.actors.runner.sampling.compile_threads import IdleCompiler
 from rayfin.actors.runner.sampling.grammars import GrammarBook, words_of
 
 Make = Callable[..., Any]
@@ -52,6 +53,23 @@ def test_counts(tiny_book: Make) -> None:
     seconds, hits, misses = book.take_counts()
     assert len(seconds) == 2 and min(seconds) > 0 and (hits, misses) == (1, 1)
     assert book.take_counts() == ((), 0, 0)
+
+
+def test_a_step_that_waits_has_the_grammar_at_once(
+    tiny_book: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside: list[object] = []
+
+    def compile(own: IdleCompiler[Any], work: Callable[[], Any]) -> Any:
+        beside.append(own)
+        return work()
+
+    monkeypatch.setattr(IdleCompiler, "compile", compile)
+    book = tiny_book()
+    book.prepare([grammar("a")], at_once=True)
+    assert grammar("a") in book and not beside
+    book.prepare([grammar("b")])
+    assert len(beside) == 1
 
 
 @pytest.mark.parametrize(
