@@ -92,14 +92,25 @@ def test_one_that_gets_no_time_begins_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "COMPILE_STARVED_SECONDS", 0.05)
     compiler, free = IdleCompiler[int](), threading.Event()
     tried: list[int] = []
+    begun: list[int] = []  # threads
+    set_idle = CompileThread.only_when_idle
+
+    def after_its_begin(own: CompileThread[int]) -> bool:
+        until = time.monotonic() + 30
+        while own._thread.ident not in begun and time.monotonic() < until:
+            time.sleep(0.001)
+        return set_idle(own)
+
+    monkeypatch.setattr(CompileThread, "only_when_idle", after_its_begin)
 
     def work() -> int:
-        """Of the first thread the policy below zero. Threads that sleep get no time."""
-        tried.append(len(tried))
-        if tried == [0]:
-            free.wait(30)
+        """Of a thread that gets no time, as it sleeps, the policy below zero."""
+        tried.append(number := len(tried))
+        begun.append(threading.get_ident())
+        if number in (0, 3):
+            free.wait(60)
             return -priority()[0]
-        if len(tried) > 2:
+        if number == 2:
             time.sleep(0.2)
         return priority()[0]
 
