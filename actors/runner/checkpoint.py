@@ -15,7 +15,7 @@ from rayfin.actors.images.processor import serves_images
 from rayfin.actors.pooling.recipe import PoolingRecipe
 from rayfin.actors.runner.cpu.build_decoder import TOLERANCE, build_cpu_decoder
 from rayfin.actors.runner.cpu.decoder import CpuDecoder
-from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.cpu.packed_layers import has_products, pack_linears
 from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
 from rayfin.actors.runner.embeds.load import EmbedsParts
 from rayfin.actors.runner.loading import LoadedModel, cpu_kernels, reads_states
@@ -214,7 +214,8 @@ def on_cpu_kernels(
         del decoder
     fuse_recurrent(paged, kernels)
     packed = pack_linears(paged, kernels, quantization, parts=adapters is None)
-    if packed and paged.recurrent is not None and paged.recurrent.is_fused:
+    fused = packed and paged.recurrent is not None and paged.recurrent.is_fused
+    if fused and adapters is None and not has_products(paged.transformer):
         torch.set_num_threads(1)  # likewise: its idle threads would keep cores from the kernels'
     if quantization and not packed:
         name = type(paged.transformer).__name__
@@ -260,6 +261,13 @@ def _with_parts(
         return AdaptedModel(paged, adapters)
     if vision is None:
         return model
+    if paged.recurrent is not None:
+        name = type(vision.model).__name__
+        raise UnsupportedModel(
+            f"{name} cannot be served with images: its layers keep states (language_model_only "
+            "serves its text)",
+            "model",
+        )
     if kernels:
         vision.encoder.threads = kernels.threads
     require_equal_images(vision, paged, model, rounded=rounded)

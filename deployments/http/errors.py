@@ -1,6 +1,7 @@
 """Failures as OpenAI's error body: ``{"error": {"message", "type", "param", "code"}}``."""
 
 import logging
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,8 +117,10 @@ def failure_response(
     if not isinstance(error, EXPECTED):
         logger.error("%s %s failed", method, path, exc_info=error)
     elif log_stack:
-        status = response.status_code
-        logger.warning("%s %s: %d %s", method, path, status, error, exc_info=error)
+        # Not the exception's own trace: its message may quote a body of any length.
+        stack = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+        own = (response.status_code, type(error).__name__, str(error)[:MAX_MESSAGE])
+        logger.warning("%s %s: %d %s: %r\n%s", method, path, *own, stack)
     elif isinstance(error, RayfinError) and response.status_code >= 500:
         logger.warning("%s %s: %s", method, path, error)
     return response

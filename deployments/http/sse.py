@@ -125,4 +125,5 @@ async def ended(task: asyncio.Task[Any]) -> None:
 
 async def wait_for_some_time(task: asyncio.Task[Any], comment_seconds: float) -> None:
     """Until the task is done, or a client should hear of us."""
-    await asyncio.wait({task}, timeout=comment_seconds or SSE_COMMENT_SECONDS)
+    seconds = min(comment_seconds or SSE_COMMENT_SECONDS, SSE_COMMENT_SECONDS)
+    await asyncio.wait({task}, timeout=seconds)

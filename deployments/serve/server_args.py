@@ -90,7 +90,9 @@ class ServerArgs:
         "maximum number of characters or ids of a prompt or answer in the log; default: no limit",
     )
     log_error_stack: bool = _flag(
-        False, "log each request that is refused, with the stack trace of its error"
+        False,
+        "log each request that is refused before its answer begins, with the stack trace of its "
+        "error",
     )
     sse_keep_alive_interval: float = _flag(
         SSE_COMMENT_SECONDS,

@@ -108,9 +108,19 @@ def pack_linears(
     those of one module at a time.
     """
     pack = partial(_pack, paged, kernels, quantization)
-    if parts and (pack(parts=True, layers=True) or pack(parts=True)):
+    merged = parts and bool(delta_parts(paged.recurrent, kernels))
+    if merged and pack(parts=True, layers=True):
         return True
-    return pack(parts=False)
+    return (parts and pack(parts=True)) or pack(parts=False)
+
+
+def has_products(model: nn.Module) -> bool:
+    """Whether large products are left to torch: linear layers, or experts of another form."""
+    return any(
+        type(module) is nn.Linear
+        or any(own.ndim == 3 and min(own.shape) > 1 for own in module.parameters(recurse=False))
+        for module in model.modules()
+    )
 
 
 def _pack(

@@ -139,19 +139,23 @@ async def test_thoughts_and_calls_in_the_log(caplog: pytest.LogCaptureFixture) -
     )
 
 
+LONG = {"stream": True, "stream_options": {"x" * 100_000: True}}
+
+
 async def test_stack_traces_of_refusals(
     service: OpenAIService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a body, of a model that there is not, of an address; with --log-error-stack only."""
-    bodies = [HELLO | {"temperature": "hot"}, HELLO | {"model": "none"}]
+    """Of bodies, of a model that there is not, of an address; with --log-error-stack only."""
+    bodies = [HELLO | {"temperature": "hot"}, HELLO | {"model": "none"}, HELLO | LONG]
     for wanted in (False, True):
         caplog.clear()
         async with client(service, log_error_stack=wanted) as http:
             with caplog.at_level(logging.WARNING, "rayfin.http"):
                 statuses = [(await http.post(CHAT, json=body)).status_code for body in bodies]
                 statuses.append((await http.get("/nowhere")).status_code)
-        assert statuses == [400, 404, 404]
-        found = [record for record in caplog.records if record.exc_info]
+        assert statuses == [400, 404, 400, 404]
+        found = [record for record in caplog.records if "line " in record.getMessage()]
+        assert all(len(record.getMessage()) < 20_000 for record in found)
         assert len(found) == (len(statuses) if wanted else 0)
         assert [record.args[2] for record in found if record.args] == statuses[: len(found)]
 

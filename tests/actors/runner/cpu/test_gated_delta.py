@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfin.actors.runner.cpu.gated_delta import PackedDeltaLayer, PackedGatedDelta, delta_parts
-from rayfin.actors.runner.cpu.packed_layers import pack_linears
+from rayfin.actors.runner.cpu.packed_layers import has_products, pack_linears
 from rayfin.actors.runner.cpu.recurrent_rows import fuse_recurrent
 from rayfin.actors.runner.loading import load
 from rayfin.actors.runner.models.paged_model import PagedModel
@@ -146,3 +146,16 @@ def test_loaded(kernels: CpuKernels, tiny_model: Callable[..., Any], engine_args
     assert isinstance(loaded.model, PagedModel) and layers(loaded.model)
     assert not layers(loaded.model, PackedDeltaLayer), "its MLPs are mixtures of experts"
     assert torch.get_num_threads() == 1
+
+
+def test_torch_keeps_its_threads_for_products_of_its_own(
+    kernels: CpuKernels, tiny_model: Callable[..., Any], engine_args: Any
+) -> None:
+    """Those of adapters, of linear layers, and of experts that no kernel computes."""
+    load(engine_args(tiny_model("qwen3_next").folder, threads=2, enable_lora=True))
+    assert torch.get_num_threads() == 2
+    experts = nn.Module()
+    experts.up_proj = nn.Parameter(torch.zeros(4, 8, 16))
+    assert has_products(nn.Sequential(nn.Embedding(8, 8), experts))
+    assert has_products(nn.Sequential(nn.Linear(8, 8)))
+    assert not has_products(nn.Sequential(nn.Embedding(8, 8), nn.Conv1d(8, 8, 4, groups=8)))
