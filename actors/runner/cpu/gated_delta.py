@@ -259,7 +259,10 @@ def _by_kind(sizes: GatedDelta) -> torch.Tensor:
     values = repeat * sizes.value_dim
     first = torch.arange(heads * (2 * keys + 2 * values)).view(heads, -1)
     last = torch.arange(first.numel(), sizes.columns).view(heads, -1)
-    kinds = [*first.split([keys, keys, values, values], dim=1), *last.split(repeat, dim=1)]
+    kinds = [
+        *torch.split(first, [keys, keys, values, values], dim=1),
+        *torch.split(last, repeat, dim=1),
+    ]
     return torch.cat([kind.flatten() for kind in kinds])
 
 
