@@ -228,7 +228,7 @@ def test_packed_experts_give_up_their_memory(
     model, _ = load(checkpoint("mixtral"), wanted=True)
     experts = model.model.layers[0].mlp.experts
     expected = [experts.gate_up_proj.wide(), experts.down_proj.wide()]
-    made = _packed(kernels, experts, Activation.SILU, packing(kernels))
+    made = _packed(kernels, Activation.SILU, {}, experts, packing(kernels))
     assert isinstance(made, PackedExpertsModule)
     for one, other in zip((experts.gate_up_proj, experts.down_proj), expected, strict=True):
         assert (one._stored is not None) == mapped
