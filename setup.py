@@ -65,11 +65,13 @@ def source_hash() -> str:
 
 
 def built_before(name: str) -> Path | None:
-    """The library of that file name in RAYFIN_BUILD_KERNELS, if it is of these sources."""
+    """The library of that name in RAYFIN_BUILD_KERNELS, if it is of these sources and flags."""
     folder = os.environ.get("RAYFIN_BUILD_KERNELS")
     path = Path(folder or ".", name)
-    current = folder and path.is_file() and source_hash().encode() in path.read_bytes()
-    return path if current else None
+    if not folder or not path.is_file() or source_hash().encode() not in path.read_bytes():
+        return None
+    # The flags are in this file alone.
+    return path if path.stat().st_mtime > Path(__file__).stat().st_mtime else None
 
 
 class BuildExt(build_ext):
@@ -79,7 +81,8 @@ class BuildExt(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         if (path := built_before(target.name)) is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+            if path.resolve() != target.resolve():
+                shutil.copyfile(path, target)
             return
         builder = copy.copy(self)
         builder.build_temp = str(Path(self.build_temp, ext.name))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import try_to_load_from_cache
 
 from rayfin.actors.code_version import code_version
 from rayfin.actors.config import EngineArgs
@@ -161,11 +161,12 @@ def _folder(args: EngineArgs) -> Path | None:
     """Where the model's files are on this disk."""
     if Path(args.model).is_dir():
         return Path(args.model)
+    # Not snapshot_download: it wants all files of a repository, and a load fetches what it reads.
     try:
-        found = snapshot_download(args.model, local_files_only=True, **args.hub)
-    except (OSError, ValueError):  # HFValidationError is a ValueError
+        found = try_to_load_from_cache(args.model, "config.json", **args.hub)
+    except ValueError:  # no name of the Hub's
         return None
-    return Path(found)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _files(folder: Path) -> list[Path] | None:

@@ -28,6 +28,7 @@ Made = TypeVar("Made")
 STACK_BYTES = 64 << 20  # grammars nest; the process that checks them has a smaller stack
 NICE = 5  # of a thread that no step waits for
 SHARE = 0.2  # of a core: the longest grammar that a check allows ends within PREPARE_SECONDS
+LATE_SECONDS = 2.0  # after which one begins again unless it has twice that share
 
 _starting = threading.Lock()  # the size of a stack is a setting of the whole process
 
@@ -123,8 +124,10 @@ class IdleCompiler(Generic[Made]):
         before, began = thread.processor_seconds(), time.monotonic()
         if thread.only_when_idle():
             while not thread.wait(COMPILE_STARVED_SECONDS):
-                computed = thread.processor_seconds() - before
-                if computed < SHARE * (time.monotonic() - began):
+                computed, passed = thread.processor_seconds() - before, time.monotonic() - began
+                # One that begins again late would not end within PREPARE_SECONDS.
+                share = SHARE if passed < LATE_SECONDS else 2 * SHARE
+                if computed < share * passed:
                     self._left, self._full_until = thread, time.monotonic() + COMPILE_FULL_SECONDS
                     return CompileThread(work, _step_back).result()
         return thread.result()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 
 from rayfin.actors.runner import checkpoint
@@ -180,6 +181,22 @@ def test_weights_of_a_name_that_are_not_all_here_have_no_place(
         (snapshot / name).write_text(text)
         places.append(DecoderCache.of(args, torch.device("cpu"), {}))
     assert [place is None for place in places] == [True] * len(files) + [False]
+
+
+def test_files_that_no_load_fetches_may_be_missing(
+    snapshot: Path, engine_args: Make, tmp_path: Path
+) -> None:
+    """The Hub's cache lists the whole repository once several files were asked for together."""
+    args = engine_args("org/tiny", weights_cache="here", download_dir=str(tmp_path / "hub"))
+    (snapshot / "model.safetensors").write_text("a")
+    names = ("config.json", "model.safetensors", "README.md")
+    listing = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "a"} for name in names}}
+    trees = snapshot.parents[1] / "trees"
+    trees.mkdir()
+    (trees / "abc.json").write_text(json.dumps(listing))
+    with pytest.raises(OSError):
+        snapshot_download("org/tiny", cache_dir=tmp_path / "hub", local_files_only=True)
+    assert DecoderCache.of(args, torch.device("cpu"), {}) is not None
 
 
 def test_a_name_that_leads_elsewhere_by_now_keeps_nothing(

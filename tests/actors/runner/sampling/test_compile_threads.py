@@ -92,24 +92,24 @@ def test_one_that_gets_no_time_begins_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "COMPILE_STARVED_SECONDS", 0.05)
     compiler, free = IdleCompiler[int](), threading.Event()
     tried: list[int] = []
-    begun: list[int] = []  # threads
+    begun: list[threading.Thread] = []
     set_idle = CompileThread.only_when_idle
 
     def after_its_begin(own: CompileThread[int]) -> bool:
         until = time.monotonic() + 30
-        while own._thread.ident not in begun and time.monotonic() < until:
+        while own._thread not in begun and time.monotonic() < until:
             time.sleep(0.001)
         return set_idle(own)
 
     monkeypatch.setattr(CompileThread, "only_when_idle", after_its_begin)
 
     def work() -> int:
-        """Of a thread that gets no time, as it sleeps, the policy below zero."""
+        """Of a thread that gets no time, as it sleeps, the policy's complement."""
         tried.append(number := len(tried))
-        begun.append(threading.get_ident())
+        begun.append(threading.current_thread())
         if number in (0, 3):
             free.wait(60)
-            return -priority()[0]
+            return ~priority()[0]
         if number == 2:
             time.sleep(0.2)
         return priority()[0]
@@ -124,7 +124,7 @@ def test_one_that_gets_no_time_begins_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert compiler.compile(work) == os.SCHED_OTHER  # of a thread that begins again
     assert tried == [0, 1, 2, 3, 4] and compiler._left is not first
     free.set()
-    assert first.result() == -os.SCHED_IDLE
+    assert first.result() == ~os.SCHED_IDLE
 
 
 def test_a_short_one_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
