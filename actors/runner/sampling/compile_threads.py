@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 from rayfin.actors.processes.environment import only_when_idle
 from rayfin.actors.timing import (
     COMPILE_FULL_SECONDS,
+    COMPILE_LATE_SECONDS,
     COMPILE_SHORT_SECONDS,
     COMPILE_STARVED_SECONDS,
 )
@@ -28,7 +29,6 @@ Made = TypeVar("Made")
 STACK_BYTES = 64 << 20  # grammars nest; the process that checks them has a smaller stack
 NICE = 5  # of a thread that no step waits for
 SHARE = 0.2  # of a core: the longest grammar that a check allows ends within PREPARE_SECONDS
-LATE_SECONDS = 2.0  # after which one begins again unless it has twice that share
 
 _starting = threading.Lock()  # the size of a stack is a setting of the whole process
 
@@ -126,7 +126,7 @@ class IdleCompiler(Generic[Made]):
             while not thread.wait(COMPILE_STARVED_SECONDS):
                 computed, passed = thread.processor_seconds() - before, time.monotonic() - began
                 # One that begins again late would not end within PREPARE_SECONDS.
-                share = SHARE if passed < LATE_SECONDS else 2 * SHARE
+                share = SHARE if passed < COMPILE_LATE_SECONDS else 2 * SHARE
                 if computed < share * passed:
                     self._left, self._full_until = thread, time.monotonic() + COMPILE_FULL_SECONDS
                     return CompileThread(work, _step_back).result()
