@@ -72,8 +72,8 @@ LOBBY_TICK_SECONDS = 0.05
 
 # One that takes longer than the first compiles while the processor is idle. Whenever the second has
 # passed and it has had little time, it begins again with a share of the processor. While a thread
-# that was left behind still waits for time, the third at most, long ones keep their share. After the
-# last has passed, one begins again unless it has had much time.
+# that was left behind still waits for time, the third at most, long ones keep their share. After
+# the last one begins again unless it has had much time.
 COMPILE_SHORT_SECONDS = 0.02
 COMPILE_STARVED_SECONDS = 0.5
 COMPILE_FULL_SECONDS = 30.0
