@@ -115,7 +115,9 @@ class ModelRunner:
         executor = self._executor
         return (-1, 0) if executor is None else (executor.epoch, executor._next_step)
 
-    def prepare(self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = ()) -> None:
+    def prepare(
+        self, grammars: Sequence[str], adapters: Sequence[AdapterRef] = (), at_once: bool = False
+    ) -> None:
         """Any text is a grammar, and any adapter is there."""
 
     def execute(self, info: SchedulerInfo) -> StepResult:
