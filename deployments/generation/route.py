@@ -163,7 +163,8 @@ async def first_of(
     """Returns the task that awaits the first item; ``items`` is closed if that fails.
 
     An engine's refusal thus becomes an HTTP status. The task may still run when it is returned: a
-    client gets its first byte within ``comment_seconds``, and the stream then reports failures.
+    client gets its first byte within ``comment_seconds``, or 10 if those are more or none. Then the
+    stream reports failures.
     ``EventStream`` ends the task.
 
     Raises:
