@@ -6,19 +6,22 @@
 ``--call`` runs the sections of one call of docs/benchmarks/gpu.md, each of which takes less than
 eight minutes. Prints tables for that page; ``--out`` keeps each row as soon as it is there. Floors
 are bytes or operations over what an H200 was measured to reach (`--bandwidth`, `--flops` for
-another chip). A section fails where it would time another path than the one it names. ``--toy``
-runs tiny shapes on any device, to see that the script works; its figures mean nothing.
+another chip). A section fails where it would time another path than the one it names; those after
+it run all the same, and the exit code is 1. ``--toy`` runs tiny shapes on any device, to see that
+the script works; its figures mean nothing.
 """
 
 import argparse
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from gpu_attention import attention, check_attention
 from gpu_bench import Bench
-from gpu_engine import actors, engine, graphs, idle, peer, prefill
+from gpu_engine import actors, engine, graphs, idle, peer, prefill, release
 from gpu_products import check_products, kernels, matmul
 from gpu_steps import check_steps, steps
 
@@ -76,10 +79,25 @@ def main() -> None:
     bench = Bench(device, dtype, args.bandwidth, args.flops, args.toy, args.out)
     print(f"{name}, torch {torch.__version__}, rayfin {__version__}", flush=True)
     bench.keep("device", {"name": name, "torch": torch.__version__, "rayfin": __version__})
-    for section in sections:
-        started = time.perf_counter()
+    failed = [section for section in sections if not run(bench, section)]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def run(bench: Bench, section: str) -> bool:
+    """Whether a section ran to its end; keeps its seconds, or its error."""
+    started = time.perf_counter()
+    error = None
+    try:
         SECTIONS[section](bench)
-        bench.keep("seconds", {"of": section, "seconds": round(time.perf_counter() - started, 1)})
+    except Exception as raised:
+        traceback.print_exc()
+        error = f"{type(raised).__name__}: {raised}"[:300]
+    seconds = round(time.perf_counter() - started, 1)
+    print(f"\n({section}: {seconds} s{', failed' if error else ''})", flush=True)
+    bench.keep("seconds", {"of": section, "seconds": seconds, "error": error})
+    release(bench)  # what a section that failed leaves behind
+    return error is None
 
 
 if __name__ == "__main__":

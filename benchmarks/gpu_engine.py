@@ -45,6 +45,8 @@ def make_llm(bench: Bench, folder: Path, shape: str = "0.6b", **options: Any) ->
     """An LLM with random weights and without a tokenizer, inline by default."""
     save_config(bench, folder, shape)
     settings = {"executor": "inline"} | options
+    if bench.toy:
+        settings |= {"kv_cache_memory": 1 << 26, "max_model_len": 512}
     return LLM(
         model=str(folder),
         load_format="dummy",
@@ -52,7 +54,6 @@ def make_llm(bench: Bench, folder: Path, shape: str = "0.6b", **options: Any) ->
         device=bench.device.type,
         dtype=str(bench.dtype).removeprefix("torch."),
         prefix_caching=False,
-        **({"kv_cache_memory": 1 << 26, "max_model_len": 512} if bench.toy else {}),
         **settings,
     )
 
@@ -147,6 +148,8 @@ def _engine_table(bench: Bench, engines: dict[str, dict[str, Any]]) -> None:
         with running(bench, **options) as llm:
             paths = Paths(llm)
             row = _engine_row(llm, work, lambda row: bench.keep("engine", row))  # each at once
+            prompts = {"steps with prompts": paths.prompts, "seconds": paths.prompt_seconds}
+            bench.keep("engine", prompts | {"decode steps": paths.replayed + paths.eager})
             if bench.on_gpu:
                 paths.expect(graphs=not options)
         table.add(name, *row)

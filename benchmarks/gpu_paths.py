@@ -1,5 +1,6 @@
 """Which path the steps of an inline engine take, so that a benchmark times the one it names."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,15 @@ def runner_of(llm: LLM) -> Any:
 
 
 class Paths:
-    """Counts the decode steps of an engine: as graphs, queued behind others, kernel by kernel."""
+    """Counts the decode steps of an engine: as graphs, queued behind others, kernel by kernel.
+
+    ``prompts`` are the steps with prompts in them, which took ``prompt_seconds`` of the runner.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self._runner = runner_of(llm)
-        self.replayed = self.behind = self.eager = 0
+        self.replayed = self.behind = self.eager = self.prompts = 0
+        self.prompt_seconds = 0.0
         self._advance: Callable[..., Any] = self._runner._advance
         self._runner._advance = self._count_eager
         if self._runner._graphs is not None:
@@ -45,5 +50,11 @@ class Paths:
         return self._begin(info, rules)
 
     def _count_eager(self, info: Any, output: Any) -> Any:
-        self.eager += len(info.ids) == info.decoding_batch
-        return self._advance(info, output)
+        if len(info.ids) == info.decoding_batch:
+            self.eager += 1
+            return self._advance(info, output)
+        started = time.perf_counter()
+        result = self._advance(info, output)
+        self.prompts += 1
+        self.prompt_seconds += time.perf_counter() - started
+        return result

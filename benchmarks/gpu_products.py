@@ -85,6 +85,9 @@ def kernels(bench: Bench) -> None:
     if not bench.on_gpu:
         print("\n(no kernels without a GPU)")
         return
+    table = bench.table("kernels", "A launch that does nothing", ("kernel", "us"))
+    one = torch.zeros(1, device=bench.device)
+    table.add("zero_ of one number", f"{bench.seconds(one.zero_) * 1e6:.1f}")
     tiles(bench)
     from rayfin.kernels.triton.products import add_product, gated_product, product
 

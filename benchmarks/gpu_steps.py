@@ -18,6 +18,9 @@ CONTEXT = 1024
 REPLAYS = 40  # of one load: no more steps than the pages hold
 NAMED = (1, 64, 256)
 SHOWN = 12
+CHECKED_BYTES = 4 << 30
+"""Pages of an engine that is checked and not timed: tests may run on the device meanwhile."""
+
 SETTINGS = Sampling(temperature=0.6, seed=1)
 
 
@@ -36,7 +39,7 @@ def steps(bench: Bench) -> None:
             "steps", f"A decode step's graph, 0.6B shape, context {CONTEXT}", columns
         )
         for rows in graphs._sizes:
-            replay = load(graphs, rows, runner._args.page_size)
+            replay = load(graphs, rows, runner)
             took = bench.seconds(replay)
             floor = floors.decode([CONTEXT] * rows)
             table.add(rows, f"{took * 1e3:.3f}", f"{floor * 1e3:.3f}", f"{floor / took:.2f}")
@@ -45,7 +48,7 @@ def steps(bench: Bench) -> None:
         for rows in NAMED:
             if rows not in graphs._sizes:
                 continue
-            replay = load(graphs, rows, runner._args.page_size)
+            replay = load(graphs, rows, runner)
             named = bench.kernels(replay)
             assert any("attend_tiles" in name for name in named), "not the graph of our kernels"
             for name, (launches, took) in list(named.items())[:SHOWN]:
@@ -55,9 +58,11 @@ def steps(bench: Bench) -> None:
     release(bench)
 
 
-def load(graphs: Any, rows: int, page_size: int) -> Callable[[], None]:
-    """Loads rows of one context, which look at pages in common; returns their step's replay."""
-    pages = CONTEXT // page_size
+def load(graphs: Any, rows: int, runner: Any) -> Callable[[], None]:
+    """Loads rows of one context, each with pages of its own; returns their step's replay."""
+    pages = CONTEXT // runner._args.page_size
+    owned = np.arange(rows * pages, dtype=np.int32)
+    assert len(owned) <= runner._bound[0].num_pages, "rows would share pages, in the L2 cache"
     ids = np.arange(rows, dtype=np.int32)
     ones = np.ones(rows, np.int32)
     info = SchedulerInfo(
@@ -73,7 +78,7 @@ def load(graphs: Any, rows: int, page_size: int) -> Callable[[], None]:
         is_decoding=np.ones(rows, np.bool_),
         decoding_batch=rows,
         prefill_batch=0,
-        new_pages=np.tile(np.arange(pages, dtype=np.int32), rows),
+        new_pages=owned,
         new_pages_len=ones * pages,
         new_requests=[NewRequest(slot, SETTINGS, cap=2 * CONTEXT) for slot in range(rows)],
     )
@@ -100,7 +105,7 @@ def check_steps(bench: Bench) -> None:
         ("Rayfin's kernels", {"enforce_eager": True}),
         ("as graphs", {}),
     ):
-        with running(bench, **options) as llm:
+        with running(bench, kv_cache_memory=CHECKED_BYTES, **options) as llm:
             paths = Paths(llm)
             given[name] = _greedy(llm, prompts, outputs)
             if bench.on_gpu and "attention" not in options:

@@ -183,7 +183,7 @@ def _end(product: torch.Tensor, behind: Behind | None) -> dict[str, Any]:
     bias = None if behind is None else behind.bias
     assert behind is None or stream.is_contiguous()
     return {
-        "stream": stream,
+        "residual": stream,
         "bias": product if bias is None else bias,
         "gain": 1.0 if behind is None else behind.gain,
         "INPUTS": stream.shape[1],

@@ -58,10 +58,10 @@ def add_and_norm(
 
 
 @triton.jit
-def row_factor(stream, row, eps, gain, INPUTS: tl.constexpr, INPUT_WIDTH: tl.constexpr):
+def row_factor(residual, row, eps, gain, INPUTS: tl.constexpr, INPUT_WIDTH: tl.constexpr):
     """gain / rms of a row of the residual stream [T, INPUTS]."""
     k = tl.arange(0, INPUT_WIDTH)
-    values = tl.load(stream + row * INPUTS + k, mask=k < INPUTS, other=0.0).to(tl.float32)
+    values = tl.load(residual + row * INPUTS + k, mask=k < INPUTS, other=0.0).to(tl.float32)
     return gain * tl.rsqrt(tl.sum(values * values) / INPUTS + eps)
 
 
@@ -79,7 +79,7 @@ def rope_and_write_kv(
     v_pages,  # [num_pages, page_size, Hkv, Dv], written
     qkv_stride,
     eps,
-    stream,  # [T, INPUTS] the input of qkv's product, any pointer without NORM
+    residual,  # [T, INPUTS] the input of qkv's product, any pointer without NORM
     bias,  # [H * Dk + Hkv * (Dk + Dv)], any pointer without BIAS
     gain,
     INPUTS: tl.constexpr,
@@ -100,7 +100,7 @@ def rope_and_write_kv(
     """Norms query and key heads, applies rotary embedding, and writes keys and values to pages.
 
     Program (token, some heads). Pair i of a head is (x[i], x[i + HALF]). First, with NORM
-    qkv is multiplied by gain / rms(stream), and with BIAS the bias is added. Positions, slots and
+    qkv is multiplied by gain / rms(residual), and with BIAS the bias is added. Positions, slots and
     tables are complete when a step's first layer starts, so they are read before PDL's wait.
     """
     if PDL:
@@ -131,7 +131,7 @@ def rope_and_write_kv(
     has_partner = inside & turned[None, :] & (is_value == 0)[:, None]
     partner = tl.load(source + other[None, :], mask=has_partner, other=0.0).to(tl.float32)
     if NORM:
-        scale = row_factor(stream, token, eps, gain, INPUTS, INPUT_WIDTH)
+        scale = row_factor(residual, token, eps, gain, INPUTS, INPUT_WIDTH)
         x, partner = x * scale, partner * scale
     if BIAS:
         offsets = bias + start[:, None]
@@ -172,7 +172,7 @@ def gate(
     out,  # [T, F]
     size,
     eps,
-    stream,  # [T, INPUTS] the input of gate_up's product, any pointer without NORM
+    residual,  # [T, INPUTS] the input of gate_up's product, any pointer without NORM
     bias,  # [2 F], any pointer without BIAS
     gain,
     INPUTS: tl.constexpr,
@@ -184,7 +184,7 @@ def gate(
 ):
     """activation(gate) * up. Program (row, block of columns).
 
-    First, with NORM both are multiplied by gain / rms(stream), and with BIAS the bias is added.
+    First, with NORM both are multiplied by gain / rms(residual), and with BIAS the bias is added.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -192,7 +192,7 @@ def gate(
     x = tl.load(gate_up + row * 2 * size + d, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + d, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        scale = row_factor(stream, row, eps, gain, INPUTS, INPUT_WIDTH)
+        scale = row_factor(residual, row, eps, gain, INPUTS, INPUT_WIDTH)
         x, up = x * scale, up * scale
     if BIAS:
         x += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)

@@ -89,7 +89,7 @@ def layers() -> Iterator[Kernel]:
     types = {"qkv": "*bf16", "query": "*bf16"}
     types |= dict.fromkeys(("query_norm", "key_norm", "cosines", "sines"), "*fp32")
     types |= {"positions": "*i64", "slots": "*i64", "qkv_stride": "i32", "eps": "fp32"}
-    end = {"stream": "*bf16", "bias": "*bf16", "gain": "fp32"}
+    end = {"residual": "*bf16", "bias": "*bf16", "gain": "fp32"}
     behind = {"INPUTS": 4096, "INPUT_WIDTH": 4096, "NORM": True, "BIAS": True}
     sizes = {"HEADS": 16, "KV_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "WIDTH": 128}
     constants = {**sizes, "HALF": 64, "AT_ONCE": 16, "QUERY_NORM": True, "KEY_NORM": True}
