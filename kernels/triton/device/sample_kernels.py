@@ -414,8 +414,9 @@ def draw(row, vocabulary, highest, temperature, top_k, top_p, min_p, u, BLOCK: t
     before = tl.zeros([], tl.int64)  # weight of the blocks so far
     seen = tl.zeros([], tl.int64)  # tokens at the floor in them
     block_start = tl.full([], -1, tl.int32)
-    block_before = before
-    block_seen = seen
+    # Not `before` and `seen`: Triton 3.6 takes two names of one value for one variable of the loop.
+    block_before = tl.zeros([], tl.int64)
+    block_seen = tl.zeros([], tl.int64)
     for start in range(0, vocabulary, BLOCK):
         x = scaled(row, start, vocabulary, highest, temperature, BLOCK)
         order = order_of(x)

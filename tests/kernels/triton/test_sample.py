@@ -100,6 +100,30 @@ def test_top_tokens_of_blocks_may_not_be_all(
     check(logits, rows_of(4, **settings), device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("top", [1, 32])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_k": 3},
+        {"top_k": 60, "top_p": 0.9},
+        {"top_p": 0.99, "min_p": 0.01},
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    ],
+    ids=str,
+)
+def test_many_rows_of_a_real_vocabulary(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], top: int
+) -> None:
+    """Compiled, in blocks of their real size: tokens of all blocks are drawn."""
+    monkeypatch.setattr(module, "BLOCK", 4096)
+    monkeypatch.setattr(module, "TOP", top)
+    logits = 3 * torch.randn(64, 20000, generator=torch.Generator().manual_seed(2))
+    check(logits, rows_of(64, **settings), device)
+    check(logits.round(), rows_of(64, **settings), device)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's functions are replaced")
 def test_common_settings_read_no_row_again(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
