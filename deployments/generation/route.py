@@ -94,7 +94,8 @@ class GenerationRoute:
             ClientGone: the client left before its first byte.
         """
         adapter = self._adapter
-        generation = await adapter.prepare(request)
+        # A grammar waits for its check, which is dropped when its last client has left.
+        generation = await while_connected(request, adapter.prepare(request))
         headers |= generation.headers
         await adapter.open(request, generation)
         deltas = adapter.run(generation)

@@ -73,6 +73,7 @@ class _Check:
     result: "asyncio.Future[_Read]"
     param: str | None = None  # of a form: its path in the request
     attempts: int = 0
+    waiters: int = 0  # requests; a check that has lost all of them is not begun
 
     def fail(self, error: RayfinError) -> None:
         if not self.result.done():
@@ -100,6 +101,16 @@ class CheckQueue:
             dropped = self._by_tenant[heaviest].pop()
         self._by_tenant.setdefault(check.tenant, deque()).append(check)
         return dropped
+
+    def remove(self, check: _Check) -> bool:
+        """Returns whether ``check`` was waiting here."""
+        waiting = self._by_tenant.get(check.tenant)
+        if waiting is None or check not in waiting:
+            return False
+        waiting.remove(check)
+        if not waiting:
+            del self._by_tenant[check.tenant]
+        return True
 
     def put_back(self, check: _Check) -> None:
         """``check`` is the next one of its tenant."""
@@ -231,7 +242,14 @@ class Warden:
                 )
             self.start()
             self._send_waiting()
-        return await asyncio.shield(check.result)
+        check.waiters += 1
+        try:
+            return await asyncio.shield(check.result)
+        finally:
+            check.waiters -= 1
+            # One that computes goes on: its verdict is kept, and its clients may come again.
+            if not check.waiters and self._queues[check.plain].remove(check):
+                del self._checks[check.digest]
 
     def _send_waiting(self) -> None:
         if self._helper is None:
@@ -305,7 +323,9 @@ class Warden:
         for check in reversed(checks):
             check.attempts += 1
             check.plain = False
-            if check.attempts < MAX_ATTEMPTS:
+            if not check.waiters:
+                self._checks.pop(check.digest, None)
+            elif check.attempts < MAX_ATTEMPTS:
                 self._queues[False].put_back(check)
             else:
                 self._checks.pop(check.digest, None)

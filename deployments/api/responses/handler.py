@@ -34,7 +34,7 @@ from rayfin.deployments.generation.choice import Choice, Prompt
 from rayfin.deployments.generation.generation import Deltas, Generation
 from rayfin.deployments.generation.logprobs import LogprobsWriter
 from rayfin.deployments.generation.plan import plan_answers
-from rayfin.deployments.generation.route import GenerationAdapter
+from rayfin.deployments.generation.route import GenerationAdapter, while_connected
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.caller import Caller
 from rayfin.deployments.http.json_body import rename_error_params
@@ -66,7 +66,7 @@ class ResponseAdapter(GenerationAdapter):
 
     async def start(self, request: Request, headers: dict[str, str]) -> HttpResponse:
         """Starts a background response and returns it as it stands, or the stream of its events."""
-        generation = await self.prepare(request)
+        generation = await while_connected(request, self.prepare(request))
         headers |= generation.headers
         await self.open(request, generation)
         state = self._state

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from rayfin.actors.errors import (
     RequestFailed,
 )
 from rayfin.deployments.api.app import build_api
+from rayfin.deployments.api.responses.store import ResponseStore
+from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.generation.service import OpenAIService
+from rayfin.deployments.guidance.verdicts import InlineChecker
 from rayfin.deployments.http.keys import ApiKeys
 
 pytestmark = pytest.mark.anyio
@@ -242,6 +245,40 @@ async def test_leaving_aborts_every_choice(
     assert len(engine.aborted) == 4 and not engine.open
     if messages == 0:
         assert sent[0]["status"] == 499
+
+
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+GUIDED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "hi", "guided_json": {"type": "object"}}),
+    ("/v1/chat/completions", {**CHAT, "guided_json": {"type": "object"}, "stream": True}),
+    ("/v1/messages", {**CHAT, "max_tokens": 9, "output_config": {"format": SCHEMA}}),
+    ("/v1/responses", {"input": "hi", "text": {"format": {**SCHEMA, "name": "n"}}}),
+    (
+        "/v1/responses",
+        {"input": "hi", "text": {"format": {**SCHEMA, "name": "n"}}, "background": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), GUIDED, ids=lambda own: str(own)[:20])
+async def test_leaving_ends_the_wait_for_a_grammar(
+    service: OpenAIService, engine: Any, path: str, body: dict[str, Any]
+) -> None:
+    said: list[str] = []
+
+    class Endless(InlineChecker):
+        async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
+            said.append("waits")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                said.append("ends")
+
+    service.warden = Endless(service.tokenizer)
+    api = build_api(service, responses=ResponseStoreClient(store=ResponseStore()))
+    sent = await leave(api, path, {"model": "tiny", **body}, 0)
+    assert sent[0]["status"] == 499
+    assert said == ["waits", "ends"] and engine.seen == []
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -395,6 +395,48 @@ async def test_more_unknown_grammars_than_may_wait(
         task.cancel()
 
 
+async def test_a_check_that_nobody_waits_for_is_not_begun(
+    warden: Warden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    send = module._Helper.send
+    monkeypatch.setattr(
+        module._Helper, "send", lambda own, check: (sent.append(check.text), send(own, check))
+    )
+    monkeypatch.setattr(module, "MAX_CHILDREN", 0)  # none goes to the helper
+    left, kept = pattern("left+"), pattern("kept+")
+    asked = [asyncio.create_task(code_of(warden, text)) for text in (left, left, kept, kept)]
+    await asyncio.sleep(0)
+    for task in asked[:3]:
+        task.cancel()
+    await asyncio.wait(asked[:3])
+    assert len(warden._queues[False]) == 1
+    monkeypatch.setattr(module, "MAX_CHILDREN", 2)
+    assert await code_of(warden, pattern("last+")) == "ok"
+    assert await asked[3] == "ok" and sent == [kept, pattern("last+")]
+    assert await code_of(warden, left) == "ok"  # asked for again, it is checked
+
+
+async def test_a_check_without_clients_is_not_begun_again(
+    warden: Warden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    send = module._Helper.send
+    monkeypatch.setattr(
+        module._Helper, "send", lambda own, check: (sent.append(check.text), send(own, check))
+    )
+    pid = warden.pid
+    assert pid is not None
+    asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
+    while not children_of(pid):
+        await asyncio.sleep(0.01)
+    asked.cancel()
+    await asyncio.wait([asked])
+    os.kill(pid, signal.SIGKILL)
+    assert await code_of(warden, pattern("next")) == "ok"
+    assert warden.pid != pid and sent.count(schema(PATTERNS)) == 1
+
+
 async def test_memory_is_flat_over_many_grammars(warden: Warden) -> None:
     def resident() -> int:
         pages = Path(f"/proc/{warden.pid}/statm").read_text().split()[1]
