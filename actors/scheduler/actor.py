@@ -67,6 +67,9 @@ from rayfin.actors.timing import (
 logger = logging.getLogger(__name__)
 
 
+UNCLAIMED = ""
+"""The owner of an engine that was started ahead of its supervisor, who is the first that asks."""
+
 STREAMS = [f"stream-{seat}" for seat in range(MAX_CLIENTS)]
 OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
@@ -98,6 +101,7 @@ class EngineClaim:
     info: EngineInfo | None = None
     placement: PlacementGroup | None = None
     process: Process | None = None
+    starting: bool = False  # it can be granted once the engine has started
 
 
 @ray.remote(**OPTIONS)
@@ -110,6 +114,7 @@ class SchedulerActor:
         client_lease: float = CLIENT_LEASE_SECONDS,
         supervisor_lease: float = SUPERVISOR_LEASE_SECONDS,
         claim_after: float = SUPERVISOR_CLAIM_SECONDS,
+        ahead: EngineArgs | None = None,
     ) -> None:
         lower_priority()
         self._name = name
@@ -119,7 +124,9 @@ class SchedulerActor:
         self._lifeline = Lifeline(supervisor_lease, self._leave)
         self._claims = threading.Lock()
         self._claim_after = claim_after
-        self._started = EngineStart(EngineArgs())
+        # A claim may come before the call that starts an engine ahead.
+        owner = None if ahead is None else UNCLAIMED
+        self._started = EngineStart(ahead or EngineArgs(), owner=owner)
         self._engine: Engine | None = None
         self._group: RunnerGroup | None = None
         self._failure: str | None = None
@@ -154,7 +161,8 @@ class SchedulerActor:
             self._engine = Engine(self._group.start(), self._group)
         threading.Thread(target=self._loop, name="engine", daemon=True).start()
         RunnerPinger(self._group, self._engine, self._report_broken).watch()
-        self._group.spares.watch()
+        if start.owner != UNCLAIMED:
+            self._group.spares.watch()
         status_line.watch(self._engine.stats, partial(logger.info, "engine %s: %s", self._name))
         return self._info()
 
@@ -170,13 +178,19 @@ class SchedulerActor:
             silence = self._lifeline.silence
             start = self._started
             same = args == start.args and identity == start.args.identity
-            if self._engine is None or self._failure or not same or start.owner is None:
+            if self._failure or not same or start.owner is None:
                 return EngineClaim(False, False)
-            if silence < self._claim_after:
+            unclaimed = start.owner == UNCLAIMED
+            if self._engine is None:
+                return EngineClaim(False, unclaimed, starting=unclaimed)
+            if silence < self._claim_after and not unclaimed:
                 return EngineClaim(False, True, silence)
-            logger.warning("supervisor %s takes over from %s", owner, start.owner)
+            if not unclaimed:
+                logger.warning("supervisor %s takes over from %s", owner, start.owner)
             self._started = replace(start, owner=owner)
             self._lifeline.heard()
+            if unclaimed and self._group is not None:
+                self._group.spares.watch()  # not earlier: they would slow Serve's start down
         return EngineClaim(True, True, silence, self._info(), start.placement, _process())
 
     @ray.method(concurrency_group="control")
@@ -267,6 +281,8 @@ class SchedulerActor:
             EngineUnavailable: there are ``MAX_CLIENTS`` clients.
         """
         self._subscriptions.renew(client)
+        if self._group is not None:
+            self._group.spares.rest()  # an ingress that has just come has more to do
         return STREAMS[self._subscriptions.seat(client)]
 
     def subscribe(

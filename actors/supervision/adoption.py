@@ -23,7 +23,8 @@ async def claim_engine(
 ) -> tuple[str, Any, EngineClaim] | None:
     """Claims an engine of the same settings whose supervisor has fallen silent.
 
-    Waits for one whose supervisor has died recently, until it may be claimed.
+    Waits for one whose supervisor has died recently, until it may be claimed, and for one that was
+    started ahead, until it has started.
 
     Returns:
         Its name, its scheduler and the granted claim, or None if there is no such engine.
@@ -35,10 +36,15 @@ async def claim_engine(
             claim = None if scheduler is None else await _claim(name, scheduler, owner, args)
             if claim is not None and claim.granted:
                 return name, scheduler, claim
-            waiting |= claim is not None and claim.compatible and claim.silence > PULSE_SECONDS
+            waiting |= claim is not None and _may_be_granted(claim)
         if not waiting:
             return None
         await asyncio.sleep(PULSE_SECONDS / 2)
+
+
+def _may_be_granted(claim: EngineClaim) -> bool:
+    """Whether a claim that was refused may soon be granted."""
+    return claim.starting or (claim.compatible and claim.silence > PULSE_SECONDS)
 
 
 async def _claim(name: str, scheduler: Any, owner: str, args: EngineArgs) -> EngineClaim | None:

@@ -27,8 +27,10 @@ def pick_cluster_device(device: str) -> Any:
     return "cuda" if resources.get("GPU", 0) else "cpu"
 
 
-def create_scheduler(name: str, detached: bool) -> Any:
+def create_scheduler(name: str, detached: bool, ahead: EngineArgs | None = None) -> Any:
     """Creates the scheduler actor of the engine ``name``.
+
+    ``ahead`` are its settings where its supervisor is yet to come.
 
     Raises:
         ValueError: the name is taken.
@@ -37,4 +39,4 @@ def create_scheduler(name: str, detached: bool) -> Any:
     options = {"name": name, "namespace": NAMESPACE}
     if detached:
         options["lifetime"] = "detached"
-    return actor_class.options(**options).remote(name)
+    return actor_class.options(**options).remote(name, ahead=ahead)

@@ -11,6 +11,8 @@ their supervisor, the next one claims them, and streams continue.
                                          scheduler for them
     no supervisor follows                scheduler and runners exit when their leases run out
 
+An engine may also be started before the process that will watch it: ``ahead.py``.
+
 ``actors/timing.py`` defines when.
 """
 
@@ -22,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RaySystemError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -44,7 +46,7 @@ from rayfin.actors.processes.registry import (
     runner_name,
     when_name_is_free,
 )
-from rayfin.actors.scheduler.actor import EngineStart
+from rayfin.actors.scheduler.actor import UNCLAIMED, EngineStart
 from rayfin.actors.settings.spare_runners import seats
 from rayfin.actors.supervision.adoption import (
     claim_engine,
@@ -122,6 +124,27 @@ class Supervisor:
         self._watching = asyncio.create_task(self._watch())
         return info
 
+    def place_ahead(self) -> None:
+        """Names an engine for the first supervisor of the same settings that claims it.
+
+        Call :meth:`launch_ahead` next. If none claims it, it leaves when its lease runs out.
+        """
+        self._id = UNCLAIMED
+        self._place_first_free()
+
+    async def launch_ahead(self) -> None:
+        """Starts the engine of :meth:`place_ahead`; returns when it accepts requests.
+
+        Raises:
+            InvalidConfig, UnsupportedModel: the model cannot be served.
+            EngineUnavailable: the cluster has no room, or a process died meanwhile.
+        """
+        try:
+            await self._launch()
+        except BaseException:
+            self.stop()
+            raise
+
     def check(self) -> None:
         """Returns at once if the engine is healthy or under repair.
 
@@ -180,6 +203,9 @@ class Supervisor:
                     return
             except ValueError:  # the name is taken
                 logger.debug("engine %s belongs to another supervisor", name)
+            except RaySystemError as error:  # its placement group is, of an engine that ends
+                logger.info("engine %s cannot be placed: %s", name, error)
+                ray.kill(self._scheduler)
             number += 1
 
     async def _launch(self) -> EngineInfo:
@@ -204,7 +230,8 @@ class Supervisor:
         return info
 
     def _create_scheduler(self) -> Any:
-        return create_scheduler(self.name, detached=self._id is not None)
+        ahead = self._args if self._id == UNCLAIMED else None
+        return create_scheduler(self.name, detached=self._id is not None, ahead=ahead)
 
     async def _adopt(self, owner: str) -> EngineInfo | None:
         claimed = await claim_engine(self.name, owner, self._args)
@@ -214,7 +241,7 @@ class Supervisor:
         self._placement = claim.placement
         assert claim.info is not None and claim.process is not None
         self._processes = [claim.process, *await self._scheduler.runners.remote()]
-        logger.warning("adopted engine %s", self.name)
+        logger.info("adopted engine %s", self.name)
         return claim.info
 
     async def _adopt_runners(self) -> EngineInfo | None:

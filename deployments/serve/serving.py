@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -17,9 +17,11 @@ from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
-from rayfin.actors.processes.environment import set_ray_environment
+from rayfin.actors.processes.own_ray import start_ray
+from rayfin.actors.supervision.ahead import EngineAhead
 from rayfin.actors.timing import SIGNAL_REPEATS
 from rayfin.deployments.app import bind_models
+from rayfin.deployments.client.engine_names import engine_prefix
 from rayfin.deployments.edge.door import PLAIN, Door
 from rayfin.deployments.edge.middleware import check_middleware
 from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
@@ -28,6 +30,7 @@ from rayfin.deployments.serve.ports import require_free, require_own_ports, requ
 from rayfin.deployments.serve.preflight import (
     InBackground,
     check_model,
+    located,
     require_files,
     require_hub,
     require_room,
@@ -140,7 +143,8 @@ def _serve(
 ) -> None:
     """Serves until the first signal, and stops all that it started."""
     start_up = StartUp()
-    with _cluster(verbose, start_up) as ours, _serve_instance(*address, keep=ours):
+    with ExitStack() as held:
+        ours = held.enter_context(_cluster(verbose, start_up))
         if ours:  # the head node is here, and no other will come
             require_own_ports(server)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -148,13 +152,21 @@ def _serve(
         # From here on: Ray has set a SIGTERM handler that aborts, and a shell script starts what it
         # puts in the background with SIGINT ignored.
         stop.install()
-        if name in ray_serve.status().applications:
-            raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
+        if not ours:
+            held.enter_context(_serve_instance(*address, keep=False))
+            if name in ray_serve.status().applications:
+                raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
         _await(checks, models, start_up)
+        application = bind_models(server, engine, models)  # sees a cluster without engines
+        if ours:
+            ahead = [_engine_ahead(name, own) for own in models if _has_one_engine(own.server)]
+            held.enter_context(_serve_instance(*address, keep=True))
+            for own in ahead:
+                own.await_scheduler()
         try:
             what = loading(models)
             with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
-                _deploy(bind_models(server, engine, models), name)
+                _deploy(application, name)
                 done(f"Loaded {what}")
             infos = [engine_info(name, own) for own in models]
             start_up.summary(*summary(models, *address, infos))
@@ -162,6 +174,16 @@ def _serve(
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
         finally:
             ray_serve.delete(name)
+
+
+def _engine_ahead(app: str, model: ModelArgs) -> EngineAhead:
+    """Starts a model's engine now: Serve takes seconds to start what will watch it."""
+    return EngineAhead(located(model.engine), engine_prefix(app, model.deployment))
+
+
+def _has_one_engine(server: ServerArgs) -> bool:
+    """Whether there is exactly one from the start on: several start side by side anyway."""
+    return server.data_parallel_size == 1 and server.max_engines is None
 
 
 def _await(checks: InBackground, models: Sequence[ModelArgs], start_up: StartUp) -> None:
@@ -184,11 +206,10 @@ def _cluster(verbose: bool, start_up: StartUp) -> Iterator[bool]:
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray.serve").setLevel(level)
     output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
-    set_ray_environment()
     os.environ.setdefault(CALLBACK, CALLBACK_PATH)  # what a new Ray's processes inherit
     with start_up.stage("Starting Ray") as done:
         try:
-            ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **output)
+            start_ray(object_store_memory=OBJECT_STORE_BYTES, **output)
             ours = True
             done("Started a local Ray")
         except ValueError:  # Ray's answer to resources for a cluster that runs already: join it

@@ -1,0 +1,119 @@
+"""An engine that was started ahead of its supervisor: who gets it, and when."""
+
+import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.messages import EngineInfo
+from rayfin.actors.scheduler import actor, status_line
+from rayfin.actors.scheduler.actor import UNCLAIMED, EngineClaim, EngineStart, SchedulerActor
+from rayfin.actors.supervision import adoption
+from rayfin.actors.supervision.adoption import claim_engine
+
+ARGS = EngineArgs(model="m", device="cpu")
+OTHERS = EngineArgs(model="n", device="cpu")
+INFO = EngineInfo("app/engine/0", 2048, 300, 64, 16)
+
+
+def scheduler(monkeypatch: pytest.MonkeyPatch, ahead: EngineArgs | None) -> Any:
+    """The actor's own class, without Ray."""
+    monkeypatch.setattr(actor, "lower_priority", lambda: None)
+    monkeypatch.setattr(actor, "_process", lambda: None)
+    kind: Any = SchedulerActor
+    own = kind.__ray_metadata__.modified_class("app/engine/0", ahead=ahead)
+    monkeypatch.setattr(own, "_info", lambda: INFO)
+    return own
+
+
+def claim(own: Any, owner: str, args: EngineArgs = ARGS) -> EngineClaim:
+    answer: EngineClaim = own.claim(owner, args, args.identity)
+    return answer
+
+
+def test_the_first_supervisor_gets_it_at_once_and_the_next_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = scheduler(monkeypatch, ARGS)
+    own._started, own._engine = EngineStart(ARGS, owner=UNCLAIMED), object()
+    first = claim(own, "first")
+    assert first.granted and first.info == INFO
+    second = claim(own, "second")
+    assert not second.granted and second.compatible and not second.starting
+    assert own._started.owner == "first"
+
+
+def test_it_is_promised_before_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before the call that starts it has come."""
+    own = scheduler(monkeypatch, ARGS)
+    early = claim(own, "first")
+    assert early.starting and not early.granted
+    own._started = EngineStart(ARGS, owner=UNCLAIMED)
+    assert claim(own, "first").starting
+
+
+def test_an_engine_of_other_settings_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = claim(scheduler(monkeypatch, ARGS), "first", OTHERS)
+    assert not refused.starting and not refused.compatible
+
+
+def test_an_engine_that_its_supervisor_starts_is_not_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = scheduler(monkeypatch, None)
+    assert not claim(own, "other").starting
+    own._started = EngineStart(ARGS, owner="its own")
+    assert not claim(own, "other").starting
+
+
+def test_a_supervisor_waits_for_an_engine_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [
+        EngineClaim(False, True, starting=True),
+        EngineClaim(False, True, starting=True),
+        EngineClaim(True, True),
+    ]
+
+    async def ask(*_: Any) -> EngineClaim:
+        return answers.pop(0)
+
+    monkeypatch.setattr(adoption, "PULSE_SECONDS", 0.01)
+    monkeypatch.setattr(adoption, "engine_names", lambda prefix: [f"{prefix}0"])
+    monkeypatch.setattr(adoption, "find_actor", lambda name: object())
+    monkeypatch.setattr(adoption, "_claim", ask)
+    claimed = asyncio.run(claim_engine("app/engine/", "me", ARGS))
+    assert claimed is not None and claimed[0] == "app/engine/0" and not answers
+
+
+def test_its_spare_runners_come_after_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take processors from the start of the rest."""
+
+    class Spares:
+        watched = 0
+
+        def watch(self) -> None:
+            self.watched += 1
+
+    class Group:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.spares = Spares()
+
+        def start(self) -> None: ...
+
+    for owner, watched in ((UNCLAIMED, 0), ("its own", 1)):
+        own = scheduler(monkeypatch, ARGS)
+        monkeypatch.setattr(actor, "RunnerGroup", Group)
+        monkeypatch.setattr(actor, "Engine", lambda *_: SimpleNamespace(stats=None))
+        monkeypatch.setattr(actor, "RunnerPinger", lambda *_: SimpleNamespace(watch=lambda: None))
+        monkeypatch.setattr(status_line, "watch", lambda *_: None)
+        monkeypatch.setattr(own, "_loop", lambda: None)
+        own._lifeline = SimpleNamespace(
+            watch=lambda: None, work=nullcontext, silence=0.0, heard=lambda: None
+        )
+        own.start(EngineStart(ARGS, owner=owner))
+        assert own._group.spares.watched == watched
+        if owner == UNCLAIMED:
+            claim(own, "first")
+            assert own._group.spares.watched == 1
