@@ -25,7 +25,7 @@ FEW = {  # products of few rows: name -> (outputs, inputs)
     "8b down": (4096, 14336),
 }
 GATED = {"0.6b gate, up": (6144, 1024), "8b gate, up": (28672, 4096)}
-ROWS = (1, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SETTINGS = {  # name -> temperature, top-k, top-p
     "greedy": (0.0, 0, 1.0),
     "temperature": (0.6, 0, 1.0),
@@ -99,8 +99,8 @@ def kernels(bench: Bench) -> None:
             x = _random(rows, shape[1], bench)
             hidden = _random(rows, shape[0], bench)
             plain = bench.seconds(lambda x=x, w=weight: F.linear(x, w))  # type: ignore[misc]
-            ours = bench.seconds(lambda x=x, w=weight: product(x, w, None))  # type: ignore[misc]
-            _add_product(table, f"{name}, product", rows, ours, plain, weight, bench)
+            ours = bench.seconds(lambda x=x, w=weight: product(x, w, None, gain=1.0, eps=1e-6))  # type: ignore[misc]
+            _add_product(table, f"{name}, normed", rows, ours, plain, weight, bench)
             plain = bench.seconds(lambda x=x, w=weight, h=hidden: h.addmm_(x, w.T))  # type: ignore[misc]
             ours = bench.seconds(lambda x=x, w=weight, h=hidden: add_product(x, w, None, h))  # type: ignore[misc]
             _add_product(table, f"{name}, add", rows, ours, plain, weight, bench)
@@ -109,7 +109,9 @@ def kernels(bench: Bench) -> None:
         for rows in ROWS:
             x = _random(rows, shape[1], bench)
             plain = bench.seconds(lambda x=x, w=weight: F.linear(x, w))  # type: ignore[misc]
-            ours = bench.seconds(lambda x=x, w=weight: gated_product(x, w, None, "silu"))  # type: ignore[misc]
+            ours = bench.seconds(
+                lambda x=x, w=weight: gated_product(x, w, None, "silu", gain=1.0, eps=1e-6)
+            )  # type: ignore[misc]
             _add_product(table, f"{name}, gated", rows, ours, plain, weight, bench)
     _sampling(bench)
     _between(bench)

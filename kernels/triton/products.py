@@ -9,12 +9,21 @@ from typing import Any
 import torch
 import triton
 
-from rayfin.kernels.triton.device import product_kernels as kernels
+from rayfin.kernels.triton.device import product_kernels, row_kernels
 from rayfin.kernels.triton.device.activation import ACTIVATIONS
 from rayfin.kernels.triton.pdl import launch_options
 
 FEW_ROWS = 64
-"""Rows that one tile holds: each weight is read once. Not measured on a GPU yet."""
+"""Rows that one tile holds: each weight is read once."""
+
+ROW_BY_ROW = 4
+"""Rows that are multiplied without tensor cores."""
+
+WIDEST_ROW = 8192
+"""Inputs of the widest weight whose rows a program holds as a whole."""
+
+WEIGHTS_AT_ONCE = 16384
+"""Bytes of weights that a program has on their way."""
 
 
 def product(
@@ -62,7 +71,7 @@ def gated_product(
     outputs = len(gate_up) // 2
     assert x.is_contiguous() and gate_up.is_contiguous()
     out = x.new_empty(len(x), outputs)
-    grid, launch = _tiles(len(x), outputs, x.dtype, 2)
+    kernels, grid, launch = _choose(len(x), outputs, x.shape[1], x.dtype, 2)
     kernels.gated_product[grid](
         x,
         gate_up,
@@ -95,7 +104,7 @@ def _launch(
     pdl: bool,
 ) -> None:
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    grid, launch = _tiles(len(x), len(weight), x.dtype)
+    kernels, grid, launch = _choose(len(x), len(weight), x.shape[1], x.dtype)
     kernels.product[grid](
         x,
         weight,
@@ -113,6 +122,30 @@ def _launch(
         **launch,
         **launch_options(pdl),
     )
+
+
+def _choose(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, matrices: int = 1
+) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    """The module of the kernel, its grid and the sizes of its programs."""
+    if rows <= ROW_BY_ROW and inputs <= WIDEST_ROW:
+        return row_kernels, *_whole_rows(rows, outputs, inputs, dtype, matrices)
+    return product_kernels, *_tiles(rows, outputs, dtype, matrices)
+
+
+def _whole_rows(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, matrices: int = 1
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid and sizes of programs that hold whole rows of ``matrices`` [N, K].
+
+    Few outputs get few columns, which make programs for all multiprocessors.
+    """
+    width = triton.next_power_of_2(inputs)
+    held = WEIGHTS_AT_ONCE // (dtype.itemsize * matrices * width)
+    spread = triton.next_power_of_2(outputs // 256 + 1) // 2
+    columns = max(min(held, spread, 8), 1)
+    launch = {"ROWS": triton.next_power_of_2(rows), "COLUMNS": columns, "WIDTH": width}
+    return (triton.cdiv(outputs, columns),), launch | {"num_warps": 4}
 
 
 def _tiles(

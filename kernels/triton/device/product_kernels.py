@@ -36,14 +36,33 @@ def prefetch(weight, n, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl
 
 
 @triton.jit
-def rows_part(x, squares, m, k, rows, INPUTS: tl.constexpr, NORM: tl.constexpr):
-    """Inputs k of the rows m, and ``squares`` plus their squares."""
+def rows_part(x, m, k, rows, INPUTS: tl.constexpr):
+    """Inputs k of the rows m."""
     known = (m < rows)[:, None] & (k < INPUTS)[None, :]
-    a = tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
-    if NORM:
-        wide = a.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-    return a, squares
+    return tl.load(x + m[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
+
+
+@triton.jit
+def norm_factor(
+    x,
+    m,
+    rows,
+    eps,
+    gain,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """gain / rms of the rows m of x [T, INPUTS]: [ROWS].
+
+    In a loop of its own, over what the products have brought to the cache: of a block that both a
+    product and a sum read, Triton makes a layout in shared memory that is slow to read for both.
+    """
+    squares = tl.zeros([ROWS, DEPTH], tl.float32)
+    for start in range(0, INPUTS, DEPTH):
+        wide = rows_part(x, m, start + tl.arange(0, DEPTH), rows, INPUTS).to(tl.float32)
+        squares += wide * wide
+    return gain * tl.rsqrt(tl.sum(squares, 1) / INPUTS + eps)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -82,16 +101,15 @@ def product(
     if ADD:  # before the loop, which hides the round trip
         residual = tl.load(target, mask=written, other=0.0).to(tl.float32)
     summed = tl.zeros([ROWS, COLUMNS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
     for start in range(0, INPUTS, DEPTH):
         k = start + tl.arange(0, DEPTH)
         inside = k < INPUTS
-        a, squares = rows_part(x, squares, m, k, rows, INPUTS, NORM)
+        a = rows_part(x, m, k, rows, INPUTS)
         used = inside[:, None] & (n < OUTPUTS)[None, :]
         b = tl.load(weight + n[None, :] * INPUTS + k[:, None], mask=used, other=0.0)
         summed = tl.dot(a, b, summed, input_precision="ieee")
     if NORM:
-        summed = summed * (gain * tl.rsqrt(squares / INPUTS + eps))[:, None]
+        summed = summed * norm_factor(x, m, rows, eps, gain, INPUTS, ROWS, DEPTH)[:, None]
     if BIAS:
         summed += tl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
     if ADD:
@@ -131,11 +149,10 @@ def gated_product(
         gdc_wait()
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
     for start in range(0, INPUTS, DEPTH):
         k = start + tl.arange(0, DEPTH)
         inside = k < INPUTS
-        a, squares = rows_part(x, squares, m, k, rows, INPUTS, NORM)
+        a = rows_part(x, m, k, rows, INPUTS)
         used = inside[:, None] & (n < OUTPUTS)[None, :]
         gates = weight + n[None, :] * INPUTS + k[:, None]
         b = tl.load(gates, mask=used, other=0.0)
@@ -143,7 +160,7 @@ def gated_product(
         gate = tl.dot(a, b, gate, input_precision="ieee")
         up = tl.dot(a, c, up, input_precision="ieee")
     if NORM:
-        factor = (gain * tl.rsqrt(squares / INPUTS + eps))[:, None]
+        factor = norm_factor(x, m, rows, eps, gain, INPUTS, ROWS, DEPTH)[:, None]
         gate, up = gate * factor, up * factor
     if BIAS:
         exists = n < OUTPUTS
