@@ -50,6 +50,7 @@ DECIDE_TOKENS = (
 DEFAULT_PREEMPTION: dict[SchedulerName, Preemption] = {"v1": "recompute", "v0": "swap"}
 DEFAULT_BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_DECODING_BATCH = {"cpu": 64, "cuda": 256}
+DEFAULT_PREFILL_BATCH = 16  # on a CPU
 DEFAULT_MEMORY_UTILIZATION = {"cpu": 0.4, "cuda": 0.9}  # a CPU's memory is everything else's too
 
 POSITIVE = (  # or None
@@ -129,7 +130,9 @@ class EngineArgs:
     max_decoding_batch: int | None = _flag(
         None, "maximum number of running requests; default: 64 on a CPU, 256 on a GPU"
     )
-    max_prefill_batch: int = _flag(16, "maximum number of prompts in one step")
+    max_prefill_batch: int | None = _flag(
+        None, "maximum number of prompts in one step; default: 16 on a CPU, no limit on a GPU"
+    )
     page_size: int = _flag(16, "tokens in a page of the KV cache")
     kv_cache_dtype: KVCacheDtype = _flag(
         "auto", "dtype of the KV cache; auto: --dtype; fp8 needs a GPU"
@@ -461,7 +464,9 @@ def resolve_limits(
     tokens = uncut.batch_tokens(args.max_batch_tokens, DEFAULT_BATCH_TOKENS[device], decoding)
     if args.max_decoding_batch is None:
         decoding = min(decoding, tokens)
-    prompts = decoding if whole_prompts else args.max_prefill_batch
+    # A GPU takes prompts kernel by kernel from the host, which costs as much for one as for many.
+    default = DEFAULT_PREFILL_BATCH if device == "cpu" else decoding
+    prompts = decoding if whole_prompts else args.max_prefill_batch or default
     if args.scheduler == "v0" or whole_prompts:
         tokens = max(tokens, model_len)  # a prompt is never split
     return BatchLimits(

@@ -218,7 +218,11 @@ def test_limits() -> None:
     assert resolve_limits(EngineArgs(), "cpu", 256) == BatchLimits(
         max_batch_tokens=256, max_decoding_batch=64, max_prefill_batch=16
     )
-    assert resolve_limits(EngineArgs(), "cuda", 256).max_batch_tokens == 8192
+    assert resolve_limits(EngineArgs(), "cuda", 256) == BatchLimits(
+        max_batch_tokens=8192, max_decoding_batch=256, max_prefill_batch=256
+    )
+    given = EngineArgs(max_prefill_batch=3)
+    assert [resolve_limits(given, name, 9).max_prefill_batch for name in ("cpu", "cuda")] == [3, 3]
     assert resolve_limits(EngineArgs(max_decoding_batch=2000), "cpu", 9).max_batch_tokens == 2000
     with pytest.raises(InvalidConfig) as caught:
         resolve_limits(EngineArgs(max_decoding_batch=9, max_batch_tokens=8), "cpu", 256)
