@@ -121,6 +121,7 @@ LIFELINE_POLL_SECONDS = 0.5  # how often a process looks at its own lease
 
 SPARE_TURN_SECONDS = 1.0  # between looks at them
 SPARE_CALM_SECONDS = 3.0
+SPARE_AFTER_CLAIM_SECONDS = 10.0  # an engine that started ahead has its supervisor; Serve starts
 SPARE_ANSWER_SECONDS = 5.0
 SPARE_WARM_SECONDS = 600.0
 

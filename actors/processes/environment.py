@@ -49,13 +49,21 @@ ENVIRONMENT = {
     # processes have dozens of threads: without this they still grew after half an hour.
     "MALLOC_ARENA_MAX": "2",
     # What an idle server costs. Each process would send what its calls did every second, for
-    # `ray list tasks`; each of Serve's would count its requests ten times a second; an agent would
-    # measure all processes, for a dashboard that is not there; and log files would be looked for
-    # twice a second.
+    # `ray list tasks`, time each of its own events, and report figures to an agent, from which no
+    # program scrapes them: Rayfin has its own (docs/observability.md). Each of Serve's would count
+    # its requests ten times a second, and its controller look at everything as often. An agent
+    # would measure all processes, for a dashboard that is not there. Log files would be looked for
+    # twice a second, and free memory four times.
     "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+    "RAY_enable_metrics_collection": "0",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "REPORTER_UPDATE_INTERVAL_MS": "30000",
     "LOG_NAME_UPDATE_INTERVAL_S": "2",
+    "RAY_memory_monitor_refresh_ms": "1000",
+    # Ray's agents would ask every 400 ms whether their raylet lives. The end of a pipe says so.
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
 }
 
 

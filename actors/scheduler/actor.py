@@ -60,6 +60,7 @@ from rayfin.actors.timing import (
     LOBBY_TICK_SECONDS,
     LOOP_ANSWER_SECONDS,
     LOOP_COMMAND_SECONDS,
+    SPARE_AFTER_CLAIM_SECONDS,
     SUPERVISOR_CLAIM_SECONDS,
     SUPERVISOR_LEASE_SECONDS,
 )
@@ -190,7 +191,8 @@ class SchedulerActor:
             self._started = replace(start, owner=owner)
             self._lifeline.heard()
             if unclaimed and self._group is not None:
-                self._group.spares.watch()  # not earlier: they would slow Serve's start down
+                self._group.spares.rest(SPARE_AFTER_CLAIM_SECONDS)
+                self._group.spares.watch()
         return EngineClaim(True, True, silence, self._info(), start.placement, _process())
 
     @ray.method(concurrency_group="control")
@@ -281,8 +283,6 @@ class SchedulerActor:
             EngineUnavailable: there are ``MAX_CLIENTS`` clients.
         """
         self._subscriptions.renew(client)
-        if self._group is not None:
-            self._group.spares.rest()  # an ingress that has just come has more to do
         return STREAMS[self._subscriptions.seat(client)]
 
     def subscribe(

@@ -108,9 +108,9 @@ class SpareRunners:
         if len(self._names) > 1:
             threading.Thread(target=self._watch, name="spares", daemon=True).start()
 
-    def rest(self) -> None:
-        """The runner starts or recovers: none is made for a while."""
-        self._rest(SPARE_CALM_SECONDS)
+    def rest(self, seconds: float = SPARE_CALM_SECONDS) -> None:
+        """The runner starts or recovers, or something else does: none is made for a while."""
+        self._not_before = self._clock() + seconds
 
     def take(self) -> Spare | None:
         """The spare that takes over, with its name: a ready one, or one that will be sooner than a
@@ -149,9 +149,6 @@ class SpareRunners:
         with self._lock:
             return list(self._spares)
 
-    def _rest(self, seconds: float) -> None:
-        self._not_before = self._clock() + seconds
-
     def _why_lost(self, spare: Spare) -> str | None:
         """Why a spare is of no use, or None; also pings it, when it is time."""
         now = self._clock()
@@ -177,7 +174,7 @@ class SpareRunners:
             logger.warning("the spare runner %s is made again: %s", spare.name, lines[0])
             pause = SPARE_CALM_SECONDS * 2**self._lost
             self._lost += 1
-            self._rest(min(pause, MAX_RESTART_PAUSE_SECONDS))
+            self.rest(min(pause, MAX_RESTART_PAUSE_SECONDS))
 
     def _end(self, spare: Spare) -> bool:
         """Ends a spare unless it has taken over; whether it had not."""
@@ -203,7 +200,7 @@ class SpareRunners:
         if asked.exception() is not None:
             return
         if (plan := asked.result()).count <= len(self._names) - len(free) - 1:
-            self._rest(MAX_RESTART_PAUSE_SECONDS)
+            self.rest(MAX_RESTART_PAUSE_SECONDS)
             return
         if (runner := self._calls.make(free[0])) is None:
             return

@@ -13,6 +13,7 @@ from rayfin.actors.scheduler import actor, status_line
 from rayfin.actors.scheduler.actor import UNCLAIMED, EngineClaim, EngineStart, SchedulerActor
 from rayfin.actors.supervision import adoption
 from rayfin.actors.supervision.adoption import claim_engine
+from rayfin.actors.timing import SPARE_AFTER_CLAIM_SECONDS
 
 ARGS = EngineArgs(model="m", device="cpu")
 OTHERS = EngineArgs(model="n", device="cpu")
@@ -95,6 +96,9 @@ def test_its_spare_runners_come_after_its_supervisor(monkeypatch: pytest.MonkeyP
 
         def watch(self) -> None:
             self.watched += 1
+
+        def rest(self, seconds: float) -> None:
+            assert seconds == SPARE_AFTER_CLAIM_SECONDS and not self.watched
 
     class Group:
         def __init__(self, *_: Any, **__: Any) -> None:
