@@ -10,7 +10,7 @@ import gpu
 import offline_host
 import pytest
 from gpu_bench import Bench
-from gpu_engine import idle_share, nano_trace
+from gpu_engine import busy_seconds, nano_trace
 from gpu_paths import Paths
 
 
@@ -21,11 +21,10 @@ def test_workload_is_that_of_nano_vllm() -> None:
     assert (sum(prompt for prompt, _ in trace), sum(out for _, out in trace)) == (142_827, 133_966)
 
 
-def test_idle_is_what_no_span_covers() -> None:
-    """Of the window from 20 to 90: covered 20-40 (twice in part), 60-70, 85-90."""
+def test_busy_is_what_any_span_covers() -> None:
     spans = [(60.0, 70.0), (0.0, 30.0), (25.0, 40.0), (28.0, 29.0), (85.0, 100.0)]
-    assert idle_share(spans) == pytest.approx(1 - 35 / 70)
-    assert idle_share([(0.0, 50.0), (50.0, 100.0)]) == pytest.approx(0)
+    assert busy_seconds(spans) == pytest.approx(40 + 10 + 15)
+    assert busy_seconds([(0.0, 50.0), (50.0, 100.0)]) == pytest.approx(100)
 
 
 def test_toy_sections(

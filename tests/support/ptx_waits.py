@@ -16,10 +16,10 @@ class BeforeWait:
     """What a kernel does before it has waited for the kernel before it."""
 
     reads: set[str] = field(default_factory=set)
-    prefetches: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
     ends: bool = False  # a path through the kernel never waits
-    launches: bool = False  # it lets the next kernel start
+    launches: bool = False  # it lets the next kernel start, before or after
+    launches_before: bool = False
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ def before_wait(ptx: str, pointers: list[str | None]) -> BeforeWait:
         label = todo.pop()
         state, has_waited = dict(origins[label]), waited[label]
         for instruction in blocks[label].code:
+            found.launches |= instruction.startswith(LAUNCH)
             if instruction.startswith(WAIT):
                 has_waited = True
             elif not has_waited:
@@ -97,9 +98,7 @@ def _note(found: BeforeWait, instruction: str, state: dict[str, frozenset[str]])
         *(state.get(register, frozenset()) for register in _addresses(instruction))
     )
     if name.startswith(LAUNCH):
-        found.launches = True
-    elif name.startswith("prefetch"):
-        found.prefetches |= pointers
+        found.launches_before = True
     elif name.startswith(("st.global", "atom.global", "red.global")):
         found.writes |= pointers
     elif name.startswith(("ld.global", "cp.async")):
@@ -127,7 +126,7 @@ def _follow(instruction: str, state: dict[str, frozenset[str]], pointers: list[s
     registers = REGISTER.findall(instruction)
     if not registers:
         return
-    if instruction.startswith(("ld.", "st.", "cp.", "atom.", "red.", "prefetch")):
+    if instruction.startswith(("ld.", "st.", "cp.", "atom.", "red.")):
         for register in set(registers) - set(_addresses(instruction)):
             state.pop(register, None)
         return

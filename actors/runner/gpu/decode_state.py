@@ -1,5 +1,6 @@
 """The inputs of multi-step decoding, at fixed addresses on the device; each step advances them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,9 +70,9 @@ class _GraphLaunch:
 class GraphLaunches:
     """Attention launches at fixed addresses, whose tile map each multi-step call fills in."""
 
-    def __init__(self, max_rows: int, pdl: bool) -> None:
+    def __init__(self, max_rows: int, starts_early: Callable[[int], bool]) -> None:
         self._max_rows = max_rows
-        self._pdl = pdl
+        self._starts_early = starts_early
         self._graph_launches: dict[Sizes, _GraphLaunch] = {}
 
     def __call__(self, attention: TritonAttention, batch: PagedBatch, sizes: Sizes) -> list[Launch]:
@@ -117,7 +118,7 @@ class GraphLaunches:
             whole.part_out,
             whole.part_lse,
             whole.arrived,
-            self._pdl,
+            self._starts_early(rows),
         )
 
 
@@ -131,7 +132,7 @@ class DecodeState:
         pages_per_request: int,
         page_size: int,
         device: torch.device,
-        pdl: bool = False,
+        starts_early: Callable[[int], bool] = lambda rows: False,
     ) -> None:
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape or (max_rows,), dtype=dtype, device=device)
@@ -139,8 +140,8 @@ class DecodeState:
         self._page_size = page_size
         self._slots = slots
         self._on_device = DeviceSlots(slots, pages_per_request, device)
-        self.launches = GraphLaunches(max_rows, pdl)
-        self._pdl = pdl
+        self.launches = GraphLaunches(max_rows, starts_early)
+        self._starts_early = starts_early
         self._new_rows = zeros(torch.int64, 4, max_rows)  # input of enter_rows
         self.tokens, self.positions = zeros(torch.int64), zeros(torch.int64)
         self._integers = zeros(torch.int64, 2, max_rows)
@@ -227,7 +228,7 @@ class DecodeState:
             self.positions,
             self.remaining,
             self._on_device.last_tokens,
-            **launch_options(self._pdl),
+            **launch_options(self._starts_early(bucket)),
         )
 
     def batch(self, bucket: int) -> PagedBatch:

@@ -25,7 +25,13 @@ from rayfin.kernels.cpu.decoder import DecoderShape
 from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, rope_and_write_kv
 from rayfin.kernels.triton.pdl import can_use_pdl
-from rayfin.kernels.triton.products import FEW_ROWS, add_product, gated_product, product
+from rayfin.kernels.triton.products import (
+    FEW_ROWS,
+    WIDEST_ROW,
+    add_product,
+    gated_product,
+    product,
+)
 
 
 class GpuDecoder:
@@ -48,7 +54,7 @@ class GpuDecoder:
 
     An MLP may be a mixture of experts: the model's router around `GroupedExperts`.
 
-    With ``pdl`` the kernels of a layer start while the ones before them end
+    With ``pdl`` the kernels of few rows start while the ones before them end
     (`rayfin.kernels.triton.pdl`). The embedding is torch's and is launched without it: whatever a
     step's inputs are copied or computed by is complete when the first layer starts. So is the
     norm before the head, whose neighbours are torch's.
@@ -75,8 +81,12 @@ class GpuDecoder:
         self._pages: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.layouts = layouts
         self.dtype = dtype
-        self.few_rows = FEW_ROWS
+        self.few_rows = FEW_ROWS if self._embedding.shape[1] <= WIDEST_ROW else 0
         self.pdl = False
+
+    def starts_early(self, rows: int) -> bool:
+        """Whether the kernels of a step of so many rows start before the ones before them end."""
+        return self.pdl and rows <= self.few_rows
 
     def bind(self, cache: KVTensors) -> None:
         """Makes the layers keep their keys and values in ``cache``."""
@@ -121,16 +131,16 @@ class GpuDecoder:
     ) -> None:
         """One layer of few rows; ``hidden`` [T, hidden] in place."""
         eps, qkv, mlp, pdl = self._shape.eps, layer.qkv, layer.mlp, self.pdl
-        x = self._normed(qkv.norm, hidden)
+        x = self._normed(qkv.norm, hidden, pdl)
         x = product(x, qkv.weight, qkv.bias, gain=qkv.gain, eps=eps, pdl=pdl)
-        heads = self._attend(layer, pages, x, None, batch)
+        heads = self._attend(layer, pages, x, None, batch, pdl)
         out, out_bias = layer.attention_out, layer.attention_out_bias
         self._add(heads, out, out_bias, layer.attention_out_norm, hidden)
         if not isinstance(mlp, GatedMlp):
             self._add_mixed(layer, mlp, hidden)
             return
         both, activation = mlp.gate_up, NAMES[self._shape.activation]
-        x = self._normed(both.norm, hidden)
+        x = self._normed(both.norm, hidden, pdl)
         x = gated_product(x, both.weight, both.bias, activation, gain=both.gain, eps=eps, pdl=pdl)
         self._add(x, mlp.down, mlp.down_bias, layer.mlp_out_norm, hidden)
 
@@ -163,8 +173,10 @@ class GpuDecoder:
         left = Behind(hidden, projection.gain, projection.bias)
         return F.linear(hidden, projection.weight), left
 
-    def _normed(self, norm: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden if norm is None else rms_norm(hidden, norm, self._shape.eps, pdl=self.pdl)
+    def _normed(
+        self, norm: torch.Tensor | None, hidden: torch.Tensor, pdl: bool = False
+    ) -> torch.Tensor:
+        return hidden if norm is None else rms_norm(hidden, norm, self._shape.eps, pdl=pdl)
 
     def _add(
         self,
@@ -175,11 +187,13 @@ class GpuDecoder:
         hidden: torch.Tensor,
     ) -> None:
         """Adds few rows' product to the residual stream; an ``out_norm`` takes another launch."""
-        if out_norm is None:
+        if x.shape[1] > WIDEST_ROW:
+            self._add_many(x, weight, bias, out_norm, hidden)
+        elif out_norm is None:
             scale = self._shape.residual_scale
             add_product(x, weight, bias, hidden, residual_scale=scale, pdl=self.pdl)
         else:
-            self._add_normed(product(x, weight, bias, pdl=self.pdl), out_norm, hidden)
+            self._add_normed(product(x, weight, bias, pdl=self.pdl), out_norm, hidden, self.pdl)
 
     def _add_many(
         self,
@@ -201,10 +215,14 @@ class GpuDecoder:
         self._add_normed(mixed.squeeze(0), layer.mlp_out_norm, hidden)
 
     def _add_normed(
-        self, x: torch.Tensor, out_norm: torch.Tensor | None, hidden: torch.Tensor
+        self,
+        x: torch.Tensor,
+        out_norm: torch.Tensor | None,
+        hidden: torch.Tensor,
+        pdl: bool = False,
     ) -> None:
         eps, scale = self._shape.eps, self._shape.residual_scale
-        add_and_norm(x, hidden, None, eps, out_weight=out_norm, residual_scale=scale, pdl=self.pdl)
+        add_and_norm(x, hidden, None, eps, out_weight=out_norm, residual_scale=scale, pdl=pdl)
 
     def _attend(
         self,
@@ -213,6 +231,7 @@ class GpuDecoder:
         qkv: torch.Tensor,
         behind: Behind | None,
         batch: PagedBatch,
+        pdl: bool = False,
     ) -> torch.Tensor:
         """Attention output [T, H * Dv]; ``qkv`` is [T, H * Dk + Hkv * (Dk + Dv)]."""
         shape = self._shape
@@ -222,8 +241,8 @@ class GpuDecoder:
             sizes = [len(query_norm), len(key_norm)]
             query, key, value = torch.split(qkv, [*sizes, qkv.shape[1] - sum(sizes)], dim=1)
             normed = [
-                rms_norm(query, query_norm, shape.eps, pdl=self.pdl),
-                rms_norm(key, key_norm, shape.eps, pdl=self.pdl),
+                rms_norm(query, query_norm, shape.eps, pdl=pdl),
+                rms_norm(key, key_norm, shape.eps, pdl=pdl),
             ]
             qkv, query_norm, key_norm = torch.cat([*normed, value], dim=1), None, None
         query = rope_and_write_kv(
@@ -237,7 +256,7 @@ class GpuDecoder:
             heads=shape.heads,
             eps=shape.eps,
             behind=behind,
-            pdl=self.pdl,
+            pdl=pdl,
         )
         spec = layer.spec
         out = self._attention(
@@ -268,11 +287,11 @@ def build_gpu_decoder(
     def build() -> Iterator[GpuDecoder]:
         parts = inspect_decoder(paged, GroupedExperts)
         decoder = GpuDecoder(parts, attention, paged.layouts, paged.dtype)
-        decoder.few_rows = 0
+        few_rows, decoder.few_rows = decoder.few_rows, 0
         yield decoder  # before norms are folded: until then the transformers model is unchanged
         decoder.fold_norms(parts.layers)
         yield decoder
-        decoder.few_rows = FEW_ROWS
+        decoder.few_rows = few_rows
         yield decoder
         if can_use_pdl(paged.device):
             decoder.pdl = True

@@ -114,7 +114,8 @@ class DecodeGraphs:
         self._page_size = page_size
         self._sizes = bucket_sizes(rows)
         max_rows = self._sizes[-1]
-        self._state = DecodeState(slots, max_rows, pages_per_request, page_size, device, model.pdl)
+        sizes = (max_rows, pages_per_request, page_size)
+        self._state = DecodeState(slots, *sizes, device, model.starts_early)
         self._extras = GraphExtras(max_rows, max_num_steps, device)
         self._rows = torch.arange(max_rows, device=device)
         on_gpu = device.type == "cuda"
@@ -224,13 +225,14 @@ class DecodeGraphs:
     def _step(self, bucket: int, extras: bool) -> Callable[[], None]:
         state, rows = self._state, self._rows[:bucket]
         batch, sampling = state.batch(bucket), state.sampling(bucket)
+        early = self._model.starts_early(bucket)
 
         @torch.inference_mode()
         def step() -> None:
             state.prepare(bucket)
             logits = self._model.forward(StepInputs(state.tokens[:bucket], batch, rows))
             changed = self._extras.adjust(logits, state.drawn[:bucket]) if extras else logits
-            sample(changed, sampling, out=state.sampled[:bucket], pdl=self._model.pdl)
+            sample(changed, sampling, out=state.sampled[:bucket], pdl=early)
             if extras:
                 sampled, remaining = state.sampled[:bucket], state.remaining[:bucket]
                 self._extras.record_logprobs(logits, sampled, remaining)

@@ -10,8 +10,8 @@ from rayfin.actors.runner.sampling.sampler import Sampler
 from rayfin.actors.runner.step.batch import build_inputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
 
-WARMED_TOKENS = (16, 32, 64, 65)
-"""The heights of tiles of products of few rows, and a step of many rows."""
+WARMED_TOKENS = (1, 2, 4, 65)
+"""The heights of products of few rows, and a step of many rows."""
 
 SETTINGS = Sampling(temperature=0.6, top_k=20, top_p=0.95)
 
@@ -25,7 +25,7 @@ def warm_up(
     model_len: int,
     device: torch.device,
 ) -> None:
-    """Runs steps of a decode row and a prompt, and samples; writes over pages.
+    """Runs steps of a decode row, alone and with a prompt, and samples; writes over pages.
 
     A kernel compiles for about a second. A step that met it first would exceed the time limit of a
     step. ``sampler`` is None where a rank has no logits. A draft model's kernels are for its own
@@ -48,22 +48,23 @@ def warm_up(
 
 def first_step(tokens: int, page_size: int) -> SchedulerInfo:
     """A decode row at position 0 and a prompt, of ``tokens`` in all; both on the same pages."""
-    chunk = np.array([1, tokens - 1], np.int32)
+    chunk = np.array([1, tokens - 1] if tokens > 1 else [1], np.int32)
+    rows = len(chunk)
     pages = -(-chunk // page_size)
     return SchedulerInfo(
         epoch=0,
         step=0,
-        ids=np.arange(2, dtype=np.int32),
-        chunk_idx=np.array([0, 1], np.int32),
+        ids=np.arange(rows, dtype=np.int32),
+        chunk_idx=np.arange(rows, dtype=np.int32),
         chunk_len=chunk,
         merge_prompt=np.zeros(tokens, np.int32),
-        kv_len=np.zeros(2, np.int32),
+        kv_len=np.zeros(rows, np.int32),
         kv_page_len=pages,
         last_pos=chunk - 1,
-        is_decoding=np.array([True, False]),
+        is_decoding=np.arange(rows) == 0,
         decoding_batch=1,
-        prefill_batch=1,
+        prefill_batch=rows - 1,
         new_pages=np.concatenate([np.arange(count, dtype=np.int32) for count in pages]),
         new_pages_len=pages,
-        new_requests=[NewRequest(slot, SETTINGS, cap=tokens + 1) for slot in range(2)],
+        new_requests=[NewRequest(slot, SETTINGS, cap=tokens + 1) for slot in range(rows)],
     )

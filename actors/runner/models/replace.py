@@ -97,7 +97,9 @@ def logit_difference(
 def probe_logits(
     model: StepModel, paged: Replaceable, page_size: int = PROBE_PAGE_SIZE
 ) -> torch.Tensor:
-    """Logits [PROBE_TOKENS, V] fp32 of a prompt in two chunks and of one decoded token.
+    """Logits [PROBE_TOKENS, V] fp32 of a prompt in four chunks and of one decoded token.
+
+    The last chunks are of 4, 2 and 1 tokens, for which a GPU has kernels of their own.
 
     The probe has its own pages. On a GPU they have the engine's ``page_size``, since kernels are
     compiled for it.
@@ -105,7 +107,8 @@ def probe_logits(
     vocabulary = paged.transformer.config.get_text_config(decoder=True).vocab_size
     tokens = (torch.arange(PROBE_TOKENS, device=paged.device) * 7919 + 11) % vocabulary
     last = PROBE_TOKENS - 1
-    return chunked_logits(model, paged, tokens, [0, last // 2, last, PROBE_TOKENS], page_size)
+    cuts = [0, last // 2, last - 6, last - 2, last, PROBE_TOKENS]
+    return chunked_logits(model, paged, tokens, cuts, page_size)
 
 
 def chunked_logits(

@@ -92,8 +92,6 @@ def attend_tiles(
     they are read before the wait. Every program waits, so that a kernel that waits for this one
     waits for those before it too.
     """
-    if PDL:
-        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 10
     queries = tl.load(item + 2)  # all fields at once: one round trip
@@ -124,6 +122,7 @@ def attend_tiles(
     page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end_key, other=0)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     q = tl.load(
         query + tokens[:, None] * query_stride + head[:, None] * KEY_DIM + dk[None, :],
         mask=valid[:, None] & (dk[None, :] < KEY_DIM),

@@ -151,8 +151,8 @@ def finish_rows(
 ):
     """Program (row). A row without steps left does not change."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     left = tl.load(remaining + row)
     if left > 0:

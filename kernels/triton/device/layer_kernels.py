@@ -32,8 +32,6 @@ def add_and_norm(
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < SIZE
-    if PDL:
-        gdc_launch_dependents()
     # Weights are no kernel's output, so they are read before the wait.
     if OUT_NORM:
         out_gain = tl.load(out_weight + d, mask=inside, other=0.0)
@@ -41,6 +39,7 @@ def add_and_norm(
         gain = tl.load(weight + d, mask=inside, other=0.0)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     value = tl.load(x + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
     if OUT_NORM:
         factor = tl.rsqrt(tl.sum(value * value) / SIZE + eps)
@@ -103,8 +102,6 @@ def rope_and_write_kv(
     qkv is multiplied by gain / rms(residual), and with BIAS the bias is added. Positions, slots and
     tables are complete when a step's first layer starts, so they are read before PDL's wait.
     """
-    if PDL:
-        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     d = tl.arange(0, WIDTH)
@@ -125,6 +122,7 @@ def rope_and_write_kv(
 
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     source = qkv + token * qkv_stride + start[:, None]
     x = tl.load(source + d[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.where(d < HALF, d + HALF, tl.where(turned, d - HALF, d))

@@ -1,8 +1,12 @@
-"""Matrix products of one to four rows, without tensor cores: a program reads whole rows of weights.
+"""Matrix products of few rows, without tensor cores: a program reads whole rows of weights.
 
 A product of so few rows costs what its weights take to arrive, and one round trip to memory. So
 each program has all its weights on their way at once, in registers, and reads each weight once for
 all rows. Tensor cores would multiply padding, and take the weights by way of shared memory.
+
+Each program computes the norm of its input rows itself, and applies what follows a product before
+it stores the result. The norm's weights are folded into the product's; what remains is one number
+per row, which multiplies the sums in float32.
 
 With PDL (`rayfin.kernels.triton.pdl`) the weights are on their way before a program waits for its
 inputs.
@@ -17,19 +21,20 @@ from rayfin.kernels.triton.device.activation import activated
 
 @triton.jit
 def weights_of(weight, n, k, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
-    """The rows n of a weight [OUTPUTS, INPUTS]: [COLUMNS, WIDTH]."""
-    known = (n < OUTPUTS)[:, None] & (k < INPUTS)[None, :]
-    return tl.load(weight + n[:, None] * INPUTS + k[None, :], mask=known, other=0.0)
+    """The rows n of a weight [OUTPUTS, INPUTS]: [1, COLUMNS, WIDTH]."""
+    known = (n < OUTPUTS)[None, :, None] & (k < INPUTS)[None, None, :]
+    return tl.load(weight + n[None, :, None] * INPUTS + k[None, None, :], mask=known, other=0.0)
 
 
 @triton.jit
-def inputs_of(x, row, k, eps, gain, INPUTS: tl.constexpr, NORM: tl.constexpr):
-    """A row of x [T, INPUTS] in fp32: [1, WIDTH], and what its products are multiplied by."""
-    at = k[None, :]
-    a = tl.load(x + row * INPUTS + at, mask=at < INPUTS, other=0.0).to(tl.float32)
-    factor = tl.full([], 1.0, tl.float32)
+def rows_of(x, m, k, rows, eps, gain, INPUTS: tl.constexpr, NORM: tl.constexpr):
+    """The rows m of x [T, INPUTS] in fp32: [ROWS, 1, WIDTH], and the factor of each [ROWS, 1]."""
+    known = (m < rows)[:, None, None] & (k < INPUTS)[None, None, :]
+    a = tl.load(x + m[:, None, None] * INPUTS + k[None, None, :], mask=known, other=0.0)
+    a = a.to(tl.float32)
+    factor = tl.full([1, 1], 1.0, tl.float32)
     if NORM:
-        factor = gain * tl.rsqrt(tl.sum(a * a) / INPUTS + eps)
+        factor = gain * tl.rsqrt(tl.sum(a * a, 2) / INPUTS + eps)
     return a, factor
 
 
@@ -53,27 +58,25 @@ def product(
     WIDTH: tl.constexpr,  # K up to a power of two
     PDL: tl.constexpr = False,
 ):
-    """`product_kernels.product`. Program (block of columns)."""
+    """y = gain * x / rms(x) W^T + b, and out = y, or out += scale * y. Program (columns)."""
+    m = tl.arange(0, ROWS)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, WIDTH)
-    exists = n < OUTPUTS
-    if PDL:
-        gdc_launch_dependents()
+    written = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
+    target = out + m[:, None] * OUTPUTS + n[None, :]
     weights = weights_of(weight, n, k, OUTPUTS, INPUTS)
     if PDL:
         gdc_wait()
-    for row in tl.static_range(ROWS):
-        if row < rows:
-            target = out + row * OUTPUTS + n
-            if ADD:
-                residual = tl.load(target, mask=exists, other=0.0).to(tl.float32)
-            a, factor = inputs_of(x, row, k, eps, gain, INPUTS, NORM)
-            summed = tl.sum(weights.to(tl.float32) * a, 1) * factor
-            if BIAS:
-                summed += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
-            if ADD:
-                summed = residual + summed * scale
-            tl.store(target, summed.to(out.dtype.element_ty), mask=exists)
+        gdc_launch_dependents()
+    a, factor = rows_of(x, m, k, rows, eps, gain, INPUTS, NORM)
+    if ADD:
+        residual = tl.load(target, mask=written, other=0.0).to(tl.float32)
+    summed = tl.sum(weights.to(tl.float32) * a, 2) * factor
+    if BIAS:
+        summed += tl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    if ADD:
+        summed = residual + summed * scale
+    tl.store(target, summed.to(out.dtype.element_ty), mask=written)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -95,23 +98,23 @@ def gated_product(
     WIDTH: tl.constexpr,  # K up to a power of two
     PDL: tl.constexpr = False,
 ):
-    """`product_kernels.gated_product`. Program (block of columns)."""
+    """activation(gate) * up of gain * x / rms(x) [gate | up]^T + b. Program (columns)."""
+    m = tl.arange(0, ROWS)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, WIDTH)
-    exists = n < OUTPUTS
-    if PDL:
-        gdc_launch_dependents()
     gates = weights_of(weight, n, k, OUTPUTS, INPUTS)
     ups = weights_of(weight + OUTPUTS * INPUTS, n, k, OUTPUTS, INPUTS)
     if PDL:
         gdc_wait()
-    for row in tl.static_range(ROWS):
-        if row < rows:
-            a, factor = inputs_of(x, row, k, eps, gain, INPUTS, NORM)
-            gate = tl.sum(gates.to(tl.float32) * a, 1) * factor
-            up = tl.sum(ups.to(tl.float32) * a, 1) * factor
-            if BIAS:
-                gate += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
-                up += tl.load(bias + OUTPUTS + n, mask=exists, other=0.0).to(tl.float32)
-            result = activated(gate, ACTIVATION) * up
-            tl.store(out + row * OUTPUTS + n, result.to(out.dtype.element_ty), mask=exists)
+        gdc_launch_dependents()
+    a, factor = rows_of(x, m, k, rows, eps, gain, INPUTS, NORM)
+    gate = tl.sum(gates.to(tl.float32) * a, 2) * factor
+    up = tl.sum(ups.to(tl.float32) * a, 2) * factor
+    if BIAS:
+        exists = n < OUTPUTS
+        gate += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + OUTPUTS + n, mask=exists, other=0.0).to(tl.float32)[None, :]
+    result = activated(gate, ACTIVATION) * up
+    written = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
+    target = out + m[:, None] * OUTPUTS + n[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=written)

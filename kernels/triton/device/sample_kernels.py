@@ -140,8 +140,8 @@ def find_highest(
 ):
     """Program (row, block)."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     number = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = index < vocabulary
@@ -182,8 +182,8 @@ def weigh_blocks(
 ):
     """Program (row, block). Rows that are greedy or have a top_k need no weights."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     number = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + number)
     if (temperature > 0) & (has_top_k(tl.load(top_ks + number), vocabulary) == 0):
@@ -221,8 +221,8 @@ def draw_rows(
 ):
     """`rayfin.kernels.sampling.sample`. Program (row); -1 for a row that cannot be sampled."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     block = tl.arange(0, BLOCKS)

@@ -24,12 +24,12 @@ from rayfin.kernels.triton.device import (
     expert_kernels,
     layer_kernels,
     logprob_kernels,
-    product_kernels,
+    row_kernels,
     sample_kernels,
 )
 from rayfin.kernels.triton.device.attention_kernels import attend_tiles
 from rayfin.kernels.triton.experts import FEW, MANY, MAP_BLOCK
-from rayfin.kernels.triton.products import _tiles
+from rayfin.kernels.triton.products import _programs
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 FP8 = "fp8e4nv"
@@ -107,28 +107,28 @@ def layers() -> Iterator[Kernel]:
 def products() -> Iterator[Kernel]:
     for dtype, rows, inputs, outputs in (
         (torch.bfloat16, 1, 3072, 1024),
-        (torch.bfloat16, 16, 1024, 3072),
-        (torch.bfloat16, 64, 3072, 1024),
-        (torch.bfloat16, 64, 4096, 28672),
-        (torch.float32, 64, 1024, 6144),
+        (torch.bfloat16, 2, 1024, 4096),
+        (torch.bfloat16, 4, 4096, 14336),
+        (torch.bfloat16, 4, 8192, 8192),
+        (torch.float32, 4, 1024, 6144),
     ):
         pointer = f"*{NAMES[dtype]}"
         types = dict.fromkeys(("x", "weight", "bias", "out"), pointer)
         types |= {"rows": "i32", "eps": "fp32", "gain": "fp32", "scale": "fp32"}
-        name = f"{NAMES[dtype]} {rows} x {outputs}"
+        name = f"{NAMES[dtype]} {rows} x {inputs} x {outputs}"
         flags = {"INPUTS": inputs, "OUTPUTS": outputs, "NORM": True, "BIAS": True}
         for matrices in (1, 2):
-            _, how = _tiles(rows, outputs, dtype, matrices)
-            options = {name: how.pop(name) for name in ("num_warps", "num_stages")}
+            _, how = _programs(rows, outputs, inputs, dtype, matrices)
+            options = {"num_warps": how.pop("num_warps")}
             constants = flags | how
             if matrices == 2:
                 more = constants | {"ACTIVATION": 0}
-                yield f"gated product {name}", product_kernels.gated_product, types, more, options
+                yield f"gated product {name}", row_kernels.gated_product, types, more, options
                 continue
             for add in (True, False):
                 more = constants | {"ADD": add, "NORM": not add}
                 kind = "added product" if add else "product"
-                yield f"{kind} {name}", product_kernels.product, types, more, options
+                yield f"{kind} {name}", row_kernels.product, types, more, options
 
 
 def experts() -> Iterator[Kernel]:

@@ -13,7 +13,7 @@ from rayfin.kernels.triton.products import add_product, gated_product, product
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16]
-SHAPES = [(1, 24, 20), (3, 130, 17), (18, 16, 33), (70, 8, 5)]  # rows, inputs, outputs
+SHAPES = [(1, 24, 20), (2, 16, 600), (3, 130, 17), (4, 8, 5)]  # rows, inputs, outputs
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

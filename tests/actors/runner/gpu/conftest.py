@@ -13,14 +13,14 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from rayfin.kernels.triton import products, sample
 
-    tiles = products._tiles
+    programs = products._programs
 
-    def large(rows: int, outputs: int, *inputs: Any) -> tuple[tuple[int, int], dict[str, Any]]:
-        (_, across), launch = tiles(rows, outputs, *inputs)
+    def large(rows: int, outputs: int, *sizes: Any) -> tuple[tuple[int], dict[str, Any]]:
+        _, launch = programs(rows, outputs, *sizes)
         columns = 128
-        return (-(-outputs // columns), across), launch | {"COLUMNS": columns}
+        return (-(-outputs // columns),), launch | {"COLUMNS": columns}
 
-    monkeypatch.setattr(products, "_tiles", large)
+    monkeypatch.setattr(products, "_programs", large)
     monkeypatch.setattr(sample, "BLOCK", 512)
 
 

@@ -21,7 +21,6 @@ pytest.importorskip("triton")
 from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
 from rayfin.actors.runner.gpu.experts import TOLERANCE, GroupedExperts, group_experts
 from rayfin.kernels.attention.triton_backend import TritonAttention
-from rayfin.kernels.triton.products import FEW_ROWS
 
 Make = Callable[..., Any]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,7 +75,7 @@ def test_logits_agree(
     wanted = probe_logits(paged, paged)
     fused = build_gpu_decoder(paged, TritonAttention(DEVICE))
     assert fused is not None
-    for few_rows, count in ((FEW_ROWS, few), (0, many)):
+    for few_rows, count in ((64, few), (0, many)):
         fused.few_rows = few_rows
         launches.names.clear()
         with launches:
@@ -105,7 +104,7 @@ def test_float16_takes_no_more_launches(tiny_model: Make, launches: Launches) ->
     wanted = probe_logits(paged, paged)
     fused = build_gpu_decoder(paged, TritonAttention(DEVICE))
     assert fused is not None
-    for few_rows, count in ((FEW_ROWS, 6), (0, 7)):
+    for few_rows, count in ((64, 6), (0, 7)):
         fused.few_rows = few_rows
         launches.names.clear()
         with launches:

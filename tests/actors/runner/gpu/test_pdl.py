@@ -20,7 +20,7 @@ from rayfin.kernels.triton.device import (
     attention_kernels,
     decode_kernels,
     layer_kernels,
-    product_kernels,
+    row_kernels,
     sample_kernels,
 )
 
@@ -65,11 +65,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(decoder, "can_use_pdl", lambda device: True)
     for module in (checkpoint, attention_select, sampling_select):
         monkeypatch.setattr(module, "can_use_triton", lambda device: True)
-    kernels = (attention_kernels, decode_kernels, layer_kernels, product_kernels, sample_kernels)
+    kernels = (attention_kernels, decode_kernels, layer_kernels, row_kernels, sample_kernels)
     for module in kernels:
         for name in ("gdc_wait", "gdc_launch_dependents"):
             monkeypatch.setattr(module, name, lambda: None)
-    monkeypatch.setattr(product_kernels, "prefetch", lambda *args: None)
     return counting
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from rayfin.actors.runner.gpu import warm_up as module
 from rayfin.actors.runner.gpu.warm_up import WARMED_TOKENS, warm_up
 from rayfin.actors.step_cost import StepCost
-from rayfin.kernels.triton.products import FEW_ROWS, _tiles
+from rayfin.kernels.triton.products import FEW_ROWS, _programs
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -55,18 +55,20 @@ def test_every_height_of_tiles_and_a_step_of_many_rows() -> None:
     """As they are compiled for: no later step meets a product's kernel first."""
     steps, drawn = run(num_pages=100, model_len=1000)
     lengths = [len(step.input_ids) for step in steps]
-    heights = {_tiles(rows, 1024, torch.bfloat16)[1]["ROWS"] for rows in range(1, FEW_ROWS + 1)}
-    assert {_tiles(rows, 1024, torch.bfloat16)[1]["ROWS"] for rows in lengths} == heights
+    few = [length for length in lengths if length <= FEW_ROWS]
+    heights = [_programs(rows, 1024, 1024, torch.bfloat16)[1]["ROWS"] for rows in range(1, 5)]
+    assert FEW_ROWS == 4 and set(few) == set(heights)
     assert max(lengths) > FEW_ROWS and tuple(lengths) == WARMED_TOKENS
+    assert [step.batch.rows for step in steps] == [1, 2, 2, 2]
     for step in steps:  # tiles of decodes and of prompts
-        assert step.batch.decoding == 1 and step.batch.rows == 2
+        assert step.batch.decoding == 1
         assert step.batch.slots.max() < 100 * 4
     assert len(drawn) == len(steps) and drawn[0].any_top_k and drawn[0].any_top_p
 
 
 def test_no_step_is_longer_than_the_pages_or_the_model() -> None:
-    assert [len(step.input_ids) for step in run(num_pages=9, model_len=1000)[0]] == [16, 32]
-    assert [len(step.input_ids) for step in run(num_pages=100, model_len=20)[0]] == [16]
+    assert [len(step.input_ids) for step in run(num_pages=9, model_len=1000)[0]] == [1, 2, 4]
+    assert [len(step.input_ids) for step in run(num_pages=100, model_len=3)[0]] == [1, 2]
 
 
 def test_a_runner_on_a_gpu_starts_with_it(
@@ -93,7 +95,7 @@ def test_a_draft_model_runs_the_steps_too() -> None:
     pair = DraftedModel(target, draft, 40)  # type: ignore[arg-type]
     warm_up(pair, None, 4, 100, 1000, CPU)
     lengths = [[len(step.input_ids) for step in model.steps] for model in (target, draft)]
-    assert lengths == [[16, 32, 64, 65], [16, 32, 15, 31]]
+    assert lengths == [[1, 2, 4, 65], [1, 2, 4, 1, 3]]
 
 
 def test_steps_are_timed_when_their_kernels_are_compiled(
