@@ -11,7 +11,7 @@ from rayfin.kernels.triton.pdl import launch_options
 
 BLOCK = 4096
 TOP = 32
-"""Top tokens of each block, among which top-k and top-p are searched first."""
+"""Most top tokens of each block, among which top-k and top-p are searched first."""
 
 
 def sample(
@@ -36,13 +36,24 @@ def sample(
     highest = torch.empty(count, blocks, dtype=torch.float32, device=device)
     likeliest = torch.empty(count, blocks, dtype=torch.int32, device=device)
     weights = torch.empty(count, blocks, dtype=torch.int64, device=device)
+    left_out = torch.empty(count, blocks, dtype=torch.float32, device=device)
     keys = torch.empty(count, blocks, TOP, dtype=torch.int64, device=device)
     filters = (rows.temperature, rows.top_k, rows.top_p)
     sizes = (logits.stride(0), vocabulary, blocks)
     width = triton.next_power_of_2(blocks)
     options: dict[str, Any] = {"BLOCK": BLOCK, **launch_options(pdl)}
     find_highest[(count, blocks)](
-        logits, *filters, highest, likeliest, keys, *sizes, TOP=TOP, num_warps=8, **options
+        logits,
+        *filters,
+        highest,
+        likeliest,
+        left_out,
+        keys,
+        *sizes,
+        TOP=TOP,
+        GROUP=group_size(BLOCK, TOP),
+        num_warps=8,
+        **options,
     )
     weigh_blocks[(count, blocks)](
         logits,
@@ -64,6 +75,7 @@ def sample(
         rows.position,
         highest,
         likeliest,
+        left_out,
         weights,
         keys,
         tokens,
@@ -74,3 +86,8 @@ def sample(
         **options,
     )
     return tokens
+
+
+def group_size(block: int, top: int) -> int:
+    """Tokens of a group, of which the search for a block's top tokens reads the highest logit."""
+    return min(8, max(1, block // (16 * top)))

@@ -8,7 +8,8 @@ Top-k and top-p keep the tokens above some logit. A search finds it by counting 
 summing the probability, above a guess (the pivots of FlashInfer's sampling, 2025). Integer
 weights and exact comparisons keep exactly the tokens that `rayfin.kernels.sampling` keeps. The
 search is among the top tokens of each block, in registers. If they may not be all that are kept, it
-reads the row again for each guess.
+reads the row again for each guess. The first kernel finds the top tokens in the same way, by a
+guess that few tokens of the block are above.
 
 The draw inverts the distribution function at the hash of (seed, position). Like Gumbel noise from
 both it depends on nothing else in the batch, and it is the draw of the CPU.
@@ -23,6 +24,8 @@ NONE = tl.constexpr(2147483647)
 NO_KEY = tl.constexpr(-(2**63))
 LOW_BITS = tl.constexpr(0xFFFFFFFF)
 LOWEST_ORDER = tl.constexpr(-2147483648)
+PASSES = tl.constexpr(6)
+"""At most, of `narrow`. One divides the range of a threshold by 5."""
 
 
 @triton.jit
@@ -123,6 +126,85 @@ def floor_of(min_p):
 
 
 @triton.jit
+def narrow(x, low, high, lowest, WANTED: tl.constexpr, MOST: tl.constexpr):
+    """A threshold that at most ``MOST`` values are above: the best guess between low and high.
+
+    At most ``MOST`` values are above ``high``, and more are above ``low``, or it is under
+    ``lowest``. The guesses end once ``WANTED`` values are above one, or at one under ``lowest``.
+    """
+    above = tl.zeros([], tl.int64)
+    passes = tl.zeros([], tl.int32)
+    while (passes < PASSES) & (above < WANTED) & (high > lowest):
+        step = (high - low) * 0.2
+        a = low + step
+        b = low + 2 * step
+        c = low + 3 * step
+        d = low + 4 * step
+        # Four counts of less than 2**15 in one sum.
+        ones = (x > a).to(tl.int64) + ((x > b).to(tl.int64) << 16)
+        ones += ((x > c).to(tl.int64) << 32) + ((x > d).to(tl.int64) << 48)
+        counts = tl.sum(ones)
+        above_a = counts & 0xFFFF
+        above_b = (counts >> 16) & 0xFFFF
+        above_c = (counts >> 32) & 0xFFFF
+        above_d = counts >> 48
+        if above_a <= MOST:
+            high = a
+            above = above_a
+        elif above_b <= MOST:
+            low = a
+            high = b
+            above = above_b
+        elif above_c <= MOST:
+            low = b
+            high = c
+            above = above_c
+        elif above_d <= MOST:
+            low = c
+            high = d
+            above = above_d
+        else:
+            low = d
+        passes += 1
+    return high
+
+
+@triton.jit
+def store_top(
+    keys,  # [TOP] int64, written
+    left_out,  # [] fp32, written
+    x,
+    index,
+    best,
+    temperature,
+    TOP: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keeps top tokens of a block, at most ``TOP``, and the highest logit that it leaves out.
+
+    It guesses among the highest logits of groups of tokens, since few of the top tokens share one.
+    """
+    # Tokens under `lowest` have no weight: they are more than 28 temperatures (LOWEST) below the
+    # best. Some fp32 numbers lie between the two, even if the temperature is tiny.
+    reach = tl.maximum(temperature * 29.0, tl.abs(best) * 1e-6)
+    lowest = best - 0.98 * reach
+    groups = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1)
+    wanted: tl.constexpr = (TOP * 5 + 7) // 8
+    threshold = narrow(groups, best - 1.25 * reach, best, lowest, wanted, (TOP * 7 + 7) // 8)
+    count = tl.sum((x > threshold).to(tl.int32))
+    if count > TOP:
+        threshold = narrow(x, threshold, best, lowest, wanted, TOP)
+        count = tl.sum((x > threshold).to(tl.int32))
+    kept = x > threshold
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(keys + place, key_of(x, index), mask=kept)
+    slot = tl.arange(0, TOP)
+    tl.store(keys + slot, tl.full([TOP], NO_KEY, tl.int64), mask=slot >= count)
+    tl.store(left_out, tl.max(tl.where(kept, float("-inf"), x)))
+
+
+@triton.jit
 def find_highest(
     logits,  # [S, V]
     temperatures,  # [S] fp32
@@ -130,11 +212,13 @@ def find_highest(
     top_ps,  # [S] fp32
     highest,  # [S, BLOCKS] fp32, written; +inf where a logit is +inf or NaN
     likeliest,  # [S, BLOCKS] int32, written: the first token with the highest logit
-    keys,  # [S, BLOCKS, TOP] int64, written if the row has filters: its top tokens
+    left_out,  # [S, BLOCKS] fp32, written if the row has filters: the highest logit without a key
+    keys,  # [S, BLOCKS, TOP] int64, written then: of top tokens in order of index, then NO_KEY
     stride,
     vocabulary,
     blocks,
     TOP: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
@@ -152,12 +236,11 @@ def find_highest(
     tl.store(highest + place, tl.where(broken > 0, float("inf"), best))
     tl.store(likeliest + place, tl.min(tl.where(x == best, index, NONE)))
     filters = has_top_k(tl.load(top_ks + number), vocabulary) | (tl.load(top_ps + number) < 1)
-    if filters & (tl.load(temperatures + number) > 0):
-        key = tl.where(inside, key_of(x, index), NO_KEY)
-        for i in range(0, TOP):
-            top = tl.max(key)
-            tl.store(keys + place * TOP + i, top)
-            key = tl.where(key == top, NO_KEY, key)
+    temperature = tl.load(temperatures + number)
+    if filters & (temperature > 0):
+        store_top(
+            keys + place * TOP, left_out + place, x, index, best, temperature, TOP, GROUP, BLOCK
+        )
 
 
 @triton.jit
@@ -208,6 +291,7 @@ def draw_rows(
     positions,  # [S] int64
     highest,  # [S, BLOCKS] fp32
     likeliest,  # [S, BLOCKS] int32
+    left_out,  # [S, BLOCKS] fp32
     weights,  # [S, BLOCKS] int64
     keys,  # [S, BLOCKS, TOP] int64
     tokens,  # [S] int64, written
@@ -241,8 +325,10 @@ def draw_rows(
         u = uniform_of(tl.load(seeds + number), tl.load(positions + number))
         weight = tl.load(weights + number * blocks + block, mask=known, other=0)
         if has_top_k(top_k, vocabulary) | (top_p < 1):
+            left = tl.load(left_out + number * blocks + block, mask=known, other=float("-inf"))
             token = draw_among(
                 keys + number * blocks * TOP,
+                tl.max(left),
                 vocabulary,
                 blocks,
                 best,
@@ -301,6 +387,7 @@ def weight_at(order):
 @triton.jit
 def draw_among(
     keys,  # [BLOCKS, TOP] int64
+    left_out,  # [] fp32, the highest logit that has no key
     vocabulary,
     blocks,
     highest,
@@ -315,7 +402,8 @@ def draw_among(
 ):
     """`draw` from the top tokens of each block; -1 if these may not be all that are kept.
 
-    They are all if the threshold is above the last of each block's top tokens.
+    They are all if the threshold is above the highest logit that has no key. With a top_k it is
+    top_k's threshold, since top_p keeps a part of the weight above that.
     """
     block = tl.arange(0, BLOCKS)
     place = tl.arange(0, TOP)
@@ -323,7 +411,7 @@ def draw_among(
     order2d = filtered_order(
         tl.load(keys + at, mask=(block < blocks)[:, None], other=NO_KEY), highest, temperature
     )
-    last = tl.max(tl.where((place == TOP - 1)[None, :], order2d, LOWEST_ORDER))
+    last = order_of((left_out - highest) / temperature)
     order = tl.reshape(order2d, [BLOCKS * TOP])
     amount = weight_at(order)
     floor = floor_of(min_p)
@@ -337,7 +425,7 @@ def draw_among(
     if top_p < 1:
         needed = total.to(tl.float64) * top_p.to(tl.float64)
         floor = search_among(order, amount, floor, needed)
-        covered = floor > last
+        covered = covered | ((floor > last) & (has_top_k(top_k, vocabulary) == 0))
         floor_weight = weight_of(value_of(floor))
         above = tl.sum(tl.where(order > floor, amount, 0))
         count = tl.sum((order == floor).to(tl.int64))
@@ -362,17 +450,10 @@ def draw_among(
         key = tl.load(keys + chosen * TOP + place)
         index = ((key & LOW_BITS) ^ LOW_BITS).to(tl.int32)
         inner = filtered_order(key, highest, temperature)
-        # The block's tokens in the order of the vocabulary: [of a token, of those up to it].
-        other = tl.load(keys + chosen * TOP + place[None, :])
-        other_index = ((other & LOW_BITS) ^ LOW_BITS).to(tl.int32)
-        other_order = filtered_order(other, highest, temperature)
-        up_to = (other_index <= index[:, None]) & (other != NO_KEY)
-        at_floor = up_to & (other_order == floor)
-        ranks = seen_before + tl.sum(at_floor.to(tl.int64), 1)
-        free = tl.minimum(tl.maximum(ranks, seen_before), equals) - tl.minimum(seen_before, equals)
-        above_floor = up_to & (other_order > floor)
-        heavier = tl.sum(tl.where(above_floor, weight_at(other_order), 0), 1)
-        hit = (before + heavier + free * floor_weight > target) & (inner != LOWEST_ORDER)
+        at_floor = inner == floor
+        kept_here = at_floor & (seen_before + tl.cumsum(at_floor.to(tl.int64), 0) <= equals)
+        inner_weight = tl.where((inner > floor) | kept_here, weight_at(inner), 0)
+        hit = (before + tl.cumsum(inner_weight, 0) > target) & (inner != LOWEST_ORDER)
         token = tl.min(tl.where(hit, index, vocabulary - 1))
     return token
 

@@ -157,10 +157,10 @@ def sampling() -> Iterator[Kernel]:
     types = dict.fromkeys(("temperatures", "top_ps", "min_ps"), "*fp32")
     types |= dict.fromkeys(("top_ks", "seeds", "positions", "tokens"), "*i64")
     types |= {"logits": "*bf16", "stride": "i32", "vocabulary": "i32"}
-    types |= {"blocks": "i32", "highest": "*fp32", "likeliest": "*i32"}
+    types |= {"blocks": "i32", "highest": "*fp32", "likeliest": "*i32", "left_out": "*fp32"}
     types |= dict.fromkeys(("weights", "keys"), "*i64")
     for kernel, constants, warps in (
-        (sample_kernels.find_highest, {"TOP": 32, "BLOCK": 4096}, 8),
+        (sample_kernels.find_highest, {"TOP": 32, "GROUP": 8, "BLOCK": 4096}, 8),
         (sample_kernels.weigh_blocks, {"BLOCK": 4096, "BLOCKS": 64}, 8),
         (sample_kernels.draw_rows, {"TOP": 32, "BLOCK": 4096, "BLOCKS": 64}, 16),
     ):

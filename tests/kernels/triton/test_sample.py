@@ -1,6 +1,6 @@
 """Triton's sampling draws what the CPU's does, token for token."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -98,6 +98,107 @@ def test_top_tokens_of_blocks_may_not_be_all(
     logits = (3 * torch.randn(4, V, generator=torch.Generator().manual_seed(2))).round()
     logits[3, 20:] -= 40  # all that is kept lies in one block
     check(logits, rows_of(4, **settings), device)
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 5},
+    {"top_p": 0.4},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1e-6, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1e38, "top_k": 3},
+]
+
+
+def odd_logits(kind: str, vocabulary: int) -> torch.Tensor:
+    """Rows in which few thresholds, or none, have some of a block's tokens above them."""
+    normal = torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(3))
+    token = torch.arange(vocabulary)
+    if kind == "equal":
+        return torch.stack([torch.zeros(vocabulary), torch.full((vocabulary,), -7.25)])
+    if kind == "nearly equal":
+        return 5 + 1e-6 * normal
+    if kind == "two values":
+        return torch.stack([1.0 * (token % 3 == 0), 1.0 - 1.0 * (token % 50 == 49)])
+    if kind == "a run of high ones":
+        return normal + 30 * ((token >= 40) & (token < 59))
+    if kind == "few are allowed":
+        return normal.masked_fill(token % 97 != 5, NEVER)
+    if kind == "one is allowed":
+        return normal.masked_fill(token != vocabulary - 2, NEVER)
+    if kind == "huge":
+        return normal * 1e38
+    return normal * 1e-39  # subnormal numbers
+
+
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("equal", "nearly equal", "two values", "a run of high ones", "few are allowed"),
+        *("one is allowed", "huge", "tiny"),
+    ],
+)
+def test_odd_logits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any]
+) -> None:
+    rows = rows_of(2, **settings)
+    check(odd_logits(kind, 7), rows, device)
+    monkeypatch.setattr(module, "TOP", 16)
+    monkeypatch.setattr(module, "BLOCK", 2048)  # in groups of eight
+    check(odd_logits(kind, 2500), rows, device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's functions are replaced")
+@pytest.mark.parametrize("settings", FILTERS[:3], ids=str)
+def test_a_run_of_high_ones_reads_no_row_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """More are above the first threshold than fit, since groups of them share a highest one."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the top tokens of the blocks are enough")
+
+    monkeypatch.setattr(sample_kernels, "draw", refuse)
+    monkeypatch.setattr(module, "BLOCK", 4096)
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3))
+    logits[:, 40:64] += 30
+    logits[0, 64:200] += 25
+    logits[2] = logits[2].bfloat16()
+    check(logits, rows_of(3, **settings), device)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_bad_rows_beside_good_ones(device: torch.device, broken: float) -> None:
+    logits = torch.randn(4, V, generator=torch.Generator().manual_seed(3))
+    logits[1, 140] = broken
+    logits[2, :] = broken
+    tokens = check(logits, rows_of(4, top_k=9, top_p=0.8), device)
+    assert tokens[1] == tokens[2] == -1 and min(tokens[0], tokens[3]) >= 0
+
+
+def test_draws_depend_on_no_other_row(device: torch.device) -> None:
+    logits = torch.randn(5, V, generator=torch.Generator().manual_seed(3)).round()
+    rows = rows_of(5, temperature=0.8, top_k=9, top_p=0.8)
+    order = torch.tensor([3, 0, 4])
+    chosen = {
+        field.name: getattr(rows, field.name)[order]
+        for field in fields(rows)
+        if isinstance(getattr(rows, field.name), torch.Tensor)
+    }
+    tokens = module.sample(logits.to(device), to_device(rows, device)).cpu()
+    some = to_device(replace(rows, **chosen), device)
+    assert module.sample(logits[order].to(device), some).tolist() == tokens[order].tolist()
+
+
+def test_top_p_of_more_tokens_than_a_block_keeps(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Top-p is a part of the weight of all top_k tokens, also of those that have no key."""
+    monkeypatch.setattr(module, "TOP", 4)
+    logits = torch.zeros(8, V)
+    logits[:, ::130] = 3.0
+    logits[:, 1:100] = 2.0
+    check(logits, rows_of(8, top_k=60, top_p=0.2), device)
 
 
 @pytest.mark.gpu
