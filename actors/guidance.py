@@ -42,6 +42,7 @@ class Guidance:
     thinking: Thinking | None = None
     ends: tuple[int, ...] = ()  # end-of-sequence ids: with a grammar only where it is complete
     ends_from: int = 0  # position of the request from which ends may be sampled (min_tokens)
+    quick: bool = False  # its grammars compile in a few milliseconds: no request waits for that
 
     @property
     def grammars(self) -> tuple[str, ...]:

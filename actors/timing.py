@@ -282,6 +282,7 @@ GRAMMAR_IDLE_SECONDS = 0.5
 GRAMMAR_STARVED_SECONDS = 8.0
 GRAMMAR_CPU_LIMIT_SECONDS = 3
 GRAMMAR_MASK_SECONDS = 0.25  # processor time of one mask
+GRAMMAR_QUICK_SECONDS = 0.005  # of one that compiles within a step, beside its forward
 WARDEN_REAP_SECONDS = 0.05  # it looks for ended children, while a grammar waits for their end
 WARDEN_TICK_SECONDS = 0.5  # the helper says that it lives, while it has work
 WARDEN_SILENT_SECONDS = 3.0  # then it is replaced

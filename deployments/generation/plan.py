@@ -173,8 +173,7 @@ async def plan_text(service: "OpenAIService", rules: AnswerRules, tenant: str = 
     most = service.warden.max_bytes
     answer = await _long_answer(service.warden, rules, tenant)
     plan = make_plan(Detected(), service.tokenizer, rules, max_grammar_bytes=most, answer=answer)
-    await _check(service.warden, plan, rules, tenant)
-    return _counted(service, plan)
+    return _counted(service, await _checked(service.warden, plan, rules, tenant))
 
 
 def _counted(service: "OpenAIService", plan: OutputPlan) -> OutputPlan:
@@ -189,11 +188,16 @@ async def _long_answer(checker: GrammarChecker, rules: AnswerRules, tenant: str)
     return None if form is None else await checker.form(form, rules.structured_param, tenant)
 
 
-async def _check(
+async def _checked(
     checker: GrammarChecker, plan: OutputPlan, rules: AnswerRules, tenant: str
-) -> None:
-    if plan.guidance is not None:
-        await checker.check(plan.guidance.grammars, rules.grammar_param, tenant)
+) -> OutputPlan:
+    """The plan, which says whether its grammars compile quickly."""
+    guidance = plan.guidance
+    if guidance is None or not guidance.grammars:
+        return plan
+    if not await checker.check(guidance.grammars, rules.grammar_param, tenant):
+        return plan
+    return replace(plan, guidance=replace(guidance, quick=True))
 
 
 async def _allowed(
@@ -207,12 +211,10 @@ async def _allowed(
     while True:
         plan = await make(rules)
         try:
-            await _check(checker, plan, rules, tenant)
+            return await _checked(checker, plan, rules, tenant)
         except InvalidRequest as refusal:
             loose = await _given_up(checker, formats.tool_guidance, rules, refusal, tenant)
             rules = replace(rules, loose=loose)
-        else:
-            return plan
 
 
 async def _given_up(

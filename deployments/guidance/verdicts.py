@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, T
 from rayfin.actors.errors import InvalidRequest
 from rayfin.actors.grammar_limits import limits
 from rayfin.actors.structured_outputs import StructuredOutputs
-from rayfin.actors.timing import GRAMMAR_MASK_SECONDS
+from rayfin.actors.timing import GRAMMAR_MASK_SECONDS, GRAMMAR_QUICK_SECONDS
 from rayfin.deployments.guidance.fields import check_size
 from rayfin.deployments.guidance.grammar import Grammar, make_grammar
 from rayfin.deployments.guidance.json_text import WHITESPACE
@@ -70,6 +70,7 @@ class Verdict(NamedTuple):
 
     kind: VerdictKind
     reason: str = ""
+    quick: bool = False  # it compiles within GRAMMAR_QUICK_SECONDS
 
     @property
     def label(self) -> str:
@@ -99,8 +100,8 @@ class GrammarChecker(Protocol):
 
     max_bytes: int  # of a form in a request
 
-    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
-        """Returns if all of ``texts`` may run.
+    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> bool:
+        """Returns if all of ``texts`` may run: whether all compile within a few milliseconds.
 
         Raises:
             InvalidRequest: one is refused; ``param`` is where the request has it.
@@ -135,8 +136,8 @@ class InlineChecker:
             raise InvalidRequest("structured_outputs need a tokenizer.", "structured_outputs")
         return ll_tokenizer_of(self._tokenizer.inner, ends=sorted(self._tokenizer.eos_token_ids))
 
-    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
-        self.check_now(texts, param)
+    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> bool:
+        return self.check_now(texts, param)
 
     async def form(self, outputs: StructuredOutputs, param: str, tenant: str = "") -> Grammar:
         check_size(outputs, param, self.max_bytes)
@@ -149,8 +150,9 @@ class InlineChecker:
     def close(self) -> None:
         pass
 
-    def check_now(self, texts: Iterable[str], param: str | None) -> None:
+    def check_now(self, texts: Iterable[str], param: str | None) -> bool:
         """As ``check``, for callers without an event loop."""
+        quick = True
         for text in texts:
             digest = self._verdicts.digest(text)
             verdict = self._verdicts.get(digest)
@@ -158,6 +160,8 @@ class InlineChecker:
                 verdict = judge(self._vocabulary, text)
                 self._verdicts.put(digest, verdict)
             verdict.check(param)
+            quick = quick and verdict.quick
+        return quick
 
 
 Known = TypeVar("Known")
@@ -201,7 +205,9 @@ def judge(tokenizer: "LLTokenizer", text: str) -> Verdict:
     """
     from llguidance import LLMatcher
 
+    started = time.process_time()
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits())
+    compiled = time.process_time() - started
     if matcher.is_error():
         return _refusal(matcher.get_error())
     draw = random.Random(text)
@@ -209,6 +215,7 @@ def judge(tokenizer: "LLTokenizer", text: str) -> Verdict:
         started = time.process_time()
         mask = matcher.compute_bitmask()
         seconds = time.process_time() - started
+        compiled += 0 if number else seconds  # as runners do, with the first mask
         if matcher.is_error():
             return _dead_end(matcher, number)
         if seconds > GRAMMAR_MASK_SECONDS:
@@ -222,7 +229,7 @@ def judge(tokenizer: "LLTokenizer", text: str) -> Verdict:
             return _dead_end(matcher, number + 1)
         if matcher.is_stopped():
             break
-    return Verdict("ok")
+    return Verdict("ok", quick=compiled < GRAMMAR_QUICK_SECONDS)
 
 
 def _any_of(mask: bytes, draw: random.Random) -> int | None:

@@ -176,12 +176,13 @@ class Warden:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._keep_helper())
 
-    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> None:
+    async def check(self, texts: Iterable[str], param: str | None, tenant: str = "") -> bool:
         """As ``GrammarChecker.check``.
 
         Raises:
             EngineUnavailable: no helper can be started.
         """
+        quick = True
         for text in texts:
             digest = self.verdicts.digest(text)
             verdict = self.verdicts.get(digest)
@@ -189,6 +190,8 @@ class Warden:
                 verdict = (await self._ask(text, digest, tenant)).verdict
             self._on_verdict(verdict.label)
             verdict.check(param)
+            quick = quick and verdict.quick
+        return quick
 
     async def form(self, outputs: StructuredOutputs, param: str, tenant: str = "") -> Grammar:
         """As ``GrammarChecker.form``.
@@ -303,7 +306,7 @@ class Warden:
 
     def _know(self, check: _Check, message: dict[str, Any]) -> _Read:
         """Keeps what was found out."""
-        verdict = Verdict(message["kind"], message["reason"])
+        verdict = Verdict(message["kind"], message["reason"], message.get("quick", False))
         if check.param is None:
             self.verdicts.put(check.digest, verdict)
             return _Read(verdict)

@@ -7,7 +7,7 @@ JSON after their length:
     ingress ── tokenizer, vocab_size, ends, bos ──────────► helper     once; tokens, max_bytes too
             ◄── ready ─────────────────────────────────────
             ── id, text, plain, form ─────────────────────►            for each grammar
-            ◄── id, kind, reason | tick ───────────────────            tick: it lives and has work
+            ◄── id, kind, reason, quick | tick ────────────            tick: it lives and has work
 
 With a ``form`` the text is that of a form, whose path it is: a child makes the grammar, and the
 answer has it, or why the form is refused.
@@ -296,7 +296,7 @@ class Helper:
 
 
 def _said(verdict: Verdict) -> dict[str, Any]:
-    return {"kind": verdict.kind, "reason": verdict.reason}
+    return {"kind": verdict.kind, "reason": verdict.reason, "quick": verdict.quick}
 
 
 def _compute_and_exit(work: Callable[[], dict[str, Any]], idle: bool, writing: int) -> NoReturn:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from rayfin.actors.processes.environment import only_when_idle
@@ -92,6 +93,57 @@ class CompileThread(Generic[Made]):
             self._results.append(self._work())
         except BaseException as error:
             self._error = error
+
+
+class WarmThread(Generic[Made]):
+    """Compiles short grammars one after the other, in a thread that has begun.
+
+    A new thread needs memory for its stack. The system maps it only when no other thread of the
+    process is amid a fault, and one that computes in idle time may stay there for a whole forward.
+    """
+
+    def __init__(self) -> None:
+        with _starting:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                self._pool = ThreadPoolExecutor(1, "compile-quick")
+                self._pool.submit(int).result()  # it starts with its first task
+            finally:
+                threading.stack_size(before)
+
+    def begin(self, work: Callable[[], Made]) -> "Task[Made]":
+        return Task(self._pool, work)
+
+
+class Task(Generic[Made]):
+    """What a `WarmThread` does."""
+
+    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[], Made]) -> None:
+        self._work = work
+        self.seconds = 0.0  # of ``work``, at its end
+        self._made = pool.submit(self._run)
+
+    def result(self) -> Made:
+        """Waits for its end.
+
+        Raises:
+            RuntimeError: as ``CompileThread.result``.
+        """
+        try:
+            return self._made.result()
+        except BaseException as error:
+            raise RuntimeError(str(error)) from error
+
+    def cancel(self) -> None:
+        """It is not begun, if it can still be stopped."""
+        self._made.cancel()
+
+    def _run(self) -> Made:
+        started = time.perf_counter()
+        try:
+            return self._work()
+        finally:
+            self.seconds = time.perf_counter() - started
 
 
 class IdleCompiler(Generic[Made]):

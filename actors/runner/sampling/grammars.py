@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -15,7 +16,12 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import GrammarFailed, RayfinError
 from rayfin.actors.grammar_limits import limits, ll_tokenizer_of
 from rayfin.actors.model_files.fast_tokenizer import load_fast
-from rayfin.actors.runner.sampling.compile_threads import CompileThread, IdleCompiler
+from rayfin.actors.runner.sampling.compile_threads import (
+    CompileThread,
+    IdleCompiler,
+    Task,
+    WarmThread,
+)
 from rayfin.actors.timing import GRAMMAR_BARRED_SECONDS
 
 if TYPE_CHECKING:
@@ -90,7 +96,8 @@ class GrammarBook:
     """Compiles each grammar once. Safe to use from several threads.
 
     ``prepare`` may run beside steps, ahead of the requests; a step that meets a grammar that is
-    not here compiles it. The least recently used go first, never those that are held.
+    not here compiles it, or has done so beside its forward since ``begin``. The least recently
+    used go first, never those that are held.
     """
 
     def __init__(self, load: Callable[[], Vocabulary], idle: int = IDLE) -> None:
@@ -101,6 +108,8 @@ class GrammarBook:
         self._lock = threading.Lock()
         self._idle_compiler = IdleCompiler["LLMatcher"]()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # failed ones too
+        self._warm: WarmThread[LLMatcher] | None = None  # as soon as there is a vocabulary
+        self._begun: dict[str, Task[LLMatcher]] = {}
         self._held = Counter[str]()
         self._barred: OrderedDict[bytes, float] = OrderedDict()  # until when, by digest
         self._compile_seconds: list[float] = []  # since they were last taken, as the next two
@@ -124,7 +133,9 @@ class GrammarBook:
             with self._loading:
                 if self._vocabulary is None:
                     try:
-                        self._vocabulary = self._load()
+                        vocabulary = self._load()
+                        self._warm = WarmThread()
+                        self._vocabulary = vocabulary
                     except RayfinError as error:
                         raise GrammarFailed(str(error)) from error
         return self._vocabulary
@@ -142,6 +153,18 @@ class GrammarBook:
         for text in texts:
             self._find(text, vocabulary, _at_once if at_once else self._idle_compiler.compile)
 
+    def begin(self, texts: Iterable[str]) -> None:
+        """Compiles held ones while the caller goes on; ``matcher`` waits for the end of it.
+
+        Not before there is a vocabulary: then ``matcher`` compiles.
+        """
+        vocabulary, warm = self._vocabulary, self._warm
+        if vocabulary is None or warm is None:
+            return
+        for text in texts:
+            if text not in self._compiled and text not in self._begun:
+                self._begun[text] = warm.begin(partial(compiled, vocabulary, text))
+
     def matcher(self, text: str) -> "LLMatcher":
         """A matcher at the start of the grammar.
 
@@ -155,14 +178,18 @@ class GrammarBook:
         with self._lock:
             for text in texts:
                 self._held[text] += 1
-                if text in self._compiled:
+                if text in self._compiled or self._held[text] > 1:  # another one has it compiled
                     self._hits += 1
                 else:
                     self._misses += 1
 
     def release(self, texts: Iterable[str]) -> None:
+        texts = tuple(texts)
         with self._lock:
             self._held -= Counter(texts)
+            for text in texts:
+                if text not in self._held and (begun := self._begun.pop(text, None)):
+                    begun.cancel()
             self._drop_idle()
 
     def bar(self, texts: Iterable[str]) -> None:
@@ -202,13 +229,15 @@ class GrammarBook:
                 self._compiled.move_to_end(text)
         if base is None:
             started = time.perf_counter()
+            begun = self._begun.pop(text, None)
             try:
-                base = run(lambda: compiled(vocabulary, text))
+                base = run(lambda: compiled(vocabulary, text)) if begun is None else begun.result()
             except RuntimeError as error:
                 why = brief(str(error))
                 raise GrammarFailed(f"the grammar cannot be compiled: {why}") from error
             with self._lock:
-                self._compile_seconds.append(time.perf_counter() - started)
+                waited = time.perf_counter() - started
+                self._compile_seconds.append(waited if begun is None else begun.seconds)
                 base = self._compiled.setdefault(text, base)
                 self._drop_idle()
         if base.is_error():

@@ -4,7 +4,8 @@ A request waits here until the runners have what it needs, so that no step waits
 queue it would hold back all behind it. It keeps its rank: policies rank by arrival.
 
 What is known here is a hint. A runner that lacks a grammar or an adapter gets it within the step,
-so a lost call, a new runner or a forgotten grammar costs time and no request.
+so a lost call, a new runner or a forgotten grammar costs time and no request. A grammar that
+compiles in a few milliseconds is left to that: no request waits here for it.
 """
 
 import hashlib
@@ -73,7 +74,8 @@ class Lobby:
         guidance, adapter = request.source.sampling.guidance, request.source.adapter
         if guidance is None and adapter is None:
             return False
-        grammars = () if guidance is None else guidance.grammars
+        # A runner compiles quick ones while it computes the first chunk: sooner than it answers.
+        grammars = () if guidance is None or guidance.quick else guidance.grammars
         missing = {digest for text in grammars if (digest := self._prepare_grammar(text))}
         if adapter is not None and (digest := self._prepare_adapter(adapter)):
             missing.add(digest)

@@ -98,6 +98,19 @@ async def test_known_verdicts_cost_nothing(warden: Warden) -> None:
     assert await code_of(warden, schema(PLAIN)) == "ok"
 
 
+@pytest.mark.parametrize("most", [0, 60])
+async def test_which_grammars_are_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, most: int
+) -> None:
+    setting = "from rayfin.deployments.guidance import verdicts\nverdicts.GRAMMAR_QUICK_SECONDS"
+    warden = helper_with(tmp_path, monkeypatch, tokenizer, f"{setting} = {most}")
+    for _ in range(2):
+        assert await warden.check([schema(PLAIN), pattern("a+")], None) is (most > 0)
+    form = await warden.form(long_form(), "schema")
+    assert await warden.check([form.text], None) is (most > 0)
+    warden.close()
+
+
 async def test_the_same_grammar_is_checked_once(
     warden: Warden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,7 +408,7 @@ async def test_more_unknown_grammars_than_may_wait(
         task.cancel()
 
 
-async def test_a_check_that_nobody_waits_for_is_not_begun(
+async def test_a_check_that_has_lost_its_clients_is_not_begun(
     warden: Warden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []

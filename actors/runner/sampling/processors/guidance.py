@@ -67,6 +67,8 @@ class GuidanceProcessor:
             return False
         assert request.history is not None, "a guided request comes without its history"
         self._book.hold(guidance.grammars)
+        if guidance.quick:
+            self._book.begin(guidance.grammars)
         output = request.history[request.prompt_len :].tolist()
         row = self._rows[slot] = GuidedRow(guidance, self._book, output)
         if not output and self._book.bars(guidance.grammars):

@@ -143,10 +143,7 @@ class GuidedRow:
     @property
     def grammar(self) -> str:
         """The text that its next mask is made from, or ""."""
-        if self._matcher is None:
-            return ""
-        calls = self.guidance.calls
-        return self.guidance.grammar or (calls.grammar if calls is not None else "")
+        return self._bound_by
 
     def accept(self, token: int) -> None:
         """Appends a token that was sampled."""
@@ -252,10 +249,22 @@ class GuidedRow:
         calls = self.guidance.calls
         return calls is not None and calls.most is not None and self._calls >= calls.most
 
+    @property
+    def _matcher(self) -> "LLMatcher | None":
+        """After the tokens so far. The first look makes it: its grammar may compile till then."""
+        if self._made is None and self._bound_by:
+            self._made = self._book.matcher(self._bound_by)
+        return self._made
+
+    def _bind(self, grammar: str) -> None:
+        """What follows has this grammar, from its start on; "": it has none."""
+        self._bound_by = grammar
+        self._made: LLMatcher | None = None
+
     def _replay(self) -> None:
         """Goes through all tokens from the start."""
         thinking = self.guidance.thinking
-        self._matcher: LLMatcher | None = None
+        self._bind("")
         self._thought: OpenThought | None = None
         self._calls = 0  # begun
         self._opening: OpeningMark | None = None
@@ -298,7 +307,7 @@ class GuidedRow:
             calls = self.guidance.calls
             if calls is not None and token in calls.triggers and not self._no_more_calls:
                 self._calls += 1
-                self._matcher = self._book.matcher(calls.grammar)
+                self._bind(calls.grammar)
                 self.phase = Phase.BOUND
         elif self.phase is Phase.BOUND:
             self._consume(token)
@@ -324,7 +333,7 @@ class GuidedRow:
         if matched:
             self._begin_thought()
         elif matcher is not None and not matcher.try_consume_tokens([token]):
-            self._matcher = None
+            self._bind("")
         return True
 
     def _consume(self, token: int) -> None:
@@ -333,13 +342,14 @@ class GuidedRow:
             why = "" if matcher is None else f": {brief(matcher.get_error())}"
             raise GrammarFailed(f"token {token} is not of the request's grammar{why}")
         if matcher.is_stopped() and not self.guidance.grammar:
-            self._matcher = None  # the call is complete
+            self._bind("")  # the call is complete
             self.phase = Phase.FREE
 
     def _begin_thought(self) -> None:
         thinking = self.guidance.thinking
         assert thinking is not None
-        self._matcher = self._opening = None
+        self._bind("")
+        self._opening = None
         self._thought = OpenThought(thinking, self._book.vocabulary)
         self.phase = Phase.THINKING
         if thinking.calls and self._foreign is None:
@@ -355,7 +365,7 @@ class GuidedRow:
         self.phase = Phase.FREE
         if self.guidance.grammar:
             self.phase = Phase.BOUND
-            self._matcher = self._book.matcher(self.guidance.grammar)
+            self._bind(self.guidance.grammar)
 
 
 def _failure(error: Exception) -> RequestFailed:

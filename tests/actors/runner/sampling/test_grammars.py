@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rayfin.actors.errors import GrammarFailed, InvalidConfig
+from rayfin.actors.runner.sampling import grammars as module
 from rayfin.actors.runner.sampling.compile_threads import IdleCompiler
 from rayfin.actors.runner.sampling.grammars import GrammarBook, words_of
 
@@ -70,6 +71,48 @@ def test_a_step_that_waits_has_the_grammar_at_once(
     assert grammar("a") in book and not beside
     book.prepare([grammar("b")])
     assert len(beside) == 1
+
+
+def test_one_that_was_begun_compiles_beside_its_caller(
+    tiny_book: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, threads = threading.Event(), []
+    compiled = module.compiled
+
+    def wait(*given: Any) -> Any:
+        threads.append(threading.current_thread())
+        assert go.wait(30)
+        return compiled(*given)
+
+    monkeypatch.setattr(module, "compiled", wait)
+    book = tiny_book()
+    texts = (grammar("a"), grammar("b"))
+    book.hold(texts)
+    book.begin(texts)  # there is no vocabulary yet
+    book.prepare([])
+    assert not threads
+    book.begin(texts)  # the caller goes on
+    book.begin(texts)
+    assert len(book) == 0
+    book.release(texts[1:])  # its request has left
+    go.set()
+    tokens = book.vocabulary.tokens.tokenize_str("a")
+    for _ in range(2):
+        assert book.matcher(texts[0]).consume_tokens(tokens)
+    assert len(threads) == 1 and threading.current_thread() not in threads
+    book.begin(texts[:1])
+    assert len(threads) == 1 and len(book) == 1
+    (seconds,), hits, misses = book.take_counts()
+    assert seconds > 0 and (hits, misses) == (0, 2)
+
+
+def test_one_that_was_begun_and_fails(tiny_book: Make) -> None:
+    book = tiny_book()
+    book.prepare([])
+    book.hold(["start: missing"])
+    book.begin(["start: missing"])
+    with pytest.raises(GrammarFailed, match="the grammar cannot be "):
+        book.matcher("start: missing")
 
 
 @pytest.mark.parametrize(

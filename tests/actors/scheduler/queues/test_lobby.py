@@ -57,6 +57,18 @@ def test_others_pass_a_request_that_waits(scheduler: str) -> None:
     assert stats.histograms["grammar_wait_seconds"].sum == pytest.approx(1.0)
 
 
+def test_no_request_waits_for_a_quick_grammar() -> None:
+    h = slow()
+    quick, known = replace(GUIDED, quick=True), h.add(4, 2, guidance=GUIDED)
+    h.run()
+    h.engine.lifecycle.lobby.restart()
+    asked = h.add(4, 2, guidance=quick)
+    assert counts(h) == (0, 1, 0) and not known.open
+    h.run()
+    assert len(asked.tokens) == 2 and h.executor.prepared == ["slow"]
+    h.check()
+
+
 def test_it_takes_its_place_by_arrival() -> None:
     h = slow(0.05, max_decoding_batch=1)
     running, guided, late = h.add(4, 12), h.add(4, 2, guidance=GUIDED), h.add(4, 2)

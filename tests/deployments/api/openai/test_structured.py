@@ -49,6 +49,18 @@ async def test_a_form_becomes_a_grammar(
         assert guidance.ends_from == len(request.prompt) + 1
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("most", [0, 60])
+async def test_the_engine_hears_which_grammars_are_quick(
+    http: httpx.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch, path: str, most: int
+) -> None:
+    monkeypatch.setattr("rayfin.deployments.guidance.verdicts.GRAMMAR_QUICK_SECONDS", most)
+    for _ in range(2):
+        response = await http.post(path, json={**PATHS[path], "guided_json": SCHEMA})
+        assert response.status_code == 200, response.text
+    assert [request.sampling.guidance.quick for request in engine.seen] == [most > 0] * 2
+
+
 WORDS = [f"{number} of many words" for number in range(120)]
 HARD = {"properties": {"a": {"enum": WORDS[:60]}, "b": {"pattern": "^a*$"}}, "nullable": True}
 

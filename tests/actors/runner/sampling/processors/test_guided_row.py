@@ -16,6 +16,7 @@ from rayfin.actors.grammar_limits import LIMITS
 from rayfin.actors.guidance import NO_END, CallGrammar, Guidance, Thinking
 from rayfin.actors.messages import NewRequest, Sampling
 from rayfin.actors.runner.sampling.grammars import WORD, GrammarBook
+from rayfin.actors.runner.sampling.processors.base import Rows
 from rayfin.actors.runner.sampling.processors.device_rules import DeviceRules
 from rayfin.actors.runner.sampling.processors.guidance import GuidanceProcessor
 from rayfin.actors.runner.sampling.processors.guided_row import GuidedRow, Phase
@@ -55,6 +56,21 @@ def sampled(row: GuidedRow, book: GrammarBook, position: int = 10**6) -> set[int
 def accept(row: GuidedRow, tokens: Sequence[int]) -> None:
     for token in tokens:
         row.accept(token)
+
+
+def test_a_grammar_is_needed_with_the_first_mask(tiny_book: Make) -> None:
+    book = tiny_book()
+    book.prepare([])
+    processor = GuidanceProcessor(torch.device("cpu"), book)
+    for slot, quick in enumerate((False, True)):
+        guidance = Guidance(grammar=f'start: "a{slot}"', ends=ENDS, quick=quick)
+        sampling = Sampling(guidance=guidance)
+        history = np.array([8, 9], np.int32)
+        assert processor.add(slot, NewRequest(slot, sampling, 99, history=history, prompt_len=2))
+        assert processor.is_active(slot, 2) and len(book) == 0
+    assert list(book._begun) == ['start: "a1"']
+    words = processor.masks(Rows([0, 1], [0, 1], [2, 2]), 128).allowed.words
+    assert words.any(dim=1).all() and len(book) == 2 and not book._begun
 
 
 def test_a_whole_answer(book: GrammarBook, ids: Make) -> None:
