@@ -53,6 +53,8 @@ def sample(
         TOP=TOP,
         GROUP=group_size(BLOCK, TOP),
         num_warps=8,
+        # Four programs on a core. Alone, the stores of keys would take 140 registers.
+        maxnreg=64,
         **options,
     )
     weigh_blocks[(count, blocks)](
