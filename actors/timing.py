@@ -260,6 +260,7 @@ HUB_SECONDS = 20.0  # of refused connections to the Hugging Face hub before a st
 HUB_TERMINAL_SECONDS = 5.0  # the same where somebody waits for it
 HUB_PAUSE_SECONDS = 1.0  # between two tries
 HUB_TRY_SECONDS = 10.0  # for one to be answered
+START_POLL_SECONDS = 0.1  # between looks whether Serve takes applications
 START_SHOWN_SECONDS = 0.25  # between two pictures of a start that a terminal shows
 START_TOLD_SECONDS = 5.0  # for an engine that has just started to say its limits
 RETRY_AFTER_SECONDS = 1  # the Retry-After header, if no better value is known

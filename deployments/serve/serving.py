@@ -19,7 +19,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
 from rayfin.actors.processes.own_ray import start_ray
 from rayfin.actors.supervision.ahead import EngineAhead
-from rayfin.actors.timing import SIGNAL_REPEATS
+from rayfin.actors.timing import SIGNAL_REPEATS, START_POLL_SECONDS
 from rayfin.deployments.app import bind_models
 from rayfin.deployments.client.engine_names import engine_prefix
 from rayfin.deployments.edge.door import PLAIN, Door
@@ -153,20 +153,22 @@ def _serve(
         # puts in the background with SIGINT ignored.
         stop.install()
         if not ours:
-            held.enter_context(_serve_instance(*address, keep=False))
+            held.enter_context(_serve_instance(*address))
             if name in ray_serve.status().applications:
                 raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
         _await(checks, models, start_up)
         application = bind_models(server, engine, models)  # sees a cluster without engines
         if ours:
             ahead = [_engine_ahead(name, own) for own in models if _has_one_engine(own.server)]
-            held.enter_context(_serve_instance(*address, keep=True))
+            proxies = _start_serve(*address)
             for own in ahead:
                 own.await_scheduler()
         try:
             what = loading(models)
             with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
                 _deploy(application, name)
+                if ours:
+                    proxies.result()
                 done(f"Loaded {what}")
             infos = [engine_info(name, own) for own in models]
             start_up.summary(*summary(models, *address, infos))
@@ -222,14 +224,26 @@ def _cluster(verbose: bool, start_up: StartUp) -> Iterator[bool]:
         ray.shutdown()
 
 
-@contextmanager
-def _serve_instance(host: str, port: int, door: Door, *, keep: bool) -> Iterator[None]:
-    """Ray Serve on ``port``: the one that runs, if it listens there, or a new one.
+def _start_serve(host: str, port: int, door: Door) -> InBackground:
+    """Starts Ray Serve on a Ray of our own, with which it goes down.
 
-    ``keep`` leaves a new one to go down with its Ray.
+    Returns when it takes applications. Its proxy starts meanwhile, as long as the result is waited
+    for.
     """
-    if not keep:
-        door.require_own_ray()
+    if door.uds is None:
+        require_free(host, port, "port")
+    proxies = InBackground(lambda: ray_serve.start(http_options=door.http_options(host, port)))
+    while not proxies.done and _serve_port() is None:
+        time.sleep(START_POLL_SECONDS)
+    if proxies.done:
+        proxies.result()
+    return proxies
+
+
+@contextmanager
+def _serve_instance(host: str, port: int, door: Door) -> Iterator[None]:
+    """The Serve of a cluster on ``port``: the one that runs, if it listens there, or a new one."""
+    door.require_own_ray()
     running = _serve_port()
     if running is not None:
         if door != PLAIN:
@@ -246,8 +260,7 @@ def _serve_instance(host: str, port: int, door: Door, *, keep: bool) -> Iterator
     try:
         yield
     finally:
-        if not keep:
-            ray_serve.shutdown()  # type: ignore[no-untyped-call]
+        ray_serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _deploy(application: ray_serve.Application, name: str) -> None:
