@@ -14,13 +14,28 @@ from rayfin.kernels.triton.device.activation import ACTIVATIONS
 from rayfin.kernels.triton.pdl import launch_options
 
 FEW_ROWS = 4
-"""Rows up to which these products are faster than torch's, measured on an H200."""
+"""Rows that these products take at most."""
+
+FEW_WIDE_ROWS = 2
+"""And at most of hidden sizes over `NARROW`, whose products torch does well from there on."""
+
+NARROW = 2048
 
 WIDEST_ROW = 8192
 """Inputs of the widest weight whose rows a program holds as a whole."""
 
 WEIGHTS_AT_ONCE = 16384
 """Bytes of weights that a program has on their way."""
+
+
+def few_rows(hidden: int) -> int:
+    """Rows up to which a model of a hidden size is faster with these products than with torch's.
+
+    Measured on an H200 (``benchmarks/gpu.py --sections kernels``) at 1024 and 4096.
+    """
+    if hidden > WIDEST_ROW:
+        return 0
+    return FEW_ROWS if hidden <= NARROW else FEW_WIDE_ROWS
 
 
 def product(

@@ -26,9 +26,9 @@ from rayfin.kernels.shapes import PagedAttention, PagedBatch
 from rayfin.kernels.triton.layers import Behind, add_and_norm, gate, rms_norm, rope_and_write_kv
 from rayfin.kernels.triton.pdl import can_use_pdl
 from rayfin.kernels.triton.products import (
-    FEW_ROWS,
     WIDEST_ROW,
     add_product,
+    few_rows,
     gated_product,
     product,
 )
@@ -81,7 +81,7 @@ class GpuDecoder:
         self._pages: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.layouts = layouts
         self.dtype = dtype
-        self.few_rows = FEW_ROWS if self._embedding.shape[1] <= WIDEST_ROW else 0
+        self.few_rows = few_rows(self._embedding.shape[1])
         self.pdl = False
 
     def starts_early(self, rows: int) -> bool:
@@ -287,11 +287,11 @@ def build_gpu_decoder(
     def build() -> Iterator[GpuDecoder]:
         parts = inspect_decoder(paged, GroupedExperts)
         decoder = GpuDecoder(parts, attention, paged.layouts, paged.dtype)
-        few_rows, decoder.few_rows = decoder.few_rows, 0
+        few, decoder.few_rows = decoder.few_rows, 0
         yield decoder  # before norms are folded: until then the transformers model is unchanged
         decoder.fold_norms(parts.layers)
         yield decoder
-        decoder.few_rows = few_rows
+        decoder.few_rows = few
         yield decoder
         if can_use_pdl(paged.device):
             decoder.pdl = True

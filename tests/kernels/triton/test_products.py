@@ -8,7 +8,7 @@ import torch
 from rayfin.kernels import reference
 
 pytest.importorskip("triton")
-from rayfin.kernels.triton.products import add_product, gated_product, product
+from rayfin.kernels.triton.products import add_product, few_rows, gated_product, product
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]
 EPS = 1e-5
@@ -85,3 +85,7 @@ def test_gated_product(
             eps=EPS,
         )
         close(out, wanted)
+
+
+def test_the_wider_the_model_the_fewer_rows() -> None:
+    assert [few_rows(hidden) for hidden in (1024, 2048, 4096, 8192, 16384)] == [4, 4, 2, 2, 0]
