@@ -14,7 +14,6 @@ from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_IMAGES_BODY_
 from rayfin.deployments.http.layers import Cors, HttpSettings
 from rayfin.deployments.serve.admin_port import admin_deployment
 from rayfin.deployments.serve.autoscaling import autoscaling
-from rayfin.deployments.serve.batch_worker import BatchDeployment, concurrency
 from rayfin.deployments.serve.cluster_room import has_room
 from rayfin.deployments.serve.engine import EngineDeployment
 from rayfin.deployments.serve.ingress import IngressDeployment, reply_settings
@@ -101,6 +100,9 @@ def bind_models(
     ]
     batches = None
     if server.batch_dir is not None:
+        # Here, for it imports an HTTP client.
+        from rayfin.deployments.serve.batch_worker import BatchDeployment, concurrency
+
         batch_class: Any = BatchDeployment
         batches = batch_class.options(**serve_logs(engine_args)).bind(
             *(for_ingresses(server), ingress_models, engines),

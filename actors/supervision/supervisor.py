@@ -58,8 +58,6 @@ from rayfin.actors.supervision.placement import bundles, create_scheduler, pick_
 from rayfin.actors.timing import (
     CLIENT_LEAVE_SECONDS,
     DRAIN_POLL_SECONDS,
-    ENGINE_STALL_SECONDS,
-    ENGINE_STALL_STEPS,
     EVICTION_SECONDS,
     LOOP_STUCK_SECONDS,
     MAX_REPAIR_PAUSE_SECONDS,
@@ -350,17 +348,3 @@ class Supervisor:
         end = time.monotonic() + seconds
         while await self._scheduler.close_subscriptions.remote() and time.monotonic() < end:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-
-
-def check_progress(stats: EngineStats) -> None:
-    """Raises if an engine has requests and makes no progress. A busy engine that steps is healthy.
-
-    Raises:
-        EngineUnavailable: it has stalled.
-    """
-    patience = max(ENGINE_STALL_SECONDS, ENGINE_STALL_STEPS * stats.last_step_seconds)
-    if stats.seconds_since_progress > patience:
-        raise EngineUnavailable(
-            f"no step finished for {stats.seconds_since_progress:.0f} s with "
-            f"{stats.running + stats.waiting} requests in the engine"
-        )

@@ -35,7 +35,7 @@ from rayfin.actors.messages import (
     TokenLog,
 )
 from rayfin.actors.metrics.snapshot import EngineSnapshot
-from rayfin.actors.supervision.supervisor import check_progress
+from rayfin.actors.supervision.progress import check_progress
 from rayfin.actors.timing import (
     APPLICATION_END_SECONDS,
     REGISTRY_REFRESH_SECONDS,

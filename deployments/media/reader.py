@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -16,11 +16,13 @@ from rayfin.actors.errors import InvalidRequest, RayfinError
 from rayfin.actors.images.image_input import ImageInput
 from rayfin.actors.images.processor import ImageProcessor, ProcessedImage, put_images
 from rayfin.deployments.media.decode import decode, to_rgb
-from rayfin.deployments.media.fetch import MediaFetcher
 from rayfin.deployments.media.parts import ImagePart, read_part
 from rayfin.deployments.media.settings import MediaSettings
 from rayfin.deployments.telemetry.image_counters import ImageCounters
 from rayfin.deployments.text.messages import is_image
+
+if TYPE_CHECKING:  # which imports an HTTP client
+    from rayfin.deployments.media.fetch import MediaFetcher
 
 
 class MediaReader:
@@ -36,12 +38,16 @@ class MediaReader:
         processor: ImageProcessor,
         settings: MediaSettings | None = None,
         put: Callable[[Any], Any] | None = None,
-        fetcher: MediaFetcher | None = None,
+        fetcher: "MediaFetcher | None" = None,
     ) -> None:
         self.processor = processor
         self.settings = settings or MediaSettings()
         self._put = put
-        self._fetcher = fetcher or MediaFetcher(self.settings)
+        if fetcher is None:
+            from rayfin.deployments.media.fetch import MediaFetcher
+
+            fetcher = MediaFetcher(self.settings)
+        self._fetcher = fetcher
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "media")
         self.counts = ImageCounters()
         self._cache = _ProcessedImages(self.settings.cache_bytes)

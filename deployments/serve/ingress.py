@@ -24,7 +24,6 @@ from rayfin.deployments.http.idempotency import AnswerStore
 from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.request_id import REQUEST_ID
 from rayfin.deployments.requests.settings import ReplySettings
-from rayfin.deployments.serve.batch_worker import open_folder
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.model_service import model_service, prepare_text
 from rayfin.deployments.serve.response_store import store_calls
@@ -71,7 +70,12 @@ class IngressDeployment:
         }
         calls = None if keeper is None else store_calls(keeper)
         self._responses = ResponseStoreClient(replica, calls)
-        self._batches = None if server.batch_dir is None else open_folder(server)
+        self._batches = None
+        if server.batch_dir is not None:
+            # Here, for it imports an HTTP client.
+            from rayfin.deployments.serve.batch_worker import open_folder
+
+            self._batches = open_folder(server)
         # The services load theirs side by side.
         await asyncio.to_thread(prepare_text, models)
         self._services = await asyncio.gather(
