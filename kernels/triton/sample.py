@@ -1,4 +1,4 @@
-"""Samples on a GPU in three launches without a sort."""
+"""Samples on a GPU in four launches without a sort."""
 
 from typing import Any
 
@@ -6,7 +6,12 @@ import torch
 import triton
 
 from rayfin.kernels.shapes import SamplingRows
-from rayfin.kernels.triton.device.sample_kernels import draw_rows, find_highest, weigh_blocks
+from rayfin.kernels.triton.device.sample_kernels import (
+    draw_rows,
+    find_highest,
+    find_top,
+    weigh_blocks,
+)
 from rayfin.kernels.triton.pdl import launch_options
 
 BLOCK = 4096
@@ -42,19 +47,16 @@ def sample(
     sizes = (logits.stride(0), vocabulary, blocks)
     width = triton.next_power_of_2(blocks)
     options: dict[str, Any] = {"BLOCK": BLOCK, **launch_options(pdl)}
-    find_highest[(count, blocks)](
+    find_highest[(count, blocks)](logits, highest, likeliest, *sizes, num_warps=8, **options)
+    find_top[(count, blocks)](
         logits,
         *filters,
-        highest,
-        likeliest,
         left_out,
         keys,
         *sizes,
         TOP=TOP,
         GROUP=group_size(BLOCK, TOP),
         num_warps=8,
-        # Four programs on a core. Alone, the stores of keys would take 140 registers.
-        maxnreg=64,
         **options,
     )
     weigh_blocks[(count, blocks)](

@@ -1,14 +1,14 @@
 """Samples one token per row without a sort, by a search for thresholds.
 
-Programs of a row's blocks read the logits: the first kernel finds the highest one, the second sums
-the weights. A third kernel, with one program per row, picks the block and the token. Integer
-weights have the same sums in any order.
+Programs of a row's blocks read the logits: the first kernel finds the highest one, the second the
+top ones of rows with filters, the third sums the weights. The fourth, with one program per row,
+picks the block and the token. Integer weights have the same sums in any order.
 
 Top-k and top-p keep the tokens above some logit. A search finds it by counting the tokens, or
 summing the probability, above a guess (the pivots of FlashInfer's sampling, 2025). Integer
 weights and exact comparisons keep exactly the tokens that `rayfin.kernels.sampling` keeps. The
 search is among the top tokens of each block, in registers. If they may not be all that are kept, it
-reads the row again for each guess. The first kernel finds the top tokens in the same way, by a
+reads the row again for each guess. The second kernel finds the top tokens in the same way, by a
 guess that few tokens of the block are above.
 
 The draw inverts the distribution function at the hash of (seed, position). Like Gumbel noise from
@@ -207,18 +207,11 @@ def store_top(
 @triton.jit
 def find_highest(
     logits,  # [S, V]
-    temperatures,  # [S] fp32
-    top_ks,  # [S] int64
-    top_ps,  # [S] fp32
     highest,  # [S, BLOCKS] fp32, written; +inf where a logit is +inf or NaN
     likeliest,  # [S, BLOCKS] int32, written: the first token with the highest logit
-    left_out,  # [S, BLOCKS] fp32, written if the row has filters: the highest logit without a key
-    keys,  # [S, BLOCKS, TOP] int64, written then: of top tokens in order of index, then NO_KEY
     stride,
     vocabulary,
     blocks,
-    TOP: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
@@ -235,9 +228,41 @@ def find_highest(
     place = number * blocks + tl.program_id(1)
     tl.store(highest + place, tl.where(broken > 0, float("inf"), best))
     tl.store(likeliest + place, tl.min(tl.where(x == best, index, NONE)))
+
+
+@triton.jit
+def find_top(
+    logits,  # [S, V]
+    temperatures,  # [S] fp32
+    top_ks,  # [S] int64
+    top_ps,  # [S] fp32
+    left_out,  # [S, BLOCKS] fp32, written if the row has filters: the highest logit without a key
+    keys,  # [S, BLOCKS, TOP] int64, written then: of top tokens in order of index, then NO_KEY
+    stride,
+    vocabulary,
+    blocks,
+    TOP: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
+    """Program (row, block).
+
+    Apart from `find_highest`, which has twice as many programs on a multiprocessor without it.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    number = tl.program_id(0).to(tl.int64)
     filters = has_top_k(tl.load(top_ks + number), vocabulary) | (tl.load(top_ps + number) < 1)
     temperature = tl.load(temperatures + number)
     if filters & (temperature > 0):
+        index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = index < vocabulary
+        x = tl.load(logits + number * stride + index, mask=inside, other=float("-inf"))
+        x = x.to(tl.float32)
+        best = tl.max(x)
+        place = number * blocks + tl.program_id(1)
         store_top(
             keys + place * TOP, left_out + place, x, index, best, temperature, TOP, GROUP, BLOCK
         )

@@ -160,7 +160,8 @@ def sampling() -> Iterator[Kernel]:
     types |= {"blocks": "i32", "highest": "*fp32", "likeliest": "*i32", "left_out": "*fp32"}
     types |= dict.fromkeys(("weights", "keys"), "*i64")
     for kernel, constants, warps in (
-        (sample_kernels.find_highest, {"TOP": 32, "GROUP": 8, "BLOCK": 4096}, 8),
+        (sample_kernels.find_highest, {"BLOCK": 4096}, 8),
+        (sample_kernels.find_top, {"TOP": 32, "GROUP": 8, "BLOCK": 4096}, 8),
         (sample_kernels.weigh_blocks, {"BLOCK": 4096, "BLOCKS": 64}, 8),
         (sample_kernels.draw_rows, {"TOP": 32, "BLOCK": 4096, "BLOCKS": 64}, 16),
     ):
