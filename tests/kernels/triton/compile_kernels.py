@@ -108,8 +108,9 @@ def products() -> Iterator[Kernel]:
     for dtype, rows, inputs, outputs in (
         (torch.bfloat16, 1, 3072, 1024),
         (torch.bfloat16, 2, 1024, 4096),
-        (torch.bfloat16, 4, 4096, 14336),
-        (torch.bfloat16, 4, 8192, 8192),
+        (torch.bfloat16, 4, 2048, 6144),
+        (torch.bfloat16, 2, 4096, 14336),
+        (torch.bfloat16, 2, 8192, 8192),
         (torch.float32, 4, 1024, 6144),
     ):
         pointer = f"*{NAMES[dtype]}"
