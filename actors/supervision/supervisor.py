@@ -215,7 +215,8 @@ class Supervisor:
             process = await self._scheduler.process.remote()
             self._processes[:1] = [process]
             info: EngineInfo = await self._scheduler.start.remote(start)
-            self._processes[1:] = await self._scheduler.runners.remote()
+            if self._id != UNCLAIMED:  # else it may have its supervisor by now
+                self._processes[1:] = await self._scheduler.runners.remote()
         except RayTaskError as error:
             if isinstance(error.cause, RayfinError) and not isinstance(
                 error.cause, RunnerGroupFailed
