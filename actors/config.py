@@ -452,20 +452,27 @@ class EngineConfig:
 
 
 def resolve_limits(
-    args: EngineArgs, device: str, model_len: int, uncut: Uncut = ANY, whole_prompts: bool = False
+    args: EngineArgs,
+    device: str,
+    model_len: int,
+    uncut: Uncut = ANY,
+    *,
+    whole_prompts: bool = False,
+    row_by_row: bool = False,
 ) -> BatchLimits:
     """Returns the limits of a step on ``device`` ("cpu", "cuda"), for ``model_len`` tokens.
 
     Args:
         uncut: what a step has to hold whole; InvalidConfig if ``max_batch_tokens`` does not.
         whole_prompts: of an encoder, whose steps have whole prompts only, as many as there are.
+        row_by_row: of a model with states, whose layers compute one prompt after the other.
     """
     decoding = args.max_decoding_batch or DEFAULT_DECODING_BATCH[device]
     tokens = uncut.batch_tokens(args.max_batch_tokens, DEFAULT_BATCH_TOKENS[device], decoding)
     if args.max_decoding_batch is None:
         decoding = min(decoding, tokens)
     # A GPU takes prompts kernel by kernel from the host, which costs as much for one as for many.
-    default = DEFAULT_PREFILL_BATCH if device == "cpu" else decoding
+    default = DEFAULT_PREFILL_BATCH if device == "cpu" or row_by_row else decoding
     prompts = decoding if whole_prompts else args.max_prefill_batch or default
     if args.scheduler == "v0" or whole_prompts:
         tokens = max(tokens, model_len)  # a prompt is never split

@@ -231,9 +231,11 @@ def running(bench: Bench, shape: str = "0.6b", **options: Any) -> Iterator[LLM]:
     """A warmed-up engine, freed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         llm = make_llm(bench, Path(folder), shape, **options)
-        timed(llm, [(16, 8)] * 4)
-        yield llm
-        llm.close()
+        try:
+            timed(llm, [(16, 8)] * 4)
+            yield llm
+        finally:
+            llm.close()
 
 
 def prefill(bench: Bench) -> None:

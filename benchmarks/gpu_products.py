@@ -106,7 +106,7 @@ def _few_rows(bench: Bench) -> None:
     from rayfin.kernels.triton.products import WIDEST_ROW, add_product, gated_product, product
 
     columns = ("product", "rows", "us", "torch's product alone, us", "share of its floor")
-    table = bench.table("kernels", "Products of few rows (FEW_ROWS is where torch wins)", columns)
+    table = bench.table("kernels", "Products of few rows (`few_rows` is where torch wins)", columns)
     norm: dict[str, Any] = {"gain": 1.0, "eps": 1e-6}
     for name, shape in (FEW | GATED).items():
         weight, gated = _weight(shape, bench), name in GATED

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayfin.actors.adapters.files import read_ref
-from rayfin.actors.config import EngineArgs
+from rayfin.actors.config import BatchLimits, EngineArgs, resolve_limits
 from rayfin.actors.errors import InvalidConfig
 from rayfin.actors.images.processor import reads_images, serves_images
 from rayfin.actors.model_files.plain_config import known_config
@@ -102,6 +102,17 @@ class LoadedModel:
     def uncut(self) -> Uncut:
         """Parts of prompts that no step cuts."""
         return Uncut() if self.vision is None else self.vision.uncut
+
+    def limits(self, args: EngineArgs, model_len: int) -> BatchLimits:
+        """Of a step on this device, for requests of ``model_len`` tokens."""
+        return resolve_limits(
+            args,
+            self.device.type,
+            model_len,
+            self.uncut,
+            whole_prompts=self.whole_prompts,
+            row_by_row=self.recurrent is not None,
+        )
 
     def bytes_beside_pages(self, rows: int) -> int:
         """Bytes of the states of ``rows`` requests, of embeddings of images, and of adapters."""

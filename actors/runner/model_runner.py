@@ -14,7 +14,6 @@ from rayfin.actors.config import (
     EngineArgs,
     EngineConfig,
     ModelFacts,
-    resolve_limits,
     resolve_model_len,
 )
 from rayfin.actors.errors import EngineUnavailable, Fenced, InvalidConfig
@@ -103,7 +102,7 @@ class ModelRunner:
         args, loaded, device = self._args, self._loaded, self._loaded.device
         config, positions, whole = loaded.config, loaded.max_position, loaded.whole_prompts
         model_len = resolve_model_len(args, positions)
-        limits = resolve_limits(args, device.type, model_len, loaded.uncut, whole_prompts=whole)
+        limits = loaded.limits(args, model_len)
         available = args.kv_cache_memory
         if available is None:
             available = available_bytes(

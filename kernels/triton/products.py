@@ -16,10 +16,11 @@ from rayfin.kernels.triton.pdl import launch_options
 FEW_ROWS = 4
 """Rows that these products take at most."""
 
-FEW_WIDE_ROWS = 2
-"""And at most of hidden sizes over `NARROW`, whose products torch does well from there on."""
-
 NARROW = 2048
+"""The largest hidden size of models whose ``FEW_ROWS`` rows are faster here than with torch."""
+
+FEW_WIDE_ROWS = 2
+"""Rows at most of wider models: with three or more torch is faster there."""
 
 WIDEST_ROW = 8192
 """Inputs of the widest weight whose rows a program holds as a whole."""

@@ -221,6 +221,7 @@ def test_limits() -> None:
     assert resolve_limits(EngineArgs(), "cuda", 256) == BatchLimits(
         max_batch_tokens=8192, max_decoding_batch=256, max_prefill_batch=256
     )
+    assert resolve_limits(EngineArgs(), "cuda", 256, row_by_row=True).max_prefill_batch == 16
     given = EngineArgs(max_prefill_batch=3)
     assert [resolve_limits(given, name, 9).max_prefill_batch for name in ("cpu", "cuda")] == [3, 3]
     assert resolve_limits(EngineArgs(max_decoding_batch=2000), "cpu", 9).max_batch_tokens == 2000

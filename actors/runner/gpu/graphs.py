@@ -128,7 +128,10 @@ class DecodeGraphs:
         """By slot: its last token has not been collected, so that only the device has it."""
         self._record = CudaRecorder() if on_gpu else _run_once
         self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
-        self._replay(max_rows, extras=True)  # compiles its kernels; smaller ones at first use
+        # Compiles the kernels of extras: of many rows, and of few, which start early. Others record
+        # theirs at first use.
+        self._replay(max_rows, extras=True)
+        self._replay(self._sizes[0], extras=True)
         for size in reversed(self._sizes):  # the largest first, whose memory the others reuse
             self._replay(size, extras=False)
 

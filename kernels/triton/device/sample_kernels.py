@@ -248,7 +248,8 @@ def find_top(
 ):
     """Program (row, block).
 
-    Apart from `find_highest`, which has twice as many programs on a multiprocessor without it.
+    A kernel of its own: within `find_highest` its registers would halve the programs on a
+    multiprocessor.
     """
     if PDL:
         gdc_wait()

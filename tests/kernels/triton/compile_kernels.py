@@ -110,6 +110,7 @@ def products() -> Iterator[Kernel]:
         (torch.bfloat16, 2, 1024, 4096),
         (torch.bfloat16, 4, 2048, 6144),
         (torch.bfloat16, 2, 4096, 14336),
+        (torch.bfloat16, 4, 8192, 2048),
         (torch.bfloat16, 2, 8192, 8192),
         (torch.float32, 4, 1024, 6144),
     ):
@@ -166,7 +167,9 @@ def sampling() -> Iterator[Kernel]:
         (sample_kernels.weigh_blocks, {"BLOCK": 4096, "BLOCKS": 64}, 8),
         (sample_kernels.draw_rows, {"TOP": 32, "BLOCK": 4096, "BLOCKS": 64}, 16),
     ):
-        yield f"sample: {kernel.__name__}", kernel, types, constants, {"num_warps": warps}
+        for logits in ("bf16", "fp32"):  # with token rules they are fp32
+            of = f"sample: {kernel.__name__}, logits {logits}"
+            yield of, kernel, types | {"logits": f"*{logits}"}, constants, {"num_warps": warps}
 
     types = {"logits": "*bf16", "out": "*fp32", "positions": "*i64", "banned_until": "*i64"}
     types |= dict.fromkeys(("first", "length", "restricted", "counted", "remaining"), "*i32")
@@ -204,7 +207,7 @@ def decoding() -> Iterator[Kernel]:
     types = {"items": "*i32", "positions": "*i64"}
     yield "place", decode_kernels.place_items, types, {}, {}
     types = {"new_rows": "*i64", "items": "*i32", "rows": "i32"}
-    constants = {"ROWS": 512, "PROGRAMS": 66, "KEY_BLOCK": 32, "MIN_PART": 128, "WINDOW": 0}
+    constants = {"ROWS": 512, "PROGRAMS": 33, "KEY_BLOCK": 32, "MIN_PART": 128, "WINDOW": 0}
     yield "map", decode_kernels.map_rows, types, constants, {}
     types = dict.fromkeys(("sampled", "slots", "tokens", "positions", "last_tokens"), "*i64")
     types |= {"remaining": "*i32"}

@@ -18,6 +18,7 @@ from rayfin.kernels.attention.torch_backend import paged_attention
 from rayfin.kernels.sampling import select as sampling_select
 
 pytest.importorskip("triton")
+from rayfin.actors.runner.gpu import decoder as gpu_decoder
 from rayfin.actors.runner.gpu.decoder import build_gpu_decoder
 from rayfin.actors.runner.gpu.experts import TOLERANCE, GroupedExperts, group_experts
 from rayfin.kernels.attention.triton_backend import TritonAttention
@@ -88,6 +89,22 @@ def test_logits_agree(
             assert second - first == count, launches.names[first:second]
     again = probe_logits(paged, paged)  # on the merged weights, of which it has a part
     torch.testing.assert_close(again, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_wide_rows_of_weights_are_left_to_torch(
+    family: str, tiny_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down projections of models whose hidden size is not too wide; with norms behind them too."""
+    paged = load(tiny_model(family).folder)
+    widths = [layer.mlp.down_proj.in_features for layer in paged.transformer.model.layers]
+    hidden = paged.transformer.config.get_text_config().hidden_size
+    assert min(widths) > hidden
+    monkeypatch.setattr(gpu_decoder, "WIDEST_ROW", hidden)
+    wanted = probe_logits(paged, paged)
+    fused = build_gpu_decoder(paged, TritonAttention(DEVICE))
+    assert fused is not None and fused.few_rows == 4
+    torch.testing.assert_close(probe_logits(fused, paged), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_float16_takes_no_more_launches(tiny_model: Make, launches: Launches) -> None:

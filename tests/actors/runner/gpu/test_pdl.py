@@ -99,6 +99,22 @@ def test_a_recorded_step_is_a_chain(
         assert not (is_early and before.startswith(("copy_", "zero_", "fill_"))), (before, name)
 
 
+def test_steps_of_more_rows_wait(tiny_model: Make, served: Make, launches: Launches) -> None:
+    """All of their kernels: what the decoder's layers do, the sampling does too."""
+    engine = served(
+        tiny_model("qwen3").folder, attention="triton", max_lease=2, max_decoding_batch=4
+    )
+    graphs, model = engine.runner._graphs, engine.runner._loaded.gpu_model
+    assert graphs is not None and model.few_rows == 4 and model.pdl
+    for few_rows, early in ((4, True), (2, False)):
+        model.few_rows = few_rows
+        step = graphs._step(4, False)
+        launches.kernels.clear()
+        with launches:
+            step()
+        assert any(is_early for _, is_early in launches.kernels) == early
+
+
 def test_eager_attention_is_not_early(
     tiny_model: Make, served: Make, request_of: Make, launches: Launches
 ) -> None:
