@@ -70,11 +70,12 @@ MAX_DRAFT_PAUSE_SECONDS = 160.0
 PREPARE_SECONDS = 10.0
 LOBBY_TICK_SECONDS = 0.05
 
-# One that takes longer than the first compiles while the processor is idle. Whenever the second has
-# passed and it has had little time, it begins again with a share of the processor. While a thread
-# that was left behind still waits for time, the third at most, long ones keep their share. After
-# the last one begins again unless it has had much time.
+# One that has had the first of processor time, or has run for the second, compiles while the
+# processor is idle. Whenever the third has passed and it has had little time, it begins again with
+# a share of the processor. While a thread that was left behind still waits for time, the fourth at
+# most, long ones keep their share. After the last one begins again unless it has had much time.
 COMPILE_SHORT_SECONDS = 0.02
+COMPILE_SHORT_MOST_SECONDS = 0.2
 COMPILE_STARVED_SECONDS = 0.5
 COMPILE_FULL_SECONDS = 30.0
 COMPILE_LATE_SECONDS = 2.0
@@ -274,16 +275,21 @@ INLINE_TEMPLATE_SECONDS = 0.1
 
 # Grammars: what the process that checks them allows (deployments/guidance/warden.py). A child that
 # has said nothing for so long is killed. On a busy machine one that has not computed yet for
-# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame. It computes while
-# the processor is idle, until another child begins the check again with a share of the processor.
+# GRAMMAR_CHECK_CPU_SECONDS gets more time, because its grammar is not to blame. It has a share of
+# the processor for GRAMMAR_SHORT_SECONDS of processor time, which suffice for nearly all, or for
+# GRAMMAR_SHORT_MOST_SECONDS. Then it computes while the processor is idle, until after
+# GRAMMAR_IDLE_SECONDS another child begins the check again with a share.
 
 GRAMMAR_CHECK_SECONDS = 2.0
 GRAMMAR_CHECK_CPU_SECONDS = 0.25
+GRAMMAR_SHORT_SECONDS = 0.06
+GRAMMAR_SHORT_MOST_SECONDS = 1.5
 GRAMMAR_IDLE_SECONDS = 0.5
 GRAMMAR_STARVED_SECONDS = 8.0
 GRAMMAR_CPU_LIMIT_SECONDS = 3
 GRAMMAR_MASK_SECONDS = 0.25  # processor time of one mask
 GRAMMAR_QUICK_SECONDS = 0.005  # of one that compiles within a step, beside its forward
+WARDEN_SPARE_SECONDS = 2.0  # a child that has answered waits for the next grammar
 WARDEN_REAP_SECONDS = 0.05  # it looks for ended children, while a grammar waits for their end
 WARDEN_TICK_SECONDS = 0.5  # the helper says that it lives, while it has work
 WARDEN_SILENT_SECONDS = 3.0  # then it is replaced

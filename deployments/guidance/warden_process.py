@@ -1,8 +1,9 @@
 """The warden's helper: compiles unknown grammars away from requests. ``python -m`` runs it.
 
-It has one thread, so that it may fork: each grammar that is not plain compiles in a child with
-limits of its own, which may hang or die. It serves one socket and ends with it. All messages are
-JSON after their length:
+It has one thread, so that it may fork: a grammar that is not plain compiles in a child with limits
+of its own, which may hang or die. A child that answers soon takes the next one: a fork costs more
+than most grammars, since each page that a child writes is copied first. The helper serves one
+socket and ends with it. All messages are JSON after their length:
 
     ingress ── tokenizer, vocab_size, ends, bos ──────────► helper     once; tokens, max_bytes too
             ◄── ready ─────────────────────────────────────
@@ -28,7 +29,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rayfin.actors.errors import InvalidRequest
@@ -39,8 +40,11 @@ from rayfin.actors.timing import (
     GRAMMAR_CHECK_SECONDS,
     GRAMMAR_CPU_LIMIT_SECONDS,
     GRAMMAR_IDLE_SECONDS,
+    GRAMMAR_SHORT_MOST_SECONDS,
+    GRAMMAR_SHORT_SECONDS,
     GRAMMAR_STARVED_SECONDS,
     WARDEN_REAP_SECONDS,
+    WARDEN_SPARE_SECONDS,
     WARDEN_TICK_SECONDS,
 )
 from rayfin.deployments.guidance.grammar import form_from, make_grammar
@@ -51,11 +55,12 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct(">I")
 CHILD_MEMORY = 2**30  # bytes beyond what the helper has
-SHARE_NICENESS = 4  # beyond the helper's, of a child that idle time did not suffice for
+SHARE_NICENESS = 4  # beyond the helper's, of a child that has a share of the processor
 STARVED = "starved"  # a child that got no processor time: no verdict
 DIED = {"kind": "too_complex", "reason": "it takes too much time or memory"}
 PR_SET_PDEATHSIG = 1
 LAST_NICENESS = 19  # of a child where the system has no priority for idle time
+MOST_TASKS = 64  # of a child, whose memory may grow
 MAX_LEAVING = 4  # killed children whose memory is not free yet; beyond it none begins
 
 
@@ -104,17 +109,31 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Child:
-    """A process that compiles one grammar."""
+    """A process that compiles a grammar, or waits for its next one."""
 
+    link: socket.socket
     task: _Task
-    idle: bool  # it computes while the processor is idle
+    idle: bool  # it computes while the processor is idle, once it is not short
+    short: bool  # it has a share of the processor, for a while
     pid: int
     started: float  # the first child of this grammar
     deadline: float
-    said: bytes = b""
+    frames: FrameBuffer = field(default_factory=FrameBuffer)
+    tasks: int = 1
+    before: float = 0.0  # processor time of its earlier grammars
 
     def cpu_seconds(self) -> float:
-        """Processor time so far; where the system does not say it, it was enough."""
+        """Processor time of this grammar; where the system does not say it, it was enough."""
+        return self._whole_cpu_seconds() - self.before
+
+    def begin(self, task: _Task, now: float) -> None:
+        """Has it compile one more."""
+        self.task, self.tasks = task, self.tasks + 1
+        self.started, self.deadline = now, now + GRAMMAR_SHORT_SECONDS
+        self.before = self._whole_cpu_seconds()
+        self.link.sendall(frame(_written(task)))
+
+    def _whole_cpu_seconds(self) -> float:
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()
@@ -129,7 +148,8 @@ class Helper:
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._frames = FrameBuffer()
-        self._children: dict[int, _Child] = {}  # by the pipe that each writes its verdict to
+        self._children: dict[int, _Child] = {}  # by the socket to each
+        self._spares: dict[int, _Child] = {}  # that compile nothing
         self._leaving: list[int] = []  # processes
         self._waiting: deque[_Waiting] = deque()  # for them
         self._poll = select.poll()
@@ -152,12 +172,14 @@ class Helper:
             for descriptor, _ in self._poll.poll(self._patience()):
                 if descriptor in self._children:
                     self._read(descriptor)
+                elif descriptor in self._spares:
+                    self._end(descriptor)  # it has died
                 elif not self._receive():
                     return
             self._look_after_children()
 
     def close(self) -> None:
-        for descriptor in list(self._children):
+        for descriptor in [*self._children, *self._spares]:
             self._end(descriptor)
 
     def _look_after_children(self) -> None:
@@ -200,17 +222,27 @@ class Helper:
             self._answer(self._waiting.popleft().task.number, {"kind": STARVED, "reason": ""})
 
     def _fork(self, task: _Task, idle: bool, started: float | None) -> None:
-        reading, writing = os.pipe()
+        """Has a new child compile the grammar, or for its first try one that waits."""
+        now = time.monotonic()
+        while idle and self._spares:
+            descriptor, spare = self._spares.popitem()
+            self._children[descriptor] = spare
+            try:
+                spare.begin(task, now)
+                return
+            except OSError:  # it has died
+                self._end(descriptor)
+        ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            for descriptor in (self._link.fileno(), reading, *self._children):
-                os.close(descriptor)
-            _compute_and_exit(lambda: self._compile(task), idle, writing)
-        os.close(writing)
-        now = time.monotonic()
-        patience = GRAMMAR_IDLE_SECONDS if idle else GRAMMAR_CHECK_SECONDS
-        self._children[reading] = _Child(task, idle, pid, started or now, now + patience)
-        self._poll.register(reading, select.POLLIN)
+            for other in (self._link.fileno(), ours.fileno(), *self._children, *self._spares):
+                os.close(other)
+            _compute_and_exit(self._compile, task, theirs)
+        theirs.close()
+        patience = GRAMMAR_SHORT_SECONDS if idle else GRAMMAR_CHECK_SECONDS
+        child = _Child(ours, task, idle, idle, pid, started or now, now + patience)
+        self._children[ours.fileno()] = child
+        self._poll.register(ours, select.POLLIN)
 
     def _compile(self, task: _Task) -> dict[str, Any]:
         """What to answer; runs in a child."""
@@ -231,15 +263,23 @@ class Helper:
 
     def _read(self, descriptor: int) -> None:
         child = self._children[descriptor]
-        data = os.read(descriptor, 2**16)
-        child.said += data
-        if not data:
+        try:
+            data = child.link.recv(2**16)
+            said = next(child.frames.push(data), None) if data else DIED
+        except (OSError, ValueError):
+            said = DIED
+        if said is None:
+            return
+        number = child.task.number
+        if said is DIED or not child.short or child.tasks >= MOST_TASKS:
             self._end(descriptor)
-            try:
-                said = json.loads(child.said)
-            except ValueError:
-                said = DIED
-            self._answer(child.task.number, said)
+        else:  # no priority was taken from it, which it could not get back
+            self._spares[descriptor] = self._children.pop(descriptor)
+            child.deadline = time.monotonic() + WARDEN_SPARE_SECONDS
+        if said is DIED and child.tasks > 1:  # perhaps of an earlier grammar, or while it waited
+            self._begin(child.task, False, child.started)
+        else:
+            self._answer(number, said)
 
     def _end_late_children(self) -> None:
         """A child that is silent for too long is at fault if it has had the time to compute.
@@ -248,11 +288,22 @@ class Helper:
         share of the processor.
         """
         now = time.monotonic()
+        for descriptor, spare in list(self._spares.items()):
+            if now >= spare.deadline:
+                self._end(descriptor)
         for descriptor, child in list(self._children.items()):
             if now < child.deadline:
                 continue
-            computed = child.cpu_seconds() >= GRAMMAR_CHECK_CPU_SECONDS
-            waited = now - child.started
+            seconds, waited = child.cpu_seconds(), now - child.started
+            if child.short:
+                if seconds >= GRAMMAR_SHORT_SECONDS or waited >= GRAMMAR_SHORT_MOST_SECONDS:
+                    child.short = False
+                    give_way(child.pid)
+                child.deadline = now + (
+                    GRAMMAR_SHORT_SECONDS if child.short else GRAMMAR_IDLE_SECONDS
+                )
+                continue
+            computed = seconds >= GRAMMAR_CHECK_CPU_SECONDS
             if computed and waited < GRAMMAR_CHECK_SECONDS:
                 child.deadline = child.started + GRAMMAR_CHECK_SECONDS
                 continue
@@ -268,9 +319,9 @@ class Helper:
                 self._answer(child.task.number, {"kind": STARVED, "reason": ""})
 
     def _end(self, descriptor: int) -> None:
-        child = self._children.pop(descriptor)
+        child = (self._children if descriptor in self._children else self._spares).pop(descriptor)
         self._poll.unregister(descriptor)
-        os.close(descriptor)
+        child.link.close()
         os.kill(child.pid, signal.SIGKILL)
         self._leaving.append(child.pid)
         self._reap()
@@ -281,9 +332,10 @@ class Helper:
 
     def _patience(self) -> float | None:
         """Milliseconds until something is due; None without children."""
-        if not (self._children or self._leaving):  # what waits does so for the latter
+        processes = [*self._children.values(), *self._spares.values()]
+        if not (processes or self._leaving):  # what waits does so for the latter
             return None
-        due = min((child.deadline for child in self._children.values()), default=math.inf)
+        due = min((child.deadline for child in processes), default=math.inf)
         most = WARDEN_REAP_SECONDS if self._waiting else WARDEN_TICK_SECONDS
         return max(0.0, min(due - time.monotonic(), most)) * 1000
 
@@ -299,31 +351,51 @@ def _said(verdict: Verdict) -> dict[str, Any]:
     return {"kind": verdict.kind, "reason": verdict.reason, "quick": verdict.quick}
 
 
-def _compute_and_exit(work: Callable[[], dict[str, Any]], idle: bool, writing: int) -> NoReturn:
-    """Runs in a child; writes what ``work`` returns."""
+def _written(task: _Task) -> dict[str, Any]:
+    return {"number": task.number, "text": task.text, "form": task.form}
+
+
+def _compute_and_exit(
+    work: Callable[[_Task], dict[str, Any]], task: _Task, link: socket.socket
+) -> NoReturn:
+    """Runs in a child; sends what ``work`` returns for the task, and for those that come."""
     try:
         die_with_parent()
-        step_back(idle)
+        step_back()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of the library quotes the grammar
         with open("/proc/self/statm") as file:
             memory = int(file.read().split()[0]) * resource.getpagesize() + CHILD_MEMORY
-        for limit, most in (
-            (resource.RLIMIT_AS, memory),
-            (resource.RLIMIT_CPU, GRAMMAR_CPU_LIMIT_SECONDS),
-            (resource.RLIMIT_CORE, 0),
-        ):
+        for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
             resource.setrlimit(limit, (most, most))
-        with open(writing, "wb") as pipe:  # it closes now: the end of a process takes a while
-            pipe.write(json.dumps(work()).encode())
+        frames = FrameBuffer()
+        while True:
+            most = math.ceil(time.process_time()) + GRAMMAR_CPU_LIMIT_SECONDS
+            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            resource.setrlimit(
+                resource.RLIMIT_CPU,
+                (most if hard == resource.RLIM_INFINITY else min(most, hard), hard),
+            )
+            link.sendall(frame(work(task)))
+            while (message := next(frames.push(data := link.recv(2**20)), None)) is None and data:
+                pass
+            if message is None:
+                break
+            task = _Task(**message)
     finally:
         os._exit(0)
 
 
-def step_back(idle: bool) -> None:
-    """Lowers the priority of a child below the helper's, or has it compute in idle time."""
-    only_idle = idle and only_when_idle()
+def step_back() -> None:
+    """Lowers the priority of a child below the helper's."""
     with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.nice(LAST_NICENESS if idle and not only_idle else SHARE_NICENESS)
+        os.nice(SHARE_NICENESS)
+
+
+def give_way(pid: int) -> None:
+    """Has a child compute in idle time from now on."""
+    with contextlib.suppress(OSError):  # a sandbox may forbid it, or the child has ended
+        if not only_when_idle(pid):
+            os.setpriority(os.PRIO_PROCESS, pid, LAST_NICENESS)
 
 
 def die_with_parent() -> None:

@@ -19,6 +19,7 @@ from rayfin.actors.processes.environment import only_when_idle
 from rayfin.actors.timing import (
     COMPILE_FULL_SECONDS,
     COMPILE_LATE_SECONDS,
+    COMPILE_SHORT_MOST_SECONDS,
     COMPILE_SHORT_SECONDS,
     COMPILE_STARVED_SECONDS,
 )
@@ -166,7 +167,7 @@ class IdleCompiler(Generic[Made]):
             RuntimeError: it has raised.
         """
         thread = CompileThread(work, _step_back)
-        if thread.wait(COMPILE_SHORT_SECONDS) or self._is_full():
+        if _ends_soon(thread) or self._is_full():
             return thread.result()
         # It may hold a lock that a step needs: an arena of malloc, or the memory map. Nice 19
         # gives it time sooner, but such a thread keeps the processor for its slice of milliseconds
@@ -188,6 +189,15 @@ class IdleCompiler(Generic[Made]):
         if self._left is not None and self._left.wait(0):
             self._left = None
         return self._left is not None and time.monotonic() < self._full_until
+
+
+def _ends_soon(thread: CompileThread[Made]) -> bool:
+    """Waits until the thread has ended, or has had the processor for as long as a short one may."""
+    until = time.monotonic() + COMPILE_SHORT_MOST_SECONDS
+    while not thread.wait(COMPILE_SHORT_SECONDS):
+        if thread.processor_seconds() >= COMPILE_SHORT_SECONDS or time.monotonic() >= until:
+            return False
+    return True
 
 
 def _step_back() -> None:

@@ -182,6 +182,25 @@ async def test_a_plain_grammar_that_kills_its_helper_is_checked_in_a_child(
     assert await patient_code_of(warden, schema(PATTERNS)) == "schema_too_complex"
 
 
+async def test_a_child_takes_the_next_grammar(warden: Warden) -> None:
+    def children() -> list[int]:
+        return children_of(warden.pid)
+
+    texts = map(pattern, ("a+b", "[ab]{2,9}", "(a|bc)*", "c?d"))
+    assert await patient_code_of(warden, next(texts)) == "ok"
+    seen = children()
+    assert len(seen) == 1
+    assert await patient_code_of(warden, next(texts)) == "ok"
+    assert await patient_code_of(warden, schema({"not": {}})) == "unsupported_schema"
+    assert children() == seen
+    os.kill(seen[0], signal.SIGKILL)  # while it waits
+    assert await patient_code_of(warden, next(texts)) == "ok"
+    assert await patient_code_of(warden, schema(PATTERNS)) == "schema_too_complex"
+    assert await patient_code_of(warden, next(texts)) == "ok"
+    assert not set(seen) & set(children())
+    await no_children(warden.pid)  # none waits for long
+
+
 async def test_a_child_that_is_killed_is_a_verdict(warden: Warden) -> None:
     asked = asyncio.create_task(code_of(warden, schema(PATTERNS)))
     while not children_of(warden.pid):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rayfin.deployments.guidance import warden_process as module
-from rayfin.deployments.guidance.warden_process import FrameBuffer, Helper, _Task
+from rayfin.deployments.guidance.warden_process import FrameBuffer, Helper, _Child, _Task
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes do not fork")
 
@@ -63,20 +63,48 @@ def test_children_that_end_slowly_stop_no_tick(monkeypatch: pytest.MonkeyPatch) 
                 process.wait()
 
 
-@pytest.mark.parametrize(
-    ("idle", "possible", "niceness"),
-    [(True, True, module.SHARE_NICENESS), (True, False, 19), (False, True, module.SHARE_NICENESS)],
-)
-def test_a_child_steps_back(
-    idle: bool, possible: bool, niceness: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str | int] = []
+@pytest.mark.parametrize("possible", [True, False])
+def test_a_child_gives_way(possible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
 
-    def only_when_idle() -> bool:
-        calls.append("idle")
+    def only_when_idle(pid: int) -> bool:
+        calls.append(("idle", pid))
         return possible
 
     monkeypatch.setattr(module, "only_when_idle", only_when_idle)
     monkeypatch.setattr(os, "nice", calls.append)
-    module.step_back(idle)
-    assert calls == (["idle"] if idle else []) + [niceness]
+    monkeypatch.setattr(os, "setpriority", lambda *given: calls.append(given))
+    module.step_back()
+    assert calls == [module.SHARE_NICENESS]
+    module.give_way(77)
+    assert calls[1:] == [("idle", 77), *([] if possible else [(os.PRIO_PROCESS, 77, 19)])]
+
+
+def test_a_child_has_a_share_while_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it has had its time, or has waited for it; then idle time, and at last a new child."""
+    began: list[tuple[int, bool]] = []
+    gave_way: list[int] = []
+    had = [0.0]
+    monkeypatch.setattr(module, "give_way", gave_way.append)
+    monkeypatch.setattr(Helper, "_end", lambda own, descriptor: own._children.pop(descriptor))
+    monkeypatch.setattr(
+        Helper, "_begin", lambda own, task, idle, started: began.append((task.number, idle))
+    )
+    monkeypatch.setattr(_Child, "cpu_seconds", lambda own: had[0])
+    ours, link = socket.socketpair()
+    with ours, link:
+        helper = Helper(link)
+        now = time.monotonic()
+        for number, started in enumerate((now, now - module.GRAMMAR_SHORT_MOST_SECONDS)):
+            task = _Task(number, "", None)
+            helper._children[number] = _Child(link, task, True, True, 10 + number, started, now)
+        helper._end_late_children()
+        short, late = helper._children.values()
+        assert gave_way == [11] and short.short and not late.short
+        assert min(short.deadline, late.deadline) > now
+        had[0], short.deadline = module.GRAMMAR_SHORT_SECONDS, now
+        helper._end_late_children()
+        assert gave_way == [11, 10] and not short.short and short.deadline > late.deadline
+        late.deadline = now
+        helper._end_late_children()
+        assert began == [(1, False)] and list(helper._children) == [0]

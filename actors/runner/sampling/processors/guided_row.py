@@ -137,6 +137,8 @@ class GuidedRow:
         self._book = book
         self._output = list(output)
         self._plain = not guidance.forbidden
+        self._bound_by = ""  # the grammar of what follows; "": it has none
+        self._made: LLMatcher | None = None
         self._foreign: list[int] | None = None  # marks of calls that may not be within a thought
         self._replay()
 
@@ -258,8 +260,7 @@ class GuidedRow:
 
     def _bind(self, grammar: str) -> None:
         """What follows has this grammar, from its start on; "": it has none."""
-        self._bound_by = grammar
-        self._made: LLMatcher | None = None
+        self._bound_by, self._made = grammar, None
 
     def _replay(self) -> None:
         """Goes through all tokens from the start."""
