@@ -233,11 +233,12 @@ class Helper:
             except OSError:  # it has died
                 self._end(descriptor)
         ours, theirs = socket.socketpair()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             for other in (self._link.fileno(), ours.fileno(), *self._children, *self._spares):
                 os.close(other)
-            _compute_and_exit(self._compile, task, theirs)
+            _compute_and_exit(self._compile, task, theirs, parent)
         theirs.close()
         patience = GRAMMAR_SHORT_SECONDS if idle else GRAMMAR_CHECK_SECONDS
         child = _Child(ours, task, idle, idle, pid, started or now, now + patience)
@@ -356,11 +357,13 @@ def _written(task: _Task) -> dict[str, Any]:
 
 
 def _compute_and_exit(
-    work: Callable[[_Task], dict[str, Any]], task: _Task, link: socket.socket
+    work: Callable[[_Task], dict[str, Any]], task: _Task, link: socket.socket, parent: int
 ) -> NoReturn:
     """Runs in a child; sends what ``work`` returns for the task, and for those that come."""
     try:
         die_with_parent()
+        if os.getppid() != parent:  # it has ended meanwhile
+            os._exit(0)
         step_back()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of the library quotes the grammar
         with open("/proc/self/statm") as file:
