@@ -16,7 +16,10 @@ PAGE_SIZE = 16
 CONTEXTS: dict[str, list[int] | str] = {  # name -> cached tokens of each decoding row
     "1 x 4096": [4096],
     "8 x 100-1024": "ragged 8",
+    "8 x 1024": [1024] * 8,
+    "32 x 1024": [1024] * 32,
     "64 x 100-1024": "ragged 64",
+    "80 x 1024": [1024] * 80,
     "256 x 100-1024": "ragged 256",
     "256 x 1024": [1024] * 256,
 }

@@ -139,6 +139,14 @@ def graphs(bench: Bench) -> None:
     _engine_table(bench, {"with graphs": {}})
 
 
+def fp8(bench: Bench) -> None:
+    """The row of ``engine`` with graphs and fp8 pages; on a GPU only."""
+    if not bench.on_gpu:
+        print("\n(no fp8 pages without a GPU)")
+        return
+    _engine_table(bench, {"with graphs and fp8 pages": {"kv_cache_dtype": "fp8"}})
+
+
 def _engine_table(bench: Bench, engines: dict[str, dict[str, Any]]) -> None:
     work = Workloads.of(bench)
     title = "Whole engine, 0.6B shape, random weights, one process"
@@ -151,7 +159,7 @@ def _engine_table(bench: Bench, engines: dict[str, dict[str, Any]]) -> None:
             prompts = {"steps with prompts": paths.prompts, "seconds": paths.prompt_seconds}
             bench.keep("engine", prompts | {"decode steps": paths.replayed + paths.eager})
             if bench.on_gpu:
-                paths.expect(graphs=not options)
+                paths.expect(graphs="enforce_eager" not in options)
         table.add(name, *row)
         del llm, paths
         release(bench)

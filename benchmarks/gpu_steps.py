@@ -26,25 +26,34 @@ SETTINGS = Sampling(temperature=0.6, seed=1)
 
 def steps(bench: Bench) -> None:
     """Replays each batch size's graph at one context; on a GPU only."""
+    _steps(bench, "0.6b")
+
+
+def steps_8b(bench: Bench) -> None:
+    """The same with the 8B shape."""
+    _steps(bench, "8b")
+
+
+def _steps(bench: Bench, shape: str) -> None:
     if not bench.on_gpu:
         print("\n(no graphs without a GPU)")
         return
-    floors = Floors.of(shape_of(bench)[1], bench.bandwidth, bench.flops)
-    with running(bench) as llm:
+    floors = Floors.of(shape_of(bench, shape)[1], bench.bandwidth, bench.flops)
+    section = "steps" if shape == "0.6b" else f"steps_{shape}"
+    name = f"{shape.upper()} shape"
+    with running(bench, shape) as llm:
         runner = runner_of(llm)
         graphs = runner._graphs
         assert graphs is not None and runner._loaded.gpu_model is not None
         columns = ("rows", "ms", "floor, ms", "share of the floor")
-        table = bench.table(
-            "steps", f"A decode step's graph, 0.6B shape, context {CONTEXT}", columns
-        )
+        table = bench.table(section, f"A decode step's graph, {name}, context {CONTEXT}", columns)
         for rows in graphs._sizes:
             replay = load(graphs, rows, runner)
             took = bench.seconds(replay)
             floor = floors.decode([CONTEXT] * rows)
             table.add(rows, f"{took * 1e3:.3f}", f"{floor * 1e3:.3f}", f"{floor / took:.2f}")
         columns = ("rows", "kernel", "launches", "us")
-        table = bench.table("steps", "Kernels of a step by name", columns)
+        table = bench.table(section, f"Kernels of a step by name, {name}", columns)
         for rows in NAMED:
             if rows not in graphs._sizes:
                 continue
