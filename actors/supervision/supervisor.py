@@ -161,8 +161,11 @@ class Supervisor:
     async def drain(self, seconds: float) -> None:
         """Hands new requests back; after ``seconds`` the unfinished ones as well.
 
-        Returns when no request is left, or when the engine is dead.
+        Returns when no request is left, when the engine is dead, or when there is none.
         """
+        # Serve ends a replica also while its supervisor waits for an engine that it may claim.
+        if self._scheduler is None:
+            return
         try:
             await self._scheduler.drain.remote()
             if not await self._wait_until_idle(seconds):

@@ -1,4 +1,4 @@
-"""A supervisor that replaces its scheduler: what it does for the runners meanwhile."""
+"""A supervisor that replaces its scheduler, or has none: what it does meanwhile."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.supervision import supervisor
+from rayfin.actors.supervision import adoption, supervisor
 from rayfin.actors.supervision.supervisor import Supervisor
 
 NAME = "app/engine/0"
@@ -81,3 +81,24 @@ def test_nobody_pings_after_a_repair_that_failed(
     monkeypatch.setattr(supervisor, "find_actor", lambda name: runner)
     monkeypatch.setattr(engine, "_launch", launch)
     asyncio.run(repair())
+
+
+def test_a_supervisor_that_still_waits_for_an_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's last calls may come while the replica's constructor waits for an engine."""
+
+    async def claim(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def leave() -> None:
+        own = Supervisor(EngineArgs(model="m", device="cpu"), "app/engine/", detached=True)
+        starting = asyncio.create_task(own.start())
+        await asyncio.sleep(0)
+        own.check()
+        assert not await own.is_replaced()
+        await own.drain(60)
+        own.stop()
+        starting.cancel()
+
+    monkeypatch.setattr(supervisor, "claim_engine", claim)
+    monkeypatch.setattr(adoption, "engine_names", lambda prefix: [])
+    asyncio.run(leave())
