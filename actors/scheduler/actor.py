@@ -171,6 +171,8 @@ class SchedulerActor:
     def claim(self, owner: str, args: EngineArgs, identity: str) -> EngineClaim:
         """Makes ``owner`` the supervisor of this engine if the last one has stopped its pulse.
 
+        A claim that was granted is granted again: its first answer may have come too late.
+
         Args:
             identity: of ``args`` in the supervisor's process. A supervisor of another version of
                 the code gets a different one, and no engine.
@@ -184,9 +186,10 @@ class SchedulerActor:
             unclaimed = start.owner == UNCLAIMED
             if self._engine is None:
                 return EngineClaim(False, unclaimed, starting=unclaimed)
-            if silence < self._claim_after and not unclaimed:
+            known = start.owner in (UNCLAIMED, owner)
+            if silence < self._claim_after and not known:
                 return EngineClaim(False, True, silence)
-            if not unclaimed:
+            if not known:
                 logger.warning("supervisor %s takes over from %s", owner, start.owner)
             self._started = replace(start, owner=owner)
             self._lifeline.heard()

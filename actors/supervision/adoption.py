@@ -2,18 +2,19 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable
 from rayfin.actors.processes.registry import engine_names, find_actor, runner_name
 from rayfin.actors.scheduler.actor import EngineClaim
 from rayfin.actors.settings.spare_runners import seats
-from rayfin.actors.timing import PULSE_ANSWER_SECONDS, PULSE_SECONDS
+from rayfin.actors.timing import MISSED_PULSES, PULSE_ANSWER_SECONDS, PULSE_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +25,25 @@ async def claim_engine(
     """Claims an engine of the same settings whose supervisor has fallen silent.
 
     Waits for one whose supervisor has died recently, until it may be claimed, and for one that was
-    started ahead, until it has started.
+    started ahead, until it has started. One that does not answer is asked again, as often as a
+    pulse may be missed: on a busy machine an answer may be late, and a second engine would load
+    the model beside it.
 
     Returns:
         Its name, its scheduler and the granted claim, or None if there is no such engine.
     """
+    missed: Counter[str] = Counter()  # answers in a row, by name
     while True:
         waiting = False
         for name in await asyncio.to_thread(engine_names, prefix):
             scheduler = find_actor(name)
-            claim = None if scheduler is None else await _claim(name, scheduler, owner, args)
+            try:
+                claim = None if scheduler is None else await _claim(name, scheduler, owner, args)
+            except TimeoutError:
+                missed[name] += 1
+                waiting |= missed[name] < MISSED_PULSES
+                continue
+            missed[name] = 0
             if claim is not None and claim.granted:
                 return name, scheduler, claim
             waiting |= claim is not None and _may_be_granted(claim)
@@ -48,10 +58,18 @@ def _may_be_granted(claim: EngineClaim) -> bool:
 
 
 async def _claim(name: str, scheduler: Any, owner: str, args: EngineArgs) -> EngineClaim | None:
+    """Returns None if the scheduler is dead, or of other code.
+
+    Raises:
+        TimeoutError: it does not answer now.
+    """
     try:
         call = scheduler.claim.remote(owner, args, args.identity)
         claim: EngineClaim = await asyncio.wait_for(call, PULSE_ANSWER_SECONDS)
-    except (RayError, TimeoutError) as error:
+    except (ActorUnavailableError, TimeoutError) as error:
+        logger.warning("engine %s does not answer a claim: %r", name, error)
+        raise TimeoutError from error
+    except RayError as error:
         logger.warning("engine %s cannot be claimed: %s", name, error)
         return None
     return claim

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineInfo
@@ -42,6 +43,8 @@ def test_the_first_supervisor_gets_it_at_once_and_the_next_one_does_not(
     own._started, own._engine = EngineStart(ARGS, owner=UNCLAIMED), object()
     first = claim(own, "first")
     assert first.granted and first.info == INFO
+    again = claim(own, "first")
+    assert again.granted and again.info == INFO, "its first answer may have come too late"
     second = claim(own, "second")
     assert not second.granted and second.compatible and not second.starting
     assert own._started.owner == "first"
@@ -86,6 +89,51 @@ def test_a_supervisor_waits_for_an_engine_that_starts(monkeypatch: pytest.Monkey
     monkeypatch.setattr(adoption, "_claim", ask)
     claimed = asyncio.run(claim_engine("app/engine/", "me", ARGS))
     assert claimed is not None and claimed[0] == "app/engine/0" and not answers
+
+
+class SlowScheduler:
+    """The handle of a scheduler whose answers to claims are these, one after the other."""
+
+    def __init__(self, *answers: EngineClaim | Exception) -> None:
+        self.answers = list(answers)
+        self.claim = self
+
+    async def remote(self, *_: Any) -> EngineClaim:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+STARTS = EngineClaim(False, True, starting=True)
+GRANTED = EngineClaim(True, True)
+LATE = TimeoutError()
+AWAY = ActorUnavailableError("its node does not answer", None)
+
+
+@pytest.mark.parametrize(
+    ("answers", "claimed", "left"),
+    [
+        ([LATE, GRANTED], True, 0),
+        ([LATE, AWAY, STARTS, LATE, LATE, GRANTED], True, 0),
+        ([LATE, AWAY, LATE, GRANTED], False, 1),
+        ([ActorDiedError(), GRANTED], False, 1),
+    ],
+    ids=["late", "late-now-and-then", "hung", "dead"],
+)
+def test_a_late_answer_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[EngineClaim | Exception],
+    claimed: bool,
+    left: int,
+) -> None:
+    """Else the supervisor would load the model a second time, beside the engine that starts."""
+    slow = SlowScheduler(*answers)
+    monkeypatch.setattr(adoption, "PULSE_SECONDS", 0.01)
+    monkeypatch.setattr(adoption, "engine_names", lambda prefix: [f"{prefix}0"])
+    monkeypatch.setattr(adoption, "find_actor", lambda name: slow)
+    found = asyncio.run(claim_engine("app/engine/", "me", ARGS))
+    assert (found is not None) == claimed and len(slow.answers) == left
 
 
 def test_its_spare_runners_come_after_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
