@@ -265,8 +265,10 @@ class Helper:
     def _read(self, descriptor: int) -> None:
         child = self._children[descriptor]
         try:
-            data = child.link.recv(2**16)
+            data = child.link.recv(2**16, socket.MSG_DONTWAIT)
             said = next(child.frames.push(data), None) if data else DIED
+        except BlockingIOError:  # the event was of an earlier child, which had this descriptor
+            return
         except (OSError, ValueError):
             said = DIED
         if said is None:

@@ -5,7 +5,10 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,31 @@ def said(link: socket.socket) -> list[dict[str, object]]:
     frames = FrameBuffer()
     data = link.recv(2**20) if select.select([link], [], [], 0)[0] else b""
     return list(frames.push(data))
+
+
+def soon(work: Callable[..., Any], *given: Any) -> bool:
+    """Whether it ends: what stands still for ever fails its test."""
+    thread = threading.Thread(target=work, args=given, daemon=True)
+    thread.start()
+    thread.join(30)
+    return not thread.is_alive()
+
+
+def test_an_event_of_an_earlier_child_is_no_wait() -> None:
+    """A new child has the descriptor of one that has ended, of which poll had told as well."""
+    ours, link = socket.socketpair()
+    near, far = socket.socketpair()
+    with ours, link, near, far:
+        helper = Helper(link)
+        now = time.monotonic()
+        child = _Child(near, _Task(1, "", None), True, True, 0, now, now + 60)
+        helper._children[near.fileno()] = child
+        helper._poll.register(near, select.POLLIN)
+        assert soon(helper._read, near.fileno())
+        assert said(ours) == [] and helper._children[near.fileno()] is child
+        far.sendall(module.frame({"kind": "ok", "reason": ""}))
+        helper._read(near.fileno())
+        assert said(ours) == [{"id": 1, "kind": "ok", "reason": ""}]
 
 
 def test_children_that_end_slowly_stop_no_tick(monkeypatch: pytest.MonkeyPatch) -> None:
