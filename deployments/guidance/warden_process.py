@@ -127,11 +127,18 @@ class _Child:
         return self._whole_cpu_seconds() - self.before
 
     def begin(self, task: _Task, now: float) -> None:
-        """Has it compile one more."""
+        """Has it compile one more.
+
+        Raises:
+            OSError: it has died, or it does not take the whole task at once.
+        """
         self.task, self.tasks = task, self.tasks + 1
         self.started, self.deadline = now, now + GRAMMAR_SHORT_SECONDS
         self.before = self._whole_cpu_seconds()
-        self.link.sendall(frame(_written(task)))
+        data = frame(_written(task))
+        # The helper waits for no child: a spare may have been stopped.
+        if self.link.send(data, socket.MSG_DONTWAIT) < len(data):
+            raise BlockingIOError("the task is longer than the socket takes")
 
     def _whole_cpu_seconds(self) -> float:
         try:
@@ -230,7 +237,7 @@ class Helper:
             try:
                 spare.begin(task, now)
                 return
-            except OSError:  # it has died
+            except OSError:
                 self._end(descriptor)
         ours, theirs = socket.socketpair()
         parent = os.getpid()

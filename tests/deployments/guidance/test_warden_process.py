@@ -34,20 +34,51 @@ def soon(work: Callable[..., Any], *given: Any) -> bool:
 
 
 def test_an_event_of_an_earlier_child_is_no_wait() -> None:
-    """A new child has the descriptor of one that has ended, of which poll had told as well."""
+    """A new child has the descriptor of one that has ended, whose own event comes late."""
     ours, link = socket.socketpair()
     near, far = socket.socketpair()
+    with ours, link, near, far, subprocess.Popen(["sleep", "60"]) as process:
+        helper = Helper(link)
+        now = time.monotonic()
+        child = _Child(near, _Task(1, "", None), True, True, process.pid, now, now + 60)
+        helper._children[near.fileno()] = child
+        helper._poll.register(near, select.POLLIN)
+        try:
+            assert soon(helper._read, near.fileno())
+            assert said(ours) == [] and helper._children[near.fileno()] is child
+            far.sendall(module.frame({"kind": "ok", "reason": ""}))
+            helper._read(near.fileno())
+            assert said(ours) == [{"id": 1, "kind": "ok", "reason": ""}]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("length", [2**10, 2**22])
+def test_a_spare_that_is_stopped_holds_nothing_up(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads nothing: what its socket does not take goes to a new child."""
+    ours, link = socket.socketpair()
+    near, far = socket.socketpair()
+    stopped, new = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
     with ours, link, near, far:
         helper = Helper(link)
         now = time.monotonic()
-        child = _Child(near, _Task(1, "", None), True, True, 0, now, now + 60)
-        helper._children[near.fileno()] = child
+        first, task = _Task(1, "", None), _Task(2, "x" * length, None)
+        spare = _Child(near, first, True, True, stopped.pid, now, now + 60)
+        helper._spares[near.fileno()] = spare
         helper._poll.register(near, select.POLLIN)
-        assert soon(helper._read, near.fileno())
-        assert said(ours) == [] and helper._children[near.fileno()] is child
-        far.sendall(module.frame({"kind": "ok", "reason": ""}))
-        helper._read(near.fileno())
-        assert said(ours) == [{"id": 1, "kind": "ok", "reason": ""}]
+        monkeypatch.setattr(os, "fork", lambda: new.pid)
+        try:
+            assert soon(helper._begin, task)
+            (child,) = helper._children.values()
+            assert not helper._spares and child.task is task
+            assert child.pid == (stopped if length < 2**16 else new).pid
+        finally:
+            helper.close()
+            for process in (stopped, new):
+                process.kill()
+                process.wait()
 
 
 def test_children_that_end_slowly_stop_no_tick(monkeypatch: pytest.MonkeyPatch) -> None:
