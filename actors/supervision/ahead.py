@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineUnavailable, RayfinError
 from rayfin.actors.supervision.supervisor import Supervisor
 from rayfin.actors.timing import RUNNER_PROCESS_SECONDS
 
@@ -23,7 +24,8 @@ class EngineAhead:
     """Starts an engine in a thread.
 
     An engine that does not start is ended. The supervisor then finds none, starts another one, and
-    reports why it does not start.
+    reports why it does not start. Serve repeats that a few times, so a warning tells the reason of
+    a model that cannot be served at once.
 
     Args:
         args: its settings, those of the supervisor that is to claim it.
@@ -49,5 +51,13 @@ class EngineAhead:
     def _launch(self) -> None:
         try:
             asyncio.run(self._supervisor.launch_ahead())
-        except Exception as error:  # the supervisor's replica will report it
-            logger.info("engine %s has not started ahead: %s", self._supervisor.name, error)
+        except Exception as error:
+            name = self._supervisor.name
+            if isinstance(error, RayfinError) and not isinstance(error, EngineUnavailable):
+                logger.warning(
+                    "engine %s cannot start: %s (Ray Serve tries again before it gives up)",
+                    name,
+                    error,
+                )
+            else:  # a process has died, or the program ends; the supervisor's replica reports it
+                logger.info("engine %s has not started ahead: %s", name, error)

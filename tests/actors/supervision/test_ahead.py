@@ -1,6 +1,9 @@
 """An engine that was started ahead of its supervisor: who gets it, and when."""
 
 import asyncio
+import logging
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +12,14 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import EngineInfo
 from rayfin.actors.scheduler import actor, status_line
 from rayfin.actors.scheduler.actor import UNCLAIMED, EngineClaim, EngineStart, SchedulerActor
-from rayfin.actors.supervision import adoption
+from rayfin.actors.supervision import adoption, ahead
 from rayfin.actors.supervision.adoption import claim_engine
+from rayfin.actors.supervision.ahead import EngineAhead
+from rayfin.actors.supervision.supervisor import Supervisor
 from rayfin.actors.timing import SPARE_AFTER_CLAIM_SECONDS
 
 ARGS = EngineArgs(model="m", device="cpu")
@@ -21,12 +27,12 @@ OTHERS = EngineArgs(model="n", device="cpu")
 INFO = EngineInfo("app/engine/0", 2048, 300, 64, 16)
 
 
-def scheduler(monkeypatch: pytest.MonkeyPatch, ahead: EngineArgs | None) -> Any:
+def scheduler(monkeypatch: pytest.MonkeyPatch, args: EngineArgs | None) -> Any:
     """The actor's own class, without Ray."""
     monkeypatch.setattr(actor, "lower_priority", lambda: None)
     monkeypatch.setattr(actor, "_process", lambda: None)
     kind: Any = SchedulerActor
-    own = kind.__ray_metadata__.modified_class("app/engine/0", ahead=ahead)
+    own = kind.__ray_metadata__.modified_class("app/engine/0", ahead=args)
     monkeypatch.setattr(own, "_info", lambda: INFO)
     return own
 
@@ -134,6 +140,43 @@ def test_a_late_answer_is_waited_for(
     monkeypatch.setattr(adoption, "find_actor", lambda name: slow)
     found = asyncio.run(claim_engine("app/engine/", "me", ARGS))
     assert (found is not None) == claimed and len(slow.answers) == left
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (InvalidConfig("a request needs 7 pages: lower max_model_len"), logging.WARNING),
+        (EngineUnavailable("the runner has died"), logging.INFO),
+        (RuntimeError("the program ends"), logging.INFO),
+    ],
+    ids=["refused", "died", "ended"],
+)
+def test_why_a_model_cannot_be_served_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    level: int,
+) -> None:
+    """Serve reports it after several more loads."""
+
+    class Refused(Supervisor):
+        def place_ahead(self) -> None: ...
+
+        async def launch_ahead(self) -> None:
+            raise error
+
+    class Now:
+        """A thread that runs when it starts."""
+
+        def __init__(self, *, target: Callable[[], None], **_: Any) -> None:
+            self.start = target
+
+    monkeypatch.setattr(ahead, "Supervisor", Refused)
+    monkeypatch.setattr(threading, "Thread", Now)
+    with caplog.at_level(logging.INFO, logger=ahead.__name__):
+        EngineAhead(ARGS, "app/engine/")
+    [record] = caplog.records
+    assert record.levelno == level and str(error) in record.getMessage()
 
 
 def test_its_spare_runners_come_after_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
