@@ -55,7 +55,8 @@ def grown(before: EngineStats, after: EngineStats, name: str) -> int:
     return after.histograms[name].count - before.histograms[name].count
 
 
-def test_an_unseen_grammar_is_compiled_before_its_request_runs(app: Any, solo: LLM) -> None:
+def test_an_unseen_grammar_is_compiled_before_its_first_token(app: Any, solo: LLM) -> None:
+    """A quick one beside its first forward, any other before its request runs."""
     for known in (False, True):
         before = app.idle()
         body = asked("fruits", 7)
@@ -64,11 +65,11 @@ def test_an_unseen_grammar_is_compiled_before_its_request_runs(app: Any, solo: L
         after = app.idle()
         assert (choice["token_ids"], choice["finish_reason"]) == expected(solo, body)
         assert 4 <= len(json.loads(choice["text"])) <= 6
-        assert grown(before, after, "grammar_wait_seconds") == (not known)
+        assert grown(before, after, "grammar_wait_seconds") <= (not known)
         assert grown(before, after, "grammar_compile_seconds") == (not known)
         assert grown(before, after, "grammar_mask_seconds") > 0
-        assert after.grammar_hits - before.grammar_hits == 1
-        assert after.grammar_misses == before.grammar_misses
+        hits = after.grammar_hits - before.grammar_hits
+        assert hits >= known and hits + after.grammar_misses - before.grammar_misses == 1
 
 
 def test_killed_runners_cost_no_token_of_a_guided_stream(

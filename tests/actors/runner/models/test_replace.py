@@ -29,7 +29,8 @@ def test_prompts_in_chunks_and_a_decode_row_on_the_engine_s_pages(
         steps.clear()
         logits = probe_logits(paged, paged, page_size)
         assert len(logits) == PROBE_TOKENS
-        assert [step.batch.decoding for step in steps] == [0, 0, 1]
+        assert [step.batch.decoding for step in steps] == [0, 0, 0, 0, 1]
+        assert [len(step.input_ids) for step in steps][-3:] == [4, 2, 1]  # rows of a GPU's kernels
         assert all(step.batch.page_size == page_size for step in steps)
         whole = torch.cat([step.input_ids for step in steps])
         assert len(whole) == PROBE_TOKENS and len(steps[-1].input_ids) == 1
