@@ -5,7 +5,7 @@ queue it would hold back all behind it. It keeps its rank: policies rank by arri
 
 What is known here is a hint. A runner that lacks a grammar or an adapter gets it within the step,
 so a lost call, a new runner or a forgotten grammar costs time and no request. A grammar that
-compiles in a few milliseconds is left to that: no request waits here for it.
+compiles in a few milliseconds is left to that, where the runner is ready for it.
 """
 
 import hashlib
@@ -50,6 +50,7 @@ class Lobby:
         self._known: OrderedDict[bytes, None] = OrderedDict()  # by digest
         self._preparing: dict[bytes, _Preparation] = {}  # in order of submission
         self._missing: dict[Request, set[bytes]] = {}
+        self._compiles = False  # the runners have their vocabulary: they have answered once
         self._progress = 0.0  # when a preparation was first or last heard of
 
     def __len__(self) -> int:
@@ -75,7 +76,9 @@ class Lobby:
         if guidance is None and adapter is None:
             return False
         # A runner compiles quick ones while it computes the first chunk: sooner than it answers.
-        grammars = () if guidance is None or guidance.quick else guidance.grammars
+        # But a step of a new one would wait for its whole vocabulary.
+        skips = guidance is None or (guidance.quick and self._compiles)
+        grammars = () if guidance is None or skips else guidance.grammars
         missing = {digest for text in grammars if (digest := self._prepare_grammar(text))}
         if adapter is not None and (digest := self._prepare_adapter(adapter)):
             missing.add(digest)
@@ -102,7 +105,7 @@ class Lobby:
             error = preparation.pending.error() if done else None
             del self._preparing[digest]
             if done and error is None:
-                self._remember(digest)
+                self._remember(digest, preparation.adapter)
             for request in list(preparation.requests):
                 missing = self._missing.get(request, set())
                 missing.discard(digest)
@@ -124,6 +127,7 @@ class Lobby:
     def restart(self) -> list[Request]:
         """The runners are new and have nothing; returns all requests, which have left."""
         requests = list(self._missing)
+        self._compiles = False
         self._known.clear()
         self._preparing.clear()
         self._missing.clear()
@@ -149,12 +153,13 @@ class Lobby:
                 self._progress = self._clock()
             pending = send()
             if pending.done() and pending.error() is None:
-                self._remember(digest)
+                self._remember(digest, adapter)
                 return None
             self._preparing[digest] = _Preparation(pending, adapter)
         return digest
 
-    def _remember(self, digest: bytes) -> None:
+    def _remember(self, digest: bytes, adapter: bool) -> None:
+        self._compiles = self._compiles or not adapter
         self._known[digest] = None
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)

@@ -16,7 +16,7 @@ from rayfin.actors.errors import (
     RequestHandedBack,
 )
 from rayfin.actors.guidance import CallGrammar, Guidance, Thinking
-from rayfin.actors.messages import EngineStats
+from rayfin.actors.messages import AdapterRef, EngineStats
 from rayfin.actors.scheduler.queues.lobby import MOST_KNOWN
 from rayfin.actors.timing import PREPARE_SECONDS
 
@@ -57,15 +57,35 @@ def test_others_pass_a_request_that_waits(scheduler: str) -> None:
     assert stats.histograms["grammar_wait_seconds"].sum == pytest.approx(1.0)
 
 
+def quick(text: str) -> Guidance:
+    return Guidance(text, quick=True)
+
+
 def test_no_request_waits_for_a_quick_grammar() -> None:
     h = slow()
-    quick, known = replace(GUIDED, quick=True), h.add(4, 2, guidance=GUIDED)
+    h.add(4, 2, guidance=Guidance("first"))  # the runner has its vocabulary then
+    asked = h.add(4, 2, guidance=quick("slow"))
+    assert counts(h) == (0, 2, 0)
     h.run()
-    h.engine.lifecycle.lobby.restart()
-    asked = h.add(4, 2, guidance=quick)
-    assert counts(h) == (0, 1, 0) and not known.open
-    h.run()
-    assert len(asked.tokens) == 2 and h.executor.prepared == ["slow"]
+    assert len(asked.tokens) == 2 and h.executor.prepared == ["first"]
+    h.check()
+
+
+def test_a_new_runner_answers_before_a_quick_grammar_skips() -> None:
+    """Its step would wait for the vocabulary. An adapter needs none."""
+    h = slow(0.5, max_loras=1)
+    h.executor.prepare_seconds["other"] = 0.5
+    h.add(4, 2, adapter=AdapterRef("ab" * 16, "plain", "/plain"))
+    for number in range(2):
+        assert all(h.add(4, 2, guidance=quick(text)).waited for text in ("slow", "other"))
+        h.run()
+        assert not h.add(4, 2, guidance=quick(f"later {number}")).waited
+        h.run()
+        h.add(4, 8)
+        h.executor.fail_at = {h.executor.num_run}
+        h.run()
+        assert h.executor.epoch == number + 1
+    assert h.executor.prepared == ["plain", "slow", "other", "slow", "other"]
     h.check()
 
 
