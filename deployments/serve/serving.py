@@ -166,9 +166,10 @@ def _serve(
         try:
             what = loading(models)
             with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
-                _deploy(application, name)
                 if ours:
-                    proxies.result()
+                    _deploy_beside(proxies, application, name)
+                else:
+                    _deploy(application, name)
                 done(f"Loaded {what}")
             infos = [engine_info(name, own) for own in models]
             start_up.summary(*summary(models, *address, infos))
@@ -228,7 +229,7 @@ def _start_serve(host: str, port: int, door: Door) -> InBackground:
     """Starts Ray Serve on a Ray of our own, with which it goes down.
 
     Returns when it takes applications. Its proxy starts meanwhile, as long as the result is waited
-    for.
+    for (:func:`_deploy_beside`).
     """
     if door.uds is None:
         require_free(host, port, "port")
@@ -275,6 +276,22 @@ def _deploy(application: ray_serve.Application, name: str) -> None:
         raise _reason("\n".join([str(error), *_deployment_messages(name)])) from None
     if ray_serve.status().applications[name].status is not ApplicationStatus.RUNNING:
         raise EngineUnavailable(f"the application {name} did not start")
+
+
+def _deploy_beside(proxies: InBackground, application: ray_serve.Application, name: str) -> None:
+    """Deploys while the proxies start, and waits for both.
+
+    Raises:
+        Exception: of the proxies if they have failed, for without them a deployment times out.
+            Otherwise the deployment's.
+    """
+    try:
+        _deploy(application, name)
+    except Exception:
+        if proxies.done:
+            proxies.result()
+        raise
+    proxies.result()
 
 
 def _deployment_messages(name: str) -> list[str]:

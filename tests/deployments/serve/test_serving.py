@@ -12,6 +12,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.edge.door import PLAIN
+from rayfin.deployments.serve import serving
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import InBackground
 from rayfin.deployments.serve.server_args import ServerArgs
@@ -73,6 +74,35 @@ def test_other_failures_are_told_by_their_last_line() -> None:
     reason = _reason("Traceback:\n  File x\nOSError: no space left\n\n")
     assert type(reason) is EngineUnavailable
     assert str(reason) == "the deployment failed: OSError: no space left"
+
+
+class Proxies(InBackground):
+    """Those that have failed, or still start."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._failed = error
+
+    @property
+    def done(self) -> bool:
+        return self._failed is not None
+
+    def result(self) -> None:
+        assert self._failed is not None, "nothing may wait for proxies of a failed deployment"
+        raise self._failed
+
+
+def test_proxies_that_cannot_start_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them Serve's call to deploy times out, which says nothing."""
+
+    def deploy(*_: Any) -> None:
+        raise TimeoutError("planted")
+
+    monkeypatch.setattr(serving, "_deploy", deploy)
+    application: Any = None
+    with pytest.raises(EngineUnavailable, match="its port is taken"):
+        serving._deploy_beside(Proxies(EngineUnavailable("its port is taken")), application, "a")
+    with pytest.raises(TimeoutError, match="planted"):
+        serving._deploy_beside(Proxies(None), application, "a")
 
 
 def welcome(capsys: pytest.CaptureFixture[str], host: str, port: int, **settings: Any) -> str:
