@@ -5,7 +5,8 @@ queue it would hold back all behind it. It keeps its rank: policies rank by arri
 
 What is known here is a hint. A runner that lacks a grammar or an adapter gets it within the step,
 so a lost call, a new runner or a forgotten grammar costs time and no request. A grammar that
-compiles in a few milliseconds is left to that, where the runner is ready for it.
+compiles in a few milliseconds is left to that, where the runner is ready for it. Few at a time are:
+a step waits for all that are new in it.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from rayfin.actors.errors import InvalidRequest, RayfinError
+from rayfin.actors.guidance import Guidance
 from rayfin.actors.histogram import Histogram
 from rayfin.actors.messages import AdapterRef
 from rayfin.actors.scheduler.state.executor import Executor, PendingPrepare
@@ -22,6 +24,9 @@ from rayfin.actors.timing import PREPARE_SECONDS
 
 MOST_KNOWN = 128
 """Grammars and adapters that count as ready in the runners, the last used ones."""
+
+MOST_SKIPPING = 4
+"""Quick grammars that requests take past here at a time, before a step has begun with them."""
 
 GRAMMAR_FAILED = "grammar_failed"
 
@@ -50,6 +55,7 @@ class Lobby:
         self._known: OrderedDict[bytes, None] = OrderedDict()  # by digest
         self._preparing: dict[bytes, _Preparation] = {}  # in order of submission
         self._missing: dict[Request, set[bytes]] = {}
+        self._skipping: dict[bytes, list[Request]] = {}  # by digest, until one is admitted
         self._compiles = False  # the runners have their vocabulary: they have answered once
         self._progress = 0.0  # when a preparation was first or last heard of
 
@@ -75,10 +81,7 @@ class Lobby:
         guidance, adapter = request.source.sampling.guidance, request.source.adapter
         if guidance is None and adapter is None:
             return False
-        # A runner compiles quick ones while it computes the first chunk: sooner than it answers.
-        # But a step of a new one would wait for its whole vocabulary.
-        skips = guidance is None or (guidance.quick and self._compiles)
-        grammars = () if guidance is None or skips else guidance.grammars
+        grammars = () if guidance is None or self._skips(request, guidance) else guidance.grammars
         missing = {digest for text in grammars if (digest := self._prepare_grammar(text))}
         if adapter is not None and (digest := self._prepare_adapter(adapter)):
             missing.add(digest)
@@ -93,6 +96,7 @@ class Lobby:
 
         The former have left. The latter stay until ``discard``.
         """
+        self._end_skips()
         if not self._preparing:
             return
         now = self._clock()
@@ -131,10 +135,37 @@ class Lobby:
         self._known.clear()
         self._preparing.clear()
         self._missing.clear()
+        self._skipping.clear()
         return requests
 
+    def _skips(self, request: Request, guidance: Guidance) -> bool:
+        """Whether the request's first step compiles its grammars: they are quick, and few are new.
+
+        A runner compiles them while it computes the first chunk, which is sooner than it answers.
+        But a step of a new runner would wait for its whole vocabulary.
+        """
+        if not (guidance.quick and self._compiles):
+            return False
+        new = {digest for text in guidance.grammars if not self._knows(digest := _digest(text))}
+        if len(new | self._skipping.keys()) > MOST_SKIPPING:
+            return False
+        for digest in new:
+            self._skipping.setdefault(digest, []).append(request)
+        return True
+
+    def _end_skips(self) -> None:
+        """Those that a step has begun with are known; those that have lost all requests are not."""
+        for digest, requests in list(self._skipping.items()):
+            if any(request.admitted for request in requests):
+                del self._skipping[digest]
+                self._remember(digest, adapter=False)
+            elif left := [request for request in requests if not request.ended]:
+                self._skipping[digest] = left
+            else:
+                del self._skipping[digest]
+
     def _prepare_grammar(self, text: str) -> bytes | None:
-        digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+        digest = _digest(text)
         return self._prepare(digest, lambda: self._executor.prepare([text]))
 
     def _prepare_adapter(self, adapter: AdapterRef) -> bytes | None:
@@ -145,8 +176,7 @@ class Lobby:
         self, digest: bytes, send: Callable[[], PendingPrepare], *, adapter: bool = False
     ) -> bytes | None:
         """Sends it to the runners unless they have it; returns the digest if it is waited for."""
-        if digest in self._known:
-            self._known.move_to_end(digest)
+        if self._knows(digest):
             return None
         if digest not in self._preparing:
             if not self._preparing:
@@ -158,8 +188,18 @@ class Lobby:
             self._preparing[digest] = _Preparation(pending, adapter)
         return digest
 
+    def _knows(self, digest: bytes) -> bool:
+        if digest in self._known:
+            self._known.move_to_end(digest)
+            return True
+        return False
+
     def _remember(self, digest: bytes, adapter: bool) -> None:
         self._compiles = self._compiles or not adapter
         self._known[digest] = None
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()

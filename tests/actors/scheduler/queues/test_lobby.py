@@ -17,7 +17,7 @@ from rayfin.actors.errors import (
 )
 from rayfin.actors.guidance import CallGrammar, Guidance, Thinking
 from rayfin.actors.messages import AdapterRef, EngineStats
-from rayfin.actors.scheduler.queues.lobby import MOST_KNOWN
+from rayfin.actors.scheduler.queues.lobby import MOST_KNOWN, MOST_SKIPPING
 from rayfin.actors.timing import PREPARE_SECONDS
 
 GUIDED = Guidance("slow")
@@ -86,6 +86,33 @@ def test_a_new_runner_answers_before_a_quick_grammar_skips() -> None:
         h.run()
         assert h.executor.epoch == number + 1
     assert h.executor.prepared == ["plain", "slow", "other", "slow", "other"]
+    h.check()
+
+
+def test_few_quick_grammars_skip_at_a_time() -> None:
+    """A step waits for those that are new in it: no more than that, however many come."""
+    h = slow(max_decoding_batch=1)
+    running = h.add(4, 8, guidance=Guidance("first"))
+    h.step()
+    h.executor.prepare_seconds = {str(number): 1.0 for number in range(12)}
+
+    def waits(text: str) -> bool:
+        return h.add(4, 2, guidance=quick(text)).waited
+
+    skipping = [h.add(4, 2, guidance=quick(str(number))) for number in range(MOST_SKIPPING)]
+    assert not any(stream.waited for stream in skipping)
+    assert waits("4") and not waits("0") and not waits("first")
+    h.step()  # none of them has begun
+    assert running.open and waits("5")
+    h.abort(skipping[1])
+    h.step()
+    assert not waits("6") and waits("7")
+    h.run()
+    assert not any(waits(text) for text in ("8", "9", "10", "11"))
+    assert not any(waits(text) for text in ("0", "2", "3", "4", "5", "6", "7"))  # that are known
+    assert waits("1")
+    h.run()
+    assert h.executor.prepared == ["first", "4", "5", "7", "1"]
     h.check()
 
 
