@@ -131,7 +131,9 @@ class EngineArgs:
         None, "maximum number of running requests; default: 64 on a CPU, 256 on a GPU"
     )
     max_prefill_batch: int | None = _flag(
-        None, "maximum number of prompts in one step; default: 16 on a CPU, no limit on a GPU"
+        None,
+        "maximum number of prompts in one step; default: 16 on a CPU and for models with states, "
+        "else as many as --max-decoding-batch",
     )
     page_size: int = _flag(16, "tokens in a page of the KV cache")
     kv_cache_dtype: KVCacheDtype = _flag(

@@ -54,7 +54,12 @@ from rayfin.deployments.serve.server_args import ServerArgs
     show_envvar=True,
     help="token of Hugging Face, for its private models; nodes of a running cluster have their own",
 )
-@click.option("--verbose", is_flag=True, help="show the logs of Ray and of the actors")
+@click.option(
+    "--verbose",
+    is_flag=True,
+    help="show the logs of Ray and of the actors; without it, no program that joins a Ray that "
+    "Rayfin starts sees what workers print",
+)
 @field_options(Door)
 @field_options(ServerArgs, None, **aliases_of(ServerArgs))
 @field_options(EngineArgs, None, **aliases_of(EngineArgs))
