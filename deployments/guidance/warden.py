@@ -35,7 +35,7 @@ MODULE = "rayfin.deployments.guidance.warden_process"
 MAX_WAITING = 64  # grammars of each kind, beyond those in the helper
 MAX_CHILDREN = 2  # processes that compile
 MAX_PLAIN = 4  # grammars on the way to the helper, which compiles them one after the other
-MAX_ATTEMPTS = 3  # of a grammar whose helper dies; after the first it has a process of its own
+MAX_ATTEMPTS = 3  # of a grammar whose helper dies; after the first it has a new process
 MAX_FORMS = 128  # long ones whose grammars are kept
 READ_BYTES = 2**16
 
@@ -322,7 +322,7 @@ class Warden:
         return read
 
     def _put_back(self, checks: list[_Check]) -> None:
-        """Has what died with a helper checked again, each in a process of its own."""
+        """Has what died with a helper checked again, each in a new process."""
         for check in reversed(checks):
             check.attempts += 1
             check.plain = False
@@ -389,7 +389,7 @@ class _Helper:
     def send(self, check: _Check) -> None:
         self.sent[check.number] = check
         task = {"id": check.number, "text": check.text, "plain": check.plain, "form": check.param}
-        self._writer.write(frame(task))
+        self._writer.write(frame({**task, "fresh": check.attempts > 0}))
         self._expect()
 
     async def receive(self) -> list[dict[str, Any]]:

@@ -7,11 +7,12 @@ socket and ends with it. All messages are JSON after their length:
 
     ingress ── tokenizer, vocab_size, ends, bos ──────────► helper     once; tokens, max_bytes too
             ◄── ready ─────────────────────────────────────
-            ── id, text, plain, form ─────────────────────►            for each grammar
+            ── id, text, plain, form, fresh ──────────────►            for each grammar
             ◄── id, kind, reason, quick | tick ────────────            tick: it lives and has work
 
 With a ``form`` the text is that of a form, whose path it is: a child makes the grammar, and the
-answer has it, or why the form is refused.
+answer has it, or why the form is refused. A ``fresh`` one has a new child, which takes no other
+before it: a helper has died with it.
 """
 
 import contextlib
@@ -95,6 +96,7 @@ class _Task:
     number: int
     text: str
     form: str | None  # its path in the request
+    fresh: bool = False  # only a new child computes it
 
 
 @dataclass(slots=True, frozen=True)
@@ -212,7 +214,8 @@ class Helper:
             if message["plain"]:
                 self._answer(message["id"], _said(judge(self._tokenizer, message["text"])))
             else:
-                self._begin(_Task(message["id"], message["text"], message["form"]))
+                fields = (message[name] for name in ("id", "text", "form", "fresh"))
+                self._begin(_Task(*fields))
         return bool(data)
 
     def _begin(self, task: _Task, idle: bool = True, started: float | None = None) -> None:
@@ -231,7 +234,7 @@ class Helper:
     def _fork(self, task: _Task, idle: bool, started: float | None) -> None:
         """Has a new child compile the grammar, or for its first try one that waits."""
         now = time.monotonic()
-        while idle and self._spares:
+        while idle and self._spares and not task.fresh:
             descriptor, spare = self._spares.popitem()
             self._children[descriptor] = spare
             try:

@@ -149,8 +149,13 @@ async def test_the_event_loop_and_plain_grammars_go_on_beside_bombs(warden: Ward
         task.cancel()
 
 
-async def test_a_killed_helper_is_replaced(tokenizer: Tokenizer) -> None:
+async def test_a_killed_helper_is_replaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     restarts: list[int] = []
+    sent: list[dict[str, Any]] = []
+    frame = module.frame
+    monkeypatch.setattr(module, "frame", lambda own: (sent.append(own), frame(own))[1])
     warden = Warden(tokenizer, on_restart=lambda: restarts.append(1))
     await warden.check([schema(PLAIN)], None)
     first = warden.pid
@@ -162,6 +167,8 @@ async def test_a_killed_helper_is_replaced(tokenizer: Tokenizer) -> None:
     os.kill(first, signal.SIGKILL)
     assert await asked == "schema_too_complex"  # of the second helper
     assert warden.pid != first and restarts == [1]
+    hard = [own["fresh"] for own in sent if own.get("text") == schema(PATTERNS)]
+    assert hard[:2] == [False, True]
     await gone(first, child)
     warden.close()
 

@@ -81,6 +81,34 @@ def test_a_spare_that_is_stopped_holds_nothing_up(
                 process.wait()
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_grammar_that_killed_a_helper_has_a_new_child(
+    fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, link = socket.socketpair()
+    near, far = socket.socketpair()
+    spare, new = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    with ours, link, near, far:
+        helper = Helper(link)
+        now = time.monotonic()
+        waiting = _Child(near, _Task(1, "", None), True, True, spare.pid, now, now + 60)
+        helper._spares[near.fileno()] = waiting
+        helper._poll.register(near, select.POLLIN)
+        monkeypatch.setattr(os, "fork", lambda: new.pid)
+        try:
+            task = {"id": 2, "text": "a", "plain": False, "form": None, "fresh": fresh}
+            ours.sendall(module.frame(task))
+            assert helper._receive()
+            (child,) = helper._children.values()
+            assert child.pid == (new if fresh else spare).pid
+            assert list(helper._spares.values()) == [waiting] * fresh
+        finally:
+            helper.close()
+            for process in (spare, new):
+                process.kill()
+                process.wait()
+
+
 def test_children_that_end_slowly_stop_no_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     forked: list[int] = []
     monkeypatch.setattr(Helper, "_fork", lambda own, task, *how: forked.append(task.number))
