@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray import serve as ray_serve
+from ray.exceptions import RayActorError
 from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.config import EngineArgs
@@ -233,7 +234,7 @@ def _start_serve(host: str, port: int, door: Door) -> InBackground:
     """
     if door.uds is None:
         require_free(host, port, "port")
-    proxies = InBackground(lambda: ray_serve.start(http_options=door.http_options(host, port)))
+    proxies = InBackground(partial(_start_proxies, host, port, door))
     while not proxies.done and _serve_port() is None:
         time.sleep(START_POLL_SECONDS)
     if proxies.done:
@@ -257,11 +258,24 @@ def _serve_instance(host: str, port: int, door: Door) -> Iterator[None]:
         return
     if door.uds is None:
         require_free(host, port, "port")
-    ray_serve.start(http_options=door.http_options(host, port))
     try:
+        _start_proxies(host, port, door)
         yield
     finally:
         ray_serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _start_proxies(host: str, port: int, door: Door) -> None:
+    """Starts Ray Serve, and waits for its proxies.
+
+    On a slow machine Serve may replace a proxy that takes long to start: then the deployment waits
+    for the next one.
+    """
+    try:
+        ray_serve.start(http_options=door.http_options(host, port))
+    except RayActorError as error:
+        if "ray.kill" not in str(error):  # it ended by itself: on a port that is taken, for example
+            raise
 
 
 def _deploy(application: ray_serve.Application, name: str) -> None:

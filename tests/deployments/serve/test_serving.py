@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
@@ -114,6 +115,19 @@ def welcome(capsys: pytest.CaptureFixture[str], host: str, port: int, **settings
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "127.0.0.1"])
+def test_a_proxy_that_serve_replaces_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve kills one that a slow machine starts too slowly. One that ends by itself is told."""
+    causes = ["The actor is dead because it was killed by `ray.kill`.", "The port is taken."]
+
+    def start(**_: Any) -> None:
+        raise ActorUnavailableError(causes.pop(0), b"0" * 16)
+
+    monkeypatch.setattr(serving.ray_serve, "start", start)
+    serving._start_proxies("127.0.0.1", 1, PLAIN)
+    with pytest.raises(ActorUnavailableError, match="is taken"):
+        serving._start_proxies("127.0.0.1", 1, PLAIN)
+
+
 def test_summary_shows_an_address_that_can_be_opened(
     capsys: pytest.CaptureFixture[str], host: str
 ) -> None:
