@@ -21,10 +21,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT_RAY = {
     "actors/metrics/hub.py",
+    "actors/processes/own_ray.py",
     "actors/processes/registry.py",
     "actors/runner/vision/pixels.py",
     "actors/scheduler/runner_group.py",
     "actors/supervision/adoption.py",
+    "actors/supervision/ahead.py",
     "actors/supervision/placement.py",
     "actors/supervision/supervisor.py",
 }

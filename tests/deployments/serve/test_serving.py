@@ -106,15 +106,6 @@ def test_proxies_that_cannot_start_are_the_reason(monkeypatch: pytest.MonkeyPatc
         serving._deploy_beside(Proxies(None), application, "a")
 
 
-def welcome(capsys: pytest.CaptureFixture[str], host: str, port: int, **settings: Any) -> str:
-    models = [ModelArgs(ServerArgs(**settings), EngineArgs())]
-    StartUp().summary(
-        *summary(models, host, port, PLAIN, [EngineInfo("engine", 2048, 300, 64, 16)])
-    )
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "127.0.0.1"])
 def test_a_proxy_that_serve_replaces_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve kills one that a slow machine starts too slowly. One that ends by itself is told."""
     causes = ["The actor is dead because it was killed by `ray.kill`.", "The port is taken."]
@@ -128,6 +119,15 @@ def test_a_proxy_that_serve_replaces_ends_no_start(monkeypatch: pytest.MonkeyPat
         serving._start_proxies("127.0.0.1", 1, PLAIN)
 
 
+def welcome(capsys: pytest.CaptureFixture[str], host: str, port: int, **settings: Any) -> str:
+    models = [ModelArgs(ServerArgs(**settings), EngineArgs())]
+    StartUp().summary(
+        *summary(models, host, port, PLAIN, [EngineInfo("engine", 2048, 300, 64, 16)])
+    )
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "127.0.0.1"])
 def test_summary_shows_an_address_that_can_be_opened(
     capsys: pytest.CaptureFixture[str], host: str
 ) -> None:
