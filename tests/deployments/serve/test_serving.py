@@ -107,7 +107,7 @@ def test_proxies_that_cannot_start_are_the_reason(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_proxy_that_serve_replaces_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve kills one that a slow machine starts too slowly. One that ends by itself is told."""
+    """Serve kills one that a slow machine starts too slowly. An error of its own is raised."""
     causes = ["The actor is dead because it was killed by `ray.kill`.", "The port is taken."]
 
     def start(**_: Any) -> None:
