@@ -26,6 +26,7 @@ class Choice:
     finish_reason: str | None = None
     calls: list[str] = field(default_factory=list)  # their ids; the oracle's have any
     chat: bool = False  # with calls; the oracle's answer leaves out a call that its end cuts off
+    called: str = ""  # the text of the calls, which a whole answer has apart from its words
 
     @property
     def calls_may_be_cut(self) -> bool:
@@ -48,9 +49,10 @@ class Event:
     at: float  # seconds
     choice: int
     tokens: tuple[int, ...] = ()
-    text: str = ""  # of a call: its name once, then parts of its arguments
+    text: str = ""
     finish_reason: str | None = None
     calls: tuple[str, ...] = ()  # ids of those that begin
+    called: str = ""  # of a call: its name once, then parts of its arguments
 
 
 @dataclass(slots=True)
@@ -121,6 +123,7 @@ def collected(events: Iterable[Event], count: int) -> list[Choice]:
         choice = choices[event.choice]
         choice.tokens += event.tokens
         choice.text += event.text
+        choice.called += event.called
         choice.finish_reason = event.finish_reason or choice.finish_reason
         choice.calls += event.calls
     return choices
@@ -179,10 +182,14 @@ def _check_choice(name: str, got: Choice, right: Choice, whole: bool) -> list[Vi
     if over and got.finish_reason != right.finish_reason:
         reasons = f"{got.finish_reason!r}, not {right.finish_reason!r}"
         found.append(Violation(name, "finish", reasons))
-    text = right.text if over else right.text[: len(got.text)]
-    cut = right.calls_may_be_cut and got.text.startswith(text)
-    if got.text != text and not cut:
-        found.append(Violation(name, "altered", f"text {got.text[-20:]!r}, not {text[-20:]!r}"))
+    for what, own, whole_text in (
+        ("text", got.text, right.text),
+        ("called", got.called, right.called),
+    ):
+        text = whole_text if over else whole_text[: len(own)]
+        cut = right.calls_may_be_cut and own.startswith(text)
+        if own != text and not cut:
+            found.append(Violation(name, "altered", f"{what} {own[-20:]!r}, not {text[-20:]!r}"))
     return found
 
 
@@ -193,7 +200,7 @@ def _check_forms(record: Record, expected: Expected) -> Iterator[Violation]:
     for index, (got, right) in enumerate(zip(choices, expected.choices, strict=True)):
         name = f"{record.name}[{index}]"
         if expected.form is not None and got.finish_reason in ("stop", "tool_calls"):
-            text = got.text[got.text.find(">") + 1 :] if right.calls else got.text
+            text = got.called[got.called.find(">") + 1 :] if right.calls else got.text
             try:
                 jsonschema.validate(json.loads(text), expected.form)
             except (ValueError, jsonschema.ValidationError) as error:

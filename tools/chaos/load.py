@@ -450,23 +450,26 @@ def add_events(record: Record, answer: dict[str, Any]) -> None:
     for choice in answer.get("choices", ()):
         tokens = tuple(choice.get("token_ids") or ())
         said = choice.get("delta", choice.get("message", {"content": choice.get("text")}))
-        text, ids = written(said)
+        text, called, ids = written(said)
         reason = choice.get("finish_reason")
-        record.events.append(Event(now, choice["index"], tokens, text, reason, ids))
+        record.events.append(Event(now, choice["index"], tokens, text, reason, ids, called))
     if usage := answer.get("usage"):
         record.usage = (usage["prompt_tokens"], usage["completion_tokens"])
 
 
-def written(said: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """A message of a chat, or a part of one, as text, and the ids of the calls that begin in it."""
-    text, ids = said.get("content") or "", []
+def written(said: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+    """The words of a message of a chat, or of a part of one; its calls as text; their ids.
+
+    Apart, since a stream may have words behind a call, and a whole message does not say where.
+    """
+    called, ids = "", []
     for call in said.get("tool_calls") or ():
         function = call.get("function", {})
         if call.get("id"):
             ids.append(call["id"])
-        text += name_of_call(function["name"]) if function.get("name") else ""
-        text += function.get("arguments") or ""
-    return text, tuple(ids)
+        called += name_of_call(function["name"]) if function.get("name") else ""
+        called += function.get("arguments") or ""
+    return said.get("content") or "", called, tuple(ids)
 
 
 def name_of_call(name: str) -> str:

@@ -117,8 +117,9 @@ def sampling_of(ask: Ask) -> SamplingParams:
 def expected_of(ask: Ask, output: "RequestOutput") -> Expected:
     choices = []
     for one in output.outputs:
-        text, ids = written({"content": one.text, "tool_calls": one.tool_calls})
-        choice = Choice(list(one.token_ids), text, one.finish_reason, list(ids), ask.calls)
+        text, called, ids = written({"content": one.text, "tool_calls": one.tool_calls})
+        tokens, reason = list(one.token_ids), one.finish_reason
+        choice = Choice(tokens, text, reason, list(ids), ask.calls, called)
         choices.append(choice)
     return Expected(choices, len(output.prompt_token_ids), ask.form)
 

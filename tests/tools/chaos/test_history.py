@@ -168,7 +168,7 @@ def test_choices_are_checked_one_by_one() -> None:
 
 FORM = {"type": "object", "required": ["city"], "properties": {"city": {"type": "string"}}}
 CALLED = '<plan>{"city": "Rome"}'
-CALLING = Expected([Choice([1, 2, 3], CALLED, "tool_calls", ["call_any"])], 4, FORM)
+CALLING = Expected([Choice([1, 2, 3], "", "tool_calls", ["call_any"], called=CALLED)], 4, FORM)
 
 
 def calling(text: str = CALLED, ids: tuple[str, ...] | None = None) -> Record:
@@ -176,8 +176,8 @@ def calling(text: str = CALLED, ids: tuple[str, ...] | None = None) -> Record:
     if ids is None:
         ids = (call_id("r1", 0, 0),)
     events = [
-        Event(1.0, 0, (), text[:8], None, ids),
-        Event(1.1, 0, (1, 2, 3), text[8:], "tool_calls"),
+        Event(1.0, 0, (), "", None, ids, text[:8]),
+        Event(1.1, 0, (1, 2, 3), "", "tool_calls", (), text[8:]),
     ]
     return replace(right(), events=events, usage=(4, 3), last_id="r1:9")
 
@@ -208,15 +208,28 @@ def test_a_call_that_breaks_off_has_its_id() -> None:
 
 def test_a_stream_has_what_a_whole_answer_leaves_out() -> None:
     """The end of the answer cuts its second call off."""
-    choice = Choice([1, 2, 3], CALLED, "length", ["call_any"], chat=True)
+    choice = Choice([1, 2, 3], "", "length", ["call_any"], chat=True, called=CALLED)
     events = [
-        Event(1.0, 0, (), CALLED, None, (call_id("r1", 0, 0),)),
-        Event(1.1, 0, (1, 2, 3), '<plan>{"ci', "length", (call_id("r1", 0, 1),)),
+        Event(1.0, 0, (), "", None, (call_id("r1", 0, 0),), CALLED),
+        Event(1.1, 0, (1, 2, 3), "", "length", (call_id("r1", 0, 1),), '<plan>{"ci'),
     ]
     record = replace(calling(), events=events)
     assert check(record, Expected([choice], 4, FORM), 4.0) == []
     found = check(record, Expected([replace(choice, chat=False)], 4, FORM), 4.0)
     assert [violation.kind for violation in found] == ["altered", "renamed"]
+
+
+def test_a_stream_may_have_words_behind_a_call() -> None:
+    """A whole answer has its words and its calls apart, and does not say which came first."""
+    record = calling()
+    first, last = record.events
+    record.events = [first, replace(last, finish_reason=None)]
+    record.events.append(Event(1.2, 0, (), "Done.", "tool_calls"))
+    choice = replace(CALLING.choices[0], text="Done.")
+    assert check(record, replace(CALLING, choices=[choice]), 4.0) == []
+    record.events[-1] = replace(record.events[-1], text="Gone.")
+    found = check(record, replace(CALLING, choices=[choice]), 4.0)
+    assert [violation.kind for violation in found] == ["altered"]
 
 
 def test_a_text_has_its_form_if_it_is_whole() -> None:

@@ -135,7 +135,8 @@ def test_a_chat_that_calls_a_tool_is_written_as_text() -> None:
         parts.append(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
     _, record = asyncio.run(delivered(*parts, b"data: [DONE]\n\n"))
     (answer,) = collected(record.events, 1)
-    assert (answer.text, answer.finish_reason) == ('So. <plan>{"a": 1}', "tool_calls")
+    assert (answer.text, answer.called) == ("So. ", '<plan>{"a": 1}')
+    assert answer.finish_reason == "tool_calls"
     assert (answer.tokens, answer.calls) == ([5, 5, 5, 5], ["call_1"])
 
 

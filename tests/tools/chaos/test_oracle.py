@@ -204,6 +204,6 @@ def test_the_model_calls_a_tool_that_it_is_free_to_call() -> None:
     (choice,) = called.choices
     assert choice.finish_reason == "tool_calls" and len(choice.calls) == 1
     assert len(choice.tokens) > 60
-    arguments = json.loads(choice.text.partition("<get_weather>")[2])
+    arguments = json.loads(choice.called.partition("<get_weather>")[2])
     jsonschema.validate(arguments, WEATHER["parameters"])
     assert said.choices[0].calls == []
