@@ -25,6 +25,7 @@ class StreamPiece:
     reasoning: str = ""
     finish_reason: str | None = None
     completion_tokens: int | None = None  # of the whole answer so far, where the event counts them
+    cached_tokens: int | None = None  # of the prompt, where the event counts them
     usage_only: bool = False  # an event without choices
 
 
@@ -65,6 +66,16 @@ def find_model(client: httpx.Client, model: str | None) -> str:
         return model or listed[0]
     except (ValueError, LookupError, TypeError):
         raise ServerError(f"{address} is not an OpenAI API with a model") from None
+
+
+def context_length(client: httpx.Client, model: str) -> int | None:
+    """The most tokens of a request of ``model``, where the server tells (``max_model_len``)."""
+    try:
+        cards = client.get("/models").json()["data"]
+        lengths = [card.get("max_model_len") for card in cards if card["id"] == model]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return lengths[0] if lengths and isinstance(lengths[0], int) else None
 
 
 def chat_body(
@@ -119,7 +130,9 @@ def read_piece(data: str) -> StreamPiece:
             raise ServerError(str(event["error"]["message"]))
         usage = event.get("usage") or {}
         piece = StreamPiece(
-            completion_tokens=usage.get("completion_tokens"), usage_only=not event["choices"]
+            completion_tokens=usage.get("completion_tokens"),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            usage_only=not event["choices"],
         )
         for choice in event["choices"]:
             text = choice["delta"].get("content") if "delta" in choice else choice["text"]

@@ -26,6 +26,7 @@ class Timeline:
     prompt_tokens: int = 0
     pieces: list[tuple[float, int]] = field(default_factory=list)  # (arrival, number of tokens)
     error: str | None = None
+    cached_tokens: int | None = None  # of the prompt, where the server counts them
     ended: float | None = None  # when the stream ended; None: with its last piece
     tokens: int = field(init=False)
 
@@ -43,6 +44,8 @@ class Timeline:
         A piece of text is one token where the server does not count as it goes; the last event's
         count then corrects the last piece.
         """
+        if piece.cached_tokens is not None:
+            self.cached_tokens = piece.cached_tokens
         counted = piece.completion_tokens
         new = bool(piece.text) if counted is None else counted - self.tokens
         if new > 0 and piece.usage_only and self.pieces:
@@ -113,7 +116,10 @@ class Figures:
     tpot: Spread
     itl: Spread
     e2el: Spread
+    cached_tokens: int | None = None  # of the prompts; None: no server has counted them
+    limits: dict[str, float] = field(default_factory=dict)  # seconds by metric
     goodput: float | None = None  # requests per second within all limits
+    attainment: float | None = None  # share of all requests, failed ones too, within all limits
     errors: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -142,7 +148,10 @@ class Figures:
             "requests_per_second": self.requests_per_second,
             "output_tokens_per_second": self.output_per_second,
             "total_tokens_per_second": self.tokens_per_second,
+            "cached_prompt_tokens": self.cached_tokens,
+            "limits": self.limits,
             "goodput": self.goodput,
+            "attainment": self.attainment,
             "errors": self.errors,
             **spreads,
         }
@@ -162,10 +171,12 @@ def figures(
     if seconds is None:
         last = max((line.pieces[-1][0] for line in good if line.pieces), default=None)
         seconds = 0.0 if last is None else last - min(line.sent for line in timelines)
-    goodput = None
+    goodput = attainment = None
     if limits:
         within = sum(_within(timeline, limits) for timeline in good)
         goodput = within / seconds if seconds else 0.0
+        attainment = within / max(1, len(timelines))
+    cached = [line.cached_tokens for line in good if line.cached_tokens is not None]
     return Figures(
         requests=len(good),
         failed=len(timelines) - len(good),
@@ -176,7 +187,10 @@ def figures(
         tpot=Spread.of(line.tpot for line in good),
         itl=Spread.of(gap for line in good for gap in line.gaps),
         e2el=Spread.of(line.e2el for line in good),
+        cached_tokens=sum(cached) if cached else None,
+        limits=dict(limits or {}),
         goodput=goodput,
+        attainment=attainment,
         errors=dict(Counter(line.error for line in timelines if line.error is not None)),
     )
 

@@ -16,15 +16,20 @@ def lines(title: str, figures: Figures) -> list[str]:
         f" · {figures.output_per_second:.1f} output tokens/s"
         f" · {figures.tokens_per_second:.1f} tokens/s in all"
     )
-    good = [] if figures.goodput is None else [f"goodput {figures.goodput:.2f} requests/s"]
     errors = [f"failed {count} x: {error}" for error, count in figures.errors.items()]
     return [
+        *_goodput(figures),
         head,
-        *good,
+        *_cached(figures),
         f"{'ms':<6}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p99")),
         *(f"{NAMES[name]:<6}" + _cells(getattr(figures, name)) for name in METRICS),
         *errors,
     ]
+
+
+def limits_text(limits: Mapping[str, float]) -> str:
+    """Limits as a reader sees them: "TTFT 500 ms, TPOT 50 ms"."""
+    return ", ".join(f"{NAMES[name]} {limit * 1000:g} ms" for name, limit in limits.items())
 
 
 def comparison(title: str, runs: Mapping[str, Sequence[Figures]]) -> list[str]:
@@ -82,6 +87,23 @@ def plot(path: Path, timelines: Sequence[Timeline]) -> None:
 def median(values: Sequence[float]) -> float:
     """The middle value (the upper one of two)."""
     return sorted(values)[len(values) // 2]
+
+
+def _goodput(figures: Figures) -> list[str]:
+    """The headline of a run that has limits."""
+    if figures.goodput is None or figures.attainment is None:
+        return []
+    return [
+        f"goodput {figures.goodput:.2f} requests/s: {figures.attainment:.1%} of "
+        f"{figures.requests + figures.failed} requests within {limits_text(figures.limits)}"
+    ]
+
+
+def _cached(figures: Figures) -> list[str]:
+    if figures.cached_tokens is None or not figures.prompt_tokens:
+        return []
+    share = figures.cached_tokens / figures.prompt_tokens
+    return [f"{figures.prompt_tokens} prompt tokens, {share:.1%} of them from the prefix cache"]
 
 
 def _row(rounds: Sequence[Figures]) -> list[float]:

@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rayfin.actors.errors import InvalidConfig
 
 Messages = list[dict[str, str]]
+Ramp = Literal["linear", "exponential"]
 DrawMessages = Callable[[random.Random], Messages]
 
 LOWEST_TOKEN = 10  # ids below are often special
@@ -142,20 +143,28 @@ def arrivals(
     *,
     burstiness: float = 1.0,
     ramp_to: float | None = None,
+    ramp: Ramp = "linear",
     seed: int = 0,
 ) -> list[float]:
     """Times of arrival [count], seconds, the first at 0.
 
     Gaps are gamma distributed with the shape ``burstiness`` (vLLM's meaning: 1 is a Poisson
-    process, less is burstier, infinity is a fixed rate). ``ramp_to`` moves the rate linearly from
-    ``rate`` to its value. An infinite rate sends everything at once.
+    process, less is burstier, infinity is a fixed rate). ``ramp_to`` moves the rate from ``rate``
+    to its value, by equal steps, or by equal factors where ``ramp`` is exponential. An infinite
+    rate sends everything at once.
     """
     rng = random.Random(seed)
     times: list[float] = []
     now = 0.0
     for index in range(count):
         times.append(now)
-        current = rate if ramp_to is None else rate + (ramp_to - rate) * index / max(1, count - 1)
+        way = index / max(1, count - 1)
+        if ramp_to is None:
+            current = rate
+        elif ramp == "linear":
+            current = rate + (ramp_to - rate) * way
+        else:
+            current = rate * (ramp_to / rate) ** way
         mean = 1 / current  # 0.0 for an infinite rate
         if mean and burstiness != float("inf"):
             mean = rng.gammavariate(burstiness, mean / burstiness)

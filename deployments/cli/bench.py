@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -20,10 +21,14 @@ from rayfin.deployments.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from rayfin.deployments.bench.client import OpenLoop
+    from rayfin.deployments.bench.datasets import Dataset, Pace
     from rayfin.deployments.bench.measures import Figures, Timeline
-    from rayfin.deployments.bench.workload import Job
 
-DATASETS = ("random", "shared-prefix", "lengths", "trace")
+DATASETS = (
+    *("random", "shared-prefix", "prefix_repetition", "lengths", "trace", "timed_trace"),
+    *("burstgpt", "mooncake-conversation", "mooncake-toolagent", "mooncake-synthetic"),
+)
 EXECUTOR = click.option(
     "--executor",
     type=click.Choice(["inline", "ray"]),
@@ -42,22 +47,103 @@ PLOT = click.option(
     type=click.Path(dir_okay=False, path_type=Path),
     help="plot TTFT and ITL to FILE (needs matplotlib)",
 )
+MAX_MODEL_LEN = click.option(
+    "--max-model-len",
+    type=click.IntRange(2),
+    show_default="as the model says",
+    help="scale a trace down until its longest request has no more tokens",
+)
 ENGINE = field_options(EngineArgs, seed={"flag": "dummy-seed"})
 
 
 def dataset_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that ``_jobs`` reads."""
+    """Adds the options that ``_dataset`` reads. Other names are those of vLLM."""
+    file = click.Path(exists=True, dir_okay=False, path_type=Path)
     options = [
-        click.option("--dataset", type=click.Choice(DATASETS), default="random", show_default=True),
-        click.option("--requests", type=click.IntRange(1), default=64, show_default=True),
-        click.option("--prompt-tokens", default="50-400", show_default=True, help="N or LOW-HIGH"),
-        click.option("--output-tokens", default="20-120", show_default=True, help="N or LOW-HIGH"),
-        click.option("--prefix-tokens", type=click.IntRange(1), default=1000, show_default=True),
-        click.option("--prefixes", type=click.IntRange(1), default=1, show_default=True),
         click.option(
+            "--dataset-name",
+            "--dataset",
+            "dataset",
+            type=click.Choice(DATASETS),
+            default="random",
+            show_default=True,
+            help="what is asked; burstgpt and mooncake-* need no file",
+        ),
+        click.option(
+            "--requests",
+            "--num-prompts",
+            "requests",
+            type=click.IntRange(1),
+            show_default="64, or all of a file",
+            help="number of requests",
+        ),
+        click.option(
+            "--prompt-tokens",
+            "--random-input-len",
+            "--prefix-repetition-suffix-len",
+            "prompt_tokens",
+            default="50-400",
+            show_default=True,
+            help="N or LOW-HIGH",
+        ),
+        click.option(
+            "--output-tokens",
+            "--random-output-len",
+            "--prefix-repetition-output-len",
+            "output_tokens",
+            default="20-120",
+            show_default=True,
+            help="N or LOW-HIGH",
+        ),
+        click.option(
+            "--prefix-tokens",
+            "--prefix-repetition-prefix-len",
+            "prefix_tokens",
+            type=click.IntRange(1),
+            default=1000,
+            show_default=True,
+            help="tokens that prompts of prefix_repetition share",
+        ),
+        click.option(
+            "--prefixes",
+            "--prefix-repetition-num-prefixes",
+            "prefixes",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="number of such prefixes",
+        ),
+        click.option(
+            "--dataset-path",
             "--dataset-file",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="CSV of prompt,output lengths (lengths) or JSON lines (trace)",
+            "dataset_file",
+            type=file,
+            help="CSV of prompt,output lengths (lengths), or a trace",
+        ),
+        click.option(
+            "--trace",
+            type=file,
+            metavar="FILE",
+            help="the same as --dataset-name trace --dataset-path FILE: Mooncake's JSON lines, "
+            "BurstGPT's CSV, or lines of arrival, prompt_tokens, output_tokens",
+        ),
+        click.option(
+            "--timed-trace-chunk-hash-size",
+            "block_tokens",
+            type=click.IntRange(1),
+            default=512,
+            show_default=True,
+            help="tokens of a block of hash_ids",
+        ),
+        click.option(
+            "--burstgpt-model",
+            type=click.Choice(["ChatGPT", "GPT-4"]),
+            help="calls of this model only  [default: all of a file, else ChatGPT]",
+        ),
+        click.option(
+            "--burstgpt-log",
+            type=click.Choice(["conversation", "api"]),
+            help="calls of this kind only  [default: all of a file, else conversation]",
         ),
         click.option("--vocabulary", type=click.IntRange(2), default=1000, show_default=True),
         click.option("--seed", type=int, default=0, show_default=True, help="seed of the dataset"),
@@ -98,7 +184,7 @@ def throughput(
     from rayfin.deployments.bench.offline import run_offline
     from rayfin.deployments.bench.workload import varied
 
-    jobs = _jobs(settings)
+    jobs = _dataset(_with_trace(settings), settings["max_model_len"]).jobs
     with _Engine(executor) as engine:
         runs = [run_offline(engine, varied(jobs, number)) for number in range(rounds + 1)][1:]
     return _report("throughput", runs, json_file, plot)
@@ -142,11 +228,15 @@ def latency(
 @bench.command(name="serve", cls=SectionedCommand)
 @server_options
 @dataset_options
+@MAX_MODEL_LEN
 @click.option(
     "--request-rate",
-    default="inf",
-    show_default=True,
-    help="requests per second; inf sends all at once",
+    show_default="inf, or as a trace says",
+    help="requests per second; inf sends all at once, and a trace keeps its bursts",
+)
+@click.option(
+    "--trace-speed",
+    help="let the times of a trace pass so many times as fast; inf sends all at once",
 )
 @click.option(
     "--burstiness",
@@ -160,6 +250,13 @@ def latency(
     help="ramp the request rate linearly to this value",
 )
 @click.option(
+    "--ramp-up-strategy",
+    type=click.Choice(["linear", "exponential"]),
+    help="ramp the request rate from --ramp-up-start-rps to --ramp-up-end-rps",
+)
+@click.option("--ramp-up-start-rps", type=click.FloatRange(0, min_open=True))
+@click.option("--ramp-up-end-rps", type=click.FloatRange(0, min_open=True))
+@click.option(
     "--max-concurrency", type=click.IntRange(1), help="maximum number of concurrent requests"
 )
 @click.option(
@@ -168,55 +265,78 @@ def latency(
     metavar="METRIC:MS",
     help="a limit on ttft, tpot or e2el for goodput; may be repeated",
 )
+@click.option(
+    "--find-rate",
+    metavar="SHARE",
+    help="find the highest request rate at which this share (0.9, 90%) is within --goodput",
+)
+@click.option(
+    "--find-rate-runs",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="most runs of --find-rate",
+)
 @JSON
 @PLOT
 def serve_bench(
     url: str,
     api_key: str | None,
     model: str | None,
-    request_rate: str,
-    burstiness: str,
-    ramp_to: float | None,
+    max_model_len: int | None,
     max_concurrency: int | None,
     goodput: tuple[str, ...],
+    find_rate: str | None,
+    find_rate_runs: int,
     json_file: IO[str] | None,
     plot: Path | None,
     **settings: Any,
 ) -> int:
     """Measure online performance: send a dataset to any OpenAI-compatible server.
 
-    \b
-    Example:
-      rayfin bench serve --request-rate 4 --requests 200 --goodput ttft:500 --goodput tpot:50
-    """
-    import asyncio
+    Ctrl-C ends the run and reports the requests that were answered until then.
 
+    \b
+    Examples:
+      rayfin bench serve --request-rate 4 --requests 200 --goodput ttft:500 --goodput tpot:50
+      rayfin bench serve --dataset-name mooncake-conversation --trace-speed 2
+      rayfin bench serve --trace calls.jsonl --goodput ttft:500 --find-rate 90%
+    """
     import httpx
 
-    from rayfin.deployments.bench.client import run_jobs
-    from rayfin.deployments.bench.endpoint import client_settings, find_model
+    from rayfin.deployments.bench.client import OpenLoop
+    from rayfin.deployments.bench.datasets import dataset_of, load
+    from rayfin.deployments.bench.endpoint import client_settings, context_length, find_model
     from rayfin.deployments.bench.measures import parse_limits
-    from rayfin.deployments.bench.workload import arrivals, arriving
+    from rayfin.deployments.bench.slo import parse_share
+    from rayfin.deployments.bench.traces import Trace
 
     limits = parse_limits(goodput)
-    jobs = _jobs(settings)
-    if settings["dataset"] != "trace":  # a trace brings its times of arrival
-        rate = _positive("request_rate", request_rate)
-        shape = _positive("burstiness", burstiness)
-        if ramp_to is not None and math.inf in (rate, ramp_to):
-            raise InvalidConfig("ramp_to and request_rate must be finite", "ramp_to")
-        times = arrivals(len(jobs), rate, burstiness=shape, ramp_to=ramp_to, seed=settings["seed"])
-        jobs = arriving(jobs, times)
+    share = None if find_rate is None else parse_share(find_rate)
+    if share is not None and not limits:
+        raise InvalidConfig("find_rate needs limits: --goodput ttft:500", "find_rate")
+    settings = _with_trace(settings)
+    pace = _pace(settings)
+    loaded = load(settings)
+    pace.check(isinstance(loaded, Trace) or loaded.timed)
     connection = client_settings(url, api_key)
     with httpx.Client(**connection) as client:
         name = find_model(client, model)
-
-    async def run() -> "list[Timeline]":
-        unlimited = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(**connection, limits=unlimited) as client:
-            return await run_jobs(client, name, jobs, max_concurrency=max_concurrency)
-
-    return _report("serve", [asyncio.run(run())], json_file, plot, limits)
+        max_model_len = max_model_len or context_length(client, name)
+    dataset = dataset_of(loaded, settings, max_model_len)
+    if dataset.summary is not None:
+        print(dataset.summary, flush=True)
+    sender = OpenLoop(connection, name, max_concurrency)
+    if share is not None:
+        return _search(sender, dataset, pace, limits, share, find_rate_runs, json_file)
+    jobs = pace.jobs(dataset)
+    try:
+        run = sender.run(jobs)
+    except KeyboardInterrupt:
+        title = f"serve, interrupted at {len(sender.ended)} of {len(jobs)} requests"
+        _report(title, [sender.ended], json_file, plot, limits)
+        raise
+    return _report("serve", [run], json_file, plot, limits)
 
 
 @bench.command()
@@ -237,14 +357,16 @@ def serve_bench(
     show_default=True,
 )
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--request-rate", default="inf", show_default=True)
+@MAX_MODEL_LEN
+@click.option("--request-rate", show_default="inf, or as a trace says")
 @JSON
 def compare(
     model: Path,
     peers: tuple[str, ...],
     peers_folder: Path,
     rounds: int,
-    request_rate: str,
+    max_model_len: int | None,
+    request_rate: str | None,
     json_file: IO[str] | None,
     **settings: Any,
 ) -> int:
@@ -258,16 +380,18 @@ def compare(
       rayfin bench compare ./my-model --peer rayfin_engine=.venv/bin/python \\
           --peer vllm_cpu=/opt/vllm/bin/python,dtype=float32
     """
+    from rayfin.deployments.bench.datasets import Pace
     from rayfin.deployments.bench.measures import figures
     from rayfin.deployments.bench.peers import PeerSpec, take_turns
     from rayfin.deployments.bench.report import comparison
-    from rayfin.deployments.bench.workload import arrivals, arriving
 
     specs = [PeerSpec.parse(text, peers_folder) for text in peers]
-    jobs = _jobs(settings)
-    if settings["dataset"] != "trace":
-        rate = _positive("request_rate", request_rate)
-        jobs = arriving(jobs, arrivals(len(jobs), rate, seed=settings["seed"]))
+    settings = _with_trace(settings)
+    rate = None if request_rate is None else _positive("request_rate", request_rate)
+    dataset = _dataset(settings, max_model_len or _positions(model))
+    jobs = Pace(rate, seed=settings["seed"]).jobs(dataset)
+    if dataset.summary is not None:
+        print(dataset.summary)
     results = take_turns(specs, model, jobs, rounds, click.echo)
     runs = {name: [figures(run) for run in named] for name, named in results.items()}
     print("\n".join(comparison(f"{settings['dataset']}, {len(jobs)} requests", runs)))
@@ -283,8 +407,6 @@ class _Engine:
         self._executor = executor
 
     def __enter__(self) -> Any:
-        from dataclasses import replace
-
         from rayfin.deployments.offline.engines import start_engine
         from rayfin.deployments.serve.preflight import check_model, model_path
 
@@ -301,28 +423,89 @@ class _Engine:
         self._engine.close()
 
 
-def _jobs(settings: dict[str, Any]) -> "list[Job]":
-    from rayfin.deployments.bench import workload
+def _dataset(settings: dict[str, Any], max_model_len: int | None) -> "Dataset":
+    from rayfin.deployments.bench.datasets import dataset_of, load
 
-    common = {"vocabulary": settings["vocabulary"], "seed": settings["seed"]}
-    count, file = settings["requests"], settings["dataset_file"]
-    if settings["dataset"] in ("lengths", "trace"):
-        if file is None:
-            raise click.UsageError(f"--dataset {settings['dataset']} needs --dataset-file")
-        read = (
-            workload.jobs_of_trace if settings["dataset"] == "trace" else workload.jobs_of_lengths
-        )
-        jobs: list[Job] = read(file, **common)
-        if not jobs:
-            raise InvalidConfig(f"{file} contains no jobs", "dataset_file")
-        return jobs
-    prompt = workload.Lengths.parse(settings["prompt_tokens"], "prompt_tokens")
-    output = workload.Lengths.parse(settings["output_tokens"], "output_tokens")
-    if settings["dataset"] == "random":
-        return workload.random_jobs(count, prompt, output, **common)
-    prefix = settings["prefix_tokens"]
-    prefixes = settings["prefixes"]
-    return workload.shared_prefix_jobs(count, prefix, prompt, output, prefixes=prefixes, **common)
+    return dataset_of(load(settings), settings, max_model_len)
+
+
+def _positions(model: Path) -> int | None:
+    """The context of a model that is a folder, as its config says."""
+    try:
+        positions = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return positions if isinstance(positions, int) else None
+
+
+def _with_trace(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with ``--trace`` written out."""
+    trace = settings["trace"]
+    if trace is None:
+        return settings
+    if settings["dataset_file"] is not None:
+        raise click.UsageError("--trace and --dataset-path exclude each other")
+    return settings | {"dataset": "trace", "dataset_file": trace}
+
+
+def _pace(settings: dict[str, Any]) -> "Pace":
+    """When requests are sent."""
+    from rayfin.deployments.bench.datasets import Pace
+
+    rate, speed = settings["request_rate"], settings["trace_speed"]
+    ramp_to, strategy = settings["ramp_to"], settings["ramp_up_strategy"]
+    ends = (settings["ramp_up_start_rps"], settings["ramp_up_end_rps"])
+    given = None if rate is None else _positive("request_rate", rate)
+    if strategy is None and ends != (None, None):
+        raise click.UsageError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+    if strategy is not None:
+        if None in ends or given is not None or ramp_to is not None:
+            raise click.UsageError(
+                "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and neither "
+                "--request-rate nor --ramp-to"
+            )
+        given, ramp_to = ends
+    return Pace(
+        given,
+        _positive("burstiness", settings["burstiness"]),
+        ramp_to,
+        strategy or "linear",
+        None if speed is None else _positive("trace_speed", speed),
+        settings["seed"],
+    )
+
+
+def _search(
+    sender: "OpenLoop",
+    dataset: "Dataset",
+    pace: "Pace",
+    limits: dict[str, float],
+    share: float,
+    runs: int,
+    json_file: IO[str] | None,
+) -> int:
+    """Looks for the highest rate within the limits; prints what is known, after Ctrl-C too."""
+    from rayfin.deployments.bench import report
+    from rayfin.deployments.bench.slo import Probes, RateSearch
+
+    if pace.ramp_to is not None or pace.speed is not None:
+        raise InvalidConfig("find_rate sets the rate: no ramp and no --trace-speed", "find_rate")
+    probes = Probes(
+        sender,
+        lambda rate: replace(pace, rate=rate).jobs(dataset),
+        limits,
+        RateSearch(share, runs),
+        lambda line: print(line, flush=True),
+    )
+    try:
+        probes.run(math.inf if pace.rate is None else pace.rate)
+    finally:  # after Ctrl-C too
+        if probes.best is not None:
+            print("\n".join(report.lines("serve", probes.best)))
+        print(probes.line())
+        if json_file is not None:
+            _write(json_file, probes.as_json())
+    return int(probes.best is None)
 
 
 def _report(
