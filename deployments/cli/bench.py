@@ -56,99 +56,101 @@ MAX_MODEL_LEN = click.option(
 ENGINE = field_options(EngineArgs, seed={"flag": "dummy-seed"})
 
 
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+DATASET_OPTIONS = [
+    click.option(
+        "--dataset-name",
+        "--dataset",
+        "dataset",
+        type=click.Choice(DATASETS),
+        default="random",
+        show_default=True,
+        help="what is asked; burstgpt and mooncake-* need no file",
+    ),
+    click.option(
+        "--requests",
+        "--num-prompts",
+        "requests",
+        type=click.IntRange(1),
+        show_default="64, or all of a file",
+        help="number of requests",
+    ),
+    click.option(
+        "--prompt-tokens",
+        "--random-input-len",
+        "--prefix-repetition-suffix-len",
+        "prompt_tokens",
+        default="50-400",
+        show_default=True,
+        help="N or LOW-HIGH",
+    ),
+    click.option(
+        "--output-tokens",
+        "--random-output-len",
+        "--prefix-repetition-output-len",
+        "output_tokens",
+        default="20-120",
+        show_default=True,
+        help="N or LOW-HIGH",
+    ),
+    click.option(
+        "--prefix-tokens",
+        "--prefix-repetition-prefix-len",
+        "prefix_tokens",
+        type=click.IntRange(1),
+        default=1000,
+        show_default=True,
+        help="tokens that prompts of prefix_repetition share",
+    ),
+    click.option(
+        "--prefixes",
+        "--prefix-repetition-num-prefixes",
+        "prefixes",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="number of such prefixes",
+    ),
+    click.option(
+        "--dataset-path",
+        "--dataset-file",
+        "dataset_file",
+        type=_FILE,
+        help="CSV of prompt,output lengths (lengths), or a trace",
+    ),
+    click.option(
+        "--trace",
+        type=_FILE,
+        metavar="FILE",
+        help="the same as --dataset-name trace --dataset-path FILE: Mooncake's JSON lines, "
+        "BurstGPT's CSV, or lines of arrival, prompt_tokens, output_tokens",
+    ),
+    click.option(
+        "--timed-trace-chunk-hash-size",
+        "block_tokens",
+        type=click.IntRange(1),
+        default=512,
+        show_default=True,
+        help="tokens of a block of hash_ids",
+    ),
+    click.option(
+        "--burstgpt-model",
+        type=click.Choice(["ChatGPT", "GPT-4"]),
+        help="calls of this model only  [default: all of a file, else ChatGPT]",
+    ),
+    click.option(
+        "--burstgpt-log",
+        type=click.Choice(["conversation", "api"]),
+        help="calls of this kind only  [default: all of a file, else conversation]",
+    ),
+    click.option("--vocabulary", type=click.IntRange(2), default=1000, show_default=True),
+    click.option("--seed", type=int, default=0, show_default=True, help="seed of the dataset"),
+]
+
+
 def dataset_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that ``_dataset`` reads. Other names are those of vLLM."""
-    file = click.Path(exists=True, dir_okay=False, path_type=Path)
-    options = [
-        click.option(
-            "--dataset-name",
-            "--dataset",
-            "dataset",
-            type=click.Choice(DATASETS),
-            default="random",
-            show_default=True,
-            help="what is asked; burstgpt and mooncake-* need no file",
-        ),
-        click.option(
-            "--requests",
-            "--num-prompts",
-            "requests",
-            type=click.IntRange(1),
-            show_default="64, or all of a file",
-            help="number of requests",
-        ),
-        click.option(
-            "--prompt-tokens",
-            "--random-input-len",
-            "--prefix-repetition-suffix-len",
-            "prompt_tokens",
-            default="50-400",
-            show_default=True,
-            help="N or LOW-HIGH",
-        ),
-        click.option(
-            "--output-tokens",
-            "--random-output-len",
-            "--prefix-repetition-output-len",
-            "output_tokens",
-            default="20-120",
-            show_default=True,
-            help="N or LOW-HIGH",
-        ),
-        click.option(
-            "--prefix-tokens",
-            "--prefix-repetition-prefix-len",
-            "prefix_tokens",
-            type=click.IntRange(1),
-            default=1000,
-            show_default=True,
-            help="tokens that prompts of prefix_repetition share",
-        ),
-        click.option(
-            "--prefixes",
-            "--prefix-repetition-num-prefixes",
-            "prefixes",
-            type=click.IntRange(1),
-            default=1,
-            show_default=True,
-            help="number of such prefixes",
-        ),
-        click.option(
-            "--dataset-path",
-            "--dataset-file",
-            "dataset_file",
-            type=file,
-            help="CSV of prompt,output lengths (lengths), or a trace",
-        ),
-        click.option(
-            "--trace",
-            type=file,
-            metavar="FILE",
-            help="the same as --dataset-name trace --dataset-path FILE: Mooncake's JSON lines, "
-            "BurstGPT's CSV, or lines of arrival, prompt_tokens, output_tokens",
-        ),
-        click.option(
-            "--timed-trace-chunk-hash-size",
-            "block_tokens",
-            type=click.IntRange(1),
-            default=512,
-            show_default=True,
-            help="tokens of a block of hash_ids",
-        ),
-        click.option(
-            "--burstgpt-model",
-            type=click.Choice(["ChatGPT", "GPT-4"]),
-            help="calls of this model only  [default: all of a file, else ChatGPT]",
-        ),
-        click.option(
-            "--burstgpt-log",
-            type=click.Choice(["conversation", "api"]),
-            help="calls of this kind only  [default: all of a file, else conversation]",
-        ),
-        click.option("--vocabulary", type=click.IntRange(2), default=1000, show_default=True),
-        click.option("--seed", type=int, default=0, show_default=True, help="seed of the dataset"),
-    ]
-    for option in reversed(options):
+    for option in reversed(DATASET_OPTIONS):
         command = option(command)
     return command
 

@@ -55,7 +55,7 @@ def test_made_traces_fit(name: str) -> None:
     assert "to fit 500" in dataset.summary and "repeat earlier ones" in dataset.summary
 
 
-def test_a_trace_is_told_by_its_content(tmp_path: Path) -> None:
+def test_a_trace_is_known_by_its_content(tmp_path: Path) -> None:
     file = tmp_path / "file"
     for text, prompt in (
         (MOONCAKE, 600),

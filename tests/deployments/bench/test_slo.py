@@ -79,15 +79,15 @@ def jobs_at(rate: float) -> list[Job]:
 
 
 def test_a_search_starts_at_what_the_server_does_at_its_limit() -> None:
-    server, told = Server(), []
+    server, lines = Server(), []
     search = RateSearch(0.99, 10)
-    probes = Probes(server, jobs_at, LIMITS, search, told.append)  # type: ignore[arg-type]
+    probes = Probes(server, jobs_at, LIMITS, search, lines.append)  # type: ignore[arg-type]
     probes.run(inf)
     assert probes.results[0][0] == inf  # 21 requests in 2 s
     assert probes.results[1][0] == pytest.approx(10.5)
     assert 6 / 1.1 < search.low <= 6 and probes.best is not None
     assert probes.best.attainment == 1.0
-    assert len(told) == len(probes.results) and told[0].startswith("all at once: 0.0% within")
+    assert len(lines) == len(probes.results) and lines[0].startswith("all at once: 0.0% within")
     # no prompt is asked twice, so that no cache knows one
     assert all(a != b for a, b in zip(server.prompts, server.prompts[1:], strict=False))
     found = probes.as_json()
