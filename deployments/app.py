@@ -9,17 +9,14 @@ from ray.serve import Application
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.timing import ENGINE_STOP_SECONDS, HANDOVER_SECONDS, INGRESS_DRAIN_SECONDS
-from rayfin.deployments.batches.routes import FORM_BYTES
 from rayfin.deployments.http.body_limits import MAX_BODY_BYTES, MAX_IMAGES_BODY_BYTES
 from rayfin.deployments.http.layers import Cors, HttpSettings
-from rayfin.deployments.serve.admin_port import admin_deployment
 from rayfin.deployments.serve.autoscaling import autoscaling
 from rayfin.deployments.serve.cluster_room import has_room
 from rayfin.deployments.serve.engine import EngineDeployment
 from rayfin.deployments.serve.ingress import IngressDeployment, reply_settings
 from rayfin.deployments.serve.model_args import SECRETS, ModelArgs, several_models
 from rayfin.deployments.serve.preflight import located
-from rayfin.deployments.serve.response_store import ResponseStoreDeployment
 from rayfin.deployments.serve.server_args import (
     ADMIN_KEY_VARIABLES,
     AppArgs,
@@ -86,21 +83,27 @@ def bind_models(
     edge = edge_settings(server)  # holds the keys' digests: the keys themselves stay here
     admin = None
     if server.admin_port is not None:
+        # Here, for it imports routes, as the next two do.
+        from rayfin.deployments.serve.admin_port import admin_deployment
+
         admin = admin_deployment(
             server.admin_host,
             server.admin_port,
             server.admin_keys(),
             [(model.names, model.deployment, model.shown()) for model in models],
         )
-    keeper_class: Any = ResponseStoreDeployment
-    keeper = keeper_class.bind() if server.ingress_replicas > 1 else None
+    keeper = None
+    if server.ingress_replicas > 1:
+        from rayfin.deployments.serve.response_store import ResponseStoreDeployment
+
+        keeper_class: Any = ResponseStoreDeployment
+        keeper = keeper_class.bind()
     ingress_models = [
         replace(model, server=for_ingresses(model.server), from_zero=model.server.min_engines == 0)
         for model in models
     ]
     batches = None
     if server.batch_dir is not None:
-        # Here, for it imports an HTTP client.
         from rayfin.deployments.serve.batch_worker import BatchDeployment, concurrency
 
         batch_class: Any = BatchDeployment
@@ -164,6 +167,11 @@ def edge_settings(server: ServerArgs) -> HttpSettings:
     Raises:
         InvalidConfig: keys, or a list of words, that are none.
     """
+    uploads = None
+    if server.batch_dir is not None:
+        from rayfin.deployments.batches.routes import FORM_BYTES
+
+        uploads = server.max_file_bytes + FORM_BYTES
     cors = Cors(
         origins=words(server.allowed_origins, "allowed_origins"),
         methods=words(server.allowed_methods, "allowed_methods") or ("*",),
@@ -183,5 +191,5 @@ def edge_settings(server: ServerArgs) -> HttpSettings:
         tokenizer_info=server.enable_tokenizer_info_endpoint,
         log_error_stack=server.log_error_stack,
         client_adapters=os.environ.get(CLIENT_ADAPTERS) == "1",
-        max_upload_bytes=None if server.batch_dir is None else server.max_file_bytes + FORM_BYTES,
+        max_upload_bytes=uploads,
     )

@@ -204,6 +204,7 @@ def test_the_text_side_of_a_server_has_no_torch() -> None:
     script = (
         "import sys\n"
         "from rayfin.actors.config import EngineArgs\n"
+        "from rayfin.deployments import deploy\n"
         "from rayfin.deployments.serve import ingress, serving\n"
         "from rayfin.deployments.app import bind_app\n"
         "from rayfin.deployments.serve.model_args import ModelArgs\n"

@@ -45,7 +45,7 @@ from rayfin.deployments.api.app import build_api
 from rayfin.deployments.app import build_app
 from rayfin.deployments.cli.main import cli
 from rayfin.deployments.client.engine_client import EngineReport
-from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
+from rayfin.deployments.edge.door import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.generation.service import OpenAIService
 from rayfin.deployments.http.anthropic_errors import TYPES
 from rayfin.deployments.http.errors import HTTP_CODES

@@ -14,6 +14,10 @@ from rayfin.actors.errors import InvalidConfig
 VARIABLE = "RAYFIN_DOOR"
 """The environment variable by which Serve's proxy learns what Serve has no setting for."""
 
+CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+CALLBACK_PATH = "rayfin.deployments.edge.proxy.middlewares"
+"""The environment variable that names layers for Serve's proxy, and ours."""
+
 LOCALHOST = "127.0.0.1"
 
 

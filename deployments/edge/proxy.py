@@ -2,8 +2,8 @@
 
 Serve's proxy answers some requests itself, as plain text, and takes an answer from the replica
 whether or not its client takes it from the proxy. It runs the middlewares of the function that the
-environment variable CALLBACK names; ``rayfin serve`` sets it for a Ray of its own, and an operator
-for a cluster. Everything holds without it but what docs/security.md says.
+environment variable CALLBACK of door.py names; ``rayfin serve`` sets it for a Ray of its own, and
+an operator for a cluster. Everything holds without it but what docs/security.md says.
 """
 
 import logging
@@ -24,8 +24,6 @@ from rayfin.deployments.http.request_id import RequestIds
 
 logger = logging.getLogger("rayfin.http")
 
-CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-CALLBACK_PATH = "rayfin.deployments.edge.proxy.middlewares"
 CLOSED_PATHS = frozenset({"/-/routes"})  # names every application to anybody
 SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 MESSAGES = {

@@ -15,8 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayfin.actors.processes.environment import lower_priority
 from rayfin.actors.processes.logs import set_up
 from rayfin.actors.timing import RETRY_AFTER_SECONDS
-from rayfin.deployments.api.app import build_api
-from rayfin.deployments.api.responses.store_client import ResponseStoreClient
 from rayfin.deployments.client.engine_names import INGRESS
 from rayfin.deployments.edge.flow import ReplicaFlow
 from rayfin.deployments.generation.quotas import TokenQuotas
@@ -25,8 +23,6 @@ from rayfin.deployments.http.layers import HttpSettings
 from rayfin.deployments.http.request_id import REQUEST_ID
 from rayfin.deployments.requests.settings import ReplySettings
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.model_service import model_service, prepare_text
-from rayfin.deployments.serve.response_store import store_calls
 from rayfin.deployments.serve.server_args import ServerArgs
 from rayfin.deployments.telemetry.load import Load
 
@@ -58,6 +54,11 @@ class IngressDeployment:
         admin: DeploymentHandle[Any] | None = None,
         batches: DeploymentHandle[Any] | None = None,
     ) -> None:
+        # Here, for they take a second to import, and the command that deploys this needs none.
+        from rayfin.deployments.api.responses.store_client import ResponseStoreClient
+        from rayfin.deployments.serve.model_service import model_service, prepare_text
+        from rayfin.deployments.serve.response_store import store_calls
+
         set_up(models[0].engine.log_format, models[0].engine.log_level)
         lower_priority()
         replica = serve.get_replica_context().replica_id.unique_id
@@ -95,6 +96,9 @@ class IngressDeployment:
                 await asyncio.to_thread(service.tracing.close)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        # Here, as in __init__.
+        from rayfin.deployments.api.app import build_api
+
         outer = {
             "serve_adapter": Middleware(ServeReplicaAdapter),
             "flow": Middleware(ReplicaFlow),

@@ -1,37 +1,32 @@
-"""``rayfin serve``: one command from nothing to an address, and back to nothing."""
+"""``rayfin serve``: one command from nothing to an address, and back to nothing.
+
+It imports what starts Ray; Serve and the rest (``deployments/deploy.py``) while Ray starts.
+"""
 
 import logging
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
 import ray
-from ray import serve as ray_serve
-from ray.exceptions import RayActorError
-from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
+from rayfin.actors.processes import spared_imports  # noqa: F401  (before Serve comes)
 from rayfin.actors.processes.own_ray import start_ray
-from rayfin.actors.supervision.ahead import EngineAhead
-from rayfin.actors.timing import SIGNAL_REPEATS, START_POLL_SECONDS
-from rayfin.deployments.app import bind_models
-from rayfin.deployments.client.engine_names import engine_prefix
-from rayfin.deployments.edge.door import PLAIN, Door
+from rayfin.actors.timing import SIGNAL_REPEATS
+from rayfin.deployments.edge.door import CALLBACK, CALLBACK_PATH, PLAIN, Door
 from rayfin.deployments.edge.middleware import check_middleware
-from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.serve.model_args import ModelArgs
-from rayfin.deployments.serve.ports import require_free, require_own_ports, require_ports
+from rayfin.deployments.serve.ports import require_own_ports, require_ports
 from rayfin.deployments.serve.preflight import (
     InBackground,
     check_model,
-    located,
     require_files,
     require_hub,
     require_room,
@@ -49,7 +44,6 @@ from rayfin.deployments.serve.startup import (
 OBJECT_STORE_BYTES = (
     256 * 1024**2
 )  # steps travel inside calls; the object store stays all but empty
-RAISED = re.compile(r"rayfin\.actors\.errors\.(\w+): (.+)")
 
 
 class StopSignals:
@@ -114,8 +108,8 @@ def serve(
             with StartUp().stage(f"Looking up {what}", announced=True):
                 for model in models:
                     require_hub(model.engine)
-        # It imports torch and transformers, which takes as long as a Ray takes to start.
-        checks = InBackground(lambda: _check(models))
+        # What it imports takes as long as a Ray takes to start.
+        checks = InBackground(lambda: _prepare(models))
         door.tell_proxies()
         _serve(server, engine, models, (host, port, door), name, verbose, stop, checks)
     except KeyboardInterrupt:
@@ -127,9 +121,11 @@ def serve(
     return 0
 
 
-def _check(models: Sequence[ModelArgs]) -> None:
+def _prepare(models: Sequence[ModelArgs]) -> None:
+    """Checks the models, and imports what serves them."""
     for model in models:
         check_model(model.engine)
+    import_module("rayfin.deployments.deploy")
 
 
 def _serve(
@@ -153,41 +149,30 @@ def _serve(
         # From here on: Ray has set a SIGTERM handler that aborts, and a shell script starts what it
         # puts in the background with SIGINT ignored.
         stop.install()
+        from rayfin.deployments import deploy
+
+        # Not before: Serve sets its own when it is imported.
+        logging.getLogger("ray.serve").setLevel(_log_level(verbose))
         if not ours:
-            held.enter_context(_serve_instance(*address))
-            if name in ray_serve.status().applications:
-                raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
+            held.enter_context(deploy.serve_instance(*address, name))
         _await(checks, models, start_up)
-        application = bind_models(server, engine, models)  # sees a cluster without engines
-        if ours:
-            ahead = [_engine_ahead(name, own) for own in models if _has_one_engine(own.server)]
-            proxies = _start_serve(*address)
-            for own in ahead:
-                own.await_scheduler()
+        start = deploy.start_on_own_ray if ours else deploy.start_on_serve
+        finish = start(server, engine, models, address, name)
         try:
             what = loading(models)
             with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
-                if ours:
-                    _deploy_beside(proxies, application, name)
-                else:
-                    _deploy(application, name)
+                finish()
                 done(f"Loaded {what}")
             infos = [engine_info(name, own) for own in models]
             start_up.summary(*summary(models, *address, infos))
             _wait_for_signal()
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
         finally:
-            ray_serve.delete(name)
+            deploy.delete(name)
 
 
-def _engine_ahead(app: str, model: ModelArgs) -> EngineAhead:
-    """Starts a model's engine now: Serve takes seconds to start what will watch it."""
-    return EngineAhead(located(model.engine), engine_prefix(app, model.deployment))
-
-
-def _has_one_engine(server: ServerArgs) -> bool:
-    """Whether there is exactly one from the start on: several start side by side anyway."""
-    return server.data_parallel_size == 1 and server.max_engines is None
+def _log_level(verbose: bool) -> int:
+    return logging.INFO if verbose else logging.ERROR
 
 
 def _await(checks: InBackground, models: Sequence[ModelArgs], start_up: StartUp) -> None:
@@ -207,9 +192,7 @@ def _cluster(verbose: bool, start_up: StartUp) -> Iterator[bool]:
 
     Yields whether it is ours.
     """
-    level = logging.INFO if verbose else logging.ERROR
-    logging.getLogger("ray.serve").setLevel(level)
-    output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    output: dict[str, Any] = {"log_to_driver": verbose, "logging_level": _log_level(verbose)}
     os.environ.setdefault(CALLBACK, CALLBACK_PATH)  # what a new Ray's processes inherit
     with start_up.stage("Starting Ray") as done:
         try:
@@ -224,117 +207,6 @@ def _cluster(verbose: bool, start_up: StartUp) -> Iterator[bool]:
         yield ours
     finally:
         ray.shutdown()
-
-
-def _start_serve(host: str, port: int, door: Door) -> InBackground:
-    """Starts Ray Serve on a Ray of our own, with which it goes down.
-
-    Returns when it takes applications. Its proxy starts meanwhile, as long as the result is waited
-    for (:func:`_deploy_beside`).
-    """
-    if door.uds is None:
-        require_free(host, port, "port")
-    proxies = InBackground(partial(_start_proxies, host, port, door))
-    while not proxies.done and _serve_port() is None:
-        time.sleep(START_POLL_SECONDS)
-    if proxies.done:
-        proxies.result()
-    return proxies
-
-
-@contextmanager
-def _serve_instance(host: str, port: int, door: Door) -> Iterator[None]:
-    """The Serve of a cluster on ``port``: the one that runs, if it listens there, or a new one."""
-    door.require_own_ray()
-    running = _serve_port()
-    if running is not None:
-        if door != PLAIN:
-            raise InvalidConfig("ssl_certfile: Ray Serve runs on this cluster already", "port")
-        if running != port:
-            raise InvalidConfig(
-                f"Ray Serve runs on this cluster already, on port {running}, not {port}", "port"
-            )
-        yield
-        return
-    if door.uds is None:
-        require_free(host, port, "port")
-    try:
-        _start_proxies(host, port, door)
-        yield
-    finally:
-        ray_serve.shutdown()  # type: ignore[no-untyped-call]
-
-
-def _start_proxies(host: str, port: int, door: Door) -> None:
-    """Starts Ray Serve, and waits for its proxies.
-
-    On a slow machine Serve may replace a proxy that takes long to start: then the deployment waits
-    for the next one.
-    """
-    try:
-        ray_serve.start(http_options=door.http_options(host, port))
-    except RayActorError as error:
-        if "ray.kill" not in str(error):  # it ended by itself: on a port that is taken, for example
-            raise
-
-
-def _deploy(application: ray_serve.Application, name: str) -> None:
-    """Deploys and waits until requests can come.
-
-    Raises:
-        RayfinError: the deployment's own error, if it was one of Rayfin's.
-    """
-    try:
-        ray_serve.run(application, name=name, route_prefix="/")
-    except RuntimeError as error:
-        raise _reason("\n".join([str(error), *_deployment_messages(name)])) from None
-    if ray_serve.status().applications[name].status is not ApplicationStatus.RUNNING:
-        raise EngineUnavailable(f"the application {name} did not start")
-
-
-def _deploy_beside(proxies: InBackground, application: ray_serve.Application, name: str) -> None:
-    """Deploys while the proxies start, and waits for both.
-
-    Raises:
-        Exception: of the proxies if they have failed, for without them a deployment times out.
-            Otherwise the deployment's.
-    """
-    try:
-        _deploy(application, name)
-    except Exception:
-        if proxies.done:
-            proxies.result()
-        raise
-    proxies.result()
-
-
-def _deployment_messages(name: str) -> list[str]:
-    """What the application's deployments say of themselves; a failed one quotes its traceback."""
-    application = ray_serve.status().applications.get(name)
-    deployments = application.deployments.values() if application is not None else ()
-    return [deployment.message for deployment in deployments if deployment.message]
-
-
-def _reason(text: str) -> RayfinError:
-    """The error of Rayfin's inside Serve's report of a failed deployment."""
-    found = RAISED.findall(text)
-    if not found:
-        last_line = next(line for line in reversed(text.splitlines()) if line.strip())
-        return EngineUnavailable(f"the deployment failed: {last_line.strip()}")
-    kind, message = found[-1]
-    return InvalidConfig(message) if kind != "EngineUnavailable" else EngineUnavailable(message)
-
-
-def _serve_port() -> int | None:
-    """The port of the Serve that runs on the cluster, None if there is none."""
-    try:
-        from ray.serve.context import _get_global_client
-
-        client = _get_global_client(raise_if_no_controller_running=False)
-    except Exception as error:  # Ray's own, whatever it is: no controller answers
-        logging.getLogger(__name__).debug("no Serve found: %s", error)
-        return None
-    return None if client is None else int(client.http_config.port)
 
 
 def _wait_for_signal() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray import serve as ray_serve
 
 from rayfin import __version__
 from rayfin.actors.messages import EngineInfo
@@ -140,6 +139,9 @@ def readable(size: float) -> str:
 
 def progress(name: str) -> str:
     """Which deployments of an application are ready."""
+    # Here, for it takes a second to import, and is there by then.
+    from ray import serve as ray_serve
+
     application = ray_serve.status().applications.get(name)
     parts = application.deployments if application is not None else {}
     ready = [part for part, own in parts.items() if own.status.value == "HEALTHY"]

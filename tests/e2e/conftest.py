@@ -26,7 +26,7 @@ from rayfin.actors.config import EngineArgs
 from rayfin.actors.messages import EngineStats
 from rayfin.deployments.app import bind_app
 from rayfin.deployments.client.engine_names import find_engine
-from rayfin.deployments.edge.proxy import CALLBACK, CALLBACK_PATH
+from rayfin.deployments.edge.door import CALLBACK, CALLBACK_PATH
 from rayfin.deployments.serve.server_args import ServerArgs
 
 PATIENCE = 600.0  # seconds; only a failure waits so long

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-WATCHERS = {"dashboard.py", "monitor.py", "log_monitor.py"}
+WATCHERS = {"dashboard.py", "monitor.py", "log_monitor.py", "agent.py"}
 
 PROGRAM = """
 import json, os, sys

@@ -7,6 +7,7 @@ import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
 
 from rayfin.deployments.edge import proxy
+from rayfin.deployments.edge.door import CALLBACK_PATH
 from rayfin.deployments.edge.proxy import middlewares
 
 pytestmark = pytest.mark.anyio
@@ -115,5 +116,5 @@ async def test_an_error_before_the_app_is_answered() -> None:
 
 
 def test_the_path_that_serve_is_told_exists() -> None:
-    module, _, name = proxy.CALLBACK_PATH.rpartition(".")
+    module, _, name = CALLBACK_PATH.rpartition(".")
     assert module == proxy.__name__ and getattr(proxy, name) is middlewares

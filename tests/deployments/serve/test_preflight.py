@@ -251,7 +251,10 @@ def test_checks_in_the_background_say_what_they_find() -> None:
 
 def test_a_server_starts_without_torch() -> None:
     """The command's process, which starts Ray and Serve, imports neither torch nor transformers."""
-    script = "import sys, rayfin.deployments.serve.serving; print(*sys.modules)"
+    script = (
+        "import sys, rayfin.deployments.serve.serving, rayfin.deployments.deploy\n"
+        "print(*sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )

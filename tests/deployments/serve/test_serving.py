@@ -1,4 +1,4 @@
-"""What ``serve`` says: its stages, the summary, and the reason out of Serve's report."""
+"""What ``serve`` says: its stages, and the summary."""
 
 import io
 import re
@@ -7,17 +7,14 @@ import threading
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError
 
 from rayfin.actors.config import EngineArgs
-from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.actors.messages import EngineInfo
 from rayfin.deployments.edge.door import PLAIN
-from rayfin.deployments.serve import serving
 from rayfin.deployments.serve.model_args import ModelArgs
 from rayfin.deployments.serve.preflight import InBackground
 from rayfin.deployments.serve.server_args import ServerArgs
-from rayfin.deployments.serve.serving import _await, _reason
+from rayfin.deployments.serve.serving import _await
 from rayfin.deployments.serve.startup import StartUp, loading, readable, sought, summary
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -45,78 +42,6 @@ class Screen(io.StringIO):
     def wait_for(self, text: str) -> None:
         with self._written:
             assert self._written.wait_for(lambda: text in self.plain(), 30), self.plain()
-
-
-REPORT = """Deploying application rayfin failed: Failed to update the deployments ['engine'].
-The deployment failed to start 2 times in a row. Error:
-  File "replica.py", line 1928, in initialize
-RuntimeError: Traceback (most recent call last):
-  File "supervisor.py", line 62, in start
-    raise error.cause from None
-rayfin.actors.errors.{kind}: a request of 100 tokens needs 7 pages: lower max_model_len
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("InvalidConfig", InvalidConfig),
-        ("UnsupportedModel", InvalidConfig),
-        ("EngineUnavailable", EngineUnavailable),
-    ],
-)
-def test_reason_is_rayfins_own_error(kind: str, expected: type[Exception]) -> None:
-    reason = _reason(REPORT.format(kind=kind))
-    assert type(reason) is expected
-    assert str(reason) == "a request of 100 tokens needs 7 pages: lower max_model_len"
-
-
-def test_other_failures_are_told_by_their_last_line() -> None:
-    reason = _reason("Traceback:\n  File x\nOSError: no space left\n\n")
-    assert type(reason) is EngineUnavailable
-    assert str(reason) == "the deployment failed: OSError: no space left"
-
-
-class Proxies(InBackground):
-    """Those that have failed, or still start."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self._failed = error
-
-    @property
-    def done(self) -> bool:
-        return self._failed is not None
-
-    def result(self) -> None:
-        assert self._failed is not None, "nothing may wait for proxies of a failed deployment"
-        raise self._failed
-
-
-def test_proxies_that_cannot_start_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them Serve's call to deploy times out, which says nothing."""
-
-    def deploy(*_: Any) -> None:
-        raise TimeoutError("planted")
-
-    monkeypatch.setattr(serving, "_deploy", deploy)
-    application: Any = None
-    with pytest.raises(EngineUnavailable, match="its port is taken"):
-        serving._deploy_beside(Proxies(EngineUnavailable("its port is taken")), application, "a")
-    with pytest.raises(TimeoutError, match="planted"):
-        serving._deploy_beside(Proxies(None), application, "a")
-
-
-def test_a_proxy_that_serve_replaces_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve kills one that a slow machine starts too slowly. An error of its own is raised."""
-    causes = ["The actor is dead because it was killed by `ray.kill`.", "The port is taken."]
-
-    def start(**_: Any) -> None:
-        raise ActorUnavailableError(causes.pop(0), b"0" * 16)
-
-    monkeypatch.setattr(serving.ray_serve, "start", start)
-    serving._start_proxies("127.0.0.1", 1, PLAIN)
-    with pytest.raises(ActorUnavailableError, match="is taken"):
-        serving._start_proxies("127.0.0.1", 1, PLAIN)
 
 
 def welcome(capsys: pytest.CaptureFixture[str], host: str, port: int, **settings: Any) -> str:

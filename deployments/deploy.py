@@ -1,0 +1,194 @@
+"""An application on Ray Serve: starts Serve, deploys, waits, and finds the reason of a failure.
+
+``rayfin serve`` imports this, and all of Serve with it, while Ray starts.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from ray import serve as ray_serve
+from ray.exceptions import RayActorError
+from ray.serve.schema import ApplicationStatus
+
+from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
+from rayfin.actors.supervision.ahead import EngineAhead
+from rayfin.actors.timing import START_POLL_SECONDS
+from rayfin.deployments.app import bind_models
+from rayfin.deployments.client.engine_names import engine_prefix
+from rayfin.deployments.edge.door import PLAIN, Door
+from rayfin.deployments.serve.model_args import ModelArgs
+from rayfin.deployments.serve.ports import require_free
+from rayfin.deployments.serve.preflight import InBackground, located
+from rayfin.deployments.serve.server_args import ServerArgs
+
+RAISED = re.compile(r"rayfin\.actors\.errors\.(\w+): (.+)")
+Address = tuple[str, int, Door]
+
+
+def start_on_own_ray(
+    server: ServerArgs,
+    engine: EngineArgs,
+    models: Sequence[ModelArgs],
+    address: Address,
+    name: str,
+) -> Callable[[], None]:
+    """Starts, side by side, all that needs no other: the engines and a Serve.
+
+    Returns when Serve takes applications, while its proxy starts. It goes down with Ray.
+
+    Returns:
+        What deploys the application, and waits until requests can come (:func:`_deploy`).
+    """
+    application = bind_models(server, engine, models)  # sees a cluster without engines
+    ahead = [_engine_ahead(name, own) for own in models if _has_one_engine(own.server)]
+    proxies = _start_serve(*address)
+    for own in ahead:
+        own.await_scheduler()
+    return partial(_deploy_beside, proxies, application, name)
+
+
+def start_on_serve(
+    server: ServerArgs,
+    engine: EngineArgs,
+    models: Sequence[ModelArgs],
+    address: Address,
+    name: str,
+) -> Callable[[], None]:
+    """As :func:`start_on_own_ray`, on the Serve of a cluster (:func:`serve_instance`)."""
+    return partial(_deploy, bind_models(server, engine, models), name)
+
+
+def _engine_ahead(app: str, model: ModelArgs) -> EngineAhead:
+    """Starts a model's engine now: Serve takes seconds to start what will watch it."""
+    return EngineAhead(located(model.engine), engine_prefix(app, model.deployment))
+
+
+def _has_one_engine(server: ServerArgs) -> bool:
+    """Whether there is exactly one from the start on: several start side by side anyway."""
+    return server.data_parallel_size == 1 and server.max_engines is None
+
+
+def _start_serve(host: str, port: int, door: Door) -> InBackground:
+    """Starts Ray Serve on a Ray of our own; returns when it takes applications.
+
+    Its proxy starts meanwhile, as long as the result is waited for (:func:`_deploy_beside`).
+    """
+    if door.uds is None:
+        require_free(host, port, "port")
+    proxies = InBackground(partial(_start_proxies, host, port, door))
+    while not proxies.done and _serve_port() is None:
+        time.sleep(START_POLL_SECONDS)
+    if proxies.done:
+        proxies.result()
+    return proxies
+
+
+@contextmanager
+def serve_instance(host: str, port: int, door: Door, name: str) -> Iterator[None]:
+    """The Serve of a cluster on ``port``: the one that runs, if it listens there, or a new one.
+
+    Raises:
+        InvalidConfig: it listens elsewhere, or has an application of that name.
+    """
+    door.require_own_ray()
+    running = _serve_port()
+    if running is not None:
+        if door != PLAIN:
+            raise InvalidConfig("ssl_certfile: Ray Serve runs on this cluster already", "port")
+        if running != port:
+            raise InvalidConfig(
+                f"Ray Serve runs on this cluster already, on port {running}, not {port}", "port"
+            )
+        if name in ray_serve.status().applications:
+            raise InvalidConfig(f"an application {name!r} runs on this cluster already", "name")
+        yield
+        return
+    if door.uds is None:
+        require_free(host, port, "port")
+    try:
+        _start_proxies(host, port, door)
+        yield
+    finally:
+        ray_serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _start_proxies(host: str, port: int, door: Door) -> None:
+    """Starts Ray Serve, and waits for its proxies.
+
+    On a slow machine Serve may replace a proxy that takes long to start: then the deployment waits
+    for the next one.
+    """
+    try:
+        ray_serve.start(http_options=door.http_options(host, port))
+    except RayActorError as error:
+        if "ray.kill" not in str(error):  # it ended by itself: on a port that is taken, for example
+            raise
+
+
+def _deploy(application: ray_serve.Application, name: str) -> None:
+    """Deploys and waits until requests can come.
+
+    Raises:
+        RayfinError: the deployment's own error, if it was one of Rayfin's.
+    """
+    try:
+        ray_serve.run(application, name=name, route_prefix="/")
+    except RuntimeError as error:
+        raise _reason("\n".join([str(error), *_deployment_messages(name)])) from None
+    if ray_serve.status().applications[name].status is not ApplicationStatus.RUNNING:
+        raise EngineUnavailable(f"the application {name} did not start")
+
+
+def _deploy_beside(proxies: InBackground, application: ray_serve.Application, name: str) -> None:
+    """Deploys while the proxies start, and waits for both.
+
+    Raises:
+        Exception: of the proxies if they have failed, for without them a deployment times out.
+            Otherwise the deployment's.
+    """
+    try:
+        _deploy(application, name)
+    except Exception:
+        if proxies.done:
+            proxies.result()
+        raise
+    proxies.result()
+
+
+def delete(name: str) -> None:
+    """Takes the application down; running requests finish first."""
+    ray_serve.delete(name)
+
+
+def _deployment_messages(name: str) -> list[str]:
+    """What the application's deployments say of themselves; a failed one quotes its traceback."""
+    application = ray_serve.status().applications.get(name)
+    deployments = application.deployments.values() if application is not None else ()
+    return [deployment.message for deployment in deployments if deployment.message]
+
+
+def _reason(text: str) -> RayfinError:
+    """The error of Rayfin's inside Serve's report of a failed deployment."""
+    found = RAISED.findall(text)
+    if not found:
+        last_line = next(line for line in reversed(text.splitlines()) if line.strip())
+        return EngineUnavailable(f"the deployment failed: {last_line.strip()}")
+    kind, message = found[-1]
+    return InvalidConfig(message) if kind != "EngineUnavailable" else EngineUnavailable(message)
+
+
+def _serve_port() -> int | None:
+    """The port of the Serve that runs on the cluster, None if there is none."""
+    try:
+        from ray.serve.context import _get_global_client
+
+        client = _get_global_client(raise_if_no_controller_running=False)
+    except Exception as error:  # Ray's own, whatever it is: no controller answers
+        logging.getLogger(__name__).debug("no Serve found: %s", error)
+        return None
+    return None if client is None else int(client.http_config.port)
