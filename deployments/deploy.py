@@ -12,7 +12,7 @@ from functools import partial
 
 from ray import serve as ray_serve
 from ray.exceptions import RayActorError
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from rayfin.actors.config import EngineArgs
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig, RayfinError
@@ -49,7 +49,7 @@ def start_on_own_ray(
     proxies = _start_serve(*address)
     for own in ahead:
         own.await_scheduler()
-    return partial(_deploy_beside, proxies, application, name)
+    return partial(_deploy_beside, proxies, ahead, application, name)
 
 
 def start_on_serve(
@@ -130,21 +130,43 @@ def _start_proxies(host: str, port: int, door: Door) -> None:
             raise
 
 
-def _deploy(application: ray_serve.Application, name: str) -> None:
+def _deploy(
+    application: ray_serve.Application, name: str, ahead: Sequence[EngineAhead] = ()
+) -> None:
     """Deploys and waits until requests can come.
 
     Raises:
-        RayfinError: the deployment's own error, if it was one of Rayfin's.
+        RayfinError: the deployment's own error, if it was one of Rayfin's. That of an engine of
+            ``ahead`` which refuses its model is raised at once: Serve starts an engine several
+            times before it gives up, and each start loads the model.
     """
+    target = ray_serve.RunTarget(application, name=name, route_prefix="/")
     try:
-        ray_serve.run(application, name=name, route_prefix="/")
+        ray_serve.run_many([target], wait_for_applications_running=False)
+        while (state := _state(name)).status is not ApplicationStatus.RUNNING:
+            if state.status is ApplicationStatus.DEPLOY_FAILED:
+                raise RuntimeError(state.message)
+            for engine in ahead:
+                if engine.refusal is not None:
+                    raise engine.refusal
+            time.sleep(START_POLL_SECONDS)
     except RuntimeError as error:
         raise _reason("\n".join([str(error), *_deployment_messages(name)])) from None
-    if ray_serve.status().applications[name].status is not ApplicationStatus.RUNNING:
-        raise EngineUnavailable(f"the application {name} did not start")
 
 
-def _deploy_beside(proxies: InBackground, application: ray_serve.Application, name: str) -> None:
+def _state(name: str) -> ApplicationStatusOverview:
+    state = ray_serve.status().applications.get(name)
+    if state is None:
+        raise EngineUnavailable(f"the application {name} was deleted while it started")
+    return state
+
+
+def _deploy_beside(
+    proxies: InBackground,
+    ahead: Sequence[EngineAhead],
+    application: ray_serve.Application,
+    name: str,
+) -> None:
     """Deploys while the proxies start, and waits for both.
 
     Raises:
@@ -152,7 +174,7 @@ def _deploy_beside(proxies: InBackground, application: ray_serve.Application, na
             Otherwise the deployment's.
     """
     try:
-        _deploy(application, name)
+        _deploy(application, name, ahead)
     except Exception:
         if proxies.done:
             proxies.result()

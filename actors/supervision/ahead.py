@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 class EngineAhead:
     """Starts an engine in a thread.
 
-    An engine that does not start is ended. The supervisor then finds none, starts another one, and
-    reports why it does not start. Serve repeats that a few times, so a warning tells the reason of
-    a model that cannot be served at once.
+    An engine that does not start is ended. The supervisor then finds none, and starts another one.
+    Serve repeats that a few times before it reports the reason, so ``refusal`` tells that of a
+    model that cannot be served at once.
 
     Args:
         args: its settings, those of the supervisor that is to claim it.
@@ -33,6 +33,7 @@ class EngineAhead:
     """
 
     def __init__(self, args: EngineArgs, prefix: str) -> None:
+        self.refusal: RayfinError | None = None
         self._supervisor = Supervisor(args, prefix, detached=True)
         self._supervisor.place_ahead()
         threading.Thread(target=self._launch, name="engine-ahead", daemon=True).start()
@@ -54,10 +55,6 @@ class EngineAhead:
         except Exception as error:
             name = self._supervisor.name
             if isinstance(error, RayfinError) and not isinstance(error, EngineUnavailable):
-                logger.warning(
-                    "engine %s cannot start: %s (Ray Serve tries again before it gives up)",
-                    name,
-                    error,
-                )
+                self.refusal = error
             else:  # a process has died, or the program ends; the supervisor's replica reports it
                 logger.info("engine %s has not started ahead: %s", name, error)

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from rayfin.actors.config import EngineArgs
+from rayfin.actors.errors import RayfinError
 from rayfin.actors.processes import spared_imports  # noqa: F401  (before Serve comes)
 from rayfin.actors.processes.own_ray import start_ray
 from rayfin.actors.timing import SIGNAL_REPEATS
@@ -158,6 +159,7 @@ def _serve(
         _await(checks, models, start_up)
         start = deploy.start_on_own_ray if ours else deploy.start_on_serve
         finish = start(server, engine, models, address, name)
+        orderly = True
         try:
             what = loading(models)
             with start_up.stage(f"Loading {what}", partial(progress, name), announced=True) as done:
@@ -167,8 +169,13 @@ def _serve(
             start_up.summary(*summary(models, *address, infos))
             _wait_for_signal()
             print("Stopping: running requests finish first (Ctrl-C again: at once).", flush=True)
+        except RayfinError:
+            # No request is there to finish, and a Ray of ours takes along what still starts.
+            orderly = not ours
+            raise
         finally:
-            deploy.delete(name)
+            if orderly:
+                deploy.delete(name)
 
 
 def _log_level(verbose: bool) -> int:

@@ -1,9 +1,12 @@
 """Deploying: what proxies and deployments that fail say, and the reason out of Serve's report."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import serve as ray_serve
 from ray.exceptions import ActorUnavailableError
+from ray.serve.schema import ApplicationStatus
 
 from rayfin.actors.errors import EngineUnavailable, InvalidConfig
 from rayfin.deployments import deploy
@@ -65,9 +68,9 @@ def test_proxies_that_cannot_start_are_the_reason(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(deploy, "_deploy", fail)
     application: Any = None
     with pytest.raises(EngineUnavailable, match="its port is taken"):
-        deploy._deploy_beside(Proxies(EngineUnavailable("its port is taken")), application, "a")
+        deploy._deploy_beside(Proxies(EngineUnavailable("its port is taken")), [], application, "a")
     with pytest.raises(TimeoutError, match="planted"):
-        deploy._deploy_beside(Proxies(None), application, "a")
+        deploy._deploy_beside(Proxies(None), [], application, "a")
 
 
 def test_a_proxy_that_serve_replaces_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +84,49 @@ def test_a_proxy_that_serve_replaces_ends_no_start(monkeypatch: pytest.MonkeyPat
     deploy._start_proxies("127.0.0.1", 1, PLAIN)
     with pytest.raises(ActorUnavailableError, match="is taken"):
         deploy._start_proxies("127.0.0.1", 1, PLAIN)
+
+
+class Serve:
+    """Ray Serve, with an application that has these states, one after the other."""
+
+    RunTarget = ray_serve.RunTarget
+
+    def __init__(self, *states: ApplicationStatus) -> None:
+        self.states = list(states)
+
+    def run_many(self, targets: Any, *, wait_for_applications_running: bool) -> None:
+        assert [own.name for own in targets] == ["a"] and not wait_for_applications_running
+
+    def status(self) -> Any:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        found = SimpleNamespace(status=state, message="it cannot", deployments={})
+        return SimpleNamespace(applications={"a": found})
+
+
+STARTS, RUNS = ApplicationStatus.DEPLOYING, ApplicationStatus.RUNNING
+FAILED = ApplicationStatus.DEPLOY_FAILED
+REFUSAL = InvalidConfig("a request needs 7 pages")
+
+
+def deployed(
+    monkeypatch: pytest.MonkeyPatch, refusals: list[Exception | None], *states: ApplicationStatus
+) -> None:
+    monkeypatch.setattr(deploy, "ray_serve", Serve(*states))
+    monkeypatch.setattr(deploy, "START_POLL_SECONDS", 0.0)
+    ahead: Any = [SimpleNamespace(refusal=refusal) for refusal in refusals]
+    application: Any = None
+    deploy._deploy(application, "a", ahead)
+
+
+def test_an_application_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployed(monkeypatch, [None], STARTS, STARTS, RUNS)
+    with pytest.raises(EngineUnavailable, match="the deployment failed: it cannot"):
+        deployed(monkeypatch, [None], STARTS, FAILED)
+
+
+def test_an_engine_that_refuses_its_model_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve would start it again and again meanwhile."""
+    with pytest.raises(InvalidConfig) as found:
+        deployed(monkeypatch, [None, REFUSAL], STARTS)
+    assert found.value is REFUSAL
+    deployed(monkeypatch, [REFUSAL], RUNS)

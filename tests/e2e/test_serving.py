@@ -100,3 +100,17 @@ def test_sigterm_while_loading_leaves_nothing(start: Start, model: str, port: in
     assert driver.wait() == 0
     assert driver.output.splitlines()[-1] == "Stopped."
     driver.wait_until_nothing_is_left()
+
+
+def test_a_load_that_fails_ends_the_start_with_its_reason(
+    drive: Start, model: str, port: int
+) -> None:
+    """At once: Serve would load the model again, several times."""
+    command = "import sys; from rayfin.deployments.cli.main import main; sys.exit(main())"
+    flags = ["serve", model, "--port", str(port), "--kv-cache-memory", "20000"]
+    driver = drive("-c", command, *flags)
+    assert driver.wait() == 2
+    last = driver.output.splitlines()[-1]
+    assert last.startswith("rayfin: error: ") and "--kv-cache-memory" in last
+    assert "Traceback" not in driver.output
+    driver.wait_until_nothing_is_left()

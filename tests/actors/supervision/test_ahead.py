@@ -143,19 +143,19 @@ def test_a_late_answer_is_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("error", "level"),
+    ("error", "refused"),
     [
-        (InvalidConfig("a request needs 7 pages: lower max_model_len"), logging.WARNING),
-        (EngineUnavailable("the runner has died"), logging.INFO),
-        (RuntimeError("the program ends"), logging.INFO),
+        (InvalidConfig("a request needs 7 pages: lower max_model_len"), True),
+        (EngineUnavailable("the runner has died"), False),
+        (RuntimeError("the program ends"), False),
     ],
     ids=["refused", "died", "ended"],
 )
-def test_why_a_model_cannot_be_served_is_said_at_once(
+def test_why_a_model_cannot_be_served_is_known_at_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
-    level: int,
+    refused: bool,
 ) -> None:
     """Serve reports it after several more loads."""
 
@@ -174,9 +174,9 @@ def test_why_a_model_cannot_be_served_is_said_at_once(
     monkeypatch.setattr(ahead, "Supervisor", Refused)
     monkeypatch.setattr(threading, "Thread", Now)
     with caplog.at_level(logging.INFO, logger=ahead.__name__):
-        EngineAhead(ARGS, "app/engine/")
-    [record] = caplog.records
-    assert record.levelno == level and str(error) in record.getMessage()
+        engine = EngineAhead(ARGS, "app/engine/")
+    assert engine.refusal is (error if refused else None)
+    assert [str(error) in each.getMessage() for each in caplog.records] == [True] * (not refused)
 
 
 def test_its_spare_runners_come_after_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
