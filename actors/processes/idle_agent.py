@@ -3,7 +3,7 @@
 A raylet starts an agent beside itself, which measures the machine and its processes for a
 dashboard, and waits for its ports before it takes work: two seconds of imports. It also ends when
 its agent does. ``own_ray.py`` starts this program in its place, with the arguments of Ray's, where
-nobody reads what the agent would report.
+no program reads what the agent would report.
 """
 
 import os
@@ -14,8 +14,6 @@ import time
 PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
 """The raylet's word, in the environment, for whether the end of stdin is its own."""
 
-POLL_SECONDS = 0.4  # as Ray's agent
-
 
 def await_end(parent: int) -> None:
     """Returns when the raylet, whose process id is ``parent``, has ended."""
@@ -23,7 +21,7 @@ def await_end(parent: int) -> None:
         sys.stdin.buffer.read()
     else:
         while os.getppid() == parent:
-            time.sleep(POLL_SECONDS)
+            time.sleep(0.4)  # as often as Ray's agent looks
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ ENCODERS = "serve_encoders"
 """What the importer defines after its imports, of what these have brought."""
 
 
-class Spare(MetaPathFinder):
+class PandasSpared(MetaPathFinder):
     """Says that pandas is not installed while Serve's module is being imported."""
 
     def find_spec(
@@ -34,5 +34,5 @@ class Spare(MetaPathFinder):
             raise ModuleNotFoundError(f"Ray Serve is spared {SPARED}", name=SPARED)
 
 
-if not any(isinstance(finder, Spare) for finder in sys.meta_path):
-    sys.meta_path.insert(0, Spare())
+if not any(isinstance(finder, PandasSpared) for finder in sys.meta_path):
+    sys.meta_path.insert(0, PandasSpared())
