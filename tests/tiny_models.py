@@ -201,14 +201,20 @@ class TinyModel:
     def __init__(self, architecture: str, folder: Path, seed: int = 0, **changes: Any) -> None:
         self.folder = folder
         self.model = make_tiny_model(architecture, folder, seed, **changes)
+        self._greedy: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """What transformers' own ``generate`` says, end of sequence included."""
-        output = self.model.generate(
-            torch.tensor([list(prompt)]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-        )
-        tokens: list[int] = output[0, len(prompt) :].tolist()
-        return tokens
+        """What transformers' own ``generate`` says, end of sequence included.
+
+        It is asked once for each prompt and length: most tests ask about the same ones.
+        """
+        key = (tuple(map(int, prompt)), max_tokens)
+        if key not in self._greedy:
+            output = self.model.generate(
+                torch.tensor([key[0]]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+            )
+            self._greedy[key] = output[0, len(prompt) :].tolist()
+        return list(self._greedy[key])
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -1,45 +1,117 @@
-"""Runs all tests in two processes: those that start Ray in one, all others in the other.
+"""Runs all tests in two processes at a time: those that start Ray in one, all others in the other.
 
-    python tools/run_tests.py [pytest's arguments]        # make test
+    python tools/run_tests.py [--types] [pytest's arguments]        # make test
 
-One process would leave a core idle, and two clusters of Ray at once would starve each other. With a
-path among the arguments it is one plain pytest.
+Two clusters of Ray at once would starve each other, so tests/e2e is one piece of work. The others
+are smaller pieces: whoever has ended takes the next one, and no core is idle for long. ``--types``
+is one more piece, mypy. With a path among the arguments it is one plain pytest.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_TESTS = 5  # pytest's exit status where -k or -m picks nothing
+RAY = "tests/e2e"
+PIECES = (  # the last one is all that no other has
+    "tests/actors/runner",
+    "tests/kernels",
+    "tests/deployments",
+    "tests/e2e/test_wheel_aarch64.py",
+    "tests/actors",
+    "tests",
+)
+MYPY = [sys.executable, "-m", "mypy"]
 
 
-def run_both(arguments: list[str]) -> int:
-    """Both halves; the second one's output follows the first one's."""
-    pytest = [sys.executable, "-m", "pytest", *arguments]
-    with tempfile.TemporaryFile() as log:
-        e2e = [*pytest, "tests/e2e", "-p", "no:cacheprovider"]
-        with subprocess.Popen(e2e, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT) as ray:
-            try:
-                others = subprocess.run([*pytest, "tests", "--ignore=tests/e2e"], cwd=ROOT)
-            except KeyboardInterrupt:
-                ray.wait()
-                raise
+def environment() -> dict[str, str]:
+    """Python keeps what it compiles: hundreds of processes import Rayfin."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def pytest_of(piece: str, arguments: list[str]) -> list[str]:
+    """The command that runs a piece without what lies in other pieces."""
+    others = [own for own in (RAY, *PIECES) if own != piece and own.startswith(f"{piece}/")]
+    ignored = [f"--ignore={own}" for own in others]
+    command = [sys.executable, "-m", "pytest", *arguments, piece, *ignored]
+    return [*command, "-p", "no:cacheprovider"]  # the pieces would overwrite each other's
+
+
+class Work:
+    """Commands that two threads run; prints the output of each command in one go."""
+
+    def __init__(self, commands: list[list[str]]) -> None:
+        self._commands: SimpleQueue[list[str]] = SimpleQueue()
+        for command in commands:
+            self._commands.put(command)
+        self._printing = threading.Lock()
+        self.codes: list[int] = []
+
+    def run(self, first: list[str] | None = None) -> None:
+        """Runs ``first``, then commands until none is left."""
+        command = first or self._next()
+        while command is not None:
+            self._run(command)
+            command = self._next()
+
+    def stop(self) -> None:
+        """Begins no other command."""
+        while self._next() is not None:
+            pass
+
+    def _next(self) -> list[str] | None:
+        try:
+            return self._commands.get_nowait()
+        except Empty:
+            return None
+
+    def _run(self, command: list[str]) -> None:
+        with tempfile.TemporaryFile() as log:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT
+            )
+            self.codes.append(done.returncode)
+            with self._printing:
+                self._print(command, log)
+
+    def _print(self, command: list[str], log: IO[bytes]) -> None:
         log.seek(0)
-        print("\ntests/e2e:", flush=True)
+        print(f"\n{' '.join(command[1:])}:", flush=True)
         sys.stdout.buffer.write(log.read())
         sys.stdout.flush()
-    codes = {others.returncode, ray.returncode}
-    failures = codes - {0, NO_TESTS}
-    return max(failures) if failures else min(codes)
+
+
+def run_all(arguments: list[str], first: list[list[str]]) -> int:
+    """Runs ``first`` and all pieces; the highest exit status."""
+    work = Work([*first, *(pytest_of(piece, arguments) for piece in PIECES)])
+    other = threading.Thread(target=work.run)
+    other.start()
+    try:
+        work.run(first=pytest_of(RAY, arguments))
+    except KeyboardInterrupt:
+        work.stop()
+        raise
+    finally:
+        other.join()
+    failures = set(work.codes) - {0, NO_TESTS}
+    return max(failures) if failures else min(work.codes)
 
 
 def main() -> int:
     arguments = sys.argv[1:]
+    first = [MYPY] if "--types" in arguments else []
+    arguments = [argument for argument in arguments if argument != "--types"]
     if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
-        return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT).returncode
-    return run_both(arguments)
+        commands = [*first, [sys.executable, "-m", "pytest", *arguments]]
+        codes = [subprocess.run(command, cwd=ROOT).returncode for command in commands]
+        return max(codes)
+    return run_all(arguments, first)
 
 
 if __name__ == "__main__":

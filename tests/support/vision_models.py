@@ -451,6 +451,7 @@ class VisionModel:
         processor = ImageProcessor.load(EngineArgs(model=str(folder)))
         assert processor is not None
         self.processor = processor
+        self._said: dict[Any, list[int]] = {}  # what was asked -> what transformers said
 
     def prompt(self, *parts: Sequence[int] | Image.Image) -> tuple[list[int], Any]:
         """Tokens and images of a prompt whose parts are token ids and pictures."""
@@ -466,7 +467,17 @@ class VisionModel:
         return put_virtual_ids(np.array(whole, np.int32), inputs, IMAGE).tolist(), inputs
 
     def greedy(self, ids: Sequence[int], images: Any, max_tokens: int, **more: Any) -> list[int]:
-        """What transformers' own ``generate`` says, with ``more`` settings."""
+        """What transformers' own ``generate`` says, with ``more`` settings.
+
+        It is asked once for the same prompt, images and settings.
+        """
+        shown = [np.asarray(own).tobytes() for image in images for own in image.pixels.values()]
+        key = (tuple(ids), tuple(shown), max_tokens, *more.items())
+        if key not in self._said:
+            self._said[key] = self._generate(ids, images, max_new_tokens=max_tokens, **more)
+        return list(self._said[key])
+
+    def _generate(self, ids: Sequence[int], images: Any, **settings: Any) -> list[int]:
         plain = torch.tensor([[IMAGE if token < VIRTUAL_TOKENS else token for token in ids]])
         fields: dict[str, Any] = {}
         if images:
@@ -482,11 +493,10 @@ class VisionModel:
         output = self.model.generate(
             plain,
             attention_mask=torch.ones_like(plain),
-            max_new_tokens=max_tokens,
             do_sample=False,
             pad_token_id=PAD,
             **fields,
-            **more,
+            **settings,
         )
         tokens: list[int] = output[0, plain.shape[1] :].tolist()
         return tokens

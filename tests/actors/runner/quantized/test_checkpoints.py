@@ -1,7 +1,7 @@
 """Checkpoints of every format give the logits and tokens of the weights that they stand for."""
 
+import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,13 +28,21 @@ EXPERTS = [
 ]
 
 
-def write(kind: str, family: str, folder: Path) -> QuantisedModel:
-    return mxfp4_model(folder) if kind == "mxfp4" else QuantisedModel(kind, family, folder)
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], QuantisedModel]:
+    """format, family -> its checkpoint, written once; no test changes it."""
+
+    @functools.cache
+    def make(kind: str, family: str) -> QuantisedModel:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        return mxfp4_model(folder) if kind == "mxfp4" else QuantisedModel(kind, family, folder)
+
+    return make
 
 
 @pytest.mark.parametrize("kind, family", [*CASES, *EXPERTS, ("mxfp4", "gpt_oss")])
-def test_logits(kind: str, family: str, tmp_path: Path, engine_args: Make) -> None:
-    written = write(kind, family, tmp_path)
+def test_logits(kind: str, family: str, write: Make, engine_args: Make) -> None:
+    written = write(kind, family)
     args = engine_args(written.folder, quantization="dequantize")
     attention = "eager" if family == "gpt_oss" else "sdpa"
     model = load_model(args, load_config(args), torch.device("cpu"), attention)
@@ -55,12 +63,12 @@ def test_tokens(
     kind: str,
     family: str,
     changes: dict[str, Any],
-    tmp_path: Path,
+    write: Make,
     served: Make,
     request_of: Make,
 ) -> None:
     """Batched and in chunks, nothing set: what transformers generates with those weights."""
-    written = write(kind, family, tmp_path)
+    written = write(kind, family)
     engine = served(written.folder, max_batch_tokens=9, **changes)
     requests = [request_of(key, prompt, 10) for key, prompt in enumerate(PROMPTS)]
     expected = {key: written.greedy(prompt, 10) for key, prompt in enumerate(PROMPTS)}
@@ -80,10 +88,10 @@ CODED = [kind for kind in KINDS if kind not in ("gptq v2", "gptq sym", "fbgemm_f
     ],
 )
 def test_layers_that_stay_small(
-    kind: str, family: str, tmp_path: Path, served: Make, request_of: Make
+    kind: str, family: str, write: Make, served: Make, request_of: Make
 ) -> None:
     """On the compiled kernels: the logits of the weights, within 1e-4, and their tokens."""
-    written = write(kind, family, tmp_path)
+    written = write(kind, family)
     engine = served(written.folder, max_batch_tokens=9)
     tokens = engine.run(*(request_of(key, PROMPTS[key], 6) for key in range(3)), stagger=2)
     for key, prompt in enumerate(PROMPTS[:3]):
@@ -95,10 +103,10 @@ def test_layers_that_stay_small(
 
 
 @pytest.mark.parametrize("kind", CODED)
-def test_no_weight_becomes_plain(kind: str, tmp_path: Path, engine_args: Make) -> None:
+def test_no_weight_becomes_plain(kind: str, write: Make, engine_args: Make) -> None:
     if (kernels := try_kernels(1)) is None:
         pytest.skip("the CPU kernels are not built")
-    args = engine_args(write(kind, "llama", tmp_path).folder)
+    args = engine_args(write(kind, "llama").folder)
     cpu = torch.device("cpu")
     model = load_model(args, load_config(args), cpu, "sdpa", keep_quantized=True)
     kept = sum(layer.bytes for _, _, layer in quant_linears(model))
@@ -108,11 +116,11 @@ def test_no_weight_becomes_plain(kind: str, tmp_path: Path, engine_args: Make) -
 
 
 @pytest.mark.parametrize("paired", [False, True])
-def test_merged_layers_still_work(paired: bool, tmp_path: Path, engine_args: Make) -> None:
+def test_merged_layers_still_work(paired: bool, write: Make, engine_args: Make) -> None:
     """A decoder that is not replaced after all has its layers as before."""
     if (kernels := try_kernels(1)) is None:
         pytest.skip("the CPU kernels are not built")
-    args = engine_args(write("awq", "llama", tmp_path).folder)
+    args = engine_args(write("awq", "llama").folder)
     model = load_model(args, load_config(args), torch.device("cpu"), "sdpa", keep_quantized=True)
     pack_quantized(model, kernels)
     mlp = model.model.layers[1].mlp
@@ -126,9 +134,9 @@ def test_merged_layers_still_work(paired: bool, tmp_path: Path, engine_args: Mak
 
 
 @pytest.mark.parametrize("kind", ["gptq", "w4a16 asym"])
-def test_rows_rounded_to_8_bits(kind: str, tmp_path: Path, served: Make, request_of: Make) -> None:
+def test_rows_rounded_to_8_bits(kind: str, write: Make, served: Make, request_of: Make) -> None:
     """Close to the exact logits, and the same tokens in any batch and chunks."""
-    written = write(kind, "llama", tmp_path)
+    written = write(kind, "llama")
     requests = [request_of(key, prompt, 8) for key, prompt in enumerate(PROMPTS)]
     rounded = served(written.folder, activations="int8")
     tokens = rounded.run(*requests)
@@ -141,8 +149,8 @@ def test_rows_rounded_to_8_bits(kind: str, tmp_path: Path, served: Make, request
     assert 0 < float(difference) < 0.1
 
 
-def test_dummy_weights_are_plain(tmp_path: Path, engine_args: Make) -> None:
-    written = write("gptq", "llama", tmp_path)
+def test_dummy_weights_are_plain(write: Make, engine_args: Make) -> None:
+    written = write("gptq", "llama")
     args = engine_args(written.folder, load_format="dummy")
     model = load_model(args, load_config(args), torch.device("cpu"), "sdpa")
     assert not any(isinstance(module, QuantLinear) for module in model.modules())
