@@ -63,10 +63,9 @@ check: $(INSTALLED)  ## lint and the fast tests (ARGS="-k scheduler ...")
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q --fast -n 2 --dist loadfile --durations=10 $(ARGS)
 
-test: $(INSTALLED)  ## lint, types and all tests, on two workers (ARGS="-k scheduler ...")
+test: $(INSTALLED)  ## lint, types and all tests, on two cores (ARGS="-k scheduler ...")
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python tools/run_tests.py --durations=25 $(ARGS)
+	$(BIN)/python tools/run_tests.py --types --durations=25 $(ARGS)
 
 simulate: $(INSTALLED)  ## simulate lives of the scheduler without a model (SEEDS=10000 or REQUESTS=100000)
 	$(BIN)/python tools/simulate.py $(if $(REQUESTS),--requests $(REQUESTS),--seeds $(or $(SEEDS),1000))

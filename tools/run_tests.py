@@ -24,6 +24,7 @@ PIECES = (  # the last one is all that no other has
     "tests/kernels",
     "tests/deployments",
     "tests/e2e/test_wheel_aarch64.py",
+    "tests/e2e/test_wheel.py",
     "tests/actors",
     "tests",
 )
