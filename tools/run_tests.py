@@ -3,8 +3,8 @@
     python tools/run_tests.py [--types] [pytest's arguments]        # make test
 
 Two clusters of Ray at once would starve each other, so tests/e2e is one piece of work. The others
-are smaller pieces: whoever has ended takes the next one, and no core is idle for long. ``--types``
-is one more piece, mypy. With a path among the arguments it is one plain pytest.
+are smaller pieces: a process that has ended is followed by the next one, so no core is idle for
+long. ``--types`` is one more piece, mypy. With a path among the arguments it is one plain pytest.
 """
 
 import os
