@@ -46,8 +46,11 @@ class Static:
         return [(index, count) for index, _, count in batch]
 
 
-def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
-    """Answers commands from stdin until it ends; see rayfin/deployments/bench/peers.py."""
+def serve(load: Callable[[str, dict[str, Any]], Engine], workloads: tuple[str, ...] = ()) -> None:
+    """Answers commands from stdin until it ends; see rayfin/deployments/bench/peers.py.
+
+    ``load`` gets one of ``workloads``, the names of those beside plain tokens, as a setting.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with answers
     engine: Engine | None = None
@@ -56,7 +59,12 @@ def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
         try:
             if engine is None:
                 started = time.perf_counter()
-                engine = load(command["model"], command["settings"])
+                settings, workload = command["settings"], command.get("workload")
+                if workload is not None:
+                    if workload["name"] not in workloads:
+                        raise ValueError(f"this peer does not run {workload['name']} requests")
+                    settings["workload"] = workload
+                engine = load(command["model"], settings)
                 answer: dict[str, Any] = {
                     "ready": time.perf_counter() - started,
                     "version": engine.version,

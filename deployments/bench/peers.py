@@ -5,6 +5,9 @@ one. Its model stays loaded between runs, so that engines can alternate:
 
     {"model": folder, "settings": {...}}       -> {"ready": seconds, "name": ..., "version": ...}
     {"jobs": [[arrival, prompt, output], ...]} -> {"pieces": [[[seconds, tokens], ...], ...]}
+
+The first command may have a workload beside plain tokens: {"name": "guided", "schema": {...}},
+whose answers follow a JSON schema, or {"name": "embed"}, whose requests get one piece, the vector.
 """
 
 import json
@@ -22,6 +25,18 @@ from rayfin.deployments.bench.measures import Timeline
 from rayfin.deployments.bench.workload import Job, varied
 
 TAIL = 2000  # last characters of a dead peer's stderr in the error
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "state": {"enum": ["open", "closed", "waiting"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+    },
+    "required": ["name", "count", "state", "tags"],
+    "additionalProperties": False,
+}
+"""What guided requests of a comparison answer, if no other schema is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +75,19 @@ class PeerSpec:
 class Peer:
     """A peer's process, as a context manager."""
 
-    def __init__(self, spec: PeerSpec, model: Path, stderr: Path) -> None:
+    def __init__(
+        self,
+        spec: PeerSpec,
+        model: Path,
+        stderr: Path,
+        workload: dict[str, Any] | None = None,
+    ) -> None:
         self.spec = spec
         self.ready_seconds = 0.0
         self.version = ""
         self._model = model
         self._stderr = stderr
+        self._workload = workload
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Peer":
@@ -77,7 +99,10 @@ class Peer:
                 stderr=stderr,
                 text=True,
             )
-        ready = self._ask({"model": str(self._model), "settings": self.spec.settings})
+        load: dict[str, Any] = {"model": str(self._model), "settings": self.spec.settings}
+        if self._workload is not None:
+            load["workload"] = self._workload
+        ready = self._ask(load)
         self.ready_seconds, self.version = float(ready["ready"]), str(ready["version"])
         return self
 
@@ -130,6 +155,7 @@ def take_turns(
     jobs: Sequence[Job],
     rounds: int,
     report: Callable[[str], object],
+    workload: dict[str, Any] | None = None,
 ) -> dict[str, list[list[Timeline]]]:
     """Returns timelines by peer, one list for each round; an uncounted round warms up.
 
@@ -141,7 +167,8 @@ def take_turns(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         peers = []
         for spec in specs:
-            peers.append(stack.enter_context(Peer(spec, model, folder / f"{spec.name}.log")))
+            log = folder / f"{spec.name}.log"
+            peers.append(stack.enter_context(Peer(spec, model, log, workload)))
             report(f"{spec.name}: {peers[-1].version}, ready in {peers[-1].ready_seconds:.1f} s")
         results: dict[str, list[list[Timeline]]] = {spec.name: [] for spec in specs}
         for number in range(rounds + 1):
@@ -150,6 +177,31 @@ def take_turns(
                 if number:
                     results[peer.spec.name].append(timelines)
     return results
+
+
+def workload_of(kind: str, schema: Path | None) -> dict[str, Any] | None:
+    """What peers get to hear of a workload; None for plain tokens.
+
+    Guided answers are arrays of the schema's objects without an end, so that all engines write the
+    same number of tokens.
+
+    Raises:
+        InvalidConfig: the schema is no JSON object, or the workload takes none.
+    """
+    if kind != "guided":
+        if schema is not None:
+            raise InvalidConfig("schema needs --workload guided", "schema")
+        return None if kind == "generate" else {"name": kind}
+    items = SCHEMA
+    if schema is not None:
+        try:
+            items = json.loads(schema.read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidConfig(f"{schema} is not JSON: {error}", "schema") from None
+        if not isinstance(items, dict):
+            raise InvalidConfig(f"{schema} is not a JSON schema", "schema")
+    endless = {"type": "array", "minItems": 10_000, "items": items}
+    return {"name": kind, "schema": endless}
 
 
 def _timeline(job: Job, pieces: list[list[float]]) -> Timeline:

@@ -32,14 +32,17 @@ def limits_text(limits: Mapping[str, float]) -> str:
     return ", ".join(f"{NAMES[name]} {limit * 1000:g} ms" for name, limit in limits.items())
 
 
-def comparison(title: str, runs: Mapping[str, Sequence[Figures]]) -> list[str]:
+def comparison(
+    title: str, runs: Mapping[str, Sequence[Figures]], unit: str = "output tokens"
+) -> list[str]:
     """A Markdown table of several engines' medians over rounds.
 
-    The last column is the first engine's rate divided by each engine's.
+    ``unit`` is what a request gets, tokens or vectors. The last column is the first engine's rate
+    divided by each engine's.
     """
     first = next(iter(runs))
     rows = {name: _row(rounds) for name, rounds in runs.items()}
-    heads = ["output tokens/s", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "ITL p99 ms"]
+    heads = [f"{unit}/s", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "ITL p99 ms"]
     table = [
         f"**{title}**",
         "",

@@ -255,7 +255,7 @@ class _Rows:
         return number
 
     def error(self, line: int, problem: str) -> InvalidConfig:
-        return InvalidConfig(f"{self.path}, line {line}: {problem}", "trace")
+        return InvalidConfig(f"{self.path}, line {line}: {problem}")
 
     def trace(self, calls: Sequence[Call], block_tokens: int) -> Trace:
         """The calls in order, from 0 s.
@@ -264,7 +264,7 @@ class _Rows:
             InvalidConfig: there are none.
         """
         if not calls:
-            raise InvalidConfig(f"{self.path} has no calls", "trace")
+            raise InvalidConfig(f"{self.path} has no calls")
         first = min(call.arrival for call in calls)
         moved = (replace(call, arrival=call.arrival - first) for call in calls)
         return Trace(sorted(moved, key=lambda call: call.arrival), block_tokens)

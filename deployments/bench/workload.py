@@ -130,9 +130,7 @@ def jobs_of_trace(path: Path, *, vocabulary: int, seed: int = 0) -> list[Job]:
             if not job.prompt or job.output_tokens < 1 or job.arrival < 0:
                 raise ValueError
         except (ValueError, TypeError, LookupError):
-            raise InvalidConfig(
-                f"{path}, line {number}: invalid job: {line[:80]!r}", "trace"
-            ) from None
+            raise InvalidConfig(f"{path}, line {number}: invalid job: {line[:80]!r}") from None
         jobs.append(job)
     return sorted(jobs, key=lambda job: job.arrival)
 

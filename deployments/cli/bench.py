@@ -361,6 +361,19 @@ def serve_bench(
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @MAX_MODEL_LEN
 @click.option("--request-rate", show_default="inf, or as a trace says")
+@click.option(
+    "--workload",
+    type=click.Choice(["generate", "guided", "embed"]),
+    default="generate",
+    show_default=True,
+    help="what the requests ask for: tokens, answers to a JSON schema, or vectors",
+)
+@click.option(
+    "--schema",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON schema of guided answers, instead of a small one",
+)
+@click.option("--awq", is_flag=True, help="compare on a copy of MODEL in AWQ's 4 bits")
 @JSON
 def compare(
     model: Path,
@@ -369,6 +382,9 @@ def compare(
     rounds: int,
     max_model_len: int | None,
     request_rate: str | None,
+    workload: str,
+    schema: Path | None,
+    awq: bool,
     json_file: IO[str] | None,
     **settings: Any,
 ) -> int:
@@ -378,13 +394,17 @@ def compare(
     first engine's throughput relative to each. One uncounted round warms up.
 
     \b
-    Example:
+    Examples:
       rayfin bench compare ./my-model --peer rayfin_engine=.venv/bin/python \\
           --peer vllm_cpu=/opt/vllm/bin/python,dtype=float32
+      rayfin bench compare ./my-model --workload guided --peer rayfin_llm=.venv/bin/python \\
+          --peer vllm_llm=/opt/vllm/bin/python
     """
+    import tempfile
+
     from rayfin.deployments.bench.datasets import Pace
     from rayfin.deployments.bench.measures import figures
-    from rayfin.deployments.bench.peers import PeerSpec, take_turns
+    from rayfin.deployments.bench.peers import PeerSpec, take_turns, workload_of
     from rayfin.deployments.bench.report import comparison
 
     specs = [PeerSpec.parse(text, peers_folder) for text in peers]
@@ -394,9 +414,20 @@ def compare(
     jobs = Pace(rate, seed=settings["seed"]).jobs(dataset)
     if dataset.summary is not None:
         print(dataset.summary)
-    results = take_turns(specs, model, jobs, rounds, click.echo)
+    if workload == "embed":
+        jobs = [replace(job, output_tokens=1) for job in jobs]  # its vector
+    asked = workload_of(workload, schema)
+    with tempfile.TemporaryDirectory() as folder:
+        if awq:
+            from rayfin.deployments.bench.awq import write_awq
+
+            write_awq(model, Path(folder) / "awq")
+            model = Path(folder) / "awq"
+        results = take_turns(specs, model, jobs, rounds, click.echo, asked)
     runs = {name: [figures(run) for run in named] for name, named in results.items()}
-    print("\n".join(comparison(f"{settings['dataset']}, {len(jobs)} requests", runs)))
+    title = f"{settings['dataset']}, {len(jobs)} requests" + (", AWQ" if awq else "")
+    unit = "vectors" if workload == "embed" else "output tokens"
+    print("\n".join(comparison(title, runs, unit)))
     if json_file is not None:
         _write(json_file, {name: [run.as_json() for run in named] for name, named in runs.items()})
     return int(any(run.failed for named in runs.values() for run in named))

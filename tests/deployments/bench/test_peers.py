@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from pooling_models import add_modules, make_encoder
 from rayfin.actors.errors import InvalidConfig, PeerFailed
-from rayfin.deployments.bench.peers import Peer, PeerSpec, take_turns
+from rayfin.deployments.bench.peers import Peer, PeerSpec, take_turns, workload_of
 from rayfin.deployments.bench.workload import Job, Lengths, arrivals, arriving, random_jobs
 from rayfin.deployments.cli.main import main
+from rayfin.deployments.serve.preflight import DEMO_FOLDER
 
 pytestmark = pytest.mark.slow(reason="starts peers as processes")
 
@@ -107,3 +109,42 @@ def test_arriving_jobs_keep_their_order() -> None:
     jobs = random_jobs(5, Lengths(2, 2), Lengths(2, 2), vocabulary=12)
     times = arrivals(5, 3.0)
     assert [job.arrival for job in arriving(jobs, times)] == times
+
+
+def test_workloads_beside_plain_tokens(tmp_path: Path) -> None:
+    assert workload_of("generate", None) is None
+    assert workload_of("embed", None) == {"name": "embed"}
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    guided = workload_of("guided", schema)
+    assert guided is not None and guided["schema"]["items"] == {"type": "integer"}
+    for kind, text in (("embed", "{}"), ("guided", "{"), ("guided", "[]")):
+        schema.write_text(text)
+        with pytest.raises(InvalidConfig, match="schema"):
+            workload_of(kind, schema)
+
+
+def test_a_peer_refuses_a_workload_that_it_lacks(folder: Path) -> None:
+    spec = PeerSpec.parse(f"echo={sys.executable}", folder)
+    with pytest.raises(PeerFailed, match="does not run embed requests"):
+        with Peer(spec, folder, folder / "log", {"name": "embed"}):
+            pass
+
+
+def test_guided_answers_of_an_awq_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    """Arrays without an end: each answer has all of its tokens."""
+    flags = "--requests 3 --prompt-tokens 5-9 --output-tokens 20 --vocabulary 200 --rounds 1"
+    peer = f"rayfin_llm={sys.executable},max_model_len=128,num_pages=64"
+    command = ["bench", "compare", str(DEMO_FOLDER), *flags.split(), "--peers-folder", str(PEERS)]
+    command += ["--awq", "--workload", "guided", "--peer", peer]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "3 requests, AWQ" in printed and "| rayfin_llm |" in printed
+
+
+def test_vectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_modules(make_encoder(tmp_path, "bert"), {"pooling_mode": "mean"})
+    flags = "--requests 3 --prompt-tokens 5-9 --vocabulary 30 --rounds 1 --workload embed"
+    command = ["bench", "compare", str(tmp_path), *flags.split(), "--peers-folder", str(PEERS)]
+    assert main([*command, "--peer", f"rayfin_llm={sys.executable}"]) == 0
+    assert "| engine | vectors/s |" in capsys.readouterr().out

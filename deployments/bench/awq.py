@@ -1,0 +1,104 @@
+"""An AWQ copy of a plain checkpoint, for comparisons: each weight rounded to the nearest code.
+
+The format is that of AutoAWQ (Lin et al., "AWQ: Activation-aware Weight Quantization", MLSys 2024):
+4 bits, a scale and a zero point for each group of inputs. Weights are not scaled by activations
+first, so answers are a little worse than those of a real AWQ model; the work is the same.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rayfin.actors.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUPS = (128, 64, 32)
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight codes of a row in a word
+LINEAR = re.compile(r"\.layers\.\d+\..*proj\.weight$")
+
+
+def write_awq(source: Path, target: Path) -> None:
+    """Writes the folder ``target``: ``source`` with the layers' projections in AWQ's 4 bits.
+
+    Raises:
+        InvalidConfig: ``source`` is quantized, has no safetensors, or sizes that have no group.
+    """
+    from safetensors.torch import load_file, save_file
+
+    try:
+        config = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"{source}/config.json: {error}", "awq") from None
+    files = sorted(source.glob("*.safetensors"))
+    if "quantization_config" in config or not files:
+        problem = "is quantized already" if files else "has no safetensors"
+        raise InvalidConfig(f"awq needs a plain checkpoint: {source} {problem}", "awq")
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True
+    )
+    shards = {file.name: load_file(file) for file in files}
+    layers = [
+        tensor for own in shards.values() for name, tensor in own.items() if LINEAR.search(name)
+    ]
+    group = next(
+        (
+            size
+            for size in GROUPS
+            if all(own.shape[1] % size == 0 and own.shape[0] % 8 == 0 for own in layers)
+        ),
+        None,
+    )
+    if group is None or not layers:
+        raise InvalidConfig(
+            f"awq needs projections whose inputs are a multiple of {GROUPS[-1]} and outputs of 8",
+            "awq",
+        )
+    places: dict[str, str] = {}
+    for file, tensors in shards.items():
+        for name in [name for name in tensors if LINEAR.search(name)]:
+            codes = quantised(tensors.pop(name), group)
+            tensors |= {name.removesuffix("weight") + leaf: own for leaf, own in codes.items()}
+        save_file(tensors, target / file, {"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {}, "weight_map": places}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+    }
+    (target / "config.json").write_text(json.dumps(config))
+
+
+def quantised(weight: "Tensor", group: int) -> "dict[str, Tensor]":
+    """A weight [N, K] as qweight [K, N / 8], qzeros [K / group, N / 8], scales [K / group, N]."""
+    import torch
+
+    grouped = weight.float().reshape(len(weight), -1, group)
+    low = grouped.amin(2).clamp(max=0)
+    high = grouped.amax(2).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-5).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    codes = (grouped / scales.float()[:, :, None]).round() + zeros[:, :, None]
+    return {
+        "qweight": _packed(codes.clamp(0, 15).flatten(1).T.to(torch.int64)),
+        "qzeros": _packed(zeros.T.to(torch.int64)),
+        "scales": scales.T.contiguous(),
+    }
+
+
+def _packed(codes: "Tensor") -> "Tensor":
+    """Codes [R, C] int64 as words [R, C / 8] int32."""
+    import torch
+
+    words = torch.zeros(codes.shape[0], codes.shape[1] // 8, dtype=torch.int64)
+    for value, place in enumerate(PLACES):
+        words |= codes[:, value::8] << 4 * place
+    return torch.where(words >= 2**31, words - 2**32, words).int()
