@@ -241,6 +241,7 @@ BATCH_PATIENCE_SECONDS = 600.0
 BATCH_REPORT_SECONDS = 30.0  # between two lines of progress where there is no terminal
 THREAD_SWITCH_SECONDS = 0.001  # an engine's thread waits so long for the interpreter, not for 5 ms
 BACKGROUND_REST_SECONDS = 60.0  # background requests that rest so long give their pages back
+BACKGROUND_STEP_SECONDS = 0.1  # a step of background requests, for which one that arrives waits
 BATCH_POLL_SECONDS = 0.5  # the worker looks for new and cancelled batches
 BATCH_RETRY_SECONDS = 10.0  # a batch whose folder cannot be written waits
 BATCH_SWEEP_SECONDS = 600.0  # between removals of what is past its time

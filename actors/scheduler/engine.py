@@ -55,6 +55,7 @@ from rayfin.actors.scheduler.policy.request_scheduler import RequestScheduler
 from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
 from rayfin.actors.scheduler.policy.token_scheduler import TokenScheduler
 from rayfin.actors.scheduler.policy.whole_prompts import WholePrompts
+from rayfin.actors.scheduler.queues.background_queue import BackgroundQueue
 from rayfin.actors.scheduler.queues.deadlines import Deadlines, exceeded
 from rayfin.actors.scheduler.queues.lobby import Lobby
 from rayfin.actors.scheduler.state import repetition
@@ -69,16 +70,27 @@ MAX_RESTARTS_WITHOUT_PROGRESS = 8
 
 
 def make_scheduler(
-    config: EngineConfig, lifecycle: Lifecycle, microbatcher: DecodeMicrobatcher
+    config: EngineConfig,
+    lifecycle: Lifecycle,
+    microbatcher: DecodeMicrobatcher,
+    beside: ChunkBudget,
 ) -> StepScheduler:
-    """What decides the steps of such an engine."""
+    """What decides the steps of such an engine; ``beside`` limits those of its V1."""
     if config.whole_prompts:
         return WholePrompts(lifecycle, config.limits)
     if config.scheduler == "v0":
         return RequestScheduler(lifecycle, microbatcher, config.limits)
     longest = config.long_prefill_token_threshold
-    beside = ChunkBudget(config.itl_target, config.limits.max_batch_tokens)
     return TokenScheduler(lifecycle, microbatcher, config.limits, longest, beside, config.uncut)
+
+
+def make_budget(config: EngineConfig, waiting: BackgroundQueue, *, rest: bool) -> ChunkBudget:
+    """Limits steps beside streams, and those of background requests that rest beside others."""
+
+    def only_background() -> bool:
+        return rest and not waiting.has_foreground
+
+    return ChunkBudget(config.itl_target, config.limits.max_batch_tokens, only_background)
 
 
 class Engine:
@@ -101,9 +113,12 @@ class Engine:
         self._clock = clock
         self._deadlines = Deadlines()
         microbatcher = DecodeMicrobatcher(state.running, max(config.steps_in_flight - 1, 1))
-        steps = make_scheduler(config, self.lifecycle, microbatcher)
         rest = config.batch_mode == "idle"
-        scheduler = BackgroundScheduler(self.lifecycle, steps, microbatcher, rest=rest, clock=clock)
+        budget = make_budget(config, state.waiting, rest=rest)
+        steps = make_scheduler(config, self.lifecycle, microbatcher, budget)
+        scheduler = BackgroundScheduler(
+            self.lifecycle, steps, microbatcher, budget, rest=rest, clock=clock
+        )
         adapters = AdapterGate(state.running, config.max_loras)
         depth = config.steps_in_flight
         self._quarantine = Quarantine(self.lifecycle, scheduler, adapters, depth, clock)

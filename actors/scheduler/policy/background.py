@@ -5,8 +5,9 @@ again. What they have computed stays in the prefix index for as long as no other
 
 Where background requests *rest*, they do nothing while a foreground request runs or waits: those
 that decode keep their slots and pages for a while, those amid their prompts go back to the queue at
-once. On a CPU each row makes a step longer. Where they *share*, they decode beside the others and
-only rank behind them: on a GPU most of a batch costs nothing.
+once. On a CPU each row makes a step longer. A step that has only such requests is short, so that a
+foreground request that arrives waits little (``chunk_budget.py``). Where they *share*, they decode
+beside the others and only rank behind them: on a GPU most of a batch costs nothing.
 """
 
 import time
@@ -18,6 +19,7 @@ from rayfin.actors.messages import Int64Array, SchedulerInfo, StepResult
 from rayfin.actors.scheduler.core.lifecycle import Lifecycle
 from rayfin.actors.scheduler.core.microbatches import DecodeMicrobatcher
 from rayfin.actors.scheduler.core.step_builder import Chunk
+from rayfin.actors.scheduler.policy.chunk_budget import ChunkBudget
 from rayfin.actors.scheduler.policy.step_scheduler import StepScheduler
 from rayfin.actors.scheduler.state.request import Request
 from rayfin.actors.timing import BACKGROUND_REST_SECONDS
@@ -29,6 +31,7 @@ class BackgroundScheduler:
     """A scheduler around ``scheduler``; without background requests it only passes on.
 
     Args:
+        budget: of tokens in a step.
         rest: background requests rest while others run; after ``BACKGROUND_REST_SECONDS`` they
             give their slots and pages back.
         clock: seconds.
@@ -39,6 +42,7 @@ class BackgroundScheduler:
         lifecycle: Lifecycle,
         scheduler: StepScheduler,
         microbatcher: DecodeMicrobatcher,
+        budget: ChunkBudget,
         *,
         rest: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -46,14 +50,20 @@ class BackgroundScheduler:
         self._lifecycle = lifecycle
         self._scheduler = scheduler
         self._microbatcher = microbatcher
+        self._budget = budget
         self._rest = rest
         self._clock = clock
         self._resting_since: float | None = None
 
     def may_admit(self, request: Request) -> bool:
-        """See ``AdmissionGate``: a request that would rest at once waits."""
-        queue = self._lifecycle.state.waiting
-        return not (request.source.background and self._rest and queue.has_foreground)
+        """See ``AdmissionGate``: a background request waits that would rest at once, or make steps
+        long."""
+        if not (request.source.background and self._rest):
+            return True
+        state = self._lifecycle.state
+        if state.waiting.has_foreground:
+            return False
+        return self._budget.takes_background(len(state.running))
 
     def schedule(self) -> tuple[Int64Array, list[Chunk]]:
         """See ``StepScheduler``."""

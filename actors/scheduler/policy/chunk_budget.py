@@ -1,12 +1,16 @@
-"""How many tokens of prompts a step may have beside streams, which wait until it is over.
+"""How many tokens a step may have while somebody waits, or may come, until it is over.
 
 With a fixed number of tokens (Sarathi-Serve) the time between two tokens of a stream depends on the
 model, the machine and the contexts. Here that time is chosen, and the number of tokens follows from
-the measured time of steps.
+the measured time of steps. A step that has only background requests is short in the same way: a
+request that arrives waits for it.
 """
+
+from collections.abc import Callable
 
 from rayfin.actors.messages import SchedulerInfo, StepResult
 from rayfin.actors.step_cost import StepCost
+from rayfin.actors.timing import BACKGROUND_STEP_SECONDS
 
 LEAST_TOKENS = 16
 """Prompts get so many tokens of a step even if streams then wait longer than the target."""
@@ -17,23 +21,38 @@ class ChunkBudget:
 
     Args:
         most: tokens of the largest step.
+        only_background: whether no request in the foreground runs or waits; such steps are kept
+            within ``BACKGROUND_STEP_SECONDS`` as well.
     """
 
-    def __init__(self, target: float | None, most: int) -> None:
+    def __init__(
+        self, target: float | None, most: int, only_background: Callable[[], bool] = lambda: False
+    ) -> None:
         self._target = target
         self._most = most
+        self._only_background = only_background
         self._cost: StepCost | None = None  # until a step has run
 
     def limit(self, decoding: int, budget: int) -> int:
         """Most of the ``budget`` tokens that prompts may take beside so many decoding rows."""
-        if self._target is None or not decoding:
+        target = self._target if decoding else None
+        if self._only_background():
+            target = min(BACKGROUND_STEP_SECONDS, target or BACKGROUND_STEP_SECONDS)
+        if target is None:
             return budget
-        fitting = 0 if self._cost is None else self._cost.tokens(self._target) - decoding
+        fitting = 0 if self._cost is None else self._cost.tokens(target) - decoding
         return min(budget, max(fitting, LEAST_TOKENS))
+
+    def takes_background(self, running: int) -> bool:
+        """Whether steps stay short with one more background request beside so many."""
+        if self._cost is None:
+            return True
+        fitting = self._cost.tokens(BACKGROUND_STEP_SECONDS)
+        return running < max(fitting - LEAST_TOKENS, LEAST_TOKENS)
 
     def observe(self, info: SchedulerInfo, result: StepResult) -> None:
         """A call has taken the runner ``result.seconds``."""
-        if self._target is None or not result.seconds:
+        if not result.seconds or (self._target is None and not self._only_background()):
             return
         drafted = 0 if result.drafts is None else result.drafts.tokens
         tokens = info.decoding_batch + info.num_prefill_tokens + drafted // result.num_steps
