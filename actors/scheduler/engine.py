@@ -116,7 +116,7 @@ class Engine:
         rest = config.batch_mode == "idle"
         budget = make_budget(config, state.waiting, rest=rest)
         steps = make_scheduler(config, self.lifecycle, microbatcher, budget)
-        scheduler = BackgroundScheduler(
+        self._background = scheduler = BackgroundScheduler(
             self.lifecycle, steps, microbatcher, budget, rest=rest, clock=clock
         )
         adapters = AdapterGate(state.running, config.max_loras)
@@ -326,7 +326,7 @@ class Engine:
         if self._asleep:
             return self._drain_outbox()
         try:
-            while len(self._pipeline) < self._quarantine.depth:
+            while len(self._pipeline) < self._background.depth(self._quarantine.depth):
                 decoding, chunks = self._quarantine.schedule()
                 num_steps = 1 if chunks else self._multi_step.grant(decoding)
                 grants = self._multi_step.drafts.grant(decoding, num_steps)

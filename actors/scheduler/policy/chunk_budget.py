@@ -32,6 +32,16 @@ class ChunkBudget:
         self._most = most
         self._only_background = only_background
         self._cost: StepCost | None = None  # until a step has run
+        self._last_seconds = 0.0  # of a step that was observed
+
+    @property
+    def alone(self) -> bool:
+        """Whether no step should wait behind the one that runs.
+
+        It has background requests alone, and takes long: a second one would double the wait of a
+        request that arrives, and gain little.
+        """
+        return self._last_seconds > BACKGROUND_STEP_SECONDS / 4 and self._only_background()
 
     def limit(self, decoding: int, budget: int) -> int:
         """Most of the ``budget`` tokens that prompts may take beside so many decoding rows."""
@@ -56,7 +66,7 @@ class ChunkBudget:
             return
         drafted = 0 if result.drafts is None else result.drafts.tokens
         tokens = info.decoding_batch + info.num_prefill_tokens + drafted // result.num_steps
-        seconds = result.seconds / result.num_steps
+        self._last_seconds = seconds = result.seconds / result.num_steps
         if self._cost is None:
             self._cost = StepCost.guessed(tokens, seconds, self._most)
         else:
