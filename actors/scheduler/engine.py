@@ -116,11 +116,14 @@ class Engine:
         rest = config.batch_mode == "idle"
         budget = make_budget(config, state.waiting, rest=rest)
         steps = make_scheduler(config, self.lifecycle, microbatcher, budget)
-        self._background = scheduler = BackgroundScheduler(
+        scheduler = BackgroundScheduler(
             self.lifecycle, steps, microbatcher, budget, rest=rest, clock=clock
         )
         adapters = AdapterGate(state.running, config.max_loras)
-        depth = config.steps_in_flight
+
+        def depth() -> int:
+            return scheduler.depth(config.steps_in_flight)
+
         self._quarantine = Quarantine(self.lifecycle, scheduler, adapters, depth, clock)
         self.lifecycle.gates = [self._quarantine, adapters, scheduler]
         self._beams = BeamGroups(self.lifecycle)
@@ -326,7 +329,7 @@ class Engine:
         if self._asleep:
             return self._drain_outbox()
         try:
-            while len(self._pipeline) < self._background.depth(self._quarantine.depth):
+            while len(self._pipeline) < self._quarantine.depth:
                 decoding, chunks = self._quarantine.schedule()
                 num_steps = 1 if chunks else self._multi_step.grant(decoding)
                 grants = self._multi_step.drafts.grant(decoding, num_steps)

@@ -54,7 +54,7 @@ class Quarantine:
         lifecycle: Lifecycle,
         scheduler: StepScheduler,
         adapters: AdmissionGate,
-        steps_in_flight: int,
+        steps_in_flight: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
         self._lifecycle = lifecycle
@@ -69,7 +69,7 @@ class Quarantine:
     @property
     def depth(self) -> int:
         """How many steps may be in flight; one during a trial and before it."""
-        return 1 if self._suspects and self._has_trial() else self._steps_in_flight
+        return 1 if self._suspects and self._has_trial() else self._steps_in_flight()
 
     @property
     def num_suspects(self) -> int:
