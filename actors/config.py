@@ -32,6 +32,7 @@ from rayfin.actors.settings.choices import (
     Runner,
     SchedulerName,
 )
+from rayfin.actors.settings.kept_states import draft_states, resolve_snapshots
 from rayfin.actors.settings.lora_limits import loras_in_step, require_one_device
 from rayfin.actors.settings.spare_runners import require_spares
 from rayfin.actors.settings.tenant_weights import parse_weights
@@ -435,6 +436,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0  # most drafts of a decoding row in a step
     recurrent: bool = False  # layers keep a state by slot, which belongs to num_computed
     num_snapshots: int = 0  # of such states, which prefix hits start from
+    num_draft_states: int = 0  # of such states, behind drafts of a step
     speculation: SpeculativeConfig | None = None  # None: a proposer from outside, or none
     whole_prompts: bool = False  # a step computes prompts whole; pages are names without memory
     max_loras: int = 0  # adapters in one step; 0: requests have none
@@ -512,18 +514,6 @@ def resolve_host_pages(args: EngineArgs, page_bytes: int, most: int) -> int:
     return min(pages, most)
 
 
-def resolve_snapshots(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> int:
-    """Returns how many states of recurrent layers are kept for prefix hits: two for each slot.
-
-    They take at most a quarter of the memory for pages. V0 has none: a prompt's chunk would have to
-    end where the snapshot is taken.
-    """
-    if not facts.state_bytes or not args.prefix_caching or args.scheduler == "v0":
-        return 0
-    room = max(args.kv_cache_memory or facts.available_bytes, 0) // 4
-    return int(min(2 * limits.max_decoding_batch, room // facts.state_bytes))
-
-
 def scarcest(facts: Sequence[ModelFacts]) -> ModelFacts:
     """Returns the facts of the rank with room for the fewest pages: each rank holds all pages."""
     return min(facts, key=lambda own: own.available_bytes // max(own.page_bytes, 1))
@@ -554,11 +544,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         if args.max_model_len is not None or pages < 1:
             raise too_long(args, facts, model_len, available)
         model_len = pages * args.page_size
-    if (speculation := args.speculation) and recurrent:
-        raise InvalidConfig(
-            "speculative_config cannot be used with recurrent layers, whose state does not go back",
-            "speculative_config",
-        )
+    speculation = args.speculation
     host_pages = 0 if recurrent or whole else resolve_host_pages(args, facts.page_bytes, most)
     return EngineConfig(
         limits=limits,
@@ -580,6 +566,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, limits: BatchLimits) -> EngineC
         prefix_caching=args.prefix_caching and (snapshots > 0 or not recurrent) and not alone,
         whole_prompts=whole,
         num_snapshots=snapshots,
+        num_draft_states=draft_states(args, limits, facts.device) if recurrent else 0,
         recurrent=recurrent,
         max_lease=args.max_lease,
         max_logprobs=args.max_logprobs,

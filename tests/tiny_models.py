@@ -121,6 +121,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 24,
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "mamba2": {

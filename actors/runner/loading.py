@@ -26,6 +26,7 @@ from rayfin.actors.runner.observers import StepObserver
 from rayfin.actors.runner.parallel.rank import ParallelRank
 from rayfin.actors.runner.quantized.config import source_config
 from rayfin.actors.runner.step.state_tensors import StateTensors
+from rayfin.actors.settings.kept_states import draft_states
 from rayfin.actors.settings.uncut import Uncut
 from rayfin.cache.kv_tensors import KVTensors, page_bytes
 from rayfin.kernels.attention.select import page_types, select_attention
@@ -114,6 +115,11 @@ class LoadedModel:
             row_by_row=self.recurrent is not None,
         )
 
+    def bytes_of_requests(self, args: EngineArgs, limits: BatchLimits) -> int:
+        """Bytes that running requests take beside their pages, and what is beside those."""
+        drafts = draft_states(args, limits, self.device.type)
+        return self.bytes_beside_pages(limits.max_decoding_batch) + drafts * self.state_bytes
+
     def bytes_beside_pages(self, rows: int) -> int:
         """Bytes of the states of ``rows`` requests, of embeddings of images, and of adapters."""
         images = 0 if self.vision is None else self.vision.cache_bytes
@@ -168,13 +174,18 @@ class LoadedModel:
         model.bind(cache)
         return cache
 
-    def bind_states(self, slots: int, snapshots: int) -> StateTensors | None:
-        """Allocates the states of ``slots`` requests; None if the model keeps none."""
+    def bind_states(self, slots: int, snapshots: int, drafts: int = 0) -> StateTensors | None:
+        """Allocates the states of ``slots`` requests and so many drafts; None if there are none."""
         if self.recurrent is None:
             return None
-        states = StateTensors(self.recurrent.layouts, slots, snapshots, self.device)
+        states = StateTensors(self.recurrent.layouts, slots, snapshots, self.device, drafts)
         self.recurrent.bind(states)
         return states
+
+    @property
+    def states(self) -> StateTensors | None:
+        """The states that are allocated; None if the model keeps none."""
+        return None if self.recurrent is None else self.recurrent.states
 
     def host_pages(self, num_pages: int, page_size: int) -> KVTensors:
         """Swap space: pages in host memory, pinned if a GPU copies to and from it."""

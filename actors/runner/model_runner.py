@@ -111,7 +111,7 @@ class ModelRunner:
                 args.memory_utilization,
                 1 if loaded.peers is None else loaded.peers.place.size,
             ) - self._bytes_of_graphs(limits, model_len)
-            available -= loaded.bytes_beside_pages(limits.max_decoding_batch)
+            available -= loaded.bytes_of_requests(args, limits)
         facts = ModelFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
             vocab_size=config.get_text_config(decoder=True).vocab_size,
@@ -297,10 +297,9 @@ class ModelRunner:
         )
         adaptive = settings is not None and settings.adaptive
         follow = self._loaded.peers is None  # ranks would measure different times
-        sizes = (self._args.page_size, loaded.device)
         cost = StepCost.assumed()
         if adaptive and follow:
-            cost = measure_steps(self._model.forward, config, *sizes)
+            cost = measure_steps(self._model.forward, config, loaded.device, loaded.states)
         planner = DraftPlanner(
             config.limits.max_decoding_batch,
             config.num_speculative_tokens,
@@ -309,8 +308,8 @@ class ModelRunner:
             follow=follow,
             draft_seconds=draft_seconds(made),
         )
-        device = self._loaded.device
-        return Speculator(made, self._slots, self._sampler, device, config.limits, planner)
+        place = (loaded.device, config.limits)
+        return Speculator(made, self._slots, self._sampler, *place, planner, loaded.states)
 
     def _make_observers(self, cache: KVTensors) -> list[StepObserver]:
         observers: list[StepObserver] = [RowFaults()]
@@ -529,7 +528,8 @@ class ModelRunner:
         self._bind(0)  # frees the old pages before it takes new ones
         cache = self._bind(config.num_pages)
         host = self._loaded.host_pages(config.num_host_pages, self._args.page_size)
-        states = self._loaded.bind_states(config.limits.max_decoding_batch, config.num_snapshots)
+        kept = (config.limits.max_decoding_batch, config.num_snapshots, config.num_draft_states)
+        states = self._loaded.bind_states(*kept)
         self._mover = PageMover(cache, host, states)
         self._bound = (config, cache)
         return cache

@@ -29,6 +29,7 @@ from rayfin.actors.runner.proposers.interface import Drafts, Proposer
 from rayfin.actors.runner.sampling.sampler import NOT_FINITE, Sampled, Sampler
 from rayfin.actors.runner.step.batch import SampledRows, sampled_rows
 from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.step.state_tensors import StateTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Speculator:
         device: torch.device,
         limits: BatchLimits,
         planner: DraftPlanner,
+        states: StateTensors | None = None,
     ) -> None:
         self.planner = planner
         self.drafting = 0.0  # seconds that the last ``expand`` took to propose
@@ -66,6 +68,7 @@ class Speculator:
         self._sampler = sampler
         self._device = device
         self._limits = limits
+        self._states = states  # of recurrent layers
         self._lengths = np.zeros_like(slots.stops.cap)  # tokens in the cache, by slot
         self._drafted = self._drafts = 0  # since the last ``take_usage``: tokens, and rows
         self._accepted: Int64Array = np.zeros(0, np.int64)  # by place in a draft
@@ -93,6 +96,8 @@ class Speculator:
         rows = np.flatnonzero(info.is_decoding & (left > 1))
         tokens, limits = len(info.merge_prompt), self._limits
         budget = min(limits.max_batch_tokens - tokens, limits.max_decoding_batch - len(info.ids))
+        if self._states is not None:
+            budget = min(budget, self._states.draft_room)
         if budget < 1 or not len(rows) or self._scores(info):
             return None
         room = self.planner.room(left[rows] - 1, tokens, info.decoding_batch, budget)
@@ -151,7 +156,10 @@ class Speculator:
         tokens = np.stack([sampled.tokens for sampled in results], axis=1)
         counts: Int64Array = np.count_nonzero(tokens >= 0, axis=1)
         grown = np.where(info.is_decoding, counts, info.chunk_len)
-        self._lengths[info.ids] = info.kv_len + grown
+        lengths = info.kv_len + grown
+        self._lengths[info.ids] = lengths
+        if self._states is not None and info.num_drafts:
+            self._states.settle(lengths)
         rows = np.flatnonzero(counts)
         self._proposer.accept(info.ids[rows].astype(np.int64), tokens[rows], counts[rows])
         for sampled in results:

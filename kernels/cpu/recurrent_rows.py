@@ -26,7 +26,7 @@ def _fields(pointers: str, integers: str) -> list[tuple[str, type]]:
 
 
 class _Rows(ctypes.Structure):
-    _fields_ = _fields("starts read write past", "rows")
+    _fields_ = _fields("starts read write past each", "rows")
 
 
 class _ShortConv(ctypes.Structure):
@@ -75,7 +75,8 @@ Numbers = npt.NDArray[np.int64]
 class RecurrentRows:
     """The rows of a step: which state each continues, and where its new one goes.
 
-    No row may write a state that another one reads or writes, or that it reads itself.
+    No row may write a state that another one reads or writes, or that it reads itself. With
+    drafts the states behind single tokens are written too: ``each``.
     """
 
     def __init__(
@@ -84,11 +85,16 @@ class RecurrentRows:
         read: Numbers,  # [R], states; not used without a past
         write: Numbers,  # [R]
         past: Numbers,  # [R], 0 where a state of zeros is continued
+        each: Numbers | None = None,  # [T]: where the state behind a token goes beside, or -1
     ) -> None:
-        arrays = (starts, read, write, past)
+        arrays = (starts, read, write, past, *(() if each is None else (each,)))
         self._arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
         self.tokens = int(starts[-1])
-        self.struct = _Rows(*(array.ctypes.data for array in self._arrays), len(write))
+        assert each is None or len(each) == self.tokens
+        pointers = [array.ctypes.data for array in self._arrays]
+        if each is None:
+            pointers.append(0)
+        self.struct = _Rows(*pointers, len(write))
 
 
 @dataclass(frozen=True, slots=True)

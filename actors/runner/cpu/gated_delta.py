@@ -164,7 +164,8 @@ def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _rows(plan: StepPlan) -> RecurrentRows:
-    return RecurrentRows(plan.starts, plan.rows.read, plan.rows.write, plan.rows.before)
+    rows = plan.rows
+    return RecurrentRows(plan.starts, rows.read, rows.write, rows.before, rows.each)
 
 
 def _states(states: dict[Key, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,7 +117,7 @@ class _FusedModule:
     ) -> Any:
         rows = plan.rows
         self._plan, self._states = plan, states
-        self._rows = RecurrentRows(plan.starts, rows.read, rows.write, rows.before)
+        self._rows = RecurrentRows(plan.starts, rows.read, rows.write, rows.before, rows.each)
         return self._forward(*args, **{**kwargs, self._argument: _NoCache()})
 
     def _conv(

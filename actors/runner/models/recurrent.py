@@ -156,14 +156,22 @@ class _RowCache:
 
 
 @dataclass(slots=True)
+class Wave:
+    """Tokens that continue states one by one, one of each row."""
+
+    tokens: torch.Tensor  # [N] int64
+    read: torch.Tensor  # [N]
+    write: torch.Tensor  # [N]
+
+
+@dataclass(slots=True)
 class StepPlan:
     """How a step's tokens are cut, the same for all of its layers."""
 
     rows: StateRows
     starts: Rows  # [R + 1], the rows' first tokens
-    single: torch.Tensor  # [N] int64, tokens of rows with a past and one new token
-    single_read: torch.Tensor  # [N]
-    single_write: torch.Tensor  # [N]
+    single: torch.Tensor  # [N] int64, tokens of rows with a past: a new one alone, or with drafts
+    waves: list[Wave]  # the same tokens; the draft of a row is in the wave behind the one before
     chunks: list[tuple[int, int, int, int, bool]]  # start, end, rows to read and write, has a past
 
 
@@ -209,6 +217,12 @@ class RecurrentLayers:
         """Whether all modules compute by fused forwards."""
         return all(layer.fused is not None for layer in self.modules)
 
+    @property
+    def states(self) -> StateTensors:
+        """Where the layers keep their states."""
+        assert self._states is not None, "before a runner starts"
+        return self._states
+
     def bind(self, states: StateTensors) -> None:
         """The layers keep their states in ``states`` from now on."""
         self._states = states
@@ -224,16 +238,18 @@ class RecurrentLayers:
         after = np.asarray(inputs.batch.kv_len_cpu, np.int64)
         lengths = np.diff(starts)
         slots = np.arange(len(after)) if inputs.slots is None else inputs.slots.astype(np.int64)
-        rows = self._states.begin(slots, after - lengths, after)
-        single = (lengths == 1) & (rows.before > 0)
+        has_past = after > lengths
+        drafting = has_past & (lengths > 1) & (np.arange(len(after)) < inputs.first_prompt)
+        rows = self._states.begin(slots, after - lengths, after, drafting)
+        single = (has_past & (lengths == 1)) | drafting
         others = np.flatnonzero(~single).tolist()
-        device = inputs.input_ids.device
+        waves = _waves(rows, starts, np.flatnonzero(single), inputs.input_ids.device)
+        tokens = [wave.tokens for wave in waves]
         self._plan = StepPlan(
             rows,
             starts,
-            torch.from_numpy(starts[:-1][single]).to(device),
-            torch.from_numpy(rows.read[single]).to(device),
-            torch.from_numpy(rows.write[single]).to(device),
+            torch.cat(tokens) if tokens else inputs.sampled.new_empty(0),
+            waves,
             [
                 (
                     int(starts[row]),
@@ -303,10 +319,10 @@ class RowByRow:
             return self.fused(plan, states, args, kwargs)
         tokens = _num_tokens(args, kwargs)
         parts: list[tuple[torch.Tensor | slice, Any]] = []
-        if len(plan.single):
-            cut = _cut((args, kwargs), tokens, plan.single)
-            output = self._call(cut, plan.single_read, plan.single_write)
-            parts.append((plan.single, _map(output, lambda tensor: tensor.transpose(0, 1))))
+        for wave in plan.waves:
+            cut = _cut((args, kwargs), tokens, wave.tokens)
+            output = self._call(cut, wave.read, wave.write)
+            parts.append((wave.tokens, _map(output, lambda tensor: tensor.transpose(0, 1))))
         for start, end, read, write, past in plan.chunks:
             for first, last, source in self._pieces(start, end, read, write, past):
                 part = slice(first, last)
@@ -348,6 +364,21 @@ class RowByRow:
             kept = self._layers.tensor(number)
             kept.index_copy_(0, write, cache.states[key].to(kept.dtype))
         return output
+
+
+def _waves(rows: StateRows, starts: Rows, among: Rows, device: torch.device) -> list[Wave]:
+    """Token after token of the rows ``among`` [N], which begin at ``starts`` [R + 1]."""
+    waves: list[Wave] = []
+    read = rows.read[among]
+    while len(among):
+        tokens = starts[among] + len(waves)
+        more = rows.drafts[among] > len(waves)
+        write = rows.write[among]
+        if rows.each is not None:
+            write = np.where(more, rows.each[tokens], write)
+        waves.append(Wave(*(torch.from_numpy(own).to(device) for own in (tokens, read, write))))
+        among, read = among[more], write[more]
+    return waves
 
 
 def _num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

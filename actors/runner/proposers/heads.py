@@ -315,7 +315,7 @@ def require_states(loaded: LoadedModel, args: EngineArgs) -> None:
     """
     why = None
     if loaded.recurrent is not None:
-        why = "it keeps states, which do not go back when a draft is wrong"
+        why = "its layers keep states; ngram and suffix draft for it"
     elif loaded.pools is not None:
         why = "it gives vectors"
     elif loaded.vision is not None:

@@ -10,6 +10,7 @@ from rayfin.actors.config import EngineConfig
 from rayfin.actors.messages import SchedulerInfo
 from rayfin.actors.runner.step.batch import StepInputs, build_inputs
 from rayfin.actors.runner.step.request_slots import RequestSlots
+from rayfin.actors.runner.step.state_tensors import StateTensors
 from rayfin.actors.step_cost import StepCost
 
 ROW_TOKENS = 8
@@ -22,16 +23,26 @@ MEASURED_CONTEXT = 256
 def measure_steps(
     forward: Callable[[StepInputs], object],
     config: EngineConfig,
-    page_size: int,
     device: torch.device,
+    states: StateTensors | None = None,
 ) -> StepCost:
-    """Times steps of some sizes on the first pages, which hold nothing yet."""
+    """Times steps of some sizes on the first pages, which hold nothing yet.
+
+    With ``states`` of recurrent layers their rows have no more drafts than there are states for.
+    """
+    page_size = config.page_size
     limits = config.limits
     most = min(limits.max_decoding_batch + config.num_speculative_tokens, limits.max_batch_tokens)
+    drafts = None
+    if states is not None:
+        drafts = states.draft_room
+        most = min(most, limits.max_decoding_batch + drafts)
     context = min(MEASURED_CONTEXT, config.num_pages * page_size)
 
     def run(tokens: int) -> float:
-        info = decode_step(tokens, context, page_size)
+        info = decode_step(tokens, context, page_size, drafts)
+        if states is not None:
+            states.assume(info.ids.astype(np.int64), info.kv_len)
         slots = RequestSlots(len(info.ids), int(info.kv_page_len.max()))
         slots.apply(info)
         started = time.perf_counter()
@@ -41,13 +52,23 @@ def measure_steps(
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
-    return StepCost.measured(run, most)
+    cost = StepCost.measured(run, most)
+    if states is not None:
+        states.forget()
+    return cost
 
 
-def decode_step(tokens: int, context: int, page_size: int) -> SchedulerInfo:
-    """A step of so many tokens, ``ROW_TOKENS`` a row, at the end of one and the same context."""
-    rows = -(-tokens // ROW_TOKENS)
-    lengths = np.full(rows, min(tokens, ROW_TOKENS, context), np.int32)
+def decode_step(
+    tokens: int, context: int, page_size: int, drafts: int | None = None
+) -> SchedulerInfo:
+    """A step of so many tokens, ``ROW_TOKENS`` a row, at the end of one and the same context.
+
+    There are more rows where these would have more than so many ``drafts``; None: no limit.
+    """
+    rows = max(-(-tokens // ROW_TOKENS), 0 if drafts is None else tokens - drafts)
+    lengths = np.full(rows, tokens // rows, np.int32)
+    lengths[: tokens % rows] += 1
+    lengths = np.minimum(lengths, np.int32(context))
     pages = np.full(rows, -(-context // page_size), np.int32)
     ids = np.arange(rows, dtype=np.int32)
     return SchedulerInfo(

@@ -125,6 +125,9 @@ void run_block(const StateRows& rows, const DeltaRule& s, int64_t row, int64_t h
   } else {
     std::fill(block, block + s.key_dim * kBlock, 0.0f);
   }
+  auto keep = [&](const Change& change, int64_t to) {
+    write_block(block, change, s.value_dim, s.key_dim, count, s.states + (to * s.value_heads + head) * size + first);
+  };
   Change change{1.0f, keys + s.key_dim, {Vec{}, Vec{}}};  // none: the key counts as zeros
   std::fill(keys, keys + 2 * s.key_dim, 0.0f);
   Vec with_k[2], with_q[2];
@@ -143,9 +146,9 @@ void run_block(const StateRows& rows, const DeltaRule& s, int64_t row, int64_t h
       const Vec out = answer(now, v, with_k[half], with_q[half], &change.delta[half]);
       whole ? store(y + half * kWidth, out) : store_some(y + half * kWidth, out, lanes);
     }
+    if (const int64_t to = rows.beside(token); to >= 0) keep(change, to);
   }
-  write_block(block, change, s.value_dim, s.key_dim, count,
-              s.states + (rows.write[row] * s.value_heads + head) * size + first);
+  keep(change, rows.write[row]);
 }
 
 // Adds the products of kVecs vectors of some lines of a state with a key and a query, in the order of the lines.

@@ -82,19 +82,23 @@ void run_row(const StateRows& rows, const ShortConv& s, int64_t row, int64_t fir
     return index < s.width ? history + index * count : s.x + (start + index - s.width) * s.x_stride + first;
   };
   const float* inputs[kTaps];
+  auto keep = [&](int64_t passed, int64_t to) {  // the state behind so many tokens
+    float* out = s.states + (to * s.channels + first) * s.width;
+    if (s.width <= kTaps) {
+      for (int64_t column = 0; column < s.width; ++column) inputs[column] = line(passed + column);
+      return write_state(inputs, s.width, count, out);
+    }
+    for (int64_t column = 0; column < s.width; ++column) {
+      const float* x = line(passed + column);
+      for (int64_t i = 0; i < count; ++i) out[i * s.width + column] = x[i];
+    }
+  };
   for (int64_t token = start; token < end; ++token) {
     for (int64_t tap = 0; tap < s.taps; ++tap) inputs[tap] = line(token - start + s.width - past + tap);
     convolve(s, inputs, first, count, s.y + token * s.channels + first);
+    if (const int64_t to = rows.beside(token); to >= 0) keep(token - start + 1, to);
   }
-  float* out = s.states + (rows.write[row] * s.channels + first) * s.width;
-  if (s.width <= kTaps) {
-    for (int64_t column = 0; column < s.width; ++column) inputs[column] = line(end - start + column);
-    return write_state(inputs, s.width, count, out);
-  }
-  for (int64_t column = 0; column < s.width; ++column) {
-    const float* x = line(end - start + column);
-    for (int64_t i = 0; i < count; ++i) out[i * s.width + column] = x[i];
-  }
+  keep(end - start, rows.write[row]);
 }
 
 }  // namespace

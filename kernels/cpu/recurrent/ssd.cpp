@@ -44,6 +44,11 @@ void run_lines(const StateRows& rows, const Ssd& s, int64_t row, int64_t head, i
     for (int64_t line = 0; line < count; ++line)
       std::copy(state + line * s.state_dim, state + (line + 1) * s.state_dim, block + line * padded);
   }
+  auto keep = [&](int64_t to) {
+    float* state = s.states + (to * s.heads + head) * size + first * s.state_dim;
+    for (int64_t line = 0; line < count; ++line)
+      std::copy(block + line * padded, block + line * padded + s.state_dim, state + line * s.state_dim);
+  };
   for (int64_t token = rows.starts[row]; token < rows.starts[row + 1]; ++token) {
     const float dt = s.dt[token * s.heads + head], decay = exp(broadcast(dt * s.a[head]))[0];
     const float* x = s.x + token * s.x_stride + head * s.head_dim + first;
@@ -53,10 +58,9 @@ void run_lines(const StateRows& rows, const Ssd& s, int64_t row, int64_t head, i
                         s.c + token * s.c_stride + group * s.state_dim);
     float* out = s.y + (token * s.heads + head) * s.head_dim + first;
     for (int64_t line = 0; line < count; ++line) out[line] = y[line] + (s.d ? s.d[head] * x[line] : 0.0f);
+    if (const int64_t to = rows.beside(token); to >= 0) keep(to);
   }
-  float* state = s.states + (rows.write[row] * s.heads + head) * size + first * s.state_dim;
-  for (int64_t line = 0; line < count; ++line)
-    std::copy(block + line * padded, block + line * padded + s.state_dim, state + line * s.state_dim);
+  keep(rows.write[row]);
 }
 
 }  // namespace

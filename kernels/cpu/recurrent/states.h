@@ -13,9 +13,13 @@ namespace rayfin {
 struct StateRows {
   const int64_t* starts;  // [rows + 1]
   const int64_t* read;    // [rows]
-  const int64_t* write;   // [rows], differs from all others and from all of read
+  const int64_t* write;   // [rows], differs from all others, from all of read and of each
   const int64_t* past;    // [rows], 0 = the row begins with a state of zeros
+  const int64_t* each;    // [T] or null: the state that gets the one behind a token too, for drafts; -1 = none
   int64_t rows;
+
+  // each[token], or -1
+  int64_t beside(int64_t token) const { return each ? each[token] : -1; }
 };
 
 constexpr int64_t kTaps = 16;  // the most of a short convolution

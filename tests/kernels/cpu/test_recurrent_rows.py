@@ -30,11 +30,11 @@ Call = Callable[[RecurrentRows, slice, torch.Tensor], torch.Tensor]
 some_rows = st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=5)
 
 
-def rows_of(lengths: Sequence[int], past: Sequence[bool]) -> RecurrentRows:
+def rows_of(lengths: Sequence[int], past: Sequence[bool], each: Any = None) -> RecurrentRows:
     """Row r reads state 2 r and writes state 2 r + 1."""
     read = 2 * np.arange(len(lengths))
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    return RecurrentRows(starts, read, read + 1, np.array(past))
+    return RecurrentRows(starts, read, read + 1, np.array(past), each)
 
 
 def check(rows: list[Row], states: torch.Tensor, run: Call, expect: Any) -> None:
@@ -44,6 +44,7 @@ def check(rows: list[Row], states: torch.Tensor, run: Call, expect: Any) -> None
     kept = states.clone()
     out = run(rows_of(lengths, [past for _, past in rows]), slice(None), kept)
     assert torch.equal(kept[::2], states[::2]), "a state that is read has changed"
+    behind = with_each_state(rows, states, run, out, kept)
     for row, (length, past) in enumerate(rows):
         part = slice(int(starts[row]), int(starts[row]) + length)
         before = states[2 * row] if past else torch.zeros_like(states[0])
@@ -56,8 +57,23 @@ def check(rows: list[Row], states: torch.Tensor, run: Call, expect: Any) -> None
             has_past = past or token > part.start
             assert torch.equal(run(rows_of([1], [has_past]), one, own), out[one]), "other bits"
             own = own.flip(0).contiguous()
+            assert token == part.stop - 1 or torch.equal(own[0], behind[token]), "another state"
         if length:
             assert torch.equal(own[0], kept[2 * row + 1]), "another state"
+
+
+def with_each_state(
+    rows: list[Row], states: torch.Tensor, run: Call, out: torch.Tensor, kept: torch.Tensor
+) -> torch.Tensor:
+    """The states [T, ...] behind all tokens but the last of each row, which change nothing else."""
+    lengths, count = [length for length, _ in rows], len(out)
+    each, ends = len(states) + np.arange(count), np.cumsum(lengths)
+    each[ends[ends > 0] - 1] = -1
+    more = torch.cat([states, torch.zeros(count, *states.shape[1:])])
+    again = run(rows_of(lengths, [past for _, past in rows], each), slice(None), more)
+    assert torch.equal(again, out), "other bits where states are kept"
+    assert torch.equal(more[: len(states)], kept), "other states where more are kept"
+    return more[len(states) :]
 
 
 def doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:

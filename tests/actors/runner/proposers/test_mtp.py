@@ -107,5 +107,5 @@ def test_refused(tiny_model: Make, engine_args: Make) -> None:
         ModelRunner(headed(args, "mtp"))
     assert caught.value.param == "speculative_config"
     recurrent = replace(args, model=str(tiny_model("qwen3_next").folder))
-    with pytest.raises(InvalidConfig, match="it keeps states, which do not go back"):
+    with pytest.raises(InvalidConfig, match="its layers keep states; ngram and suffix"):
         ModelRunner(headed(recurrent, "mtp"))
