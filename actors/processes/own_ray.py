@@ -57,13 +57,14 @@ class _Node(ray._private.node.Node):
             gcs.internal_kv_put(key.encode(), value.encode(), True, namespace)
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
-        names = [getattr(_raylet, name, None) for name in PORTS]
+        core: Any = _raylet
+        names = [getattr(core, name, None) for name in PORTS]
         # An operator may want Ray's metrics, which the agent exports.
         if None in names or os.environ.get("RAY_enable_metrics_collection") != "0":
             super().start_raylet(*args, **options)
             return
         for name in names:
-            _raylet.persist_port(self._session_dir, self._node_id, name, NO_PORT)
+            core.persist_port(self._session_dir, self._node_id, name, NO_PORT)
         with _idle_agent():
             super().start_raylet(*args, **options)
 
